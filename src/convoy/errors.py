@@ -1,0 +1,157 @@
+"""Every error that Convoy raises on purpose, by whose fault it is.
+
+    ConvoyError                     carries a message and, where there is one, a hint: what to do about it
+    ├── InputError                  what a person typed, wrote in a file or sent in a request
+    │   ├── UsageError              a flag or argument (exit 2)
+    │   ├── ConfigError             convoy.toml, an address, a port
+    │   ├── IdentityError           a key or certificate on disk
+    │   ├── RosterError             unsigned, expired, foreign, without this member
+    │   ├── SpanError               layer spans that overlap, leave a gap or own no output
+    │   ├── ModelError              a model directory that cannot be run
+    │   └── RequestError            a request of a client (HTTP 400); names the parameter
+    ├── CapacityError               right, but more than there is
+    │   ├── PlanError               no plan fits the members
+    │   └── QueueFull               too many requests wait (HTTP 429)
+    ├── PeerError                   another member's fault, or the network's
+    │   ├── PeerUnreachable         nobody answered in time
+    │   ├── Incompatible            another protocol version, activation dtype or model
+    │   ├── HandshakeError          it could not prove who it is
+    │   ├── FrameError              bytes that are not a frame or not a message
+    │   │   └── FrameTooLong        a length over its type's limit, refused before allocation
+    │   ├── SealError               a frame that does not open: changed, replayed, out of order
+    │   ├── StepError               a well-sealed step that makes no sense here
+    │   ├── LinkBroken              the other end or the network ended the link
+    │   └── PeerRefused             the peer said no, and why
+    ├── Unavailable                 nothing wrong with the request, but it cannot be served now (HTTP 503)
+    │   ├── NotReady                no token has passed every stage yet, or not lately
+    │   ├── Draining                the server is shutting down
+    │   └── StageLost               a stage went away while the request ran
+    ├── LinkClosed                  this side closed the link earlier
+    └── SelfCheckError              exact mode cannot be proved on this machine
+"""
+
+from __future__ import annotations
+
+
+class ConvoyError(Exception):
+    """Base of the tree: ``str(error)`` is one lower-case line, ``error.hint`` says what to do, or is None."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class InputError(ConvoyError):
+    """What a person typed, wrote in a file or sent in a request is wrong."""
+
+
+class UsageError(InputError):
+    """A flag or argument is wrong; the command line exits with 2."""
+
+
+class ConfigError(InputError):
+    """The configuration, an address or a port is wrong."""
+
+
+class IdentityError(InputError):
+    """A key or certificate on disk is missing, unreadable or open to others."""
+
+
+class RosterError(InputError):
+    """The roster is unsigned, expired, for another cluster or without this member."""
+
+
+class SpanError(InputError):
+    """Layer spans overlap, leave a layer out or own no output."""
+
+
+class ModelError(InputError):
+    """A model directory cannot be run: the text names the file, tensor or type."""
+
+
+class RequestError(InputError):
+    """A client's request is wrong (HTTP 400); ``param`` names the field, ``code`` is OpenAI's word for it."""
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+        self.code = code
+
+
+class CapacityError(ConvoyError):
+    """The request is right, but more than there is."""
+
+
+class PlanError(CapacityError):
+    """No plan fits the members; the text gives each one's reason."""
+
+
+class QueueFull(CapacityError):  # noqa: N818 - a state, as in httpx and trio, not a fault
+    """Too many requests wait already (HTTP 429)."""
+
+
+class PeerError(ConvoyError):
+    """Another member, or the network between, is at fault."""
+
+
+class PeerUnreachable(PeerError):  # noqa: N818
+    """Nobody answered at the address within the time allowed."""
+
+
+class Incompatible(PeerError):  # noqa: N818
+    """The other member speaks another protocol version, activation dtype or model; both are named."""
+
+
+class HandshakeError(PeerError):
+    """The other end could not prove that it is the member it claims to be."""
+
+
+class FrameError(PeerError):
+    """Bytes from a peer are not a frame, or a payload is not the message its type says."""
+
+
+class FrameTooLong(FrameError):  # noqa: N818
+    """A frame's length is over the limit of its type; nothing was allocated."""
+
+
+class SealError(PeerError):
+    """A sealed frame does not open: changed, replayed, reflected or out of order."""
+
+
+class StepError(PeerError):
+    """A well-sealed step makes no sense here: an index out of range, a shape that does not match."""
+
+
+class LinkBroken(PeerError):  # noqa: N818
+    """The other end or the network ended the link; look at ``__cause__``."""
+
+
+class PeerRefused(PeerError):  # noqa: N818
+    """The peer said no, and why."""
+
+
+class Unavailable(ConvoyError):  # noqa: N818
+    """Nothing is wrong with the request, but it cannot be served now (HTTP 503)."""
+
+
+class NotReady(Unavailable):
+    """No token has passed every stage yet, or not lately."""
+
+
+class Draining(Unavailable):
+    """The server is shutting down and takes no new requests."""
+
+
+class StageLost(Unavailable):
+    """A stage went away while the request ran."""
+
+
+class LinkClosed(ConvoyError):  # noqa: N818
+    """This side closed the link earlier."""
+
+
+class SelfCheckError(ConvoyError):
+    """Exact mode could not be proved on this machine."""

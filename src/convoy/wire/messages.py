@@ -1,0 +1,176 @@
+"""What members say to each other: one closed set of messages, one frame type each.
+
+The byte layout is in docs/protocol.md; the codec is `wire.codec`, the header `wire.frame`. Messages are plain values: nothing
+here checks that an index fits a pool or a span fits a model; whoever receives one does (`engine.peer`, `model.stage`).
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class FrameType(enum.IntEnum):
+    """The type byte of a frame. Handshake frames alone travel unsealed (inside TLS)."""
+
+    HANDSHAKE_1 = 0x01
+    HANDSHAKE_2 = 0x02
+    HANDSHAKE_3 = 0x03
+    HELLO = 0x10
+    PLAN = 0x11
+    PROGRESS = 0x12
+    READY = 0x13
+    REFUSE = 0x14
+    ACTIVATE = 0x15
+    ACTIVATED = 0x16
+    STEP = 0x20
+    HIDDEN = 0x21
+    STEP_FAILED = 0x22
+    PING = 0x30
+    PONG = 0x31
+    BYE = 0x3F
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages: encoded as a msgpack array in field order."""
+
+
+class Hello(Message, frozen=True):
+    """First sealed message of each side: what this member can do."""
+
+    software: str
+    dtypes: list[str]  # activation dtypes it accepts: "float32", "bfloat16"
+    kernels: list[str]  # kernels it can run, best first: "exact-f32", "plain-f32"
+    memory_bytes: int  # memory it offers for weights and K/V
+    num_threads: int
+    platform: str
+
+
+class StageAssignment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Layers [start, end) and what else a member owns in a plan."""
+
+    member: str
+    start: int
+    end: int
+    embed: bool
+    output: bool
+
+
+class Plan(Message, frozen=True):
+    """Head to peer: load your stage of this. Nothing runs before `Activate`."""
+
+    generation: int
+    model: str  # the head's name for it, also a bundled model's name
+    model_digest: str  # hex SHA-256 over config and tensor headers
+    stages: list[StageAssignment]  # in route order; the head's own entries included
+    kernel: str
+    activation_dtype: str
+    block_size: int  # tokens per K/V block
+    max_context: int  # tokens
+
+
+class Progress(Message, frozen=True):
+    """Peer to head while it loads."""
+
+    generation: int
+    loaded_bytes: int
+    total_bytes: int
+
+
+class Ready(Message, frozen=True):
+    """Peer to head: loaded; this many K/V blocks would fit."""
+
+    generation: int
+    weight_bytes: int
+    max_blocks: int
+
+
+class Refuse(Message, frozen=True):
+    """Peer to head: no, and why. Ends that plan at this peer."""
+
+    generation: int
+    reason: str
+    hint: str
+
+
+class Activate(Message, frozen=True):
+    """Head to peer: the plan with this digest runs from now on, with pools of this many blocks."""
+
+    generation: int
+    plan_digest: bytes
+    num_blocks: int
+
+
+class Activated(Message, frozen=True):
+    """Peer to head: pools made, successor linked."""
+
+    generation: int
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A run of tokens of one sequence: a prefill chunk, a decode, a check of drafts or a replay alike."""
+
+    sequence: int  # chosen by the head, never used twice within a generation
+    start: int  # position of the first token
+    num_tokens: int
+    num_outputs: int  # how many trailing positions go on to the output (0 for an inner chunk)
+
+
+class BlockGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Blocks appended to a sequence's table of one cache group."""
+
+    sequence: int
+    group: int
+    blocks: list[int]
+
+
+class Step(Message, frozen=True):
+    """Head to every stage: release, then grant, then run the rows in order. No rows: a probe of the ring."""
+
+    number: int
+    released: list[int]  # sequences whose tables end
+    grants: list[BlockGrant]
+    rows: list[Row]
+    tokens: bytes  # little-endian uint32 per token of all rows, only for the owner of the embedding; otherwise empty
+
+
+class StepFailed(Message, frozen=True):
+    """Peer to head: this step could not be run."""
+
+    number: int
+    reason: str
+
+
+class Ping(Message, frozen=True):
+    """Answered at once by `Pong` with the same token."""
+
+    token: int
+
+
+class Pong(Message, frozen=True):
+    """Answer to `Ping`."""
+
+    token: int
+
+
+class Bye(Message, frozen=True):
+    """The sender is about to end the link on purpose."""
+
+    reason: str
+
+
+MESSAGE_TYPES: dict[FrameType, type[Message]] = {
+    FrameType.HELLO: Hello,
+    FrameType.PLAN: Plan,
+    FrameType.PROGRESS: Progress,
+    FrameType.READY: Ready,
+    FrameType.REFUSE: Refuse,
+    FrameType.ACTIVATE: Activate,
+    FrameType.ACTIVATED: Activated,
+    FrameType.STEP: Step,
+    FrameType.STEP_FAILED: StepFailed,
+    FrameType.PING: Ping,
+    FrameType.PONG: Pong,
+    FrameType.BYE: Bye,
+}
