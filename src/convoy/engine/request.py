@@ -1,0 +1,24 @@
+"""What a client asks of the engine: token ids in, nothing about HTTP or text encoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from convoy.model.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt and how to go on from it.
+
+    ``num_choices`` independent continuations share the prompt; choice *i* draws with (seed, i, position).
+    ``prompt_logprobs`` asks for the log-probability of each prompt token after the first, with that many alternatives.
+    """
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    num_choices: int = 1
+    prompt_logprobs: int | None = None
