@@ -8,9 +8,10 @@ in flight is safe: stages run steps in order, and a release travels in a later s
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from dataclasses import dataclass
+
+import numpy as np
 
 from convoy.engine.blocks import BlockPool
 from convoy.engine.sequence import Sequence, SequenceState
@@ -167,7 +168,7 @@ class Scheduler:
 
     def _commit_plan(self, planned: dict[Sequence, int], grants: list[BlockGrant]) -> Scheduled:
         rows = []
-        tokens = array("I")
+        tokens: list[int] = []
         for sequence, num_tokens in planned.items():
             start = sequence.num_scheduled
             end = start + num_tokens
@@ -177,21 +178,8 @@ class Scheduler:
             tokens.extend(sequence.tokens[start:end])
             sequence.num_scheduled = end
             sequence.num_in_flight += 1
-        step = Step(self._next_step, self._released, grants, rows, _little_endian(tokens))
+        step = Step(self._next_step, self._released, grants, rows, np.array(tokens, dtype="<u4").tobytes())
         self._released = []
         self._next_step += 1
         return Scheduled(step, tuple(planned))
 
-
-def _little_endian(tokens: array[int]) -> bytes:
-    assert tokens.itemsize == 4
-    return array("I", tokens).tobytes() if _NATIVE_LITTLE else _swapped(tokens)
-
-
-def _swapped(tokens: array[int]) -> bytes:
-    swapped = array("I", tokens)
-    swapped.byteswap()
-    return swapped.tobytes()
-
-
-_NATIVE_LITTLE = array("I", [1]).tobytes()[0] == 1

@@ -1,0 +1,280 @@
+"""The engine: one visible loop, `schedule -> submit -> collect -> commit`, on one thread.
+
+It does not know HTTP, where stages are, or how a step gets there: an `Executor` does. Callers submit from any thread and get their
+outputs on the engine's, so a callback must not block.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from convoy.engine.choice import Choice
+from convoy.engine.executor import Executor, StepResult
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
+from convoy.engine.request import GenerationRequest
+from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
+from convoy.engine.sequence import Sequence, SequenceState
+from convoy.errors import ConvoyError, Draining, NotReady, RequestError, StageLost
+from convoy.model.params import SamplingParams
+from convoy.model.text import TextStream, Tokenizer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """``probe_s``: an idle engine sends an empty step round the ring this often; ``ready_s``: how old the last may be."""
+
+    max_context: int
+    probe_s: float = 5.0
+    ready_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for people and metrics."""
+
+    running: int
+    waiting: int
+    num_blocks: int
+    free_blocks: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    preempted: int
+    ring_s: float | None  # how long the last empty step took to pass every stage
+
+
+class RequestHandle:
+    """A submitted request; `abort` ends it and may be called from any thread, at any time, more than once."""
+
+    def __init__(self, engine: Engine, choices: list[Choice]) -> None:
+        self._engine = engine
+        self._choices = choices
+
+    def abort(self) -> None:
+        self._engine.abort(self._choices)
+
+
+class Engine:
+    """Runs requests over an executor until `close`."""
+
+    def __init__(
+        self, executor: Executor, tokenizer: Tokenizer, limits: SchedulerLimits, options: EngineOptions
+    ) -> None:
+        self._executor = executor
+        self._tokenizer = tokenizer
+        self._options = options
+        self._scheduler = Scheduler(limits)
+        self._choices: dict[Sequence, Choice] = {}
+        self._in_flight: deque[tuple[Scheduled, float]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._failed: ConvoyError | None = None
+        self._last_step_s: float | None = None
+        self._ring_s: float | None = None
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._thread = threading.Thread(target=self._run, name="convoy-engine", daemon=True)
+
+    # What callers use, from any thread.
+
+    def start(self) -> None:
+        """Start the loop and send one real token through every stage. Raises `StageLost` if it does not come back."""
+        self._thread.start()
+        done = threading.Event()
+        outputs: list[Output] = []
+
+        def on_output(output: Output) -> None:
+            outputs.append(output)
+            if isinstance(output, FinishOutput | ErrorOutput):
+                done.set()
+
+        warm_up = GenerationRequest((0,), SamplingParams(temperature=0.0), max_tokens=1, ignore_eos=True)
+        self.submit(warm_up, on_output)
+        done.wait()
+        if isinstance(outputs[-1], ErrorOutput):
+            raise outputs[-1].error
+        self._prompt_tokens = self._generated_tokens = 0
+
+    def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> RequestHandle:
+        """Queue a request. Raises `RequestError`, `QueueFull`, `Draining` or `StageLost`; nothing is queued then."""
+        self._check_size(request)
+        choices = [self._make_choice(request, index, on_output) for index in range(request.num_choices)]
+        with self._changed:
+            if self._failed is not None:
+                raise StageLost(self._failed.message, hint=self._failed.hint)
+            if self._closing:
+                raise Draining("the server is shutting down", hint="send the request to another server")
+            self._scheduler.add([choice.sequence for choice in choices])
+            self._choices.update((choice.sequence, choice) for choice in choices)
+            self._prompt_tokens += len(request.prompt_ids)
+            self._changed.notify()
+        return RequestHandle(self, choices)
+
+    def abort(self, choices: list[Choice]) -> None:
+        """End choices that still run; their blocks are free for the next step."""
+        with self._changed:
+            for choice in choices:
+                if choice.sequence.state is not SequenceState.FINISHED:
+                    self._retire(choice)
+                    choice.finish("abort")
+            self._changed.notify()
+
+    def check_ready(self) -> None:
+        """Raises `NotReady` or `StageLost` unless a step passed every stage lately."""
+        with self._changed:
+            if self._failed is not None:
+                raise StageLost(self._failed.message, hint=self._failed.hint)
+            if self._last_step_s is None:
+                raise NotReady("no token has passed every stage yet")
+            age = time.monotonic() - self._last_step_s
+            if age > self._options.ready_s:
+                raise NotReady(
+                    f"the last step passed every stage {age:.0f} s ago, and {self._options.ready_s:g} s is the limit"
+                )
+
+    def stats(self) -> EngineStats:
+        with self._changed:
+            scheduler = self._scheduler
+            return EngineStats(
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                num_blocks=scheduler.pool.num_blocks,
+                free_blocks=scheduler.pool.num_free,
+                steps=self._steps,
+                prompt_tokens=self._prompt_tokens,
+                generated_tokens=self._generated_tokens,
+                preempted=scheduler.num_preempted,
+                ring_s=self._ring_s,
+            )
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, let running ones finish for ``drain_s`` seconds, then end the rest with an error."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._choices, timeout=drain_s)
+            if self._choices and self._failed is None:
+                self._fail(Draining("the server shut down before the answer was complete"))
+            self._failed = self._failed or Draining("the engine is closed")
+            self._changed.notify_all()
+        self._executor.close()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10.0)
+
+    # The loop.
+
+    def _run(self) -> None:
+        try:
+            while (scheduled := self._schedule()) is not None or self._in_flight:
+                if scheduled is not None:
+                    self._submit(scheduled)
+                if scheduled is None or len(self._in_flight) >= self._executor.depth:
+                    self._commit(self._executor.collect())
+        except ConvoyError as error:
+            with self._changed:
+                self._fail(error)
+            _log.error("the engine stopped: %s", type(error).__name__)
+        except Exception:
+            with self._changed:
+                self._fail(StageLost("the engine met an internal error", hint="the log has its traceback"))
+            _log.exception("the engine stopped")
+            raise
+
+    def _schedule(self) -> Scheduled | None:
+        """The next step; None if there is nothing to start but something to collect, or the engine is closed."""
+        with self._changed:
+            while self._failed is None:
+                scheduled = self._scheduler.schedule()
+                if scheduled is not None or self._in_flight:
+                    return scheduled
+                if self._closing and not self._choices:
+                    return None
+                self._scheduler.check()
+                if not self._changed.wait(timeout=self._options.probe_s):
+                    return self._scheduler.probe()
+            self._in_flight.clear()
+            return None
+
+    def _submit(self, scheduled: Scheduled) -> None:
+        self._in_flight.append((scheduled, time.monotonic()))
+        self._executor.submit(scheduled.step)
+
+    def _commit(self, result: StepResult) -> None:
+        scheduled, submitted_s = self._in_flight.popleft()
+        assert scheduled.step.number == result.number, "steps came back out of order"
+        with self._changed:
+            self._scheduler.collected(scheduled)
+            self._last_step_s = time.monotonic()
+            self._steps += 1
+            if not scheduled.sequences:
+                self._ring_s = self._last_step_s - submitted_s
+            offset = 0
+            for row, sequence in zip(scheduled.step.rows, scheduled.sequences, strict=True):
+                logits = result.logits[offset : offset + row.num_outputs]
+                offset += row.num_outputs
+                choice = self._choices.get(sequence)
+                if choice is not None:
+                    before = sequence.num_generated
+                    complete = choice.advance(logits, row.start, row.num_tokens, self._tokenizer)
+                    self._generated_tokens += sequence.num_generated - before
+                    # The callback may have aborted it already.
+                    if complete and sequence in self._choices:
+                        self._retire(choice)
+            self._changed.notify_all()
+
+    def _retire(self, choice: Choice) -> None:
+        self._scheduler.finish(choice.sequence)
+        del self._choices[choice.sequence]
+
+    def _fail(self, error: ConvoyError) -> None:
+        """End every request; the caller holds the lock."""
+        self._failed = error
+        emitters = {id(choice.emit): choice.emit for choice in self._choices.values()}
+        for choice in list(self._choices.values()):
+            choice.finished = True
+            self._retire(choice)
+        for emit in emitters.values():
+            emit(ErrorOutput(error))
+        self._changed.notify_all()
+
+    # Checks and construction.
+
+    def _make_choice(
+        self, request: GenerationRequest, index: int, on_output: Callable[[Output], None]
+    ) -> Choice:
+        all_outputs = request.prompt_logprobs is not None and index == 0
+        sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs)
+        return Choice(request, index, sequence, TextStream(self._tokenizer, request.stop), on_output)
+
+    def _check_size(self, request: GenerationRequest) -> None:
+        num_prompt, max_context = len(request.prompt_ids), self._options.max_context
+        if num_prompt == 0:
+            raise RequestError("the prompt is empty, expected at least one token", param="prompt")
+        if max(request.prompt_ids) >= self._tokenizer.vocab_size or min(request.prompt_ids) < 0:
+            raise RequestError(
+                f"a prompt token is outside the vocabulary of {self._tokenizer.vocab_size}", param="prompt"
+            )
+        if num_prompt + request.max_tokens > max_context:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens and max_tokens is {request.max_tokens}, "
+                f"but the context holds {max_context}",
+                param="max_tokens" if num_prompt < max_context else "prompt",
+                code="context_length_exceeded",
+                hint="shorten the prompt or lower max_tokens",
+            )
+        pool = self._scheduler.pool
+        needed = pool.blocks_for(num_prompt + request.max_tokens)
+        if needed > pool.num_blocks:
+            raise RequestError(
+                f"the request needs {needed} K/V blocks of {pool.block_size} tokens, "
+                f"but the whole pool has {pool.num_blocks}",
+                param="max_tokens",
+                code="context_length_exceeded",
+                hint="lower max_tokens, or give the members more memory",
+            )

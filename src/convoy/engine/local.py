@@ -1,0 +1,33 @@
+"""The whole model as one stage in this process: the oracle that every split is compared with."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from convoy.engine.executor import StepResult
+from convoy.model.stage import Stage
+from convoy.model.tensors import tokens_from_bytes
+from convoy.wire.messages import Step
+
+
+class LocalExecutor:
+    """A stage that owns the embedding, every layer and the output; a step runs when it is submitted."""
+
+    depth = 1
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._results: deque[StepResult] = deque()
+
+    def submit(self, step: Step) -> None:
+        hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
+        logits = self._stage.output(self._stage.select(step, hidden))
+        self._results.append(StepResult(step.number, logits.numpy().astype(np.float32, copy=False)))
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def close(self) -> None:
+        self._results.clear()

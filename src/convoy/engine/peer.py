@@ -1,0 +1,91 @@
+"""A peer's life once a plan is active: take the step, take the hidden state, run, send on.
+
+Compositions come from the head's link, hidden states from the predecessor's; whichever is first waits for the other. Steps run in
+the order of their numbers, which is the order in which the head sent them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from convoy.errors import StepError
+from convoy.model.stage import Stage
+from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
+from convoy.transport.link import Link, ReceivedTensor
+from convoy.wire.messages import StageAssignment, Step
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoute:
+    """A stage's place in the ring of one plan generation."""
+
+    generation: int
+    assignment: StageAssignment
+    predecessor: str | None  # None: this stage owns the embedding and starts each step
+    last: bool  # the next stop is the owner of the output, which wants selected rows only
+    activation_dtype: str = "float32"
+    max_steps: int = 64  # steps known but not yet run; a head never has more in flight
+
+
+class StageLoop:
+    """Owns the order of steps at one peer. Called from one thread."""
+
+    def __init__(self, stage: Stage, route: StageRoute, successor: Link) -> None:
+        self._stage = stage
+        self._route = route
+        self._successor = successor
+        self._steps: deque[Step] = deque()
+        self._hidden: dict[int, torch.Tensor] = {}
+        self.num_steps = 0
+
+    def accept_step(self, step: Step, generation: int) -> None:
+        """A composition from the head. One of an old generation is dropped."""
+        if generation != self._route.generation:
+            return
+        if len(self._steps) >= self._route.max_steps:
+            raise StepError(f"{len(self._steps)} steps wait here, and at most {self._route.max_steps} may")
+        self._steps.append(step)
+        self._run_ready()
+
+    def accept_hidden(self, sender: str, received: ReceivedTensor) -> None:
+        """A hidden state from the predecessor."""
+        if received.generation != self._route.generation:
+            return
+        if sender != self._route.predecessor:
+            raise StepError(
+                f"a hidden state came from {sender}, and this stage follows {self._route.predecessor or 'nobody'}"
+            )
+        start = self._route.assignment.start
+        if received.boundary != start:
+            raise StepError(f"a hidden state for layer {received.boundary} came to a stage that starts at {start}")
+        if received.step in self._hidden or len(self._hidden) >= self._route.max_steps:
+            raise StepError(f"a hidden state for step {received.step} came twice, or too many wait")
+        self._hidden[received.step] = from_wire(
+            received.tensor, hidden_size=self._stage.hidden_size, dtype=self._route.activation_dtype
+        )
+        self._run_ready()
+
+    def _run_ready(self) -> None:
+        while self._steps:
+            step = self._steps[0]
+            if self._route.predecessor is not None and step.number not in self._hidden:
+                return
+            self._steps.popleft()
+            self._run(step, self._hidden.pop(step.number, None))
+
+    def _run(self, step: Step, hidden: torch.Tensor | None) -> None:
+        tokens = tokens_from_bytes(step.tokens) if hidden is None else None
+        out = self._stage.run(step, hidden=hidden, tokens=tokens)
+        if self._route.last:
+            out = self._stage.select(step, out)
+        self._successor.send_tensor(
+            to_wire(out),
+            generation=self._route.generation,
+            step=step.number,
+            boundary=self._route.assignment.end,
+        )
+        self.num_steps += 1
+

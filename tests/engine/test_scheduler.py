@@ -1,0 +1,182 @@
+"""The scheduler decides with integers alone, so it is tested with integers alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
+from convoy.engine.sequence import Sequence, SequenceState
+from convoy.errors import QueueFull
+
+LIMITS = SchedulerLimits(
+    num_blocks=32, block_size=4, max_batch=4, max_step_tokens=16, prefill_chunk=8, max_waiting=8
+)
+
+
+def make_sequence(num_prompt: int, max_tokens: int = 8, first: int = 0) -> Sequence:
+    return Sequence(tuple(range(first, first + num_prompt)), max_tokens)
+
+
+def collect(scheduler: Scheduler, scheduled: Scheduled, token: int = 99) -> None:
+    """What the engine does with a step that came back: each row with an output yields a token."""
+    scheduler.collected(scheduled)
+    for row, sequence in zip(scheduled.step.rows, scheduled.sequences, strict=True):
+        if row.num_outputs and sequence.state is not SequenceState.FINISHED:
+            sequence.tokens.append(token)
+            if sequence.num_generated >= sequence.max_tokens:
+                scheduler.finish(sequence)
+
+
+def scheduled_now(scheduler: Scheduler) -> Scheduled:
+    scheduled = scheduler.schedule()
+    assert scheduled is not None
+    return scheduled
+
+
+def test_a_prompt_is_cut_into_chunks_and_only_the_last_asks_for_an_output():
+    scheduler = Scheduler(LIMITS)
+    scheduler.add([make_sequence(18)])
+    rows = [scheduled_now(scheduler).step.rows for _ in range(3)]
+    assert [(r[0].start, r[0].num_tokens, r[0].num_outputs) for r in rows] == [(0, 8, 0), (8, 8, 0), (16, 2, 1)]
+    assert scheduler.schedule() is None, "its sample is in flight"
+
+
+def test_token_ids_travel_in_row_order():
+    scheduler = Scheduler(LIMITS)
+    scheduler.add([make_sequence(3, first=10), make_sequence(2, first=70)])
+    step = scheduled_now(scheduler).step
+    assert np.frombuffer(step.tokens, dtype="<u4").tolist() == [10, 11, 12, 70, 71]
+
+
+def test_decodes_come_before_prefill_chunks_in_one_step():
+    scheduler = Scheduler(LIMITS)
+    first = make_sequence(3)
+    scheduler.add([first])
+    collect(scheduler, scheduled_now(scheduler))
+    scheduler.add([make_sequence(30)])
+    step = scheduled_now(scheduler).step
+    assert [(r.start, r.num_tokens) for r in step.rows] == [(3, 1), (0, 8)]
+
+
+def test_the_token_budget_bounds_a_step():
+    scheduler = Scheduler(replace(LIMITS, max_step_tokens=10))
+    scheduler.add([make_sequence(8), make_sequence(8), make_sequence(8)])
+    assert sum(r.num_tokens for r in scheduled_now(scheduler).step.rows) == 10
+
+
+def test_at_most_max_batch_sequences_run():
+    scheduler = Scheduler(replace(LIMITS, max_batch=1))
+    scheduler.add([make_sequence(2), make_sequence(2)])
+    assert len(scheduled_now(scheduler).step.rows) == 1
+    assert len(scheduler.running) == 1
+
+
+def test_a_full_queue_refuses_a_request_whole():
+    scheduler = Scheduler(replace(LIMITS, max_waiting=2))
+    scheduler.add([make_sequence(2)])
+    with pytest.raises(QueueFull, match="1 requests wait already, and at most 2 may"):
+        scheduler.add([make_sequence(2), make_sequence(2)])
+    assert len(scheduler.waiting) == 1
+
+
+def test_finishing_frees_the_blocks_within_the_next_step():
+    scheduler = Scheduler(LIMITS)
+    sequence = make_sequence(6)
+    scheduler.add([sequence])
+    table = scheduled_now(scheduler).step.rows[0].sequence
+    scheduler.finish(sequence)
+    assert scheduler.pool.num_free == LIMITS.num_blocks
+    step = scheduled_now(scheduler).step
+    assert step.released == [table]
+    assert step.rows == []
+    assert scheduler.schedule() is None, "a release is told once"
+
+
+def test_finishing_twice_does_nothing():
+    scheduler = Scheduler(LIMITS)
+    sequence = make_sequence(6)
+    scheduler.add([sequence])
+    scheduled_now(scheduler)
+    scheduler.finish(sequence)
+    scheduler.finish(sequence)
+    scheduler.check()
+
+
+def test_without_blocks_the_last_admitted_is_preempted_and_recomputed():
+    scheduler = Scheduler(replace(LIMITS, num_blocks=4))
+    old, new = make_sequence(7, max_tokens=9), make_sequence(3, max_tokens=9)
+    scheduler.add([old, new])
+    collect(scheduler, scheduled_now(scheduler))
+    tables = {old: old.table_id, new: new.table_id}
+    while new.state is SequenceState.RUNNING:
+        collect(scheduler, scheduled_now(scheduler))
+    assert old.state is SequenceState.RUNNING
+    assert new.num_generated > 0, "what it generated stays known"
+    while new.state is not SequenceState.FINISHED:
+        collect(scheduler, scheduled_now(scheduler))
+    assert new.table_id != tables[new], "a table's name is never used twice"
+    assert old.num_generated == new.num_generated == 9
+
+
+def test_a_preempted_sequence_waits_for_its_sample_in_flight():
+    scheduler = Scheduler(LIMITS)
+    sequence = make_sequence(3)
+    scheduler.add([sequence])
+    in_flight = scheduled_now(scheduler)
+    scheduler._preempt(sequence)
+    release = scheduled_now(scheduler)
+    assert release.step.rows == [], "it must not be admitted before its token is known"
+    collect(scheduler, in_flight)
+    assert scheduled_now(scheduler).step.rows[0].num_tokens == 4
+
+
+def test_with_two_micro_batches_a_step_takes_half_of_the_streams():
+    scheduler = Scheduler(replace(LIMITS, micro_batches=2))
+    scheduler.add([make_sequence(2) for _ in range(4)])
+    collect(scheduler, scheduled_now(scheduler))
+    first, second = scheduled_now(scheduler), scheduled_now(scheduler)
+    assert len(first.step.rows) == len(second.step.rows) == 2
+    assert not set(first.sequences) & set(second.sequences)
+
+
+def test_a_probe_has_no_rows():
+    assert Scheduler(LIMITS).probe().step.rows == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.integers(13, 32),
+    st.randoms(use_true_random=False),
+)
+def test_any_mix_ends_with_every_token_computed_once_and_every_block_free(shapes, depth, num_blocks, random):
+    limits = replace(LIMITS, num_blocks=num_blocks, max_waiting=64, micro_batches=depth)
+    scheduler = Scheduler(limits)
+    sequences = [make_sequence(prompt, max_tokens) for prompt, max_tokens in shapes]
+    arriving = list(sequences)
+    in_flight: list[Scheduled] = []
+    holders: dict[int, int] = {}  # block -> table, as a stage would see it
+    for _ in range(5000):
+        if arriving and random.random() < 0.5:
+            scheduler.add([arriving.pop()])
+        scheduled = scheduler.schedule()
+        if scheduled is not None:
+            for table in scheduled.step.released:
+                holders = {b: t for b, t in holders.items() if t != table}
+            for grant in scheduled.step.grants:
+                assert not set(grant.blocks) & set(holders), "a block is granted to two sequences"
+                holders.update(dict.fromkeys(grant.blocks, grant.sequence))
+            for row in scheduled.step.rows:
+                owned = sum(1 for table in holders.values() if table == row.sequence)
+                assert owned * limits.block_size >= row.start + row.num_tokens
+            in_flight.append(scheduled)
+        if in_flight and (scheduled is None or len(in_flight) >= depth):
+            collect(scheduler, in_flight.pop(0))
+        if not arriving and not in_flight and all(s.state is SequenceState.FINISHED for s in sequences):
+            break
+    assert all(s.num_generated == s.max_tokens for s in sequences)
+    scheduler.check()
