@@ -1,0 +1,292 @@
+"""Bring-up on the head: reach the peers, agree on a plan, load, activate, and hand an executor to the engine.
+
+1. dial every peer of the roster and say `Hello`
+2. place the layers over what the members offer
+3. send `Plan`; every member loads its own stage at the same time
+4. take the smallest block count that fits everywhere and send `Activate`
+5. steps may flow
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from convoy.cluster.mailbox import Mailbox
+from convoy.cluster.offer import agree_kernel, check_dtype, make_hello
+from convoy.cluster.options import HeadOptions
+from convoy.cluster.status import StageStatus
+from convoy.engine.executor import Executor
+from convoy.engine.local import LocalExecutor
+from convoy.engine.pipeline import PipelineExecutor, PipelineOptions
+from convoy.errors import ConvoyError, LinkClosed, PeerError, PeerUnreachable, PlanError
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.plan.placement import MemberOffer, Placement, place
+from convoy.transport.dial import dial
+from convoy.transport.link import Link, Received
+from convoy.transport.member import LocalMember
+from convoy.trust.roster import Member
+from convoy.wire.codec import encode_message
+from convoy.wire.messages import Activate, Activated, FrameType, Hello, Plan, Ready, StageAssignment
+
+LoadProgress = Callable[[str, int, int], None]  # member, loaded bytes, total bytes
+
+FROM_PEER = frozenset(
+    {
+        FrameType.HELLO,
+        FrameType.PROGRESS,
+        FrameType.READY,
+        FrameType.REFUSE,
+        FrameType.ACTIVATED,
+        FrameType.HIDDEN,
+        FrameType.STEP_FAILED,
+    }
+)
+_RETRY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """What the plan came to, once every member has loaded."""
+
+    plan: Plan
+    placement: Placement
+    weight_bytes: dict[str, int]
+    num_blocks: int
+    max_context: int
+
+
+def plan_digest(plan: Plan) -> bytes:
+    """SHA-256 of the plan's encoding: what `Activate` names."""
+    return hashlib.sha256(encode_message(plan)).digest()
+
+
+class Head:
+    """The head's side of a running cluster: its links, its stage, the plan and the executor over all of them."""
+
+    def __init__(self, me: LocalMember, source: ModelSource, options: HeadOptions) -> None:
+        self._me = me
+        self._source = source
+        self._options = options
+        self._mailbox = Mailbox()
+        self._pipeline: PipelineExecutor | None = None
+        self._closed = False
+        self.links: dict[str, Link] = {}
+        self.executor: Executor | None = None
+        self.granted: Granted | None = None
+
+    @property
+    def source(self) -> ModelSource:
+        return self._source
+
+    def bring_up(self, on_load: LoadProgress | None = None) -> Granted:
+        """Everything up to the first step. Raises `PeerError`, `PlanError` or `ModelError`; the links are closed then."""
+        try:
+            hellos = self._meet_peers()
+            plan, placement = self._make_plan(hellos)
+            stage, readies = self._load(plan, on_load)
+            self.granted = self._activate(plan, placement, hellos, stage, readies)
+            self.executor = self._make_executor(plan, stage)
+            return self.granted
+        except BaseException:
+            self.close("the head could not bring the cluster up")
+            raise
+
+    def stages(self) -> list[StageStatus]:
+        """The picture of the cluster now, with a fresh round trip to each peer."""
+        assert self.granted is not None, "stages() before bring_up()"
+        members = {member.name: member for member in self._me.roster.members}
+        return [
+            self._stage_status(assignment, members[assignment.member])
+            for assignment in self.granted.plan.stages
+        ]
+
+    def sealed_bytes(self) -> int:
+        """All that the head sent and received in sealed frames."""
+        return sum(link.sent_sealed_bytes + link.received_sealed_bytes for link in self.links.values())
+
+    def close(self, reason: str = "the head is shutting down") -> None:
+        """Say goodbye on every link. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.executor is not None:
+            self.executor.close()
+        for link in self.links.values():
+            link.close(reason)
+
+    # 1. dial and greet
+
+    def _meet_peers(self) -> dict[str, Hello]:
+        hello = make_hello(self._options.member)
+        peers = [member for member in self._me.roster.members if member.name != self._me.name]
+        self._dial_all(peers)
+        for link in self.links.values():
+            link.start(self._deliver, self._lost, FROM_PEER)
+            link.send(hello)
+        answers = self._mailbox.gather(self.links, Hello, self._options.wait_s)
+        return {self._me.name: hello, **answers}
+
+    def _dial_all(self, peers: list[Member]) -> None:
+        # At once, because each absent one takes the whole wait.
+        failures: dict[str, ConvoyError] = {}
+
+        def reach(member: Member) -> None:
+            try:
+                self.links[member.name] = self._dial_until(member)
+            except ConvoyError as error:
+                failures[member.name] = error
+
+        threads = [threading.Thread(target=reach, args=(member,), daemon=True) for member in peers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for member in peers:
+            if member.name in failures:
+                raise failures[member.name]
+
+    def _dial_until(self, member: Member) -> Link:
+        deadline = time.monotonic() + self._options.wait_s
+        while True:
+            try:
+                remaining = max(_RETRY_S, deadline - time.monotonic())
+                return dial(member.address, me=self._me, peer_name=member.name, timeout_s=min(5.0, remaining))
+            except PeerUnreachable as error:
+                if time.monotonic() >= deadline:
+                    host, port = member.address
+                    raise PeerUnreachable(
+                        f"{member.name} at {host}:{port} did not answer within {self._options.wait_s:g} s",
+                        hint=f"run `convoy join` on {member.name}, or mend its address in the roster",
+                    ) from error
+                time.sleep(_RETRY_S)
+
+    # 2. plan
+
+    def _make_plan(self, hellos: dict[str, Hello]) -> tuple[Plan, Placement]:
+        kernel = agree_kernel(hellos, self._me.name)
+        dtype = check_dtype(hellos, self._me.name)
+        offers = [
+            MemberOffer(name, hellos[name].memory_bytes, head=name == self._me.name)
+            for name in (self._me.name, *(m.name for m in self._me.roster.members if m.name != self._me.name))
+        ]
+        placement = place(self._source.spec, offers, self._options.spans)
+        plan = Plan(
+            generation=1,
+            model=self._source.name,
+            model_digest=self._source.digest,
+            stages=list(placement.stages),
+            kernel=kernel,
+            activation_dtype=dtype,
+            block_size=self._options.block_size,
+            max_context=self._max_context(),
+        )
+        return plan, placement
+
+    def _max_context(self) -> int:
+        context = self._source.spec.max_context
+        return min(context, self._options.max_context) if self._options.max_context else context
+
+    # 3. load
+
+    def _load(self, plan: Plan, on_load: LoadProgress | None) -> tuple[Stage, dict[str, Ready]]:
+        workers = [link for name, link in self.links.items() if any(s.member == name for s in plan.stages)]
+        for link in workers:
+            link.send(plan, generation=plan.generation)
+        mine = next(stage for stage in plan.stages if stage.member == self._me.name)
+        progress = None if on_load is None else (lambda done, total: on_load(self._me.name, done, total))
+        options = StageOptions(
+            kernel=plan.kernel, block_size=plan.block_size, num_threads=self._options.member.num_threads
+        )
+        stage = Stage.load(self._source, mine, options, progress)
+        readies = self._mailbox.gather(
+            [link.peer for link in workers],
+            Ready,
+            self._options.load_wait_s,
+            None if on_load is None else (lambda peer, p: on_load(peer, p.loaded_bytes, p.total_bytes)),
+        )
+        return stage, readies
+
+    # 4. activate
+
+    def _activate(
+        self,
+        plan: Plan,
+        placement: Placement,
+        hellos: dict[str, Hello],
+        stage: Stage,
+        readies: dict[str, Ready],
+    ) -> Granted:
+        room = hellos[self._me.name].memory_bytes - stage.weight_bytes
+        fits = {self._me.name: room // stage.block_bytes} | {n: r.max_blocks for n, r in readies.items()}
+        num_blocks = self._choose_blocks(fits, plan)
+        stage.make_pools(num_blocks)
+        for name in readies:
+            self.links[name].send(
+                Activate(plan.generation, plan_digest(plan), num_blocks), generation=plan.generation
+            )
+        self._mailbox.gather(readies, Activated, self._options.wait_s)
+        weights = {self._me.name: stage.weight_bytes} | {n: r.weight_bytes for n, r in readies.items()}
+        return Granted(plan, placement, weights, num_blocks, plan.max_context)
+
+    def _choose_blocks(self, fits: dict[str, int], plan: Plan) -> int:
+        tightest = min(fits, key=lambda name: fits[name])
+        per_context = -(-plan.max_context // plan.block_size)
+        wanted = self._options.num_blocks or self._options.max_batch * per_context
+        least = self._options.num_blocks or 1
+        if fits[tightest] < least:
+            raise PlanError(
+                f"{tightest} has memory for {max(0, fits[tightest])} K/V blocks beside its weights, "
+                f"and at least {least} are needed",
+                hint="give that member fewer layers or more memory",
+            )
+        return min(wanted, fits[tightest])
+
+    # 5. run
+
+    def _make_executor(self, plan: Plan, stage: Stage) -> Executor:
+        if len(plan.stages) == 1:
+            return LocalExecutor(stage)
+        options = PipelineOptions(
+            generation=plan.generation,
+            depth=len(plan.stages),
+            step_timeout_s=self._options.step_timeout_s,
+            activation_dtype=plan.activation_dtype,
+        )
+        self._pipeline = PipelineExecutor(stage, plan.stages, self._me.name, self.links, options)
+        return self._pipeline
+
+    def _deliver(self, link: Link, received: Received) -> None:
+        (self._pipeline or self._mailbox).deliver(link, received)
+
+    def _lost(self, link: Link, error: ConvoyError) -> None:
+        (self._pipeline or self._mailbox).lost(link, error)
+
+    def _stage_status(self, assignment: StageAssignment, member: Member) -> StageStatus:
+        assert self.granted is not None
+        link = self.links.get(member.name)
+        return StageStatus(
+            member=member.name,
+            start=assignment.start,
+            end=assignment.end,
+            embed=assignment.embed,
+            output=assignment.output,
+            weight_bytes=self.granted.weight_bytes[member.name],
+            sees_token_ids=assignment.embed or link is None,
+            address="{}:{}".format(*member.address),
+            round_trip_s=None if link is None else _round_trip(link),
+            cipher=None if link is None else link.cipher,
+            sealed_bytes_sent=0 if link is None else link.sent_sealed_bytes,
+            sealed_bytes_received=0 if link is None else link.received_sealed_bytes,
+        )
+
+
+def _round_trip(link: Link) -> float | None:
+    try:
+        return link.ping(timeout_s=1.0)
+    except (PeerError, LinkClosed):
+        return None  # shown as unknown: the engine is the one that reports a lost stage

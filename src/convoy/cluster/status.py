@@ -1,0 +1,42 @@
+"""The cluster as one picture: which member holds what, behind which link, and whether tokens pass."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StageStatus(msgspec.Struct, frozen=True):
+    """A stage and the head's link to it; the head's own stage has no link."""
+
+    member: str
+    start: int
+    end: int
+    embed: bool
+    output: bool
+    weight_bytes: int
+    sees_token_ids: bool
+    address: str
+    round_trip_s: float | None = None
+    cipher: str | None = None
+    sealed_bytes_sent: int = 0
+    sealed_bytes_received: int = 0
+
+
+class ClusterStatus(msgspec.Struct, frozen=True):
+    """What `GET /status` and `convoy status` show."""
+
+    model: str
+    ready: bool
+    reason: str
+    route: str
+    kernel: str
+    generation: int
+    stages: list[StageStatus]
+    running: int
+    waiting: int
+    num_blocks: int
+    free_blocks: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    ring_s: float | None
