@@ -1,0 +1,82 @@
+"""Checked reading of a `config.json`: every value is taken for a claim until its type and range are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from convoy.errors import ModelError
+
+
+class ConfigReader:
+    """One model's configuration; every error names the model, the key and the value found.
+
+    A multimodal wrapper keeps its decoder under ``text_config``: that part is read, and keys which it lacks
+    (such as ``tie_word_embeddings``) are looked up in the wrapper.
+    """
+
+    def __init__(self, config: Mapping[str, object], model: str) -> None:
+        self.model = model
+        self._outer = config
+        nested = config.get("text_config")
+        if nested is not None and not isinstance(nested, Mapping):
+            raise self.wrong("text_config", nested, "an object")
+        self._inner: Mapping[str, object] = config if nested is None else nested
+
+    def get(self, key: str) -> object:
+        """The raw value, or None where the key is missing or null."""
+        value = self._inner.get(key)
+        return self._outer.get(key) if value is None else value
+
+    def has(self, key: str) -> bool:
+        """Whether the key is written at all, null included."""
+        return key in self._inner or key in self._outer
+
+    def count(self, key: str, *, most: int, default: int | None = None) -> int:
+        """An integer from 1 to ``most``; ModelError if out of range, or missing without a default."""
+        value = self.get(key)
+        if value is None:
+            if default is None:
+                raise ModelError(
+                    f"{self.model}: config.json has no {key}, expected a number from 1 to {most}"
+                )
+            return default
+        # bool is an int to Python, and 4096.0 is a float to nobody but a careless converter: both are refused
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self.wrong(key, value, f"a whole number from 1 to {most}")
+        return value
+
+    def optional_count(self, key: str, *, most: int) -> int | None:
+        """As `count`, but missing or null is None."""
+        return None if self.get(key) is None else self.count(key, most=most)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """A boolean."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(key, value, "true or false")
+        return value
+
+    def word(self, key: str) -> str | None:
+        """A string, or None where it is missing."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.wrong(key, value, "a string")
+        return value
+
+    def words(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings, or None where it is missing."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+            raise self.wrong(key, value, "a list of strings")
+        return tuple(value)
+
+    def wrong(self, key: str, value: object, expected: str) -> ModelError:
+        """The error for a value that cannot be true, for the caller to raise."""
+        shown = repr(value)
+        if len(shown) > 60:
+            shown = shown[:57] + "..."
+        return ModelError(f"{self.model}: config.json says {key} = {shown}, expected {expected}")
