@@ -1,0 +1,53 @@
+# Set-up, tests and checks. Everything lives in .venv; nothing outside this folder is changed.
+# Plain POSIX sh and make 3.81, so that it runs on macOS as it is.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+LOG    := $(VENV)/setup.log
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: help setup demo test check bench clean
+
+help:
+	@echo "make demo    set up, then run the bundled model over two sealed processes"
+	@echo "make test    set up, then run every test (under 10 minutes on 2 cores)"
+	@echo "make check   lint, format, types, architecture"
+	@echo "make bench   measure the hop between two members"
+	@echo "make setup   only set up .venv;  make clean removes it"
+
+setup: $(STAMP)
+
+# torch comes first and alone: the pin then takes a CPU wheel wherever pip is told of one, and nothing later replaces it.
+# The build backend is pinned too, hence no isolated build environment.
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
+	  echo "error: Convoy needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is `$(PYTHON) --version 2>&1 || echo missing`" >&2; \
+	  echo "hint: install one of them, or name it: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@rm -f $(STAMP); mkdir -p $(VENV); : > $(LOG)
+	@step() { \
+	  echo "setup: $$1"; shift; "$$@" >> $(LOG) 2>&1 || { \
+	  echo "error: set-up failed at: $$*" >&2; tail -n 20 $(LOG) >&2; echo "hint: the whole log is $(LOG)" >&2; exit 1; }; }; \
+	step "1/3 `$(PYTHON) --version` in $(VENV)" $(PYTHON) -m venv $(VENV) && \
+	step "2/3 PyTorch (the large one)" $(PIP) torch hatchling editables && \
+	step "3/3 Convoy and its tools" $(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $(STAMP); echo "setup: done"
+
+demo: setup
+	@$(BIN)/convoy demo
+
+test: setup
+	@$(BIN)/python -m pytest
+
+check: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest tests/test_architecture.py tests/architecture
+
+bench: setup
+	@$(BIN)/convoy bench hop
+
+clean:
+	rm -rf $(VENV)
