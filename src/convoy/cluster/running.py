@@ -1,0 +1,87 @@
+"""A head with its engine: what the server, the command line and the tests run requests on."""
+
+from __future__ import annotations
+
+from convoy.cluster.head import Head, LoadProgress
+from convoy.cluster.options import HeadOptions
+from convoy.cluster.status import ClusterStatus
+from convoy.engine.engine import Engine, EngineOptions
+from convoy.engine.scheduler import SchedulerLimits
+from convoy.errors import ConvoyError
+from convoy.model.source import ModelSource
+from convoy.model.text import Tokenizer
+from convoy.plan.route import Route
+from convoy.transport.member import LocalMember
+
+
+class RunningCluster:
+    """Made by `start`, ended by `close`; between the two, `engine` takes requests."""
+
+    def __init__(self, head: Head, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.head = head
+        self.engine = engine
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def start(
+        cls, me: LocalMember, source: ModelSource, options: HeadOptions, on_load: LoadProgress | None = None
+    ) -> RunningCluster:
+        """Bring the cluster up and pass one real token through every stage. Raises what `Head.bring_up` raises."""
+        tokenizer = Tokenizer(source.path)
+        head = Head(me, source, options)
+        granted = head.bring_up(on_load)
+        assert head.executor is not None
+        limits = SchedulerLimits(
+            num_blocks=granted.num_blocks,
+            block_size=granted.plan.block_size,
+            max_batch=options.max_batch,
+            max_step_tokens=options.max_step_tokens,
+            prefill_chunk=options.prefill_chunk,
+            max_waiting=options.max_waiting,
+            micro_batches=len(granted.plan.stages),
+        )
+        engine = Engine(head.executor, tokenizer, limits, EngineOptions(max_context=granted.max_context))
+        running = cls(head, engine, tokenizer)
+        try:
+            engine.start()
+        except BaseException:
+            running.close()
+            raise
+        return running
+
+    def health(self) -> tuple[bool, str]:
+        """Whether a token passed every stage lately, and if not, why."""
+        try:
+            self.engine.check_ready()
+        except ConvoyError as error:
+            return False, error.message
+        return True, "a token passes every stage"
+
+    def status(self) -> ClusterStatus:
+        """The whole picture now. Pings every peer: tens of microseconds each, a second for one that hangs."""
+        granted = self.head.granted
+        assert granted is not None
+        ready, reason = self.health()
+        stats = self.engine.stats()
+        return ClusterStatus(
+            model=granted.plan.model,
+            ready=ready,
+            reason=reason,
+            route=Route(granted.plan.stages).describe(),
+            kernel=granted.plan.kernel,
+            generation=granted.plan.generation,
+            stages=self.head.stages(),
+            running=stats.running,
+            waiting=stats.waiting,
+            num_blocks=stats.num_blocks,
+            free_blocks=stats.free_blocks,
+            steps=stats.steps,
+            prompt_tokens=stats.prompt_tokens,
+            generated_tokens=stats.generated_tokens,
+            ring_s=stats.ring_s,
+        )
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Stop the engine, then say goodbye to the peers."""
+        self.engine.close(drain_s)
+        self.head.close()

@@ -1,0 +1,242 @@
+"""The engine over a fake executor: a real loop and a real thread, no model."""
+
+import queue
+import threading
+from dataclasses import replace
+
+import pytest
+
+from convoy.engine.engine import Engine, EngineOptions
+from convoy.engine.generation import generate
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, PromptOutput, TokenOutput
+from convoy.engine.request import GenerationRequest
+from convoy.engine.scheduler import SchedulerLimits
+from convoy.errors import Draining, NotReady, QueueFull, RequestError, StageLost
+from convoy.model.params import SamplingParams
+from support.fake_executor import VOCAB, FakeExecutor, next_token
+from support.fake_tokenizer import EOS, FakeTokenizer
+
+GREEDY = SamplingParams(temperature=0.0)
+LIMITS = SchedulerLimits(
+    num_blocks=64, block_size=4, max_batch=8, max_step_tokens=24, prefill_chunk=8, max_waiting=64
+)
+
+
+def make_engine(executor: FakeExecutor, limits: SchedulerLimits = LIMITS, probe_s: float = 3600.0) -> Engine:
+    return Engine(executor, FakeTokenizer(), limits, EngineOptions(max_context=128, probe_s=probe_s))
+
+
+def request(prompt: list[int], max_tokens: int = 12, **changes: object) -> GenerationRequest:
+    return replace(
+        GenerationRequest(tuple(prompt), GREEDY, max_tokens=max_tokens, ignore_eos=True), **changes
+    )
+
+
+def expected(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@pytest.fixture(params=[1, 3], ids=["one in flight", "three in flight"])
+def engine(request: pytest.FixtureRequest):
+    engine = make_engine(
+        FakeExecutor(depth=request.param), replace(LIMITS, micro_batches=request.param)
+    )
+    engine.start()
+    yield engine
+    engine.close()
+
+
+def test_a_request_gets_the_tokens_it_would_get_alone(engine: Engine):
+    prompt = [5, 6, 7]
+    assert list(generate(engine, request(prompt)).token_ids) == expected(prompt, 12)
+
+
+def test_sixteen_requests_of_unequal_lengths_get_what_each_gets_alone(engine: Engine):
+    prompts = [[(7 * i + j) % VOCAB for j in range(1 + 5 * i)] for i in range(16)]
+    answers: dict[int, list[int]] = {}
+
+    def run(index: int) -> None:
+        answers[index] = list(generate(engine, request(prompts[index], 4 + index)).token_ids)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {i: expected(prompts[i], 4 + i) for i in range(16)}
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.num_blocks)
+
+
+def test_too_few_blocks_preempt_but_change_no_token():
+    engine = make_engine(FakeExecutor(), replace(LIMITS, num_blocks=12))
+    engine.start()
+    prompts = [[i, i + 1, i + 2] for i in range(4)]
+    answers: dict[int, list[int]] = {}
+    threads = [
+        threading.Thread(
+            target=lambda i=i: answers.update({i: list(generate(engine, request(prompts[i], 20)).token_ids)})
+        )
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {i: expected(prompts[i], 20) for i in range(4)}
+    engine.close()
+
+
+def test_choices_of_one_request_are_numbered_and_each_ends_once(engine: Engine):
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request([1, 2], 5, num_choices=3), outputs.put)
+    finished: list[int] = []
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while len(finished) < 3:
+        output = outputs.get(timeout=10)
+        if isinstance(output, FinishOutput):
+            finished.append(output.choice)
+            assert output.reason == "length"
+        elif isinstance(output, TokenOutput):
+            tokens[output.choice].append(output.token_id)
+    assert sorted(finished) == [0, 1, 2]
+    assert all(ids == expected([1, 2], 5) for ids in tokens.values())
+
+
+def test_an_end_of_text_token_ends_the_choice_and_is_never_shown():
+    prompt = next([i] for i in range(VOCAB) if EOS in expected([i], 40))
+    shown = expected(prompt, 40)
+    shown = shown[: shown.index(EOS)]
+    engine = make_engine(FakeExecutor())
+    engine.start()
+    answer = generate(engine, request(prompt, 40, ignore_eos=False))
+    assert list(answer.token_ids) == shown
+    assert answer.finish_reason == "stop"
+    engine.close()
+
+
+def test_aborting_frees_the_blocks_and_tells_every_stage_within_a_step():
+    executor = FakeExecutor()
+    engine = make_engine(executor)
+    engine.start()
+    first_token = threading.Event()
+    outputs: list[Output] = []
+
+    def on_output(output: Output) -> None:
+        outputs.append(output)
+        if isinstance(output, TokenOutput) and not first_token.is_set():
+            first_token.set()
+            handle_ready.wait()
+            handles[0].abort()
+
+    handle_ready = threading.Event()
+    handles = [engine.submit(request([1, 2, 3], 100), on_output)]
+    handle_ready.set()
+    assert first_token.wait(10)
+    generate(engine, request([9], 1))
+    assert isinstance(outputs[-1], FinishOutput)
+    assert outputs[-1].reason == "abort"
+    table = executor.steps[1].rows[0].sequence
+    steps_with_it = [s.number for s in executor.steps if any(r.sequence == table for r in s.rows)]
+    released = next(s.number for s in executor.steps if table in s.released)
+    assert released <= steps_with_it[-1] + 2
+    engine.close()
+
+
+def test_prompt_logprobs_come_before_the_first_token_and_cover_the_prompt(engine: Engine):
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    prompt = [3, *expected([3], 20)]
+    engine.submit(request(prompt, 1, prompt_logprobs=2), outputs.put)
+    first = outputs.get(timeout=10)
+    assert isinstance(first, PromptOutput)
+    assert len(first.logprobs) == len(prompt)
+    assert first.logprobs[0] is None
+    assert [lp.token_id for lp in first.logprobs[1:] if lp] == prompt[1:]
+    assert all(lp.logprob > -0.1 for lp in first.logprobs[1:] if lp), "the fake is sure of its next token"
+    assert isinstance(outputs.get(timeout=10), TokenOutput)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (GenerationRequest((), GREEDY, 1), "the prompt is empty"),
+        (GenerationRequest((VOCAB,), GREEDY, 1), "outside the vocabulary of 64"),
+        (GenerationRequest((1,) * 120, GREEDY, 9), "the prompt has 120 tokens and max_tokens is 9, but the context holds 128"),
+    ],
+)
+def test_a_request_that_cannot_fit_is_refused(engine: Engine, asked: GenerationRequest, text: str):
+    with pytest.raises(RequestError, match=text):
+        engine.submit(asked, lambda output: None)
+
+
+def test_a_request_larger_than_the_whole_pool_is_refused():
+    engine = make_engine(FakeExecutor(), replace(LIMITS, num_blocks=4))
+    with pytest.raises(RequestError, match="needs 5 K/V blocks of 4 tokens, but the whole pool has 4"):
+        engine.submit(request([1] * 10, 10), lambda output: None)
+
+
+def test_a_lost_stage_ends_every_request_with_the_reason_and_refuses_new_ones():
+    engine = make_engine(FakeExecutor(fail_at=3))
+    engine.start()
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request([1, 2], 50), outputs.put)
+    while not isinstance(output := outputs.get(timeout=10), ErrorOutput):
+        assert isinstance(output, TokenOutput)
+    assert isinstance(output.error, StageLost)
+    with pytest.raises(StageLost):
+        engine.submit(request([1]), lambda output: None)
+    with pytest.raises(StageLost):
+        engine.check_ready()
+    engine.close()
+
+
+def test_a_stage_lost_at_the_first_token_fails_the_start():
+    engine = make_engine(FakeExecutor(fail_at=0))
+    with pytest.raises(StageLost):
+        engine.start()
+    engine.close()
+
+
+def test_the_waiting_queue_is_bounded():
+    engine = make_engine(FakeExecutor(), replace(LIMITS, max_waiting=2))
+    for _ in range(2):
+        engine.submit(request([1]), lambda output: None)
+    with pytest.raises(QueueFull):
+        engine.submit(request([1]), lambda output: None)
+
+
+def test_closing_lets_running_requests_finish_and_refuses_new_ones():
+    engine = make_engine(FakeExecutor())
+    engine.start()
+    outputs: list[Output] = []
+    engine.submit(request([4, 5], 30), outputs.append)
+    engine.close(drain_s=10)
+    assert isinstance(outputs[-1], FinishOutput)
+    with pytest.raises((Draining, StageLost)):
+        engine.submit(request([1]), lambda output: None)
+
+
+def test_it_is_not_ready_before_a_token_has_passed():
+    engine = make_engine(FakeExecutor())
+    with pytest.raises(NotReady, match="no token has passed every stage yet"):
+        engine.check_ready()
+    engine.start()
+    engine.check_ready()
+    engine.close()
+
+
+def test_an_idle_engine_probes_the_ring():
+    executor = FakeExecutor()
+    engine = make_engine(executor, probe_s=0.01)
+    engine.start()
+    waiter = threading.Event()
+    for _ in range(500):
+        if engine.stats().ring_s is not None:
+            break
+        waiter.wait(0.01)
+    assert engine.stats().ring_s is not None
+    assert any(not step.rows for step in executor.steps)
+    engine.close()

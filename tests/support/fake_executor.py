@@ -1,0 +1,65 @@
+"""An executor without a model: the logits of a position depend on every token before it, so a lost, doubled or misplaced token shows."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from convoy.engine.executor import StepResult
+from convoy.errors import ConvoyError, StageLost
+from convoy.wire.messages import Step
+
+VOCAB = 64
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake model says after these tokens."""
+    state = 17
+    for token in tokens:
+        state = (state * 31 + token + 1) % 1_000_003
+    return 3 + state % (VOCAB - 3)
+
+
+class FakeExecutor:
+    """Keeps each table's tokens by position, as a stage keeps K/V. ``fail_at`` makes that step's `collect` raise."""
+
+    def __init__(self, depth: int = 1, fail_at: int | None = None) -> None:
+        self.depth = depth
+        self.fail_at = fail_at
+        self.steps: list[Step] = []
+        self.closed = False
+        self._tables: dict[int, dict[int, int]] = {}
+        self._blocks: dict[int, int] = {}
+        self._results: deque[StepResult | ConvoyError] = deque()
+
+    def submit(self, step: Step) -> None:
+        self.steps.append(step)
+        for table in step.released:
+            self._tables.pop(table, None)
+            self._blocks.pop(table, None)
+        for grant in step.grants:
+            self._blocks[grant.sequence] = self._blocks.get(grant.sequence, 0) + len(grant.blocks)
+        tokens = deque(np.frombuffer(step.tokens, dtype="<u4").tolist())
+        logits = []
+        for row in step.rows:
+            table = self._tables.setdefault(row.sequence, {})
+            for position in range(row.start, row.start + row.num_tokens):
+                table[position] = tokens.popleft()
+            for end in range(row.start + row.num_tokens - row.num_outputs, row.start + row.num_tokens):
+                known = [table[position] for position in range(end + 1)]
+                logits.append(np.eye(VOCAB, dtype=np.float32)[next_token(known)] * 10)
+        if self.fail_at is not None and step.number >= self.fail_at:
+            self._results.append(StageLost("the fake stage went away"))
+        else:
+            stacked = np.stack(logits) if logits else np.zeros((0, VOCAB), dtype=np.float32)
+            self._results.append(StepResult(step.number, stacked))
+
+    def collect(self) -> StepResult:
+        result = self._results.popleft()
+        if isinstance(result, ConvoyError):
+            raise result
+        return result
+
+    def close(self) -> None:
+        self.closed = True
