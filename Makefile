@@ -23,8 +23,11 @@ setup: $(STAMP)
 # The build backend is pinned too, hence no isolated build environment.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
-	  echo "error: Convoy needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is `$(PYTHON) --version 2>&1 || echo missing`" >&2; \
-	  echo "hint: install one of them, or name it: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	  echo "error: Convoy needs Python 3.11, 3.12 or 3.13; $(PYTHON) is `$(PYTHON) --version 2>/dev/null || echo not there`" >&2; \
+	  echo "hint: install one of them, or name it: make setup PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: $(PYTHON) cannot make a virtual environment: its venv or ensurepip module is missing" >&2; \
+	  echo "hint: on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	@rm -f $(STAMP); mkdir -p $(VENV); : > $(LOG)
 	@step() { \
 	  echo "setup: $$1"; shift; "$$@" >> $(LOG) 2>&1 || { \
