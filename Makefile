@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
-LOG    := $(VENV)/setup.log
+LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: help setup demo test check bench clean
@@ -28,7 +28,8 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "error: $(PYTHON) cannot make a virtual environment: its venv or ensurepip module is missing" >&2; \
 	  echo "hint: on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@rm -f $(STAMP); mkdir -p $(VENV); : > $(LOG)
+	@test "`$(BIN)/python --version 2>&1`" = "`$(PYTHON) --version`" || rm -rf $(VENV)
+	@rm -f $(STAMP); : > $(LOG)
 	@step() { \
 	  echo "setup: $$1"; shift; "$$@" >> $(LOG) 2>&1 || { \
 	  echo "error: set-up failed at: $$*" >&2; tail -n 20 $(LOG) >&2; echo "hint: the whole log is $(LOG)" >&2; exit 1; }; }; \
@@ -53,4 +54,4 @@ bench: setup
 	@$(BIN)/convoy bench hop
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(LOG)
