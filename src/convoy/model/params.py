@@ -17,7 +17,7 @@ MAX_LOGIT_BIAS = 1024  # entries
 class SamplingParams:
     """Checked when made; RequestError names OpenAI's parameter, the value and the allowed range.
 
-    ``seed`` with the choice's index and the token's position fixes every random number (see `model.sampling`).
+    ``seed`` with the choice's index and the token's position fixes its random number (see `model.sampling`).
     ``logprobs`` is how many alternatives to report beside the chosen token; None reports nothing.
     """
 

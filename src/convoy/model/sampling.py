@@ -1,10 +1,11 @@
 """Drawing a token from logits: the same logits, parameters, choice and position give the same token, always.
 
-The random number of a token is a hash of (seed, choice index, position), so neither the batch around a row, nor the plan, nor
-a replay after a loss can change a text. It picks by inverse CDF in float64 over the candidates in ascending id order.
+The random number of a token is a hash of (seed, choice index, position), so neither the batch around a row,
+nor the plan, nor a replay after a loss can change a text. It picks by inverse CDF in float64 over the
+candidates in ascending id order.
 
-The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; temperature; min-p; top-k; top-p.
-Log-probabilities are of the raw distribution, before all of these, as vLLM reports them by default.
+The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; temperature;
+min-p; top-k; top-p. Log-probabilities are of the raw distribution, before all of these, as vLLM's by default.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from convoy.model.params import SamplingParams
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
 
-_FIRST_CUT = 2048  # candidates sorted before top-p resorts to the whole vocabulary
+_CUTS = (1024, 16384)  # candidates that top-p sorts before it resorts to the whole vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def sample(
 
 
 def prompt_logprob(logits: Logits, token_id: int, num_top: int) -> Sampled:
-    """Score the token that a prompt has where ``logits``, [vocab] float32, foretell it; StepError as in `sample`."""
+    """Score a prompt's token by the ``logits``, [vocab], that foretell it; StepError as in `sample`."""
     check_finite(logits)
     return _score(logits, token_id, num_top)
 
@@ -72,9 +73,9 @@ def prompt_logprob(logits: Logits, token_id: int, num_top: int) -> Sampled:
 def uniform(seed: int, choice: int, position: int) -> float:
     """The random number in (0, 1) of one token.
 
-    The first 53 bits of SHA-256 over a label and the three numbers as little-endian 64-bit words, centred in their
-    interval: a counter-based generator (as in Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) whose
-    output no library version can change.
+    53 bits of SHA-256 over a label and the three numbers as little-endian 64-bit words, centred in their
+    interval: a counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
+    whose output no library version can change.
     """
     words = struct.pack("<QQQ", seed % 2**64, choice, position)
     digest = hashlib.sha256(b"convoy sampling v1" + words).digest()
@@ -83,7 +84,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 def check_finite(logits: Logits) -> None:
     """StepError if any logit is NaN or infinite: there is no honest way to draw from those."""
-    # a sum meets every NaN and infinity in one cheap pass; only a suspicious sum (it may overflow) is looked into
+    # a sum meets every NaN and infinity in one cheap pass; only a suspicious one is looked into
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(logits.sum())
     if math.isfinite(total):
@@ -109,6 +110,7 @@ def _reshape(
         params.check_vocabulary(len(shaped))
         biased = _as_ids(list(params.logit_bias))
         shaped[biased] += np.fromiter(params.logit_bias.values(), np.float32, len(biased))
+    check_finite(shaped)
     return shaped
 
 
@@ -123,12 +125,10 @@ def _draw(logits: Logits, params: SamplingParams, random: float) -> int:
     with np.errstate(over="ignore", under="ignore"):
         scaled = (kept.astype(np.float64) - float(kept.max())) / params.temperature
         weights = np.exp(scaled)
-    mask = _nucleus(kept, weights, params.top_p) if params.top_p < 1 else None
-    if params.min_p > 0:
-        # the best token's weight is 1, so min-p is a bound on the weight itself
-        mask = weights >= params.min_p if mask is None else mask & (weights >= params.min_p)
-    if mask is not None:
-        weights = np.where(mask, weights, 0.0)
+    # the best token's weight is 1, so min-p bounds the weight itself (and commutes with top-k)
+    weights[weights < params.min_p] = 0.0
+    if params.top_p < 1:
+        weights[~_nucleus(kept, weights, params.top_p)] = 0.0
     cumulative = weights.cumsum()
     index = int(np.searchsorted(cumulative, random * cumulative[-1], side="right"))
     return index if candidates is None else int(candidates[index])
@@ -148,7 +148,7 @@ def _nucleus(logits: Logits, weights: npt.NDArray[np.float64], top_p: float) -> 
     """Mask of the fewest best tokens that hold ``top_p`` of the weight, the one that crosses included."""
     needed = top_p * float(weights.sum())
     mask = np.zeros(len(weights), dtype=np.bool_)
-    for count in (_FIRST_CUT, len(logits)):
+    for count in (*_CUTS, len(logits)):
         ids = best_ids(logits, count)
         order = ids[np.argsort(-logits[ids], kind="stable")]  # stable over ascending ids: ties to the lowest
         cumulative = weights[order].cumsum()
