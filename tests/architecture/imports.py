@@ -1,0 +1,188 @@
+"""The rules about who may import what. Each returns its violations as ``file:line: what``."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from architecture.source import Module, import_graph, imports_of
+
+# Ground floor first: a room may import itself and the rooms of earlier rows.
+LAYERS: tuple[frozenset[str], ...] = tuple(
+    frozenset(row.split())
+    for row in (
+        "errors",
+        "crypto",
+        "wire",
+        "transport",
+        "trust",
+        "plan",
+        "model",
+        "engine",
+        "cluster",
+        "serve",
+        "fleet",
+        "bench evaluate",
+        "cli",
+        "__main__",
+    )
+)
+FLOOR = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms}
+_ROOMS_FROM_MODEL = frozenset(room for room, floor in FLOOR.items() if floor >= FLOOR["model"])
+
+# Outside package -> the only rooms that may import it.
+RESERVED: dict[str, frozenset[str]] = {
+    "cryptography": frozenset({"crypto"}),
+    "torch": _ROOMS_FROM_MODEL,
+    "transformers": _ROOMS_FROM_MODEL,
+    "safetensors": _ROOMS_FROM_MODEL,
+    "tokenizers": _ROOMS_FROM_MODEL,
+    "asyncio": frozenset({"serve", "fleet"}),
+    "anyio": frozenset({"serve", "fleet"}),
+    "starlette": frozenset({"serve", "fleet"}),
+    "uvicorn": frozenset({"serve", "fleet"}),
+    "typer": frozenset({"cli"}),
+    "click": frozenset({"cli"}),
+    "rich": frozenset({"cli"}),
+}
+# Codec module of msgspec -> rooms beside wire/ that may use it (HTTP bodies are JSON).
+CODECS: dict[str, frozenset[str]] = {
+    "msgpack": frozenset({"wire"}),
+    "json": frozenset({"wire", "serve", "fleet"}),
+    "toml": frozenset({"wire"}),
+    "yaml": frozenset({"wire"}),
+}
+
+
+@dataclass(frozen=True)
+class Purity:
+    """Modules (a room "convoy.plan", or one module) from which ``forbidden`` must not be reachable."""
+
+    prefix: str
+    forbidden: frozenset[str]
+
+
+_DECIDES = frozenset(
+    {"torch", "transformers", "safetensors", "tokenizers", "socket", "ssl", "asyncio", "threading"}
+)
+_SANS_IO = frozenset(["socket", "ssl", "asyncio", "select", "selectors", "threading", "subprocess"])
+PURE = (
+    Purity("convoy.plan", _DECIDES),
+    Purity("convoy.trust", _DECIDES - {"threading"}),
+    Purity("convoy.engine.scheduler", _DECIDES),
+    Purity("convoy.engine.blocks", _DECIDES),
+    Purity("convoy.engine.request", _DECIDES),
+    Purity("convoy.engine.sequence", _DECIDES),
+    Purity("convoy.crypto", _SANS_IO),
+    Purity("convoy.wire", _SANS_IO),
+)
+
+
+def wrong_direction(modules: list[Module]) -> list[str]:
+    """Imports that go up the house or to a neighbour on the same floor, and rooms that it does not have."""
+    by_name = {module.name: module for module in modules}
+    found = []
+    for module in modules:
+        if module.room and module.room not in FLOOR:
+            found.append(f"{module.place}:1: {module.room} is not a room of the house")
+    for name, edges in import_graph(modules).items():
+        importer = by_name[name]
+        for target, line in edges.items():
+            imported = by_name[target]
+            if not imported.room or imported.room == importer.room:
+                continue
+            upstairs = not importer.room or FLOOR.get(imported.room, 0) >= FLOOR.get(importer.room, 0)
+            if upstairs:
+                found.append(f"{importer.place}:{line}: {importer.room or 'convoy'} imports {target}")
+    return sorted(found)
+
+
+def import_cycles(modules: list[Module]) -> list[str]:
+    """One line for each import that closes a circle."""
+    graph = import_graph(modules)
+    places = {module.name: module.place for module in modules}
+    done: set[str] = set()
+    found: list[str] = []
+
+    def visit(name: str, path: list[str]) -> None:
+        path.append(name)
+        for target, line in sorted(graph[name].items()):
+            if target in path:
+                circle = " -> ".join([*path[path.index(target) :], target])
+                found.append(f"{places[name]}:{line}: {circle}")
+            elif target not in done:
+                visit(target, path)
+        done.add(path.pop())
+
+    for name in sorted(graph):
+        if name not in done:
+            visit(name, [])
+    return found
+
+
+def reserved_imports(modules: list[Module]) -> list[str]:
+    """Outside packages imported in a room that they are not meant for."""
+    found = set()
+    for module in modules:
+        for item in imports_of(module):
+            package = item.target.split(".")[0]
+            if package in RESERVED and module.room not in RESERVED[package]:
+                found.add(
+                    f"{module.place}:{item.line}: {package} belongs in {_rooms(RESERVED[package])} "
+                    f"and not in {module.room or 'convoy'}"
+                )
+    return sorted(found)
+
+
+def reserved_codecs(modules: list[Module]) -> list[str]:
+    """Uses of msgspec's codecs outside the rooms that turn bytes into values."""
+    found = set()
+    for module in modules:
+        uses = [(item.target, item.line) for item in imports_of(module)]
+        uses += [
+            (f"{node.value.id}.{node.attr}", node.lineno)
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        ]
+        for target, line in uses:
+            codec = target.removeprefix("msgspec.").split(".")[0]
+            if target.startswith("msgspec.") and codec in CODECS and module.room not in CODECS[codec]:
+                found.add(
+                    f"{module.place}:{line}: msgspec.{codec} belongs in {_rooms(CODECS[codec])} "
+                    f"and not in {module.room or 'convoy'}"
+                )
+    return sorted(found)
+
+
+def impure_modules(modules: list[Module], rules: tuple[Purity, ...] = PURE) -> list[str]:
+    """Forbidden packages that a pure module imports, or that a module it imports does."""
+    by_name = {module.name: module for module in modules}
+    graph = import_graph(modules)
+    found = set()
+    for rule in rules:
+        for module in modules:
+            if module.name != rule.prefix and not module.name.startswith(rule.prefix + "."):
+                continue
+            for name in sorted(_reachable(graph, module.name)):
+                for item in imports_of(by_name[name]):
+                    if item.target.split(".")[0] in rule.forbidden:
+                        package = item.target.split(".")[0]
+                        place = f"{by_name[name].place}:{item.line}"
+                        found.add(f"{place}: {package} is reachable from {module.name}, which is pure")
+    return sorted(found)
+
+
+def _reachable(graph: dict[str, dict[str, int]], start: str) -> set[str]:
+    """``start`` and all that its import executes, the __init__ of each package on the way included."""
+    seen: set[str] = set()
+    todo = [start]
+    while todo:
+        name = todo.pop()
+        if name in graph and name not in seen:
+            seen.add(name)
+            todo += [*graph[name], name.rpartition(".")[0]]
+    return seen
+
+
+def _rooms(rooms: frozenset[str]) -> str:
+    return ", ".join(sorted(rooms, key=lambda room: FLOOR[room]))

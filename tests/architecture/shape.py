@@ -1,0 +1,150 @@
+"""The rules about a file by itself: its size, its names and the calls that nobody makes here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from architecture.source import Module, imports_of
+
+MAX_MODULE_LINES = 400
+MAX_FUNCTION_LINES = 40
+BANNED_WORDS = frozenset(
+    {"util", "utils", "shared", "common", "core", "base", "manager", "handler", "helper", "helpers"}
+)
+UNSAFE_PACKAGES = frozenset(["pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"])
+UNSAFE_CALLS = frozenset({"eval", "exec"})
+UNSAFE_ATTRIBUTES = {
+    "create_default_context": "it honours SSLKEYLOGFILE: make a context of our own",
+    "_create_unverified_context": "every link is authenticated",
+}
+TEXT_SUFFIXES = frozenset(
+    {"", ".py", ".md", ".toml", ".txt", ".json", ".jsonl", ".jinja", ".html", ".js", ".css"}
+)
+# Written in two halves, so that this file does not break its own rule.
+MACHINE_PATH = re.compile(r"(?<![\w.~-])/(?:" + "|".join(("wo" + "rk", "ro" + "ot")) + ")/")
+
+
+def long_modules(modules: list[Module]) -> list[str]:
+    """Modules over the limit of lines."""
+    return [
+        f"{module.place}:1: {len(module.lines)} lines, and {MAX_MODULE_LINES} is the limit"
+        for module in modules
+        if len(module.lines) > MAX_MODULE_LINES
+    ]
+
+
+def long_functions(modules: list[Module]) -> list[str]:
+    """Functions over the limit, docstring and decorators apart."""
+    found = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                num_lines = (node.end_lineno or node.lineno) - node.lineno + 1 - _docstring_lines(node)
+                if num_lines > MAX_FUNCTION_LINES:
+                    text = f"{node.name} has {num_lines} lines, and {MAX_FUNCTION_LINES} is the limit"
+                    found.append(f"{module.at(node)}: {text}")
+    return found
+
+
+def _docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    if ast.get_docstring(node) is None:
+        return 0
+    first = node.body[0]
+    return (first.end_lineno or first.lineno) - first.lineno + 1
+
+
+def banned_names(modules: list[Module]) -> list[str]:
+    """Modules and classes named after nothing in particular."""
+    found = []
+    for module in modules:
+        for part in module.name.split("."):
+            words = set(part.lower().split("_")) & BANNED_WORDS
+            found += [f"{module.place}:1: a module is named {part!r}: say what it holds" for _ in words]
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                words = {
+                    word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", node.name)
+                } & BANNED_WORDS
+                found += [f"{module.at(node)}: class {node.name}: say what it does" for _ in words]
+    return found
+
+
+def prints(modules: list[Module]) -> list[str]:
+    """Calls of print, and writes to the standard streams, outside cli/."""
+    found = []
+    for module in modules:
+        if module.room in {"cli", "__main__"}:
+            continue
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                found.append(f"{module.at(node)}: print outside cli/")
+            elif _is_attribute(node, "sys", {"stdout", "stderr"}):
+                found.append(f"{module.at(node)}: a standard stream outside cli/")
+    return found
+
+
+def unsafe_code(modules: list[Module]) -> list[str]:
+    """Ways to run what a file or a peer says, and TLS contexts that we did not make."""
+    found = []
+    for module in modules:
+        for item in imports_of(module):
+            if item.target in UNSAFE_PACKAGES:
+                found.append(f"{module.place}:{item.line}: {item.target} runs what it reads")
+        for node in ast.walk(module.tree):
+            found += [f"{module.at(node)}: {reason}" for reason in _unsafe(node)]
+    return found
+
+
+def _unsafe(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS:
+            yield f"{node.func.id} runs what it is given"
+        if _is_attribute(node.func, "torch", {"load"}):
+            yield "torch.load unpickles: read safetensors"
+        for keyword in node.keywords:
+            allowed = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+            if keyword.arg == "trust_remote_code" and not allowed:
+                yield "trust_remote_code may only ever be False"
+    elif isinstance(node, ast.Attribute) and node.attr in UNSAFE_ATTRIBUTES:
+        yield f"{node.attr}: {UNSAFE_ATTRIBUTES[node.attr]}"
+
+
+def environment_reads(modules: list[Module]) -> list[str]:
+    """Behaviour from environment variables: only the command line may look at them."""
+    return [
+        f"{module.at(node)}: environment variables are read in cli/ alone"
+        for module in modules
+        if module.room not in {"cli", "__main__"}
+        for node in ast.walk(module.tree)
+        if _is_attribute(node, "os", {"environ", "getenv", "putenv"})
+    ]
+
+
+def _is_attribute(node: ast.AST, owner: str, names: set[str]) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr in names
+        and isinstance(node.value, ast.Name)
+        and node.value.id == owner
+    )
+
+
+def machine_paths(files: list[Path], root: Path) -> list[str]:
+    """Absolute paths of somebody's own machine in a text file."""
+    found = []
+    for path in files:
+        if path.suffix not in TEXT_SUFFIXES:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # not a text file
+        for number, line in enumerate(text.splitlines(), start=1):
+            if match := MACHINE_PATH.search(line):
+                found.append(
+                    f"{path.relative_to(root).as_posix()}:{number}: {match.group()} is a machine's own path"
+                )
+    return found

@@ -1,0 +1,120 @@
+"""Each rule about a file's shape finds a planted violation and lets the lawful neighbour pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from architecture import shape
+from architecture.source import Module, load_modules
+
+
+def module_of(tmp_path: Path, text: str, name: str = "wire/frame.py") -> list[Module]:
+    path = tmp_path / "src" / "convoy" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return load_modules(tmp_path / "src")
+
+
+def test_a_module_of_401_lines_is_found_and_one_of_400_passes(tmp_path: Path) -> None:
+    assert shape.long_modules(module_of(tmp_path, "x = 1\n" * 400)) == []
+    assert shape.long_modules(module_of(tmp_path, "x = 1\n" * 401)) == [
+        "src/convoy/wire/frame.py:1: 401 lines, and 400 is the limit"
+    ]
+
+
+@pytest.mark.parametrize("head", ["def f():", "async def f():", "class C:\n  def f(self):"])
+def test_a_function_of_41_lines_is_found_and_one_of_40_passes(tmp_path: Path, head: str) -> None:
+    line = head.count("\n") + 1
+    assert shape.long_functions(module_of(tmp_path, head + "\n    x = 1" * 39)) == []
+    assert shape.long_functions(module_of(tmp_path, head + "\n    x = 1" * 40)) == [
+        f"src/convoy/wire/frame.py:{line}: f has 41 lines, and 40 is the limit"
+    ]
+
+
+def test_a_docstring_does_not_make_a_function_long(tmp_path: Path) -> None:
+    text = 'def f():\n    """One.\n\n    Two.\n    """' + "\n    x = 1" * 39
+    assert shape.long_functions(module_of(tmp_path, text)) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["wire/utils.py", "wire/frame_helpers.py", "wire/common/frame.py", "core/frame.py"]
+)
+def test_a_module_named_after_nothing_is_found(tmp_path: Path, name: str) -> None:
+    found = shape.banned_names(module_of(tmp_path, "", name))
+    assert len(found) == 1
+    assert found[0].startswith(f"src/convoy/{name}:1: a module is named ")
+
+
+@pytest.mark.parametrize("name", ["LinkManager", "HTTPHandler", "BaseStage", "StageHelper", "_SharedPool"])
+def test_a_class_named_after_nothing_is_found(tmp_path: Path, name: str) -> None:
+    found = shape.banned_names(module_of(tmp_path, f"x = 1\nclass {name}: pass"))
+    assert found == [f"src/convoy/wire/frame.py:2: class {name}: say what it does"]
+
+
+@pytest.mark.parametrize("name", ["Database", "Scored", "Encore", "Handle", "Baseline"])
+def test_a_word_that_only_contains_a_banned_one_passes(tmp_path: Path, name: str) -> None:
+    assert shape.banned_names(module_of(tmp_path, f"class {name}: pass", f"wire/{name.lower()}.py")) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["print('x')", "import sys; sys.stderr.write('x')", "import sys; f(sys.stdout)"]
+)
+def test_printing_outside_the_command_line_is_found(tmp_path: Path, text: str) -> None:
+    assert len(shape.prints(module_of(tmp_path, text))) == 1
+    assert len(shape.prints(module_of(tmp_path, text, "cli/output.py"))) == 1  # still just the first file's
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "def late():\n    import marshal",
+        "eval('1')",
+        "exec('1')",
+        "import torch\ntorch.load('f')",
+        "load(path, trust_remote_code=True)",
+        "load(path, trust_remote_code=flag)",
+        "import ssl\nssl.create_default_context()",
+        "import ssl\nssl._create_unverified_context()",
+    ],
+)
+def test_code_that_runs_what_it_reads_or_trusts_too_much_is_found(tmp_path: Path, text: str) -> None:
+    found = shape.unsafe_code(module_of(tmp_path, text))
+    assert len(found) == 1
+    assert found[0].startswith(f"src/convoy/wire/frame.py:{text.count(chr(10)) + 1}: ")
+
+
+@pytest.mark.parametrize("text", ["model.eval()", "load(path, trust_remote_code=False)", "json.load(file)"])
+def test_lawful_neighbours_of_unsafe_code_pass(tmp_path: Path, text: str) -> None:
+    assert shape.unsafe_code(module_of(tmp_path, text)) == []
+
+
+@pytest.mark.parametrize("text", ["import os\nos.environ['X']", "import os\nos.getenv('X')"])
+def test_reading_the_environment_outside_the_command_line_is_found(tmp_path: Path, text: str) -> None:
+    assert shape.environment_reads(module_of(tmp_path, text)) == [
+        "src/convoy/wire/frame.py:2: environment variables are read in cli/ alone"
+    ]
+
+
+def test_reading_the_environment_on_the_command_line_passes(tmp_path: Path) -> None:
+    assert shape.environment_reads(module_of(tmp_path, "import os\nos.environ['X']", "cli/main.py")) == []
+
+
+def test_a_path_of_some_machine_is_found_in_any_text_file(tmp_path: Path) -> None:
+    private = "/wo" + "rk/main"
+    page = tmp_path / "page.md"
+    page.write_text(f"first\nsee {private}/x\n", encoding="utf-8")
+    found = shape.machine_paths([page], tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith("page.md:2: ")
+
+
+def test_relative_paths_and_binary_files_pass(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("net" + "wo" + "rk/main and ./wo" + "rk/main\n", encoding="utf-8")
+    binary = tmp_path / "noise.txt"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert shape.machine_paths([page, binary], tmp_path) == []
