@@ -1,0 +1,71 @@
+"""The application: which path does what."""
+
+from __future__ import annotations
+
+import anyio.to_thread
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from convoy.serve.answers import Health, ModelCard, ModelList
+from convoy.serve.bodies import ChatBody, CompletionBody
+from convoy.serve.chat_answer import ChatAnswer
+from convoy.serve.completion_answer import CompletionAnswer
+from convoy.serve.generate import Generate
+from convoy.serve.guard import Guard
+from convoy.serve.job import chat_job, completion_job
+from convoy.serve.lifecycle import Lifecycle
+from convoy.serve.options import ServeOptions
+from convoy.serve.service import ServedModel, Service
+
+
+def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | None = None) -> ASGIApp:
+    """The ASGI application. ``lifecycle`` is the running server's, so that a drain is seen; call it on the
+    loop's thread.
+    """
+    life = lifecycle or Lifecycle()
+    chat = Generate(service, options, life, ChatBody, chat_job, ChatAnswer)
+    completion = Generate(service, options, life, CompletionBody, completion_job, CompletionAnswer)
+    about = _About(service, life)
+    routes = [
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completion, methods=["POST"]),
+        Route("/v1/models", about.models),
+        Route("/v1/models/{name:path}", about.model),
+        Route("/health", about.health),
+        Route("/status", about.status),
+    ]
+    return Guard(Router(routes, redirect_slashes=False), options)
+
+
+class _About:
+    """What can be asked about the server itself."""
+
+    def __init__(self, service: Service, lifecycle: Lifecycle) -> None:
+        self._service = service
+        self._lifecycle = lifecycle
+
+    async def models(self, request: Request) -> Response:  # noqa: ARG002
+        return _json(ModelList([_card(model) for model in self._service.models]))
+
+    async def model(self, request: Request) -> Response:
+        return _json(_card(self._service.model(request.path_params["name"])))
+
+    async def health(self, request: Request) -> Response:  # noqa: ARG002
+        if self._lifecycle.draining:
+            return _json(Health("draining", "the server is shutting down"), 503)
+        ready, reason = await anyio.to_thread.run_sync(self._service.health)
+        return _json(Health("ready" if ready else "not ready", reason), 200 if ready else 503)
+
+    async def status(self, request: Request) -> Response:  # noqa: ARG002
+        return _json(await anyio.to_thread.run_sync(self._service.status))
+
+
+def _card(model: ServedModel) -> ModelCard:
+    return ModelCard(id=model.name, created=model.created, max_model_len=model.max_context)
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

@@ -1,0 +1,122 @@
+"""The two endpoints that generate: read, translate, submit, and answer as a stream or as one body."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic
+
+import anyio.to_thread
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from convoy.engine.outputs import ErrorOutput, FinishOutput
+from convoy.errors import ConvoyError, Unavailable
+from convoy.serve.arrival import read_body
+from convoy.serve.bodies import Body, decode_body
+from convoy.serve.exchange import Exchange
+from convoy.serve.generation import Batch, Generation
+from convoy.serve.job import Job
+from convoy.serve.lifecycle import Lifecycle
+from convoy.serve.options import ServeOptions
+from convoy.serve.problem import body_for
+from convoy.serve.service import Service
+from convoy.serve.tally import Answer
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Generate(Generic[Body]):
+    """An ASGI endpoint; `guard.Guard` turns what it raises into an answer while nothing has been sent."""
+
+    service: Service
+    options: ServeOptions
+    lifecycle: Lifecycle
+    body: type[Body]
+    translate: Callable[[Body, Service, ServeOptions], Job]
+    answer: Callable[[Job], Answer]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
+        exchange: Exchange = scope["convoy.exchange"]
+        with self.lifecycle.answering():
+            data = await read_body(Headers(scope=scope), receive, self.options)
+            await exchange.while_connected(self._run(data, exchange))
+
+    async def _run(self, data: bytes, exchange: Exchange) -> None:
+        began_s = time.monotonic()
+        job = await anyio.to_thread.run_sync(self._prepare, data)
+        answer = self.answer(job)
+        generation = Generation(job.model.engine, job.requests)
+        try:
+            with self.lifecycle.generating(generation):
+                async with generation:
+                    if job.stream:
+                        await self._stream(exchange, generation, answer)
+                    else:
+                        await self._whole(exchange, generation, answer)
+            exchange.outcome = exchange.outcome or "complete"
+        finally:
+            _report(exchange, answer, began_s)
+
+    def _prepare(self, data: bytes) -> Job:
+        return self.translate(decode_body(data, self.body), self.service, self.options)
+
+    async def _whole(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
+        async for batch in generation.batches(self.options.heartbeat_s):
+            _raise_error(batch)
+            for index, output in batch:
+                answer.add(index, output)
+        # A scored prompt has thousands of tokens to spell out.
+        body = await anyio.to_thread.run_sync(answer.whole)
+        await exchange.send_json(200, body)
+
+    async def _stream(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
+        try:
+            async for batch in generation.batches(self.options.heartbeat_s):
+                _raise_error(batch)
+                if not exchange.status:
+                    await exchange.start_events()
+                    await exchange.send_events(answer.opening())
+                events = [event for index, output in batch for event in answer.events(index, output)]
+                await exchange.send_events(events, b"" if batch else b": still here\n\n")
+        except ConvoyError as error:
+            if not exchange.status:
+                raise
+            # No finish reason and no [DONE]: a broken answer must not look like a complete one.
+            exchange.outcome = type(error).__name__
+            await exchange.send_events([body_for(error)])
+            await exchange.end_events()
+            return
+        if answer.tally.job.include_usage:
+            await exchange.send_events([answer.usage_event()])
+        await exchange.send_events([], b"data: [DONE]\n\n")
+        await exchange.end_events()
+
+
+def _raise_error(batch: Batch) -> None:
+    for _, output in batch:
+        if isinstance(output, ErrorOutput):
+            raise output.error
+        if isinstance(output, FinishOutput) and output.reason == "abort":
+            raise Unavailable("the request was aborted before the answer was complete")
+
+
+def _report(exchange: Exchange, answer: Answer, began_s: float) -> None:
+    """One line per generation: counts and times, no text, no token ids."""
+    tally, now_s = answer.tally, time.monotonic()
+    first_s = f"{tally.first_token_s - began_s:.3f}" if tally.first_token_s is not None else "-"
+    _log.info(
+        "generation request=%s outcome=%s prompts=%d choices=%d prompt_tokens=%d completion_tokens=%d "
+        "first_s=%s total_s=%.3f",
+        exchange.id,
+        exchange.outcome or "ended",
+        len(tally.job.requests),
+        tally.num_choices,
+        tally.job.num_prompt_tokens,
+        tally.completion_tokens,
+        first_s,
+        now_s - began_s,
+    )

@@ -1,0 +1,53 @@
+"""Running, draining, ended: what the server counts so that a drain ends as soon as the last answer does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from convoy.errors import Draining
+from convoy.serve.generation import Generation
+
+
+class Lifecycle:
+    """Lives on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self._num_answers = 0
+        self._generations: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around the answer to one request. Raises `Draining` once the server drains."""
+        if self.draining:
+            raise Draining("the server is shutting down", hint="send the request to another server")
+        self._num_answers += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._num_answers -= 1
+            if not self._num_answers:
+                self._idle.set()
+
+    @contextmanager
+    def generating(self, generation: Generation) -> Iterator[None]:
+        """Around a generation, so that `cut` reaches it."""
+        self._generations.add(generation)
+        try:
+            yield
+        finally:
+            self._generations.discard(generation)
+
+    async def wait_idle(self) -> None:
+        """Until no request is being answered."""
+        await self._idle.wait()
+
+    def cut(self) -> None:
+        """End what still runs with an error, never as if it were complete."""
+        for generation in self._generations:
+            generation.fail(Draining("the server shut down before the answer was complete"))

@@ -1,0 +1,76 @@
+"""Single tokens as clients see them beside their log-probabilities: text where they are text, bytes where
+they are not.
+"""
+
+from __future__ import annotations
+
+import codecs
+
+from convoy.engine.outputs import TokenLogprob
+from convoy.serve.answers import ChatTokenLogprob, TextLogprobs, TopLogprob
+from convoy.serve.service import Tokenizer
+
+# JSON has no infinity; OpenAI's stand-in for "very unlikely".
+_LEAST = -9999.0
+
+
+class Pieces:
+    """The bytes and text of tokens, looked up once each."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """What the token adds to the text; a tokenizer without ``token_bytes`` is asked for the token's text."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            exact = getattr(self._tokenizer, "token_bytes", None)
+            known = exact(token_id) if exact else self._tokenizer.decode([token_id]).encode()
+            self._bytes[token_id] = known
+        return known
+
+    def text_of(self, token_id: int) -> str:
+        r"""The token as text, or ``bytes:\xe2\x82`` for a part of a character."""
+        piece = self.bytes_of(token_id)
+        try:
+            return piece.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+    def chat_logprob(self, logprob: TokenLogprob) -> ChatTokenLogprob:
+        """One token of a chat answer."""
+        return ChatTokenLogprob(
+            self.text_of(logprob.token_id),
+            max(logprob.logprob, _LEAST),
+            list(self.bytes_of(logprob.token_id)),
+            [TopLogprob(self.text_of(i), max(p, _LEAST), list(self.bytes_of(i))) for i, p in logprob.top],
+        )
+
+
+class TextLogprobWriter:
+    """Log-probabilities of one choice's text, with the offset of each token in characters."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def write(self, tokens: list[tuple[int, TokenLogprob | None]]) -> TextLogprobs:
+        """The next tokens; None for the first of a prompt."""
+        written = TextLogprobs([], [], [], [])
+        for token_id, logprob in tokens:
+            written.tokens.append(self._pieces.text_of(token_id))
+            written.text_offset.append(self._offset)
+            self._offset += len(self._decoder.decode(self._pieces.bytes_of(token_id)))
+            written.token_logprobs.append(None if logprob is None else max(logprob.logprob, _LEAST))
+            written.top_logprobs.append(None if logprob is None else self._top(logprob))
+        return written
+
+    def _top(self, logprob: TokenLogprob) -> dict[str, float]:
+        top: dict[str, float] = {}
+        # Best first: where two tokens have the same text, the likelier one stands. The token itself is always
+        # there.
+        for token_id, value in [*logprob.top, (logprob.token_id, logprob.logprob)]:
+            top.setdefault(self._pieces.text_of(token_id), max(value, _LEAST))
+        return top

@@ -1,0 +1,210 @@
+"""From options to a listening server, and from a signal to an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from convoy.errors import ConfigError
+from convoy.serve.api import make_app
+from convoy.serve.lifecycle import Lifecycle
+from convoy.serve.options import ServeOptions
+from convoy.serve.service import Service
+
+_log = logging.getLogger(__name__)
+
+
+class Stop:
+    """Asks a running server to end, from any thread or a signal handler: first to drain, the second time at
+    once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal may come while its own thread holds it
+        self._num_requests = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.drain = asyncio.Event()
+        self.now = asyncio.Event()
+
+    def request(self) -> None:
+        with self._lock:
+            self._num_requests += 1
+            event = self.drain if self._num_requests == 1 else self.now
+            if self._loop is None:
+                event.set()
+            elif not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(event.set)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From here on events are set on ``loop``; earlier requests count."""
+        with self._lock:
+            self._loop = loop
+
+
+def bind(options: ServeOptions) -> socket.socket:
+    """A listening socket. Raises `ConfigError` naming host and port if they are not to be had."""
+    where = f"{options.host}:{options.port}"
+    try:
+        infos = socket.getaddrinfo(
+            options.host.strip("[]"), options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+    family, kind, protocol, _, address = sorted(infos, key=lambda info: info[0] != socket.AF_INET)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # A port whose last connections linger is free; one that somebody listens on is not.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {where}: {(error.strerror or str(error)).lower()}",
+            hint="choose another port, or stop what listens there",
+        ) from error
+    return listener
+
+
+def run_server(
+    service: Service,
+    options: ServeOptions,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    stop: Stop | None = None,
+) -> None:
+    """Serve until `Stop.request`, SIGTERM or SIGINT (on the main thread), then drain for ``options.drain_s``.
+
+    ``on_ready`` is called with the base URL (``http://127.0.0.1:8000``), on a thread of its own, once
+    requests are answered; what it raises ends the server. A second signal ends it at once. Raises
+    `ConfigError` before anything is served.
+    """
+    options.check()
+    stop = stop or Stop()
+    with (
+        bind(options) as listener,
+        asyncio.Runner(loop_factory=_loop_factory()) as runner,
+        _signals(stop),
+    ):
+        runner.run(_serve(service, options, listener, on_ready, stop))
+
+
+async def _serve(
+    service: Service,
+    options: ServeOptions,
+    listener: socket.socket,
+    on_ready: Callable[[str], None] | None,
+    stop: Stop,
+) -> None:
+    loop = asyncio.get_running_loop()
+    stop.attach(loop)
+    lifecycle = Lifecycle()
+    server = _Server(make_app(service, options, lifecycle))
+    serving = loop.create_task(server.serve(sockets=[listener]))
+    try:
+        await _first_of(server.ready.wait(), serving)
+        url = _url(options.host, listener)
+        _log.info("listening url=%s authenticated=%s", url, options.api_key is not None)
+        if on_ready is not None:
+            announcing = loop.run_in_executor(None, on_ready, url)
+            await _first_of(stop.drain.wait(), serving, announcing)
+            if announcing.done():
+                announcing.result()
+        await _first_of(stop.drain.wait(), serving)
+        lifecycle.draining = True
+        _log.info("draining drain_s=%g", options.drain_s)
+        await _drain(lifecycle, stop, options.drain_s)
+    finally:
+        server.should_exit = True
+        await serving
+        _log.info("closed")
+
+
+async def _drain(lifecycle: Lifecycle, stop: Stop, drain_s: float) -> None:
+    """Until the last answer is out, ``drain_s`` is over or a second stop is asked for; then cut what is left."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            await _first_of(lifecycle.wait_idle(), stop.now.wait())
+    lifecycle.cut()
+
+
+async def _first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Until one of them is done; coroutines that are not are cancelled, futures go on."""
+    tasks = [asyncio.ensure_future(one) for one in awaited]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, one in zip(tasks, awaited, strict=True):
+            if task is not one:
+                task.cancel()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own idea of signals, and with an event when it is up."""
+
+    def __init__(self, app: Any) -> None:
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    def capture_signals(self) -> Any:
+        return nullcontext()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.ready.set()
+
+
+@contextmanager
+def _signals(stop: Stop) -> Iterator[None]:
+    """SIGTERM and SIGINT ask for a stop while this lasts; elsewhere than on the main thread nothing is
+    changed.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        stop.request()
+
+    before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - shown, not bound
+    if ":" in shown and not shown.startswith("["):
+        shown = f"[{shown}]"
+    return f"http://{shown}:{port}"

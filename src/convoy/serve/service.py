@@ -1,0 +1,81 @@
+"""What the HTTP server serves: models behind an engine each, and two questions about the cluster.
+
+The server knows the engine and the tokenizer by these protocols alone, so it needs neither torch nor a
+cluster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from convoy.engine.outputs import Output
+from convoy.engine.request import GenerationRequest
+from convoy.serve.refusals import UnknownModel
+
+
+class Handle(Protocol):
+    """A submitted request. `abort` may be called from any thread, more than once."""
+
+    def abort(self) -> None: ...
+
+
+class Engine(Protocol):
+    """`convoy.engine.engine.Engine`, as far as HTTP needs it."""
+
+    def submit(self, request: GenerationRequest, on_output: Callable[[Output], None], /) -> Handle: ...
+
+
+class Tokenizer(Protocol):
+    """`convoy.model.text.Tokenizer`, as far as HTTP needs it; called from several threads."""
+
+    @property
+    def eos_ids(self) -> Set[int]: ...
+
+    def encode(self, text: str, /) -> list[int]: ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], /) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], /) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """``max_context`` is what one request may use: the context, or the whole K/V pool where that is smaller,
+    in tokens.
+    """
+
+    name: str
+    engine: Engine
+    tokenizer: Tokenizer
+    max_context: int
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """``health`` gives (ready, reason); ``status`` a value that msgspec can encode. Both may block for a
+    moment.
+    """
+
+    models: tuple[ServedModel, ...]
+    health: Callable[[], tuple[bool, str]]
+    status: Callable[[], Any]
+
+    def model(self, name: str | None) -> ServedModel:
+        """The model of that name, or the only one when a request names none. Raises `UnknownModel`."""
+        if name is None and len(self.models) == 1:
+            return self.models[0]
+        for model in self.models:
+            if model.name == name:
+                return model
+        served = ", ".join(model.name for model in self.models)
+        raise UnknownModel(
+            f"the model {name!r} is not served here, expected one of: {served}"
+            if name is not None
+            else f"the request names no model, expected one of: {served}",
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,84 @@
+"""What both kinds of answer count and share: tokens, finish reasons, the identity of the answer."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from convoy.engine.outputs import FinishOutput, Output, TokenOutput
+from convoy.serve.answers import Usage
+from convoy.serve.job import Job
+
+
+class Answer(Protocol):
+    """An answer in the making: fed with every output in order, read as stream events or as one body."""
+
+    @property
+    def tally(self) -> Tally: ...
+
+    def opening(self) -> Sequence[msgspec.Struct]:
+        """Events before the first token."""
+        ...
+
+    def events(self, index: int, output: Output) -> Sequence[msgspec.Struct]:
+        """What an output of request ``index`` adds to the stream."""
+        ...
+
+    def add(self, index: int, output: Output) -> None:
+        """Keep an output for `whole`."""
+        ...
+
+    def whole(self) -> msgspec.Struct:
+        """The complete body, once every choice is finished."""
+        ...
+
+    def usage_event(self) -> msgspec.Struct:
+        """The event after the last choice, with the usage alone."""
+        ...
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of one answer."""
+
+    job: Job
+    prefix: str
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+    completion_tokens: int = 0
+    first_token_s: float | None = None  # monotonic
+
+    def __post_init__(self) -> None:
+        self.id = self.prefix + secrets.token_hex(12)
+
+    def count(self, output: Output) -> None:
+        """Call once per output."""
+        if isinstance(output, TokenOutput):
+            self.completion_tokens += 1
+            if self.first_token_s is None:
+                self.first_token_s = time.monotonic()
+
+    def choice_of(self, index: int, output: TokenOutput | FinishOutput) -> int:
+        """The number of a choice among all prompts' choices."""
+        return index * self.job.num_choices + output.choice
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.job.requests) * self.job.num_choices
+
+    @property
+    def usage(self) -> Usage:
+        prompt = self.job.num_prompt_tokens
+        return Usage(prompt, self.completion_tokens, prompt + self.completion_tokens)
+
+    @property
+    def event_usage(self) -> Usage | msgspec.UnsetType | None:
+        """What a chunk's ``usage`` is: the count so far, null where a usage event will come, or absent."""
+        if self.job.continuous_usage:
+            return self.usage
+        return None if self.job.include_usage else msgspec.UNSET
