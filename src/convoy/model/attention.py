@@ -1,0 +1,108 @@
+"""Attention over packed rows and block pools, of fixed shape, for CPU.
+
+For every (tile, key block) pair: scores = Q K^T as one batched matmul; the greatest score of a query over all its
+blocks (exact in any order); exp; then per block the sums and P V, added up over a query's blocks in order. That is
+softmax with its sums split at fixed places (after FlashAttention, Dao et al. 2022, with the true maximum instead
+of a running one), so a query's bits depend on its own keys alone: not on its chunk, batch, threads or place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from convoy.model.kv import KvPool
+from convoy.model.packed import KEY_BLOCK, GroupBatch, TileChunk
+
+ATTENTION_NAME = "convoy_packed"
+
+
+@dataclass(frozen=True)
+class LayerBatch:
+    """What one layer's attention needs in a step."""
+
+    group: GroupBatch
+    pool: KvPool
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    batch: Mapping[int, LayerBatch],
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write K and V of the step, then attend. Registered with transformers as `ATTENTION_NAME`.
+
+    ``query`` is [1, heads, T, head_dim], ``key`` and ``value`` [1, kv_heads, T, head_dim]; the result is
+    [1, T, heads, head_dim]. ``batch`` is keyed by layer index. T may exceed the batch's tokens by padding rows.
+    """
+    layer = batch[module.layer_idx]  # type: ignore[index]
+    return attend(query[0], key[0], value[0], layer, scaling)[None], None
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: LayerBatch, scaling: float
+) -> torch.Tensor:
+    """[heads, T, head_dim] to [T, heads, head_dim]."""
+    group, shape = layer.group, layer.group.shape
+    num_rows = query.shape[1]
+    tokens = group.num_tokens
+    layer.pool.write(
+        group.write_rows,
+        key.transpose(0, 1)[:tokens].reshape(-1, shape.head_dim),
+        value.transpose(0, 1)[:tokens].reshape(-1, shape.head_dim),
+    )
+    rows = (query * scaling).transpose(0, 1).reshape(-1, shape.group * shape.head_dim)
+    outs = [_attend_chunk(rows, layer, chunk) for chunk in group.chunks]
+    if num_rows > tokens:
+        outs.append(outs[0].new_zeros((num_rows - tokens) * shape.num_kv_heads, outs[0].shape[1]))
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out.view(num_rows, shape.num_heads, shape.head_dim)
+
+
+def _attend_chunk(rows: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> torch.Tensor:
+    shape = layer.group.shape
+    used = shape.tile_tokens * shape.group
+    queries = rows.index_select(0, chunk.query_rows).view(-1, used, shape.head_dim)
+    if used < shape.tile_rows:
+        queries = nn.functional.pad(queries, (0, 0, 0, shape.tile_rows - used))
+    keys, values = layer.pool.gather(chunk.key_runs, KEY_BLOCK)
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    num_masked = chunk.hidden.shape[0]
+    masked = scores[: num_masked * shape.num_kv_heads, :used]
+    masked.view(num_masked, shape.num_kv_heads, shape.tile_tokens, shape.group, KEY_BLOCK).masked_fill_(
+        chunk.hidden, float("-inf")
+    )
+    greatest = scores.amax(-1)
+    single = chunk.tile_pairs.shape[1] == 1
+    if not single:
+        flat = greatest.index_select(0, chunk.tile_pairs.view(-1))
+        greatest = flat.view(*chunk.tile_pairs.shape, -1).amax(1).index_select(0, chunk.pair_tile)
+    shares = scores.sub_(greatest.unsqueeze(-1)).exp_()
+    sums = shares.sum(-1)
+    out = torch.bmm(shares, values)
+    if not single:
+        sums, out = _add_blocks(sums, chunk), _add_blocks(out.view(out.shape[0], -1), chunk)
+    elif chunk.tile_pairs.shape[0] > 1:
+        order = chunk.tile_pairs.view(-1)
+        sums, out = sums.index_select(0, order), out.index_select(0, order)
+    out = out.view(-1, shape.tile_rows, shape.head_dim) / sums.unsqueeze(-1)
+    return out[:, :used].reshape(-1, shape.group * shape.head_dim).index_select(0, chunk.output_rows)
+
+
+def _add_blocks(parts: torch.Tensor, chunk: TileChunk) -> torch.Tensor:
+    """Add each tile's blocks in order: an embedding bag adds the rows of a bag one after the other."""
+    return torch.embedding_bag(parts, chunk.bag_pairs, chunk.bag_starts, False, 0)[0]  # noqa: FBT003
+
+
+AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -1,0 +1,73 @@
+"""Linears whose rows do not feel each other: pre-packed oneDNN float32.
+
+A plain float32 linear picks its kernel, and with it the order of its sums, by the number of rows and threads. oneDNN over
+weights packed once keeps one order per row for two or more rows; a lone row may take another kernel, so callers pad it to
+two. `selfcheck` proves this on the machine at hand.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from convoy.errors import SelfCheckError
+
+# Rows that the packed layout is chosen for; any value gives right results, this one was measured.
+_PACK_ROWS = 256
+# Activations that oneDNN applies to its accumulators, tails included, with one code path for all elements:
+# ATen's own take a vector path or a scalar path by the element's place, and the two differ in bits.
+FUSED_ACTIVATIONS = {"silu": ("swish", ""), "swish": ("swish", ""), "relu": ("relu", "")} | {
+    "gelu": ("gelu", "none"),
+    "gelu_pytorch_tanh": ("gelu", "tanh"),
+    "gelu_new": ("gelu", "tanh"),
+}
+
+
+def packed_available() -> bool:
+    """Whether this build of torch has oneDNN's packed linears (x86-64 and Linux on ARM do, macOS does not)."""
+    return bool(
+        torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+class PackedLinear(nn.Module):
+    """y = activation(x W^T + b) in float32 over packed weights; the plain weights are not kept.
+
+    Give it at least two rows. ``activation`` is a key of `FUSED_ACTIVATIONS`.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+    ) -> None:
+        super().__init__()
+        if not packed_available():
+            raise SelfCheckError("this build of torch has no packed oneDNN linears")
+        self.out_features, self.in_features = weight.shape
+        dense = weight.detach().to(torch.float32).contiguous()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(dense, _PACK_ROWS)
+        self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
+        self._attr, self._algorithm = FUSED_ACTIVATIONS[activation] if activation else ("none", "")
+        self.weight_bytes = 4 * (weight.numel() + (0 if bias is None else bias.numel()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., rows, in_features] to [..., rows, out_features]."""
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self._packed, self._bias, self._attr, [], self._algorithm
+        )
+        return y
+
+
+class PackedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x)) with the activation and the product inside the linears."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str) -> None:
+        super().__init__()
+        self.gate = PackedLinear(gate.weight, gate.bias, activation)
+        self.up = PackedLinear(up.weight, up.bias)
+        self.down = PackedLinear(down.weight, down.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., rows, hidden] to the same shape."""
+        return self.down(self.gate(x).mul_(self.up(x)))  # type: ignore[no-any-return]

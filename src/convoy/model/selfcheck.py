@@ -1,0 +1,143 @@
+"""Prove on this machine, at start-up, that a row's bits do not depend on what runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from convoy.errors import SelfCheckError, UsageError
+from convoy.model.attention import LayerBatch, attend
+from convoy.model.kv import BlockTable, KvPool
+from convoy.model.linear import PackedLinear, packed_available
+from convoy.model.packed import HeadShape, describe_group
+from convoy.wire.messages import Row
+
+EXACT, PLAIN = "exact-f32", "plain-f32"
+# (in, out): square, wide, narrow, odd and tiny
+_SHAPES = ((64, 64), (40, 105), (44, 40), (256, 704), (704, 256))
+_ROW_COUNTS = (2, 3, 5, 8, 15, 16, 17, 31, 33, 64)
+_ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh")
+
+
+def check_exact(num_threads: int | None = None, shapes: Sequence[tuple[int, int]] = _SHAPES) -> None:
+    """Raises SelfCheckError, naming what differed, unless exact mode holds for 1 and ``num_threads`` threads."""
+    if not packed_available():
+        raise SelfCheckError("this build of torch has no packed oneDNN linears")
+    threads = sorted({1, num_threads or torch.get_num_threads()})
+    with torch.inference_mode(), _threads_restored():
+        for in_features, out_features in shapes:
+            for activation in _ACTIVATIONS:
+                _check_linear(in_features, out_features, activation, threads)
+        _check_elementwise(threads)
+        for shape in (HeadShape(4, 2, 8, 16), HeadShape(4, 1, 64, 16), HeadShape(3, 3, 20, 16)):
+            _check_attention(shape, threads)
+
+
+def choose_kernel(requested: str, num_threads: int | None = None) -> tuple[str, str]:
+    """The kernel to run and, where "auto" had to fall back, why ("" otherwise).
+
+    Raises SelfCheckError if exact mode was asked for by name and does not hold, UsageError for an unknown name.
+    """
+    if requested not in {"auto", EXACT, PLAIN}:
+        raise UsageError(f"kernel {requested!r} is not known, expected auto, {EXACT} or {PLAIN}")
+    if requested == PLAIN:
+        return PLAIN, ""
+    try:
+        check_exact(num_threads)
+    except SelfCheckError as error:
+        if requested == EXACT:
+            raise
+        return PLAIN, error.message
+    return EXACT, ""
+
+
+def available_kernels(requested: str, num_threads: int | None = None) -> list[str]:
+    """The kernels this machine can run under the wish ``requested``, best first. Raises as `choose_kernel`."""
+    kernel, _ = choose_kernel(requested, num_threads)
+    return [EXACT, PLAIN] if requested == "auto" and kernel == EXACT else [kernel]
+
+
+@contextmanager
+def _threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _numbers(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(20)
+    return torch.randn(*shape, generator=generator)
+
+
+def _same(what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+    if not torch.equal(expected, found):
+        raise SelfCheckError(
+            f"exact mode does not hold here: {what} changes a row's bits",
+            hint='set kernel = "plain-f32"; split runs then agree to rounding, not to the bit',
+        )
+
+
+def _check_linear(in_features: int, out_features: int, activation: str | None, threads: list[int]) -> None:
+    linear = PackedLinear(_numbers(out_features, in_features), _numbers(out_features), activation)
+    x = _numbers(70, in_features)
+    expected: torch.Tensor | None = None
+    for count in threads:
+        torch.set_num_threads(count)
+        whole = linear(x)
+        expected = whole if expected is None else expected
+        name = f"a linear of {in_features} to {out_features} on {count} threads"
+        _same(name, expected, whole)
+        for rows in _ROW_COUNTS:
+            start = rows % 5
+            _same(f"{name} with {rows} rows", expected[start : start + rows], linear(x[start : start + rows]))
+        pair = linear(x[7:8].expand(2, -1))
+        _same(f"{name} with a lone row", expected[7:8], pair[:1])
+
+
+def _check_elementwise(threads: list[int]) -> None:
+    kernels: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "exp": torch.exp,
+        "rsqrt": lambda t: torch.rsqrt(t * t + 1e-6),
+        "mean of squares": lambda t: t.pow(2).mean(-1, keepdim=True).expand_as(t),
+        "sum": lambda t: t.sum(-1, keepdim=True).expand_as(t),
+    }
+    x = _numbers(67, 1031)
+    for name, kernel in kernels.items():
+        torch.set_num_threads(1)
+        expected = kernel(x)
+        for count in threads:
+            torch.set_num_threads(count)
+            for rows in (67, 33, 5, 2):
+                _same(f"{name} on {count} threads", expected[3 : 3 + rows], kernel(x[3 : 3 + rows].clone()))
+
+
+def _check_attention(shape: HeadShape, threads: list[int]) -> None:
+    length = 150
+    inputs = [
+        _numbers(heads, length, shape.head_dim) for heads in (shape.num_heads, *[shape.num_kv_heads] * 2)
+    ]
+    torch.set_num_threads(1)
+    expected = _attend_in_chunks(shape, inputs, [length])
+    for count in threads:
+        torch.set_num_threads(count)
+        for chunks in ([length], [1, 6, 60, 1, 64, 18], [149, 1]):
+            found = _attend_in_chunks(shape, inputs, chunks)
+            _same(f"attention in chunks on {count} threads", expected, found)
+
+
+def _attend_in_chunks(shape: HeadShape, inputs: list[torch.Tensor], chunks: list[int]) -> torch.Tensor:
+    blocks = list(range(-(-inputs[0].shape[1] // shape.block_size)))
+    pool = KvPool(len(blocks), shape.num_kv_heads, shape.block_size, shape.head_dim)
+    table = BlockTable([blocks[::-1]])
+    outs = []
+    start = 0
+    for num_tokens in chunks:
+        group = describe_group([(Row(0, start, num_tokens, 0), table)], 0, shape)
+        part = [tensor[:, start : start + num_tokens] for tensor in inputs]
+        outs.append(attend(part[0], part[1], part[2], LayerBatch(group, pool), shape.head_dim**-0.5))
+        start += num_tokens
+    return torch.cat(outs)

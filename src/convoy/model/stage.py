@@ -1,0 +1,185 @@
+"""A stage: consecutive layers of a model, with the embedding and the output where owned, run one step at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from convoy.errors import ModelError, StepError
+from convoy.model.attention import LayerBatch
+from convoy.model.kv import BlockTables, KvPool, StagedStep
+from convoy.model.load import LoadedModules, LoadProgress, load_modules
+from convoy.model.packed import KEY_BLOCK, HeadShape, describe_group
+from convoy.model.rope import RopeTable
+from convoy.model.source import ModelSource
+from convoy.wire.messages import StageAssignment, Step
+
+EXACT, PLAIN = "exact-f32", "plain-f32"
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How a stage computes. ``num_threads`` is set for the whole process, once, at load; None leaves torch's."""
+
+    kernel: str = EXACT
+    block_size: int = 16  # tokens
+    device: str = "cpu"
+    num_threads: int | None = None
+
+
+class Stage:
+    """The layers of one member. Not thread-safe: one thread runs its steps, in order.
+
+    In exact mode a row's bits depend on its own sequence alone: not on the rows beside it, chunks, threads, cuts or
+    a replay.
+    """
+
+    def __init__(
+        self, source: ModelSource, assignment: StageAssignment, options: StageOptions, modules: LoadedModules
+    ) -> None:
+        spec = source.spec
+        self.assignment = assignment
+        self.options = options
+        self.hidden_size = spec.hidden_size
+        self.vocab_size = spec.vocab_size
+        self.weight_bytes = modules.weight_bytes
+        self.bytes_read = modules.bytes_read
+        self.block_bytes = options.block_size * spec.kv_token_bytes(
+            assignment.start, assignment.end, "float32"
+        )
+        self._modules = modules
+        self._max_context = spec.max_context
+        self._rope = RopeTable(modules.rotary, spec.max_context)
+        self._shapes = [
+            HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, options.block_size, group.window)
+            for group in spec.cache_groups
+        ]
+        self._layer_group = {layer: i for i, group in enumerate(spec.cache_groups) for layer in group.layers}
+        self._tables: BlockTables | None = None
+        self._pools: dict[int, KvPool] = {}
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        progress: LoadProgress | None = None,
+    ) -> Stage:
+        """Load the assignment's weights, in float32; ``progress`` is called with (loaded, total) bytes.
+
+        Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError.
+        """
+        if options.kernel not in {EXACT, PLAIN}:
+            raise ModelError(f"kernel {options.kernel!r} is not known, expected {EXACT} or {PLAIN}")
+        if options.device != "cpu":
+            raise ModelError(f"device {options.device!r} is not supported, expected cpu")
+        if options.block_size < 1 or KEY_BLOCK % options.block_size:
+            raise ModelError(f"block size {options.block_size} does not divide {KEY_BLOCK}")
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
+        modules = load_modules(source, assignment, packed=options.kernel == EXACT, progress=progress)
+        return cls(source, assignment, options, modules)
+
+    def make_pools(self, num_blocks: int) -> None:
+        """Forget all sequences and make K/V pools of ``num_blocks`` blocks."""
+        if num_blocks < 1:
+            raise StepError(f"pools of {num_blocks} blocks make no sense, expected at least 1")
+        self._tables = BlockTables(
+            num_groups=len(self._shapes),
+            num_blocks=num_blocks,
+            block_size=self.options.block_size,
+            max_context=self._max_context,
+        )
+        self._pools = {}
+        for layer in self._modules.layers:
+            shape = self._shapes[self._layer_group[layer]]
+            self._pools[layer] = KvPool(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+
+    def apply(self, step: Step) -> None:
+        """Releases, grants and the rows' new lengths, without running them. All or nothing: raises StepError."""
+        tables = self._need_tables()
+        tables.commit(tables.stage(step))
+
+    @torch.inference_mode()
+    def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Apply the step and run its rows: [T, hidden_size] after this stage's layers.
+
+        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` (float32 [T, hidden_size]). Raises
+        StepError for what makes no sense, before anything is changed.
+        """
+        tables = self._need_tables()
+        staged = tables.stage(step)
+        num_tokens = sum(row.num_tokens for row in step.rows)
+        x = self._embed(tokens, num_tokens) if self.assignment.embed else self._take(hidden, num_tokens)
+        tables.commit(staged)
+        if not num_tokens or not self._modules.layers:
+            return x
+        # a lone row may take another kernel: it runs beside a copy of itself
+        padded = x if num_tokens > 1 or self.options.kernel != EXACT else x.expand(2, -1)
+        return self._run_layers(padded, staged)[:num_tokens]
+
+    def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
+        """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
+        wanted: list[int] = []
+        end = 0
+        for row in step.rows:
+            end += row.num_tokens
+            wanted.extend(range(end - row.num_outputs, end))
+        if hidden.shape[0] != end:
+            raise StepError(f"a step of {end} tokens has a hidden state of {hidden.shape[0]} rows")
+        if len(wanted) == end:
+            return hidden
+        return hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64))
+
+    @torch.inference_mode()
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size]."""
+        norm, head = self._modules.norm, self._modules.output
+        if norm is None or head is None:
+            raise StepError("this stage does not own the output")
+        hidden = self._take(hidden, hidden.shape[0])
+        if not hidden.shape[0]:
+            return torch.empty(0, self.vocab_size)
+        num_rows = hidden.shape[0]
+        padded = hidden if num_rows > 1 or self.options.kernel != EXACT else hidden.expand(2, -1)
+        logits: torch.Tensor = head(norm(padded))
+        return logits[:num_rows]
+
+    def _need_tables(self) -> BlockTables:
+        if self._tables is None:
+            raise StepError("a step came before the pools were made")
+        return self._tables
+
+    def _embed(self, tokens: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+        if tokens is None or tokens.shape != (num_tokens,):
+            found = "no tokens" if tokens is None else f"tokens of shape {list(tokens.shape)}"
+            raise StepError(f"a step of {num_tokens} tokens came with {found}")
+        if num_tokens and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise StepError(f"a step has a token outside the vocabulary of {self.vocab_size}")
+        assert self._modules.embedding is not None  # noqa: S101 - an owner of the embedding has loaded it
+        return self._modules.embedding.index_select(0, tokens).to(torch.float32)
+
+    def _take(self, hidden: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+        if hidden is None or hidden.shape != (num_tokens, self.hidden_size) or hidden.dtype != torch.float32:
+            found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
+            raise StepError(
+                f"expected a float32 hidden state of [{num_tokens}, {self.hidden_size}], got {found}"
+            )
+        return hidden
+
+    def _run_layers(self, x: torch.Tensor, staged: StagedStep) -> torch.Tensor:
+        positions: list[int] = []
+        for row, _ in staged.rows:
+            positions.extend(range(row.start, row.start + row.num_tokens))
+        positions.extend(positions[-1:] * (x.shape[0] - len(positions)))
+        rope = self._rope.look_up(torch.tensor(positions, dtype=torch.int64), max(positions))
+        groups = [describe_group(staged.rows, i, shape) for i, shape in enumerate(self._shapes)]
+        batch = {
+            layer: LayerBatch(groups[self._layer_group[layer]], pool) for layer, pool in self._pools.items()
+        }
+        x = x[None]
+        for layer in self._modules.layers.values():
+            x = layer(x, position_embeddings=rope, use_cache=False, batch=batch)
+        return x[0]

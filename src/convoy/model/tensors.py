@@ -1,0 +1,57 @@
+"""Between torch tensors and what crosses the wire."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import torch
+
+from convoy.errors import StepError
+from convoy.wire.tensor import WireTensor
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def to_wire(tensor: torch.Tensor, dtype: str | None = None) -> WireTensor:
+    """Describe a tensor for the wire, converted to ``dtype`` where given; shares memory where no copy is needed.
+
+    Little-endian machines only, as are all that torch runs on here.
+    """
+    if sys.byteorder != "little":
+        raise StepError("activations are sent little-endian, but this machine is not")
+    if dtype is not None:
+        tensor = tensor.to(_DTYPES[dtype])
+    tensor = tensor.detach().to("cpu").contiguous()
+    data = memoryview(tensor.view(torch.uint8).numpy()).cast("B") if tensor.numel() else memoryview(b"")
+    return WireTensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
+
+
+def from_wire(tensor: WireTensor, *, hidden_size: int, dtype: str) -> torch.Tensor:
+    """A received hidden state as float32 [T, hidden_size]; shares the received memory where the dtype allows.
+
+    Raises StepError if the dtype, rank, width or byte count is not the expected one.
+    """
+    if tensor.dtype != dtype:
+        raise StepError(f"a hidden state came as {tensor.dtype}, expected {dtype}")
+    if len(tensor.shape) != 2 or tensor.shape[1] != hidden_size or tensor.shape[0] < 0:
+        raise StepError(f"a hidden state came with shape {tensor.shape}, expected [tokens, {hidden_size}]")
+    torch_dtype = _DTYPES[dtype]
+    data = memoryview(tensor.data)
+    expected = tensor.shape[0] * hidden_size * torch_dtype.itemsize
+    if data.nbytes != expected:
+        raise StepError(f"a hidden state came with {data.nbytes} bytes, expected {expected}")
+    if not expected:
+        return torch.empty(tensor.shape[0], hidden_size)
+    # torch warns about memory it may not write to; such bytes are copied once
+    array = np.frombuffer(data, dtype=np.uint8)
+    flat = torch.from_numpy(array if not data.readonly else array.copy()).view(torch_dtype)
+    return flat.view(tensor.shape[0], hidden_size).to(torch.float32)
+
+
+def tokens_from_bytes(data: bytes) -> torch.Tensor:
+    """Token ids of a step, int64 [T], from little-endian uint32. Raises StepError for a broken length."""
+    if len(data) % 4:
+        raise StepError(f"token ids came as {len(data)} bytes, expected a multiple of 4")
+    return torch.from_numpy(np.frombuffer(data, dtype="<u4").astype(np.int64))
