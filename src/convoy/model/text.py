@@ -1,0 +1,200 @@
+"""A model's text: its tokeniser, its chat template, its end-of-text ids, and tokens to text as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from convoy.errors import ModelError, RequestError
+from convoy.model.chat import ChatTemplate
+from convoy.model.source import ModelSource
+from convoy.model.stop import StopFilter
+from convoy.model.vocabulary import Vocabulary
+
+_REPLACEMENT = "\ufffd"
+_MAX_PARTIAL = 3  # bytes of a character that lacks its last
+_MAX_HELD = 64  # tokens without a whole character, after which they are garbage and shown as such
+
+
+class Tokenizer:
+    """Text to token ids and back for one model. Thread-safe; local files only, and no code of theirs.
+
+    Raises ModelError when the directory has no usable tokeniser, or names end-of-text ids outside the
+    vocabulary.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self.vocab_size = source.spec.vocab_size  # the model's: ids from here on have no embedding
+        pretrained = _load(source)
+        self.eos_ids = frozenset(_eos_ids(source, pretrained.eos_token_id))
+        template = pretrained.chat_template
+        template = template.get("default") if isinstance(template, Mapping) else template
+        special = [*pretrained.all_special_tokens, *pretrained.convert_ids_to_tokens(sorted(self.eos_ids))]
+        self._vocabulary = Vocabulary(pretrained.backend_tokenizer.to_str(), special, template or "")
+        self._chat = ChatTemplate(_renderer(pretrained, template), self._vocabulary) if template else None
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can work at all."""
+        return self._chat is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of raw text, after the tokeniser's begin-of-sequence token if any; special tokens stay text.
+
+        Raises RequestError for text with half of a surrogate pair.
+        """
+        return self._vocabulary.encode(text)
+
+    def encode_chat(self, messages: object) -> list[int]:
+        """Ids of a conversation, ready for the assistant's turn; see `model.chat` for what messages may be.
+
+        Raises RequestError for messages that are wrong, and for a model without a chat template.
+        """
+        if self._chat is None:
+            raise RequestError(
+                "this model has no chat template", param="messages", hint="use /v1/completions with a prompt"
+            )
+        return self._chat.encode(messages)
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        return self._vocabulary.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token (OpenAI's ``bytes`` of a logprob), which need not be a whole character."""
+        return self._vocabulary.token_bytes(token_id)
+
+
+class Decoder(Protocol):
+    """What `TextStream` needs of a tokeniser."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+
+
+class TextStream:
+    """Text of one choice as its tokens come: whole characters only, and nothing of a stop string.
+
+    Incremental by two offsets, as in vLLM and TGI: tokens since the last whole character are decoded with
+    those just before, and what these alone give is cut off, so that a tokeniser may treat the first token
+    of a text differently.
+    """
+
+    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._filter = StopFilter(stop)
+        self._ids: list[int] = []  # the tokens of the last delta, then those after it
+        self._num_context = 0  # how many of them are only there as context
+        self._shown = 0  # characters of their text that were passed on
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string matched; no text follows."""
+        return self._filter.matched is not None
+
+    @property
+    def matched_stop(self) -> str | None:
+        """The stop string that matched."""
+        return self._filter.matched
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; returns the text that may be shown now, often empty."""
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        whole = text.rstrip(_REPLACEMENT)
+        # trailing U+FFFD may be the start of a character, which the next tokens complete
+        stable = len(whole)
+        if len(self._ids) > _MAX_HELD:
+            stable = max(stable, len(text) - _MAX_PARTIAL)
+        if stable <= self._shown:
+            return ""
+        delta = text[self._shown : stable]
+        self._shown = stable
+        if stable == len(text):
+            self._forget()
+        return self._filter.push(delta)
+
+    def finish(self) -> str:
+        """No more tokens come: returns what was held back, bytes of half a character as U+FFFD."""
+        rest = self._tokenizer.decode(self._ids)[self._shown :]
+        self._ids.clear()
+        self._num_context = self._shown = 0
+        return self._filter.push(rest) + self._filter.finish()
+
+    def _forget(self) -> None:
+        del self._ids[: self._num_context]
+        self._num_context = len(self._ids)
+        self._shown = len(self._tokenizer.decode(self._ids))
+
+
+def _load(source: ModelSource) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # tokenizer.json says all there is to say; AutoTokenizer would rebuild it by the model's type, which
+    # may lie
+    loader = PreTrainedTokenizerFast if (source.path / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        pretrained = loader.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the library raises anything at all for a broken file
+        raise ModelError(
+            f"{source.name}: no usable tokeniser in {source.path}: {_first_line(error)}"
+        ) from error
+    if not hasattr(pretrained, "backend_tokenizer"):
+        raise ModelError(
+            f"{source.name}: its tokeniser is {type(pretrained).__name__}, expected one with a tokenizer.json"
+        )
+    return pretrained
+
+
+def _renderer(pretrained: Any, template: str) -> Any:
+    def render(messages: list[dict[str, str]]) -> str:
+        return str(
+            pretrained.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    return render
+
+
+def _eos_ids(source: ModelSource, of_tokenizer: object) -> Iterator[int]:
+    nested = source.config.get("text_config")
+    claims = [
+        ("the tokeniser", of_tokenizer),
+        ("config.json", source.config.get("eos_token_id")),
+        ("config.json", nested.get("eos_token_id") if isinstance(nested, Mapping) else None),
+        ("generation_config.json", _generation_config(source.path, source.name).get("eos_token_id")),
+    ]
+    for place, claim in claims:
+        for number in claim if isinstance(claim, list | tuple) else [claim]:
+            if number is None:
+                continue
+            if (
+                isinstance(number, bool)
+                or not isinstance(number, int)
+                or not 0 <= number < source.spec.vocab_size
+            ):
+                raise ModelError(
+                    f"{source.name}: {place} says eos_token_id = {number!r}, "
+                    f"expected an id below the vocabulary's {source.spec.vocab_size}"
+                )
+            yield number
+
+
+def _generation_config(directory: Path, name: str) -> Mapping[str, object]:
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: generation_config.json cannot be read: {_first_line(error)}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{name}: generation_config.json is not an object")
+    return config
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
