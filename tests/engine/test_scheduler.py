@@ -40,7 +40,11 @@ def test_a_prompt_is_cut_into_chunks_and_only_the_last_asks_for_an_output():
     scheduler = Scheduler(LIMITS)
     scheduler.add([make_sequence(18)])
     rows = [scheduled_now(scheduler).step.rows for _ in range(3)]
-    assert [(r[0].start, r[0].num_tokens, r[0].num_outputs) for r in rows] == [(0, 8, 0), (8, 8, 0), (16, 2, 1)]
+    assert [(r[0].start, r[0].num_tokens, r[0].num_outputs) for r in rows] == [
+        (0, 8, 0),
+        (8, 8, 0),
+        (16, 2, 1),
+    ]
     assert scheduler.schedule() is None, "its sample is in flight"
 
 

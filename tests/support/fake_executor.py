@@ -1,4 +1,6 @@
-"""An executor without a model: the logits of a position depend on every token before it, so a lost, doubled or misplaced token shows."""
+"""An executor without a model: the logits of a position depend on every token before it, so a lost, doubled
+or misplaced token shows.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def next_token(tokens: list[int]) -> int:
 
 
 class FakeExecutor:
-    """Keeps each table's tokens by position, as a stage keeps K/V. ``fail_at`` makes that step's `collect` raise."""
+    """Keeps each table's tokens by position, as a stage keeps K/V.
+
+    ``fail_at`` makes that step's `collect` raise.
+    """
 
     def __init__(self, depth: int = 1, fail_at: int | None = None) -> None:
         self.depth = depth

@@ -66,7 +66,7 @@ def plan_digest(plan: Plan) -> bytes:
 
 
 class Head:
-    """The head's side of a running cluster: its links, its stage, the plan and the executor over all of them."""
+    """The head's side of a running cluster: its links, its stage, the plan and the executor over all."""
 
     def __init__(self, me: LocalMember, source: ModelSource, options: HeadOptions) -> None:
         self._me = me
@@ -84,7 +84,10 @@ class Head:
         return self._source
 
     def bring_up(self, on_load: LoadProgress | None = None) -> Granted:
-        """Everything up to the first step. Raises `PeerError`, `PlanError` or `ModelError`; the links are closed then."""
+        """Everything up to the first step.
+
+        Raises `PeerError`, `PlanError` or `ModelError`; the links are closed then.
+        """
         try:
             hellos = self._meet_peers()
             plan, placement = self._make_plan(hellos)

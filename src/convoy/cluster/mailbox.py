@@ -33,7 +33,10 @@ class Mailbox:
         timeout_s: float,
         on_progress: Callable[[str, Progress], None] | None = None,
     ) -> dict[str, M]:
-        """One ``kind`` from each peer. Raises `PeerRefused`, `LinkBroken` or `PeerUnreachable`, naming the member."""
+        """One ``kind`` from each peer.
+
+        Raises `PeerRefused`, `LinkBroken` or `PeerUnreachable`, naming the member.
+        """
         missing = set(peers)
         answers: dict[str, M] = {}
         deadline = time.monotonic() + timeout_s

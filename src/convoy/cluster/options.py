@@ -9,7 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
-    """What this machine gives to the cluster. ``memory_bytes`` bounds weights and K/V together; 0 means what is free now."""
+    """What this machine gives to the cluster.
+
+    ``memory_bytes`` bounds weights and K/V together; 0 means what is free now.
+    """
 
     memory_bytes: int = 0
     num_threads: int | None = None
@@ -19,7 +22,10 @@ class MemberOptions:
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """A peer's own part. It runs a bundled model by its name, any other only from ``model_path``: a head never names a path."""
+    """A peer's own part.
+
+    It runs a bundled model by its name, any other only from ``model_path``: a head never names a path.
+    """
 
     member: MemberOptions = field(default_factory=MemberOptions)
     model_path: Path | None = None
@@ -29,7 +35,10 @@ class PeerOptions:
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """What the head asks of the cluster. ``num_blocks`` 0 means as many as fit, up to a full batch of full contexts."""
+    """What the head asks of the cluster.
+
+    ``num_blocks`` 0 means as many as fit, up to a full batch of full contexts.
+    """
 
     member: MemberOptions = field(default_factory=MemberOptions)
     spans: Mapping[str, str] | None = None

@@ -1,7 +1,8 @@
-"""A peer's life: wait for the head, load the stage it plans, run its steps, and wait again when it is gone."""
+"""A peer's life: wait for the head, load the stage it plans, run its steps, and wait for the next head."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 from collections.abc import Callable
@@ -33,16 +34,16 @@ from convoy.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-FROM_HEAD = frozenset(
-    {FrameType.HELLO, FrameType.PLAN, FrameType.ACTIVATE, FrameType.STEP, FrameType.HIDDEN}
-)
+FROM_HEAD = frozenset({FrameType.HELLO, FrameType.PLAN, FrameType.ACTIVATE, FrameType.STEP, FrameType.HIDDEN})
 FROM_PREDECESSOR = frozenset({FrameType.HIDDEN})
 _INBOX_ITEMS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """Something a person who watches wants to know: ``kind`` is listening, head, loading, ready, active, lost or refused."""
+    """Something a person who watches wants to know: ``kind`` is listening, head, loading, ready, active, lost
+    or refused.
+    """
 
     kind: str
     text: str
@@ -74,7 +75,10 @@ class Peer:
         self._stopping = False
 
     def run(self, bind: tuple[str, int]) -> None:
-        """Serve until `stop`, or until the head goes if so configured. Raises `ConfigError` if the port is taken."""
+        """Serve until `stop`, or until the head goes if so configured.
+
+        Raises `ConfigError` if the port is taken.
+        """
         listener = Listener(bind, self._me, self._greet)
         host, port = listener.address[:2]
         self._tell("listening", f"{self._me.name} listens on {host}:{port}")
@@ -91,10 +95,9 @@ class Peer:
     def stop(self) -> None:
         """Make `run` return; from any thread or a signal handler."""
         self._stopping = True
-        try:
+        # A full inbox needs no wake-up: the loop is busy and looks at the flag after each item.
+        with contextlib.suppress(queue.Full):
             self._inbox.put_nowait((None, StepError("stop")))
-        except queue.Full:
-            pass  # the loop is busy and looks at the flag after each item
 
     # Receiver threads and the listener's threads: only fill the inbox.
 

@@ -26,8 +26,11 @@ class RunningCluster:
     def start(
         cls, me: LocalMember, source: ModelSource, options: HeadOptions, on_load: LoadProgress | None = None
     ) -> RunningCluster:
-        """Bring the cluster up and pass one real token through every stage. Raises what `Head.bring_up` raises."""
-        tokenizer = Tokenizer(source.path)
+        """Bring the cluster up and pass one real token through every stage.
+
+        Raises what `Head.bring_up` raises.
+        """
+        tokenizer = Tokenizer(source)
         head = Head(me, source, options)
         granted = head.bring_up(on_load)
         assert head.executor is not None

@@ -1,7 +1,7 @@
 """The engine: one visible loop, `schedule -> submit -> collect -> commit`, on one thread.
 
-It does not know HTTP, where stages are, or how a step gets there: an `Executor` does. Callers submit from any thread and get their
-outputs on the engine's, so a callback must not block.
+It does not know HTTP, where stages are, or how a step gets there: an `Executor` does. Callers submit from any
+thread and get their outputs on the engine's, so a callback must not block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """``probe_s``: an idle engine sends an empty step round the ring this often; ``ready_s``: how old the last may be."""
+    """``probe_s``: an idle engine sends an empty step round the ring this often; ``ready_s``: how old the
+    last may be.
+    """
 
     max_context: int
     probe_s: float = 5.0
@@ -84,7 +86,10 @@ class Engine:
     # What callers use, from any thread.
 
     def start(self) -> None:
-        """Start the loop and send one real token through every stage. Raises `StageLost` if it does not come back."""
+        """Start the loop and send one real token through every stage.
+
+        Raises `StageLost` if it does not come back.
+        """
         self._thread.start()
         done = threading.Event()
         outputs: list[Output] = []
@@ -102,7 +107,10 @@ class Engine:
         self._prompt_tokens = self._generated_tokens = 0
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> RequestHandle:
-        """Queue a request. Raises `RequestError`, `QueueFull`, `Draining` or `StageLost`; nothing is queued then."""
+        """Queue a request.
+
+        Raises `RequestError`, `QueueFull`, `Draining` or `StageLost`; nothing is queued then.
+        """
         self._check_size(request)
         choices = [self._make_choice(request, index, on_output) for index in range(request.num_choices)]
         with self._changed:
@@ -135,7 +143,8 @@ class Engine:
             age = time.monotonic() - self._last_step_s
             if age > self._options.ready_s:
                 raise NotReady(
-                    f"the last step passed every stage {age:.0f} s ago, and {self._options.ready_s:g} s is the limit"
+                    f"the last step passed every stage {age:.0f} s ago, "
+                    f"and {self._options.ready_s:g} s is the limit"
                 )
 
     def stats(self) -> EngineStats:
@@ -154,7 +163,9 @@ class Engine:
             )
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, let running ones finish for ``drain_s`` seconds, then end the rest with an error."""
+        """Take no more requests, let running ones finish for ``drain_s`` seconds, then end the rest with an
+        error.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -187,7 +198,7 @@ class Engine:
             raise
 
     def _schedule(self) -> Scheduled | None:
-        """The next step; None if there is nothing to start but something to collect, or the engine is closed."""
+        """The next step; None if there is only something to collect, or the engine is closed."""
         with self._changed:
             while self._failed is None:
                 scheduled = self._scheduler.schedule()

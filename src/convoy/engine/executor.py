@@ -1,4 +1,7 @@
-"""How a step gets run: `submit` starts it, `collect` brings back the oldest. The engine does not know where."""
+"""How a step gets run: `submit` starts it, `collect` brings back the oldest.
+
+The engine does not know where.
+"""
 
 from __future__ import annotations
 

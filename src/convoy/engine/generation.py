@@ -1,4 +1,6 @@
-"""One request run to its end by a caller that waits: what `convoy run --prompt` and `convoy eval` are made of."""
+"""One request run to its end by a caller that waits: what `convoy run --prompt` and `convoy eval` are made
+of.
+"""
 
 from __future__ import annotations
 

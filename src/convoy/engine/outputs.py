@@ -1,7 +1,8 @@
 """What the engine says back, in order, for each request.
 
-Per choice: any number of `TokenOutput`, then exactly one `FinishOutput`. A `PromptOutput` comes before the first token where
-prompt log-probabilities were asked for. An `ErrorOutput` ends the whole request, at any point, and nothing follows it.
+Per choice: any number of `TokenOutput`, then exactly one `FinishOutput`. A `PromptOutput` comes before the
+first token where prompt log-probabilities were asked for. An `ErrorOutput` ends the whole request, at any
+point, and nothing follows it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ class PromptOutput:
 
 @dataclass(frozen=True, slots=True)
 class FinishOutput:
-    """The choice is complete. ``text`` is what was held back until now; an end-of-text token is never shown."""
+    """The choice is complete.
+
+    ``text`` is what was held back until now; an end-of-text token is never shown.
+    """
 
     choice: int
     reason: FinishReason

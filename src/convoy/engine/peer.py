@@ -1,7 +1,7 @@
 """A peer's life once a plan is active: take the step, take the hidden state, run, send on.
 
-Compositions come from the head's link, hidden states from the predecessor's; whichever is first waits for the other. Steps run in
-the order of their numbers, which is the order in which the head sent them.
+Compositions come from the head's link, hidden states from the predecessor's; whichever is first waits for the
+other. Steps run in the order of their numbers, which is the order in which the head sent them.
 """
 
 from __future__ import annotations
@@ -56,11 +56,14 @@ class StageLoop:
             return
         if sender != self._route.predecessor:
             raise StepError(
-                f"a hidden state came from {sender}, and this stage follows {self._route.predecessor or 'nobody'}"
+                f"a hidden state came from {sender}, but this stage follows "
+                f"{self._route.predecessor or 'nobody'}"
             )
         start = self._route.assignment.start
         if received.boundary != start:
-            raise StepError(f"a hidden state for layer {received.boundary} came to a stage that starts at {start}")
+            raise StepError(
+                f"a hidden state for layer {received.boundary} came to a stage that starts at {start}"
+            )
         if received.step in self._hidden or len(self._hidden) >= self._route.max_steps:
             raise StepError(f"a hidden state for step {received.step} came twice, or too many wait")
         self._hidden[received.step] = from_wire(
@@ -88,4 +91,3 @@ class StageLoop:
             boundary=self._route.assignment.end,
         )
         self.num_steps += 1
-

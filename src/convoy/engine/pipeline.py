@@ -1,7 +1,8 @@
 """The head's side of a step over several members, in the order the data moves.
 
-1. every peer gets the composition (`Step`) on the head's own link to it; only the owner of the embedding gets token ids
-2. a head that owns the first layers runs them and sends the hidden state to the next stage; otherwise the first peer starts
+1. every peer gets the composition (`Step`) on the head's own link to it; only the owner of the embedding gets
+token ids 2. a head that owns the first layers runs them and sends the hidden state to the next stage;
+otherwise the first peer starts
 3. the hidden state travels the ring and comes back to the head
 4. a head that owns the last layers runs them, then the output; several steps may be between 1 and 3 at once
 """
@@ -37,7 +38,10 @@ class PipelineOptions:
 
 
 class PipelineExecutor:
-    """Runs steps over the head's own stage (if it has layers) and its peers'. One thread submits and collects."""
+    """Runs steps over the head's own stage (if it has layers) and its peers'.
+
+    One thread submits and collects.
+    """
 
     def __init__(
         self,

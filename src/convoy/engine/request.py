@@ -12,7 +12,8 @@ class GenerationRequest:
     """One prompt and how to go on from it.
 
     ``num_choices`` independent continuations share the prompt; choice *i* draws with (seed, i, position).
-    ``prompt_logprobs`` asks for the log-probability of each prompt token after the first, with that many alternatives.
+    ``prompt_logprobs`` asks for the log-probability of each prompt token after the first, with that many
+    alternatives.
     """
 
     prompt_ids: tuple[int, ...]

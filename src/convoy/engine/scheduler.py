@@ -1,9 +1,10 @@
 """Decides what each step runs: admission, block tables and row order, with integers alone.
 
-Decodes come first, so that a long prefill never starves a running stream; prefill chunks fill what is left of the token budget. A
-sequence has at most one row in a step and at most one sample in flight; chunks of its prompt may follow each other without waiting.
-When blocks run out, the sequence admitted last is preempted and recomputed later. Releasing blocks while a step that writes to them is
-in flight is safe: stages run steps in order, and a release travels in a later step.
+Decodes come first, so that a long prefill never starves a running stream; prefill chunks fill what is left of
+the token budget. A sequence has at most one row in a step and at most one sample in flight; chunks of its
+prompt may follow each other without waiting. When blocks run out, the sequence admitted last is preempted and
+recomputed later. Releasing blocks while a step that writes to them is in flight is safe: stages run steps in
+order, and a release travels in a later step.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class Scheduled:
 
 
 class Scheduler:
-    """Owns the waiting queue, the running list and the block pool. Not thread-safe: the engine holds a lock."""
+    """Owns the waiting queue, the running list and the block pool.
+
+    Not thread-safe: the engine holds a lock.
+    """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
@@ -98,7 +102,8 @@ class Scheduler:
             assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are owned"
 
     def _plan_decodes(self, planned: dict[Sequence, int], grants: list[BlockGrant]) -> None:
-        # With several steps in flight, each takes its share of the streams, so that no stage waits for another.
+        # With several steps in flight, each takes its share of the streams, so that no stage waits for
+        # another.
         max_rows = max(1, -(-len(self.running) // self.limits.micro_batches))
         for sequence in list(self.running):
             if len(planned) >= max_rows:
@@ -126,9 +131,7 @@ class Scheduler:
             self._next_table_id += 1
             self._plan_chunk(sequence, planned, grants)
 
-    def _plan_chunk(
-        self, sequence: Sequence, planned: dict[Sequence, int], grants: list[BlockGrant]
-    ) -> None:
+    def _plan_chunk(self, sequence: Sequence, planned: dict[Sequence, int], grants: list[BlockGrant]) -> None:
         num_tokens = min(sequence.num_pending, self.limits.prefill_chunk, self._budget(planned))
         if num_tokens > 0:
             self._plan_row(sequence, num_tokens, planned, grants)
@@ -182,4 +185,3 @@ class Scheduler:
         self._released = []
         self._next_step += 1
         return Scheduled(step, tuple(planned))
-

@@ -16,8 +16,9 @@ class SequenceState(enum.Enum):
 class Sequence:
     """Known tokens, how far they have been scheduled, and the blocks that hold their K/V.
 
-    ``tokens`` is the prompt and then what was generated. ``num_scheduled`` positions are computed or on their way; when it reaches
-    ``len(tokens)`` the sequence waits for its next token, which the step in flight will bring.
+    ``tokens`` is the prompt and then what was generated. ``num_scheduled`` positions are computed or on their
+    way; when it reaches ``len(tokens)`` the sequence waits for its next token, which the step in flight will
+    bring.
     """
 
     prompt_ids: tuple[int, ...]

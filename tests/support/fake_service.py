@@ -1,0 +1,193 @@
+"""A service whose engine says what a test tells it to, on threads of its own, and a real HTTP server before it."""
+
+from __future__ import annotations
+
+import codecs
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
+from convoy.engine.request import GenerationRequest
+from convoy.errors import ConvoyError
+from convoy.serve.options import ServeOptions
+from convoy.serve.server import Stop, run_server
+from convoy.serve.service import ServedModel, Service
+
+EOS = 256
+MAX_CONTEXT = 4096
+
+
+class ByteTokenizer:
+    """Token n is byte n; 256 ends the text."""
+
+    eos_ids = frozenset({EOS})
+    vocab_size = 257
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token != EOS).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"</s>" if token_id == EOS else bytes([token_id])
+
+
+@dataclass
+class FakeHandle:
+    """A running request; ``aborted`` is set by the server."""
+
+    request: GenerationRequest
+    on_output: Callable[[Output], None]
+    aborted: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+class FakeEngine:
+    """Answers every request with ``reply`` (cut to ``max_tokens``), token by token.
+
+    With ``pause_after`` set, each choice waits after that many tokens until ``go`` is set, or it is aborted.
+    With ``fail_after`` the request ends with ``error`` after that many tokens. ``refuse`` is raised by `submit`.
+    """
+
+    def __init__(self, reply: str | Callable[[GenerationRequest], str] = "The answer is 42.") -> None:
+        self.reply = reply
+        self.pause_after: int | None = None
+        self.go = threading.Event()
+        self.paused = threading.Event()
+        self.fail_after: int | None = None
+        self.error: ConvoyError | None = None
+        self.refuse: ConvoyError | Exception | None = None
+        self.refuse_from = 0
+        self.handles: list[FakeHandle] = []
+        self.threads: list[threading.Thread] = []
+
+    def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> FakeHandle:
+        if self.refuse is not None and len(self.handles) >= self.refuse_from:
+            raise self.refuse
+        handle = FakeHandle(request, on_output)
+        self.handles.append(handle)
+        thread = threading.Thread(target=self._run, args=(handle,), name="fake-engine")
+        self.threads.append(thread)
+        thread.start()
+        return handle
+
+    def close(self) -> None:
+        self.go.set()
+        for handle in self.handles:
+            handle.aborted.set()
+        for thread in self.threads:
+            thread.join(10.0)
+
+    def _run(self, handle: FakeHandle) -> None:
+        request, emit = handle.request, handle.on_output
+        if request.prompt_logprobs is not None:
+            emit(
+                PromptOutput([None, *(_logprob(t, request.prompt_logprobs) for t in request.prompt_ids[1:])])
+            )
+        for choice in range(request.num_choices):
+            if not self._run_choice(handle, choice):
+                break
+        handle.done.set()
+
+    def _run_choice(self, handle: FakeHandle, choice: int) -> bool:
+        request, emit = handle.request, handle.on_output
+        reply = self.reply if isinstance(self.reply, str) else self.reply(request)
+        tokens = list(reply.encode()) + ([EOS] * request.max_tokens if request.ignore_eos else [])
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        shown = ""
+        for number, token in enumerate(tokens[: request.max_tokens]):
+            if number == self.pause_after:
+                self.paused.set()
+                while not (self.go.wait(0.01) or handle.aborted.is_set()):
+                    pass
+            if handle.aborted.is_set():
+                emit(FinishOutput(choice, "abort"))
+                return False
+            if number == self.fail_after and self.error is not None:
+                emit(ErrorOutput(self.error))
+                return False
+            text = decoder.decode(b"" if token == EOS else bytes([token]))
+            logprob = None if request.params.logprobs is None else _logprob(token, request.params.logprobs)
+            for stop in request.stop:
+                if stop in shown + text:
+                    emit(TokenOutput(choice, token, "", logprob))
+                    emit(FinishOutput(choice, "stop"))
+                    return True
+            shown += text
+            emit(TokenOutput(choice, token, text, logprob))
+        emit(
+            FinishOutput(
+                choice, "length" if len(tokens) >= request.max_tokens else "stop", decoder.decode(b"", True)
+            )
+        )
+        return True
+
+
+def _logprob(token: int, num_top: int) -> TokenLogprob:
+    """The token itself is the best, and its log-probability tells which it is."""
+    top = [(token, -token / 1000)] + [((token + i) % 256, -token / 1000 - i) for i in range(1, num_top)]
+    return TokenLogprob(token, -token / 1000, top[:num_top])
+
+
+@dataclass
+class Running:
+    """A server that answers at ``url``, and everything a test may turn."""
+
+    url: str
+    engine: FakeEngine
+    stop: Stop
+    thread: threading.Thread
+    health: list[tuple[bool, str]]
+
+
+@contextmanager
+def serving(
+    engine: FakeEngine | None = None, options: ServeOptions | None = None, *, max_context: int = MAX_CONTEXT
+) -> Iterator[Running]:
+    """A real server on a port of its own, ended with the block."""
+    engine = engine or FakeEngine()
+    health = [(True, "")]
+    service = Service(
+        models=(ServedModel("fake", engine, ByteTokenizer(), max_context),),
+        health=lambda: health[0],
+        status=lambda: {"model": "fake", "ready": health[0][0], "stages": []},
+    )
+    urls: list[str] = []
+    failed: list[BaseException] = []
+    up, stop = threading.Event(), Stop()
+
+    def ready(url: str) -> None:
+        urls.append(url)
+        up.set()
+
+    def run() -> None:
+        try:
+            run_server(service, options or ServeOptions(port=0, drain_s=5.0), on_ready=ready, stop=stop)
+        except BaseException as error:
+            failed.append(error)
+            raise
+        finally:
+            up.set()
+
+    thread = threading.Thread(target=run, name="server")
+    thread.start()
+    up.wait(20.0)
+    if failed:
+        raise failed[0]
+    try:
+        yield Running(urls[0], engine, stop, thread, health)
+    finally:
+        stop.request()
+        stop.request()
+        engine.close()
+        thread.join(20.0)
+        assert not thread.is_alive(), "the server did not end"
