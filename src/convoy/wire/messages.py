@@ -17,6 +17,8 @@ class FrameType(enum.IntEnum):
     HANDSHAKE_1 = 0x01
     HANDSHAKE_2 = 0x02
     HANDSHAKE_3 = 0x03
+    OPENING = 0x04
+    HANDSHAKE_END = 0x0F
     HELLO = 0x10
     PLAN = 0x11
     PROGRESS = 0x12

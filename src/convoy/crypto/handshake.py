@@ -1,0 +1,354 @@
+"""The inner handshake, SIGMA-I over X25519 and ML-KEM-768, without any input or output of its own.
+
+Source: H. Krawczyk, "SIGMA: the 'SIGn-and-MAc' approach to authenticated Diffie-Hellman", 2003, section 5.2;
+the hybrid of both key shares follows the TLS 1.3 hybrid design (both secrets concatenated, then extracted).
+Bytes are in docs/protocol.md.
+
+In the order the data moves: `Initiator.create_1` -> `Responder.consume_1`, `create_2` ->
+`Initiator.consume_2`, `create_3` -> `Responder.consume_3`. A call out of order, or after a failure, raises;
+secrets exist only once the other side has proved itself.
+"""
+
+from __future__ import annotations
+
+import hmac
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from convoy.crypto import keys
+from convoy.crypto.cipher import Cipher, choose_cipher
+from convoy.crypto.identity import verify
+from convoy.errors import HandshakeError, Incompatible
+
+PROTOCOL_VERSION = 1
+LINK_ID_BYTES = 16
+
+_KEM_KEY_BYTES = 1184
+_KEM_CIPHERTEXT_BYTES = 1088
+_VERSION = struct.Struct(">H")
+_SHARES_1 = struct.Struct(f">32s{_KEM_KEY_BYTES}s")
+_BODY_2 = struct.Struct(f">HB32s{_KEM_CIPHERTEXT_BYTES}s")
+_PROOF = struct.Struct(">64s32s")
+
+_INITIATOR = b"initiator"
+_RESPONDER = b"responder"
+
+Sign = Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """One end as the roster has it: name, identity key (32 bytes), SHA-256 of its TLS certificate."""
+
+    name: str
+    identity_key: bytes
+    certificate_fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What both ends know, and must agree on, before the first message."""
+
+    initiator: Party
+    responder: Party
+    link_id: bytes
+    cluster_id: str
+    roster_epoch: int
+    roster_digest: bytes
+    version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """What a handshake yields at one end; never logged, shown or sent."""
+
+    cipher: Cipher
+    send: bytes = field(repr=False)
+    receive: bytes = field(repr=False)
+    transcript: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Ephemeral:
+    """The initiator's fresh keys; vectors give fixed ones."""
+
+    x25519: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
+    mlkem: MLKEM768PrivateKey = field(default_factory=MLKEM768PrivateKey.generate)
+
+
+def claimed_version(message: bytes) -> int:
+    """The version at the start of M1, M2 and END, the same place in every version.
+
+    Raises `HandshakeError`.
+    """
+    if len(message) < _VERSION.size:
+        raise HandshakeError(f"a handshake message has {len(message)} bytes, too few for a version")
+    return int(_VERSION.unpack_from(message)[0])
+
+
+class Initiator:
+    """The dialling end."""
+
+    def __init__(
+        self, context: Context, sign: Sign, ciphers: tuple[Cipher, ...], ephemeral: Ephemeral | None = None
+    ) -> None:
+        self._context = context
+        self._sign = sign
+        self._ciphers = ciphers
+        self._ephemeral = ephemeral or Ephemeral()
+        self._turn = _Turn("create_1", "consume_2", "create_3")
+        self._transcript = b""
+        self._secret = b""
+        self._cipher = Cipher.CHACHA20_POLY1305
+
+    def create_1(self) -> bytes:
+        """M1: who wants to talk to whom, on which link and roster, with which key shares and ciphers."""
+        with self._turn("create_1"):
+            shares = _SHARES_1.pack(
+                self._ephemeral.x25519.public_key().public_bytes_raw(),
+                self._ephemeral.mlkem.public_key().public_bytes_raw(),
+            )
+            message = _claims(self._context) + shares + bytes([len(self._ciphers), *self._ciphers])
+            self._transcript = _first_transcript(self._context, message)
+            return message
+
+    def consume_2(self, message: bytes) -> None:
+        """Check M2.
+
+        Raises `Incompatible` for another version, otherwise `HandshakeError` naming what was wrong.
+        """
+        with self._turn("consume_2"):
+            _check_version(self._context, self._context.responder.name, message)
+            if len(message) != _BODY_2.size + _PROOF.size:
+                raise HandshakeError(f"M2 has {len(message)} bytes, expected {_BODY_2.size + _PROOF.size}")
+            body = message[: _BODY_2.size]
+            _, cipher, share, ciphertext = _BODY_2.unpack(body)
+            if cipher not in self._ciphers:
+                raise HandshakeError(f"M2 chose cipher {cipher}, which was not offered")
+            transcript = keys.transcript_2(self._transcript, body)
+            secret = keys.extract(
+                transcript,
+                _x25519(self._ephemeral.x25519, share),
+                self._ephemeral.mlkem.decapsulate(ciphertext),
+            )
+            proof = message[_BODY_2.size :]
+            self._transcript = _check_proof(secret, _RESPONDER, transcript, self._context.responder, proof)
+            self._secret = secret
+            self._cipher = Cipher(cipher)
+
+    def create_3(self) -> tuple[bytes, Secrets]:
+        """M3, and the secrets: the responder has proved itself already."""
+        with self._turn("create_3"):
+            party = self._context.initiator
+            proof, transcript = _make_proof(self._secret, _INITIATOR, self._transcript, party, self._sign)
+            traffic = keys.traffic_secrets(self._secret, transcript)
+            self._secret = b""
+            return proof, Secrets(self._cipher, traffic.to_responder, traffic.to_initiator, transcript)
+
+
+class Responder:
+    """The listening end. It knows the initiator's name from the pinned TLS certificate before M1 arrives."""
+
+    def __init__(
+        self,
+        context: Context,
+        sign: Sign,
+        ciphers: tuple[Cipher, ...],
+        ephemeral: X25519PrivateKey | None = None,
+    ) -> None:
+        self._context = context
+        self._sign = sign
+        self._ciphers = ciphers
+        self._ephemeral = ephemeral or X25519PrivateKey.generate()
+        self._turn = _Turn("consume_1", "create_2", "consume_3")
+        self._transcript = b""
+        self._secret = b""
+        self._share = b""
+        self._kem_key = b""
+        self._cipher = Cipher.CHACHA20_POLY1305
+
+    def consume_1(self, message: bytes) -> None:
+        """Check M1 against what this end knows.
+
+        Raises `Incompatible` (version, roster) or `HandshakeError`.
+        """
+        with self._turn("consume_1"):
+            name = self._context.initiator.name
+            _check_version(self._context, name, message)
+            offset = _check_claims(self._context, message)
+            if len(message) < offset + _SHARES_1.size + 1:
+                raise HandshakeError("M1 ends before its key shares")
+            self._share, self._kem_key = _SHARES_1.unpack_from(message, offset)
+            self._cipher = choose_cipher(_offer(message[offset + _SHARES_1.size :]), self._ciphers)
+            self._transcript = _first_transcript(self._context, message)
+
+    def create_2(self) -> bytes:
+        """M2: this end's key share, the KEM ciphertext, the chosen cipher, and proof of identity."""
+        with self._turn("create_2"):
+            mlkem_shared, ciphertext = _encapsulate(self._kem_key)
+            share = self._ephemeral.public_key().public_bytes_raw()
+            body = _BODY_2.pack(self._context.version, self._cipher, share, ciphertext)
+            transcript = keys.transcript_2(self._transcript, body)
+            self._secret = keys.extract(transcript, _x25519(self._ephemeral, self._share), mlkem_shared)
+            party = self._context.responder
+            proof, self._transcript = _make_proof(self._secret, _RESPONDER, transcript, party, self._sign)
+            return body + proof
+
+    def consume_3(self, message: bytes) -> Secrets:
+        """Check M3; only now is the initiator who it says it is. Raises `HandshakeError`."""
+        with self._turn("consume_3"):
+            party = self._context.initiator
+            transcript = _check_proof(self._secret, _INITIATOR, self._transcript, party, message)
+            traffic = keys.traffic_secrets(self._secret, transcript)
+            self._secret = b""
+            return Secrets(self._cipher, traffic.to_initiator, traffic.to_responder, transcript)
+
+
+class _Turn:
+    """Each call once and in order; a failure inside one ends the handshake for good."""
+
+    def __init__(self, *calls: str) -> None:
+        self._left = list(calls)
+        self._call = ""
+
+    def __call__(self, call: str) -> _Turn:
+        self._call = call
+        return self
+
+    def __enter__(self) -> None:
+        if not self._left or self._left[0] != self._call:
+            self._left.clear()
+            raise HandshakeError(f"{self._call} is out of order in this handshake")
+
+    def __exit__(self, kind: object, *_rest: object) -> None:
+        if kind is None:
+            self._left.pop(0)
+        else:
+            self._left.clear()
+
+
+def _claims(context: Context) -> bytes:
+    texts = (context.initiator.name, context.responder.name, context.cluster_id)
+    encoded = [text.encode() for text in texts]
+    named = b"".join(bytes([len(text)]) + text for text in encoded)
+    roster = context.roster_epoch.to_bytes(8, "big") + context.roster_digest
+    return _VERSION.pack(context.version) + context.link_id + named + roster
+
+
+def _check_claims(context: Context, message: bytes) -> int:
+    """Compare M1's claims with ours; returns where they end.
+
+    The roster is last, so that foreign ones are named first.
+    """
+    reader = _Reader(message, _VERSION.size)
+    if reader.take(LINK_ID_BYTES) != context.link_id:
+        raise HandshakeError("M1 names another link than its connections")
+    for what, expected in (
+        ("initiator", context.initiator.name),
+        ("responder", context.responder.name),
+        ("cluster", context.cluster_id),
+    ):
+        if reader.take(reader.take(1)[0]) != expected.encode():
+            raise HandshakeError(f"M1 names another {what}, expected {expected}")
+    epoch = int.from_bytes(reader.take(8), "big")
+    digest = reader.take(32)
+    check_roster(context, context.initiator.name, epoch, digest)
+    return reader.offset
+
+
+def check_roster(context: Context, peer: str, epoch: int, digest: bytes) -> None:
+    """Both ends must hold the same roster. Raises `Incompatible` naming both epochs.
+
+    Issue "Links and trust" puts the transfer of the newer signed roster here: before this raises.
+    """
+    if epoch != context.roster_epoch:
+        raise Incompatible(
+            f"{peer} holds roster epoch {epoch}, and this member holds epoch {context.roster_epoch}",
+            hint="give both members the newest roster file",
+        )
+    if digest != context.roster_digest:
+        raise Incompatible(
+            f"{peer} holds another roster of the same epoch {epoch}: "
+            f"digest {digest.hex()[:12]}, and this member's is {context.roster_digest.hex()[:12]}",
+            hint="somebody signed two rosters with one epoch; make a new one with a higher epoch",
+        )
+
+
+class _Reader:
+    def __init__(self, data: bytes, offset: int) -> None:
+        self._data = data
+        self.offset = offset
+
+    def take(self, size: int) -> bytes:
+        end = self.offset + size
+        if end > len(self._data):
+            raise HandshakeError(f"M1 ends at byte {len(self._data)}, inside a field that ends at {end}")
+        part = self._data[self.offset : end]
+        self.offset = end
+        return part
+
+
+def _offer(data: bytes) -> tuple[Cipher, ...]:
+    if len(data) != 1 + data[0]:
+        raise HandshakeError(f"M1 offers {data[0]} ciphers in {len(data) - 1} bytes")
+    return tuple(Cipher(number) for number in data[1:] if number in Cipher._value2member_map_)
+
+
+def _check_version(context: Context, peer: str, message: bytes) -> None:
+    version = claimed_version(message)
+    if version != context.version:
+        raise incompatible_version(peer, version, context.version)
+
+
+def incompatible_version(peer: str, theirs: int, ours: int) -> Incompatible:
+    """The error that both ends raise, each naming both versions."""
+    return Incompatible(
+        f"{peer} speaks protocol version {theirs}, and this member speaks version {ours}",
+        hint="install the same release of convoy on every member",
+    )
+
+
+def _first_transcript(context: Context, message: bytes) -> bytes:
+    return keys.transcript_1(
+        context.initiator.certificate_fingerprint, context.responder.certificate_fingerprint, message
+    )
+
+
+def _make_proof(
+    secret: bytes, role: bytes, transcript: bytes, party: Party, sign: Sign
+) -> tuple[bytes, bytes]:
+    signature = sign(keys.to_sign(role, transcript))
+    mac = keys.proof_mac(secret, role, transcript, party.identity_key)
+    return _PROOF.pack(signature, mac), keys.transcript_proof(transcript, signature, mac)
+
+
+def _check_proof(secret: bytes, role: bytes, transcript: bytes, party: Party, proof: bytes) -> bytes:
+    if len(proof) != _PROOF.size:
+        raise HandshakeError(f"a proof has {len(proof)} bytes, expected {_PROOF.size}")
+    signature, mac = _PROOF.unpack(proof)
+    expected = keys.proof_mac(secret, role, transcript, party.identity_key)
+    if not hmac.compare_digest(mac, expected):
+        raise HandshakeError(f"the MAC of {party.name} is wrong")
+    try:
+        verify(party.identity_key, signature, keys.to_sign(role, transcript))
+    except HandshakeError:
+        raise HandshakeError(f"the signature is not by the identity key of {party.name}") from None
+    return keys.transcript_proof(transcript, signature, mac)
+
+
+def _x25519(key: X25519PrivateKey, share: bytes) -> bytes:
+    try:
+        return key.exchange(X25519PublicKey.from_public_bytes(share))
+    except ValueError:
+        raise HandshakeError("an X25519 share is of small order") from None
+
+
+def _encapsulate(kem_key: bytes) -> tuple[bytes, bytes]:
+    try:
+        return MLKEM768PublicKey.from_public_bytes(kem_key).encapsulate()
+    except ValueError:
+        raise HandshakeError("an ML-KEM key is malformed") from None

@@ -1,0 +1,137 @@
+"""Who a member is: an Ed25519 identity key, and a TLS key and certificate that are another key on purpose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
+
+from convoy.crypto.certificate import certificate_key, from_pem, make_certificate, to_pem
+from convoy.crypto.keyfile import make_private_directory, read_private, write_private
+from convoy.errors import HandshakeError, IdentityError
+
+IDENTITY_KEY = "identity.key"
+TLS_KEY = "tls.key"
+TLS_CERTIFICATE = "tls.crt"
+OPERATOR_KEY = "operator.key"
+
+
+class Identity:
+    """A member's own keys.
+
+    ``save`` once, ``load`` at every start; the private keys never leave the object.
+    """
+
+    def __init__(
+        self,
+        key: Ed25519PrivateKey,
+        tls_key: Ed25519PrivateKey,
+        certificate_der: bytes,
+        directory: Path | None = None,
+    ) -> None:
+        self._key = key
+        self._tls_key = tls_key
+        self._directory = directory
+        self.public_key = _public_bytes(key)
+        self.tls_certificate_der = certificate_der
+        if _public_bytes(tls_key) != certificate_key(certificate_der):
+            raise IdentityError(f"{TLS_CERTIFICATE} is not the certificate of {TLS_KEY}")
+        if _public_bytes(tls_key) == self.public_key:
+            raise IdentityError("the TLS key and the identity key are the same key, and must differ")
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """New keys, in memory only until ``save``."""
+        tls_key = Ed25519PrivateKey.generate()
+        return cls(Ed25519PrivateKey.generate(), tls_key, make_certificate(tls_key))
+
+    @classmethod
+    def load(cls, directory: Path) -> Identity:
+        """Read the three files. Raises `IdentityError` if one is missing, malformed or readable by others."""
+        key = _load_key(directory / IDENTITY_KEY)
+        tls_key = _load_key(directory / TLS_KEY)
+        return cls(key, tls_key, from_pem(read_private(directory / TLS_CERTIFICATE)), directory)
+
+    def save(self, directory: Path) -> None:
+        """Write the three files, 0600 in a 0700 directory.
+
+        Raises `IdentityError` rather than overwrite a key.
+        """
+        make_private_directory(directory)
+        write_private(directory / IDENTITY_KEY, _private_pem(self._key))
+        write_private(directory / TLS_KEY, _private_pem(self._tls_key))
+        write_private(directory / TLS_CERTIFICATE, to_pem(self.tls_certificate_der))
+        self._directory = directory
+
+    @property
+    def tls_files(self) -> tuple[Path, Path]:
+        """Certificate and key files, because `ssl` reads keys from files alone."""
+        if self._directory is None:
+            raise IdentityError("the identity is not on disk yet", hint="save it before opening a TLS link")
+        return self._directory / TLS_CERTIFICATE, self._directory / TLS_KEY
+
+    def sign(self, data: bytes) -> bytes:
+        """Ed25519 signature (64 bytes) under the identity key.
+
+        Callers put a label in front of what they sign.
+        """
+        return self._key.sign(data)
+
+
+class OperatorKey:
+    """The key that signs rosters. It stays with the operator; members know its public half alone."""
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public_key = _public_bytes(key)
+
+    @classmethod
+    def generate(cls) -> OperatorKey:
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, directory: Path) -> OperatorKey:
+        """Read ``operator.key``. Raises `IdentityError`."""
+        return cls(_load_key(directory / OPERATOR_KEY))
+
+    def save(self, directory: Path) -> None:
+        """Write ``operator.key``, 0600 in a 0700 directory. Raises `IdentityError` if one is there."""
+        make_private_directory(directory)
+        write_private(directory / OPERATOR_KEY, _private_pem(self._key))
+
+    def sign(self, data: bytes) -> bytes:
+        return self._key.sign(data)
+
+
+def verify(public_key: bytes, signature: bytes, data: bytes) -> None:
+    """Check an Ed25519 signature. Raises `HandshakeError` if it, or the key, is wrong in any way."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        raise HandshakeError("a signature does not verify under the key it should be of") from None
+
+
+def _load_key(path: Path) -> Ed25519PrivateKey:
+    try:
+        key = load_pem_private_key(read_private(path), password=None)
+    except (ValueError, TypeError):
+        raise IdentityError(f"{path} is not an unencrypted private key in PEM") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise IdentityError(f"{path} holds a key of type {type(key).__name__}, expected Ed25519")
+    return key
+
+
+def _private_pem(key: Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
+
+def _public_bytes(key: Ed25519PrivateKey) -> bytes:
+    return key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)

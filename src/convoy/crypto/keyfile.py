@@ -1,0 +1,66 @@
+"""Private files: written once, readable by their owner alone, refused when others could read them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from convoy.errors import IdentityError
+
+MAX_KEYFILE_BYTES = 16 * 1024
+
+
+def make_private_directory(path: Path) -> None:
+    """Create ``path`` with mode 0700. Raises `IdentityError` if it exists and others may enter it."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise IdentityError(f"cannot make directory {path}: {error.strerror}") from error
+    _check_mode(path, path.stat(), "directory")
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a new file with mode 0600; an existing one is never overwritten, because a lost key is lost for
+    good.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except FileExistsError:
+        raise IdentityError(
+            f"{path} exists already", hint="choose another directory, or move the old key away yourself"
+        ) from None
+    except OSError as error:
+        raise IdentityError(f"cannot write {path}: {error.strerror}") from error
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_private(path: Path) -> bytes:
+    """Read a private file. Raises `IdentityError` if it is missing, too long or readable by others."""
+    try:
+        with path.open("rb") as file:
+            _check_mode(path, os.fstat(file.fileno()), "file")
+            data = file.read(MAX_KEYFILE_BYTES + 1)
+    except OSError as error:
+        raise IdentityError(
+            f"cannot read {path}: {error.strerror}", hint="make one with `convoy identity`"
+        ) from error
+    if len(data) > MAX_KEYFILE_BYTES:
+        raise IdentityError(f"{path} is longer than {MAX_KEYFILE_BYTES} bytes, so it is no key of ours")
+    return data
+
+
+def _check_mode(path: Path, status: os.stat_result, kind: str) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077:
+        wanted = 0o700 if kind == "directory" else 0o600
+        raise IdentityError(
+            f"{kind} {path} has mode {mode:04o}, expected {wanted:04o}: others could read the key",
+            hint=f"chmod {wanted:o} {path}, and make a new identity if the machine has other users",
+        )
+    if status.st_uid != os.getuid():
+        raise IdentityError(f"{kind} {path} belongs to user {status.st_uid}, expected {os.getuid()}")

@@ -1,0 +1,87 @@
+"""The key schedule of the inner handshake: pure functions over bytes, so that vectors can pin every value.
+
+Normative text: docs/protocol.md, "Key schedule". HKDF-SHA256 throughout (RFC 5869).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
+LABEL = b"convoy link v1"
+SECRET_BYTES = 32
+
+
+def prefixed(*parts: bytes) -> bytes:
+    """Each part behind its length as u32 big-endian: no two lists of parts share an encoding."""
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+def transcript_1(initiator_certificate: bytes, responder_certificate: bytes, message_1: bytes) -> bytes:
+    """After M1; the certificates as SHA-256 fingerprints."""
+    return _hash(LABEL, initiator_certificate, responder_certificate, message_1)
+
+
+def transcript_2(previous: bytes, message_2_body: bytes) -> bytes:
+    """After what M2 says before its proof."""
+    return _hash(LABEL, previous, message_2_body)
+
+
+def transcript_proof(previous: bytes, signature: bytes, mac: bytes) -> bytes:
+    """After a signature and MAC: the responder's gives the third hash, the initiator's the last."""
+    return _hash(LABEL, previous, signature, mac)
+
+
+def extract(transcript: bytes, x25519_shared: bytes, mlkem_shared: bytes) -> bytes:
+    """Both shared secrets, always both, salted with the transcript through M2's body."""
+    return hmac.digest(transcript, x25519_shared + mlkem_shared, "sha256")
+
+
+def expand(secret: bytes, *info: bytes) -> bytes:
+    return HKDFExpand(algorithm=SHA256(), length=SECRET_BYTES, info=prefixed(LABEL, *info)).derive(secret)
+
+
+def to_sign(role: bytes, transcript: bytes) -> bytes:
+    """What the identity key of ``role`` signs; the transcript holds names, roster, key shares and both
+    certificates.
+    """
+    return prefixed(LABEL, b"signature", role, transcript)
+
+
+def proof_mac(secret: bytes, role: bytes, transcript: bytes, identity_key: bytes) -> bytes:
+    """SIGMA's MAC: binds the signer's identity to this session's keys."""
+    key = expand(secret, b"mac", role)
+    return hmac.digest(key, prefixed(LABEL, b"mac", role, transcript, identity_key), "sha256")
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficSecrets:
+    """One secret per direction, from the transcript through M3."""
+
+    to_responder: bytes = field(repr=False)
+    to_initiator: bytes = field(repr=False)
+
+
+def traffic_secrets(secret: bytes, transcript: bytes) -> TrafficSecrets:
+    return TrafficSecrets(
+        to_responder=expand(secret, b"traffic", b"initiator to responder", transcript),
+        to_initiator=expand(secret, b"traffic", b"responder to initiator", transcript),
+    )
+
+
+def traffic_key(traffic_secret: bytes) -> bytes:
+    """The AEAD key of one direction until the next turn of the ratchet."""
+    return expand(traffic_secret, b"key")
+
+
+def next_secret(traffic_secret: bytes) -> bytes:
+    """One turn of the ratchet; the old secret cannot be had from the new one."""
+    return expand(traffic_secret, b"ratchet")
+
+
+def _hash(*parts: bytes) -> bytes:
+    return hashlib.sha256(prefixed(*parts)).digest()

@@ -1,0 +1,142 @@
+"""Sealing and opening frames: one key and one counter per direction, and a ratchet that both ends turn at the
+same frame.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from cryptography.exceptions import InvalidTag
+
+from convoy.crypto.cipher import TAG_BYTES, Cipher
+from convoy.crypto.handshake import Secrets
+from convoy.crypto.keys import next_secret, traffic_key
+from convoy.errors import SealError
+
+Bytes = bytes | bytearray | memoryview
+
+MAX_SEQUENCE = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """How much one key seals before the ratchet turns. Part of the protocol: both ends must have the same."""
+
+    max_records: int = 2**22
+    max_bytes: int = 2**34
+
+
+class FrameSealer(Protocol):
+    """What a link seals with. The product has one implementation, `Sealer`."""
+
+    sequence: int
+
+    def seal_into(self, header: Bytes, plaintext: Bytes, out: memoryview) -> None: ...
+
+
+class FrameOpener(Protocol):
+    """What a link opens with. The product has one implementation, `Opener`."""
+
+    sequence: int
+
+    def open_into(self, sequence: int, header: Bytes, sealed: Bytes, out: memoryview) -> None: ...
+
+
+class _Key:
+    """The current AEAD key of one direction.
+
+    The nonce is (ratchet turn, sequence): neither ever goes back.
+    """
+
+    def __init__(self, secret: bytes, cipher: Cipher, limits: KeyLimits) -> None:
+        self._secret = secret
+        self._cipher = cipher
+        self._limits = limits
+        self._records = 0
+        self._bytes = 0
+        self._turn = 0
+        self.aead = cipher.make(traffic_key(secret))
+        self.prefix = bytes(4)
+
+    def count(self, num_bytes: int) -> None:
+        """After a frame was sealed or opened; both ends have counted the same frames, so both turn here or
+        neither.
+        """
+        self._records += 1
+        self._bytes += num_bytes
+        if self._records >= self._limits.max_records or self._bytes >= self._limits.max_bytes:
+            self._ratchet()
+
+    def _ratchet(self) -> None:
+        self._secret = next_secret(self._secret)
+        self._turn += 1
+        self.aead = self._cipher.make(traffic_key(self._secret))
+        self.prefix = self._turn.to_bytes(4, "big")
+        self._records = 0
+        self._bytes = 0
+
+
+class Sealer:
+    """Seals the frames of one direction, in order. Not for two threads at once: the link's sender owns it."""
+
+    def __init__(self, secret: bytes, cipher: Cipher, limits: KeyLimits | None = None) -> None:
+        self._key = _Key(secret, cipher, limits or KeyLimits())
+        self.sequence = 0
+
+    def seal_into(self, header: Bytes, plaintext: Bytes, out: memoryview) -> None:
+        """Seal under ``self.sequence`` into ``out``, which is TAG_BYTES longer than ``plaintext``; then count
+        on.
+        """
+        sequence = self.sequence
+        if sequence >= MAX_SEQUENCE:
+            raise SealError("this direction has used up its sequence numbers")
+        # Counted first: if anything below fails, the number is gone, never used twice.
+        self.sequence = sequence + 1
+        key = self._key
+        key.aead.encrypt_into(key.prefix + sequence.to_bytes(8, "big"), plaintext, header, out)
+        key.count(len(out))
+
+
+class Opener:
+    """Opens the frames of one direction, each exactly once and in order.
+
+    After a failure it opens nothing more.
+    """
+
+    def __init__(self, secret: bytes, cipher: Cipher, limits: KeyLimits | None = None) -> None:
+        self._key = _Key(secret, cipher, limits or KeyLimits())
+        self._failed = False
+        self.sequence = 0
+
+    def open_into(self, sequence: int, header: Bytes, sealed: Bytes, out: memoryview) -> None:
+        """Open into ``out``, TAG_BYTES shorter than ``sealed``.
+
+        Raises `SealError`; then ``out`` holds nothing to use.
+        """
+        if self._failed:
+            raise SealError("a frame of this direction failed before")
+        if sequence != self.sequence:
+            self._failed = True
+            raise SealError(
+                f"frame {sequence} came where {self.sequence} was expected: replayed or out of order"
+            )
+        key = self._key
+        try:
+            key.aead.decrypt_into(key.prefix + sequence.to_bytes(8, "big"), sealed, header, out)
+        except InvalidTag:
+            self._failed = True
+            raise SealError(
+                f"frame {sequence} does not open: it was changed, or is of another link"
+            ) from None
+        self.sequence = sequence + 1
+        key.count(len(sealed))
+
+
+def make_sealing(secrets: Secrets, limits: KeyLimits) -> tuple[Sealer, Opener]:
+    """The two directions of one end."""
+    sealer = Sealer(secrets.send, secrets.cipher, limits)
+    return sealer, Opener(secrets.receive, secrets.cipher, limits)
+
+
+__all__ = ["TAG_BYTES", "FrameOpener", "FrameSealer", "KeyLimits", "Opener", "Sealer", "make_sealing"]

@@ -1,0 +1,87 @@
+"""Open a link to another member: two TLS connections, one handshake over both."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from convoy.crypto.handshake import LINK_ID_BYTES
+from convoy.errors import ConvoyError, HandshakeError, LinkBroken, PeerUnreachable, RosterError
+from convoy.transport.establish import TO_DIALLER, TO_LISTENER, establish_initiator, send_opening
+from convoy.transport.link import Link
+from convoy.transport.member import LocalMember, Member
+from convoy.transport.options import LinkOptions
+from convoy.transport.stream import Stream
+from convoy.transport.tcp import TlsStream, client_context, peer_certificate, start_tls_client
+
+Wrap = Callable[[Stream], Stream]
+
+
+def dial(
+    address: tuple[str, int],
+    *,
+    me: LocalMember,
+    peer_name: str,
+    timeout_s: float,
+    options: LinkOptions | None = None,
+    wrap: Wrap | None = None,
+) -> Link:
+    """A link to ``peer_name`` at ``address``, not yet started; all of it within ``timeout_s``.
+
+    Raises `PeerUnreachable` naming peer and address, `HandshakeError`, `Incompatible`, or `RosterError` if
+    our own roster is not valid now or does not list the peer. ``wrap`` puts something between the two layers;
+    tests record there.
+    """
+    options = options or LinkOptions()
+    if peer_name == me.name:
+        raise RosterError(f"{me.name} cannot link with itself")
+    peer = me.roster.member(peer_name)
+    me.roster.require_valid(datetime.datetime.now(datetime.UTC))
+    deadline_s = time.monotonic() + timeout_s
+    link_id = os.urandom(LINK_ID_BYTES)
+    streams: list[Stream] = []
+    try:
+        for direction in (TO_LISTENER, TO_DIALLER):
+            stream = _connect(address, me, peer, deadline_s, options)
+            stream = wrap(stream) if wrap is not None else stream
+            streams.append(stream)
+            stream.set_deadline(min(deadline_s, time.monotonic() + options.handshake_timeout_s))
+            send_opening(stream, direction, link_id)
+        return establish_initiator(me, peer, link_id, (streams[0], streams[1]), options)
+    except ConvoyError as error:
+        for stream in streams:
+            stream.close()
+        if isinstance(error, LinkBroken):
+            raise HandshakeError(f"the handshake with {peer_name} broke off: {error.message}") from error
+        raise
+
+
+def _connect(
+    address: tuple[str, int], me: LocalMember, peer: Member, deadline_s: float, options: LinkOptions
+) -> Stream:
+    where = f"{peer.name} at {address[0]}:{address[1]}"
+    try:
+        sock = socket.create_connection(address, timeout=max(0.001, deadline_s - time.monotonic()))
+    except OSError as error:
+        reason = "did not answer in time" if isinstance(error, TimeoutError) else _reason(error)
+        raise PeerUnreachable(
+            f"{where} could not be reached: {reason}", hint="is it started there, and is the address right?"
+        ) from error
+    until_s = min(deadline_s, time.monotonic() + options.handshake_timeout_s)
+    try:
+        secured = start_tls_client(sock, client_context(me), until_s)
+    except PeerUnreachable:
+        raise PeerUnreachable(f"{where} took the connection, but did not answer in time") from None
+    except HandshakeError as error:
+        raise HandshakeError(f"{where}: {error.message}", hint=error.hint) from error
+    if peer_certificate(secured) != peer.certificate_der:
+        secured.close()
+        raise HandshakeError(f"{where} shows the certificate of another member")
+    return TlsStream(secured, options.stall_timeout_s)
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or type(error).__name__).lower()

@@ -1,0 +1,168 @@
+"""The receiving half of a link: one buffer, frames opened in order, tensors opened into the memory where they
+will stay.
+
+Every limit is checked on the header, before anything is allocated; nothing that a frame says is believed
+before it opened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from convoy.crypto.cipher import TAG_BYTES
+from convoy.crypto.seal import FrameOpener
+from convoy.errors import FrameError, LinkBroken, SealError
+from convoy.transport.options import LinkOptions
+from convoy.transport.stream import Stream
+from convoy.wire.codec import decode_message
+from convoy.wire.frame import HEADER_BYTES, RECORD_BYTES, FrameHeader, decode_header
+from convoy.wire.messages import FrameType, Message
+from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, decode_descriptor
+
+_BUFFER_BYTES = 2 * (HEADER_BYTES + RECORD_BYTES + TAG_BYTES)
+LINK_TYPES = frozenset({FrameType.PING, FrameType.PONG, FrameType.BYE})
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedMessage:
+    """A message and the plan generation and step that its header names."""
+
+    generation: int
+    step: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedTensor:
+    """A hidden state for the layer ``boundary``; its memory belongs to whoever receives it."""
+
+    generation: int
+    step: int
+    boundary: int
+    tensor: WireTensor
+
+
+Received = ReceivedMessage | ReceivedTensor
+
+
+class Incoming:
+    """Owns one stream's receiving direction and its opener. For one thread."""
+
+    def __init__(self, stream: Stream, opener: FrameOpener, cluster: bytes, options: LinkOptions) -> None:
+        self._stream = stream
+        self._opener = opener
+        self._cluster = cluster
+        self._options = options
+        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = 0
+        self._end = 0
+        self.num_frames = 0
+        self.num_bytes = 0
+
+    def receive(self, allowed: frozenset[FrameType]) -> Received:
+        """The next message or whole tensor.
+
+        Raises `LinkBroken`, `FrameError` or `SealError`; all of them end the link.
+        """
+        header = self._next_header(allowed)
+        if header.type is FrameType.HIDDEN:
+            return ReceivedTensor(header.generation, header.step, header.boundary, self._tensor(header))
+        if not header.last or header.record != 0:
+            raise FrameError(f"a {header.type.name} has flags and record of a tensor")
+        payload = memoryview(bytearray(header.length - TAG_BYTES))
+        self._open(header, payload)
+        return ReceivedMessage(header.generation, header.step, decode_message(header.type, payload))
+
+    def discard_until_end(self) -> None:
+        """Read and drop, so that what the other end still has in flight does not turn its goodbye into a
+        reset.
+        """
+        while self._stream.recv_into(self._view) > 0:
+            pass
+
+    def _tensor(self, header: FrameHeader) -> WireTensor:
+        if header.record != 0:
+            raise FrameError(f"a tensor begins with record {header.record}, expected 0")
+        first = _memory(header.length - TAG_BYTES)
+        self._open(header, first)
+        dtype, shape, nbytes = decode_descriptor(first, self._options.max_tensor_bytes)
+        single = DESCRIPTOR_BYTES + nbytes <= RECORD_BYTES
+        if header.last != single or len(first) != DESCRIPTOR_BYTES + (nbytes if single else 0):
+            raise FrameError(f"the first record of a tensor of {nbytes} bytes has {len(first)} bytes")
+        if single:
+            return WireTensor(dtype, shape, first[DESCRIPTOR_BYTES:])
+        data = _memory(nbytes)
+        for record, start in enumerate(range(0, nbytes, RECORD_BYTES), start=1):
+            end = min(start + RECORD_BYTES, nbytes)
+            self._record(header, record, data[start:end], last=end == nbytes)
+        return WireTensor(dtype, shape, data)
+
+    def _record(self, first: FrameHeader, record: int, out: memoryview, *, last: bool) -> None:
+        header = self._next_header(frozenset({FrameType.HIDDEN}))
+        same = (header.boundary, header.generation, header.step) == (
+            first.boundary,
+            first.generation,
+            first.step,
+        )
+        if (
+            not same
+            or header.record != record
+            or header.last != last
+            or header.length != len(out) + TAG_BYTES
+        ):
+            raise FrameError(f"record {header.record} of a tensor does not continue it, expected {record}")
+        self._open(header, out)
+
+    def _next_header(self, allowed: frozenset[FrameType]) -> FrameHeader:
+        self._fill(HEADER_BYTES)
+        header = decode_header(self._view, self._start)
+        if header.type not in allowed:
+            raise FrameError(f"the peer sent {header.type.name}, which it may not send here")
+        if header.cluster != self._cluster or header.tensor != 0:
+            raise SealError(
+                f"frame {header.sequence} is of another cluster, or of a tensor that nobody knows"
+            )
+        return header
+
+    def _open(self, header: FrameHeader, out: memoryview) -> None:
+        size = HEADER_BYTES + header.length
+        self._fill(size)
+        body = self._start + HEADER_BYTES
+        end = self._start + size
+        self._opener.open_into(header.sequence, self._view[self._start : body], self._view[body:end], out)
+        self.num_frames += 1
+        self.num_bytes += header.length
+        self._start = end
+        if self._start == self._end:
+            self._start = self._end = 0
+
+    def _fill(self, num_bytes: int) -> None:
+        """At least ``num_bytes`` from ``_start`` on, in one piece.
+
+        ``num_bytes`` was checked against a limit.
+        """
+        if self._end - self._start >= num_bytes:
+            return
+        if self._start + num_bytes > len(self._view):
+            self._make_room(num_bytes)
+        while self._end - self._start < num_bytes:
+            got = self._stream.recv_into(self._view[self._end :])
+            if got == 0:
+                where = "inside a frame" if self._end > self._start else "without saying goodbye"
+                raise LinkBroken(f"the other end closed the link {where}")
+            self._end += got
+
+    def _make_room(self, num_bytes: int) -> None:
+        rest = bytes(self._view[self._start : self._end])
+        wanted = max(_BUFFER_BYTES, num_bytes)
+        if wanted != len(self._view):
+            self._view = memoryview(bytearray(wanted))
+        self._start, self._end = 0, len(rest)
+        self._view[: len(rest)] = rest
+
+
+def _memory(num_bytes: int) -> memoryview:
+    # Not a bytearray: that would be zeroed first, which costs as much as opening into it.
+    return np.empty(num_bytes, dtype=np.uint8).data

@@ -1,0 +1,220 @@
+"""A sealed link to one other member: messages and tensors in order, or an error that says why not.
+
+Inside stand two halves that share nothing but the end: `Outgoing` and `Incoming`, each with its own
+connection, key and counter.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from convoy.crypto.seal import FrameOpener, FrameSealer
+from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerUnreachable
+from convoy.transport.incoming import (
+    LINK_TYPES,
+    Incoming,
+    Received,
+    ReceivedMessage,
+    ReceivedTensor,
+)
+from convoy.transport.options import LinkOptions
+from convoy.transport.outgoing import Outgoing, Parcel, message_parcel
+from convoy.transport.stream import Stream
+from convoy.wire.codec import encode_message, frame_type_of
+from convoy.wire.frame import cluster_tag
+from convoy.wire.messages import Bye, FrameType, Message, Ping, Pong
+from convoy.wire.tensor import WireTensor
+
+__all__ = ["Link", "LinkOptions", "Received", "ReceivedMessage", "ReceivedTensor"]
+
+_log = logging.getLogger(__name__)
+
+Deliver = Callable[["Link", Received], None]
+Ended = Callable[["Link", ConvoyError], None]
+
+_MAX_REASON = 200
+
+
+class Link:
+    """One pair of members.
+
+    Made by `dial`, a `Listener` or `memory_link_pair`; call ``start`` before anything else.
+    """
+
+    def __init__(
+        self,
+        *,
+        peer: str,
+        cipher: str,
+        cluster_id: str,
+        streams: tuple[Stream, Stream],
+        sealing: tuple[FrameSealer, FrameOpener],
+        options: LinkOptions,
+    ) -> None:
+        self.peer = peer
+        self.cipher = cipher
+        self._options = options
+        self._streams = streams
+        cluster = cluster_tag(cluster_id)
+        self._outgoing = Outgoing(streams[0], sealing[0], cluster, options, self._end)
+        self._incoming = Incoming(streams[1], sealing[1], cluster, options)
+        self._lock = threading.Lock()
+        self._error: ConvoyError | None = None
+        self._closing: LinkClosed | None = None
+        self._pings: dict[int, _Waiting] = {}
+        self._next_ping = 0
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def sent_sealed_bytes(self) -> int:
+        return self._outgoing.num_bytes
+
+    @property
+    def received_sealed_bytes(self) -> int:
+        return self._incoming.num_bytes
+
+    @property
+    def sent_frames(self) -> int:
+        return self._outgoing.num_frames
+
+    @property
+    def received_frames(self) -> int:
+        return self._incoming.num_frames
+
+    def start(self, deliver: Deliver, ended: Ended, allowed: frozenset[FrameType]) -> None:
+        """Begin to receive. ``deliver`` runs on the receiver thread, and by blocking holds the peer back.
+
+        ``ended`` is called exactly once, last, on the same thread: with `LinkClosed` after ``close`` here,
+        otherwise with what broke the link. ``allowed``: the frame types that this peer may send; any other
+        ends the link.
+        """
+        receive = threading.Thread(
+            target=self._receive, args=(deliver, ended, allowed | LINK_TYPES), name=f"receive {self.peer}"
+        )
+        self._threads = [receive, threading.Thread(target=self._outgoing.run, name=f"send {self.peer}")]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def send(self, message: Message, *, generation: int = 0, step: int = 0) -> None:
+        """Send in order; blocks while the queue is full.
+
+        Raises `LinkBroken`, `LinkClosed` or `FrameTooLong`.
+        """
+        self._outgoing.send(message_parcel(frame_type_of(message), encode_message(message), generation, step))
+
+    def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
+        """Send a hidden state that goes into layer ``boundary``.
+
+        Its memory must not change afterwards: it may be queued.
+        """
+        self._outgoing.send(Parcel(FrameType.HIDDEN, generation, step, boundary, tensor=tensor))
+
+    def ping(self, timeout_s: float) -> float:
+        """Round trip in seconds, through both layers both ways.
+
+        Raises `PeerUnreachable` after the time, or `LinkBroken`.
+        """
+        with self._lock:
+            token = self._next_ping
+            self._next_ping += 1
+            waiting = self._pings[token] = _Waiting()
+        try:
+            started_s = time.perf_counter()
+            self.send(Ping(token))
+            if not waiting.event.wait(timeout_s):
+                raise PeerUnreachable(f"{self.peer} did not answer a ping within {timeout_s:g} s")
+            if waiting.at_s is None:
+                raise LinkBroken(f"the link to {self.peer} ended before it answered a ping")
+            return waiting.at_s - started_s
+        finally:
+            with self._lock:
+                self._pings.pop(token, None)
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye, end both connections, wait for the threads (never for the calling one).
+
+        Twice is allowed.
+        """
+        with self._lock:
+            if self._error is not None or self._closing is not None:
+                return
+            self._closing = LinkClosed(f"this side closed the link to {self.peer}")
+        bye = encode_message(Bye(reason[:_MAX_REASON]))
+        self._outgoing.finish(
+            message_parcel(FrameType.BYE, bye, 0, 0), timeout_s=self._options.close_timeout_s
+        )
+        receiver = self._threads[0] if self._threads else None
+        if receiver is not None and receiver is not threading.current_thread():
+            receiver.join(self._options.close_timeout_s)  # the peer hangs up when it has read our goodbye
+        self._end(self._closing)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(self._options.close_timeout_s)
+
+    def _end(self, error: ConvoyError) -> None:
+        """First call counts: both connections end, senders and pings wake."""
+        with self._lock:
+            if self._error is None:
+                self._error = self._closing or error
+            pings = list(self._pings.values())
+        self._outgoing.end(self._error)
+        for stream in self._streams:
+            stream.close()
+        for waiting in pings:
+            waiting.event.set()
+
+    # The receiver thread.
+
+    def _receive(self, deliver: Deliver, ended: Ended, allowed: frozenset[FrameType]) -> None:
+        try:
+            error = self._receive_until_end(deliver, allowed)
+        except ConvoyError as broken:
+            error = broken
+        except BaseException as bug:  # noqa: BLE001 - reported, and the other end must not wait for a dead thread
+            _log.exception("a receiver of the link to %s failed", self.peer)
+            error = LinkBroken(f"this side failed on the link to {self.peer}: {type(bug).__name__}")
+        self._end(error)
+        ended(self, self._error or error)
+
+    def _receive_until_end(self, deliver: Deliver, allowed: frozenset[FrameType]) -> ConvoyError:
+        while self._error is None and self._closing is None:
+            received = self._incoming.receive(allowed)
+            if isinstance(received, ReceivedMessage) and self._is_ours(received.message):
+                continue
+            if self._closing is None:
+                deliver(self, received)
+        if self._error is None:
+            self._incoming.discard_until_end()
+        return LinkClosed(f"this side closed the link to {self.peer}")
+
+    def _is_ours(self, message: Message) -> bool:
+        match message:
+            case Ping(token=token):
+                pong = encode_message(Pong(token))
+                self._outgoing.post_pong(message_parcel(FrameType.PONG, pong, 0, 0))
+            case Pong(token=token):
+                with self._lock:
+                    waiting = self._pings.get(token)
+                if waiting is not None:
+                    waiting.at_s = time.perf_counter()
+                    waiting.event.set()
+            case Bye(reason=reason):
+                said = "".join(c if c.isprintable() else "?" for c in reason[:_MAX_REASON])
+                raise LinkBroken(f"{self.peer} closed the link: {said or 'no reason given'}")
+            case _:
+                return False
+        return True
+
+
+class _Waiting:
+    """A ping that is under way."""
+
+    __slots__ = ("at_s", "event")
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.at_s: float | None = None

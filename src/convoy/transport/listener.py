@@ -1,0 +1,181 @@
+"""Accept links from other members: each connection is judged in a thread of its own, never in the accept
+loop.
+
+A connection counts as half-open until its link stands; beyond ``max_half_open`` new ones are closed at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from convoy.errors import ConfigError, ConvoyError, HandshakeError, LinkBroken
+from convoy.transport.dial import Wrap
+from convoy.transport.establish import TO_LISTENER, establish_responder, receive_opening
+from convoy.transport.link import Link
+from convoy.transport.member import LocalMember, Member
+from convoy.transport.options import LinkOptions
+from convoy.transport.stream import Stream
+from convoy.transport.tcp import TlsStream, peer_certificate, server_context, start_tls_server
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG = 128
+
+
+@dataclass(slots=True)
+class _Half:
+    """A connection that waits for the other one of its link."""
+
+    stream: Stream
+    direction: int
+    paired: threading.Event = field(default_factory=threading.Event)
+
+
+class Listener:
+    """Listens from construction to ``close``. ``on_link`` gets each new link, not yet started, on a handshake
+    thread.
+
+    ``on_refused`` gets the cause of each handshake that failed; it is logged in any case. Raises
+    `ConfigError` if the port is taken or the address is not of this machine.
+    """
+
+    def __init__(
+        self,
+        bind: tuple[str, int],
+        me: LocalMember,
+        on_link: Callable[[Link], None],
+        *,
+        options: LinkOptions | None = None,
+        wrap: Wrap | None = None,
+        on_refused: Callable[[ConvoyError], None] | None = None,
+    ) -> None:
+        self._me = me
+        self._on_link = on_link
+        self._options = options or LinkOptions()
+        self._wrap = wrap
+        self._on_refused = on_refused
+        self._context = server_context(me)
+        self._slots = threading.Semaphore(self._options.max_half_open)
+        self._lock = threading.Lock()
+        self._halves: dict[tuple[str, bytes], _Half] = {}
+        self._socket = _bind(bind)
+        host, port = self._socket.getsockname()[:2]
+        self.address: tuple[str, int] = (host, port)
+        self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop accepting. Links that stand already live on."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept() on Linux; the close below does elsewhere
+        self._socket.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2.0)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _address = self._socket.accept()
+            except OSError:
+                if self._socket.fileno() < 0:
+                    return
+                time.sleep(0.01)  # out of descriptors: wait for some to come back instead of spinning
+                continue
+            if not self._slots.acquire(blocking=False):
+                _log.warning("refused a connection: %d handshakes are under way", self._options.max_half_open)
+                sock.close()
+                continue
+            threading.Thread(target=self._judge, args=(sock,), name="handshake", daemon=True).start()
+
+    def _judge(self, sock: socket.socket) -> None:
+        try:
+            link = self._handshake(sock)
+        except ConvoyError as error:
+            _log.warning("refused a connection: %s", error.message)
+            if self._on_refused is not None:
+                self._on_refused(error)
+            return
+        finally:
+            self._slots.release()
+        if link is None:
+            return
+        try:
+            self._on_link(link)
+        except ConvoyError as error:
+            _log.warning("the link from %s was not taken: %s", link.peer, error.message)
+            link.close("not taken")
+
+    def _handshake(self, sock: socket.socket) -> Link | None:
+        """The link, if this connection completes one; None if another thread takes this connection over."""
+        deadline_s = time.monotonic() + self._options.handshake_timeout_s
+        secured = start_tls_server(sock, self._context, deadline_s)
+        stream: Stream = TlsStream(secured, self._options.stall_timeout_s)
+        if self._wrap is not None:
+            stream = self._wrap(stream)
+        stream.set_deadline(deadline_s)
+        try:
+            member = self._member_of(peer_certificate(secured))
+            direction, link_id = receive_opening(stream)
+            other = self._pair(member, link_id, direction, stream, deadline_s)
+        except ConvoyError as error:
+            stream.close()
+            if isinstance(error, LinkBroken):
+                raise HandshakeError(f"a connection broke off: {error.message}") from error
+            raise
+        if other is None:
+            return None
+        other.set_deadline(deadline_s)
+        streams = (other, stream) if direction == TO_LISTENER else (stream, other)
+        return establish_responder(self._me, member, link_id, streams, self._options)
+
+    def _member_of(self, certificate_der: bytes) -> Member:
+        self._me.roster.require_valid(datetime.datetime.now(datetime.UTC))
+        member = self._me.roster.member_with_certificate(certificate_der)
+        if member is None or member.name == self._me.name:
+            raise HandshakeError("a connection shows a certificate that no other member has")
+        return member
+
+    def _pair(
+        self, member: Member, link_id: bytes, direction: int, stream: Stream, deadline_s: float
+    ) -> Stream | None:
+        """The other connection of the link, or None once another thread has taken this one.
+
+        Raises `HandshakeError`.
+        """
+        key = (member.name, link_id)
+        mine = _Half(stream, direction)
+        with self._lock:
+            waiting = self._halves.get(key)
+            if waiting is not None and waiting.direction == direction:
+                raise HandshakeError(f"{member.name} opened one direction of a link twice")
+            if waiting is not None:
+                del self._halves[key]
+                waiting.paired.set()
+                return waiting.stream
+            self._halves[key] = mine
+        if mine.paired.wait(max(0.0, deadline_s - time.monotonic())):
+            return None
+        with self._lock:
+            if self._halves.pop(key, None) is None:
+                return None  # taken in the last moment
+        raise HandshakeError(f"{member.name} opened one connection of a link, and the other never came")
+
+
+def _bind(bind: tuple[str, int]) -> socket.socket:
+    host, port = bind
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {reason}",
+            hint="another process has the port, or the address is not of this machine",
+        ) from error

@@ -1,0 +1,61 @@
+"""Two linked members inside one process: the whole inner handshake and all the sealing, without sockets."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable
+
+from convoy.crypto.handshake import LINK_ID_BYTES
+from convoy.errors import ConvoyError
+from convoy.transport.establish import establish_initiator, establish_responder
+from convoy.transport.link import Link
+from convoy.transport.member import LocalMember
+from convoy.transport.memory import Fault, RecordedStream, memory_stream_pair
+from convoy.transport.options import LinkOptions
+from convoy.transport.stream import Stream
+
+
+def memory_link_pair(
+    me: LocalMember,
+    other: LocalMember,
+    *,
+    faults: Iterable[Fault] = (),
+    record: tuple[bytearray, bytearray] | None = None,
+    options: LinkOptions | None = None,
+) -> tuple[Link, Link]:
+    """(``me``'s end, ``other``'s end), neither started. Raises what the handshake raises.
+
+    ``faults`` befall what ``me`` sends: write 0 is M1, 1 is M3, from 2 on sealed frames. ``record`` collects
+    the bytes that (``me``, ``other``) hand to their streams: what the outer layer would get.
+    """
+    options = options or LinkOptions()
+    there = memory_stream_pair(faults)
+    back = memory_stream_pair()
+    mine: Stream = there[0]
+    others: Stream = back[1]
+    if record is not None:
+        mine, others = RecordedStream(mine, record[0]), RecordedStream(others, record[1])
+    for stream in (*there, *back):
+        stream.set_deadline(time.monotonic() + options.handshake_timeout_s)
+    link_id = os.urandom(LINK_ID_BYTES)
+    answered: list[Link | ConvoyError] = []
+
+    def respond() -> None:
+        try:
+            peer = other.roster.member(me.name)
+            answered.append(establish_responder(other, peer, link_id, (others, there[1]), options))
+        except ConvoyError as error:
+            answered.append(error)
+
+    responder = threading.Thread(target=respond, name="handshake", daemon=True)
+    responder.start()
+    try:
+        link = establish_initiator(me, me.roster.member(other.name), link_id, (mine, back[0]), options)
+    finally:
+        responder.join()
+    if isinstance(answered[0], ConvoyError):
+        link.close()
+        raise answered[0]
+    return link, answered[0]

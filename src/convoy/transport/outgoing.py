@@ -1,0 +1,250 @@
+"""The sending half of a link: a bounded queue, one buffer that frames are sealed into, one writer at a time.
+
+A send on an idle link seals and writes in the caller's thread: handing a small frame to another thread costs
+more than sealing it. As soon as anything waits, everything goes through the queue and the sender thread, so
+the order of sends is the order on the wire.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from convoy.crypto.cipher import TAG_BYTES
+from convoy.crypto.seal import FrameSealer
+from convoy.errors import ConvoyError, LinkBroken, LinkClosed
+from convoy.transport.options import LinkOptions
+from convoy.transport.stream import Stream
+from convoy.wire.frame import (
+    FLAG_LAST,
+    HEADER_BYTES,
+    RECORD_BYTES,
+    FrameHeader,
+    check_payload,
+    encode_header_into,
+)
+from convoy.wire.messages import FrameType
+from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, encode_descriptor
+
+_FRAME_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
+_MAX_PONGS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """One message (``payload``) or one tensor on its way out.
+
+    The memory behind it must not change until it left.
+    """
+
+    type: FrameType
+    generation: int
+    step: int
+    boundary: int = 0
+    payload: bytes = b""
+    tensor: WireTensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.payload) if self.tensor is None else self.tensor.nbytes
+
+
+class Outgoing:
+    """Owns one stream's sending direction and its sealer."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        sealer: FrameSealer,
+        cluster: bytes,
+        options: LinkOptions,
+        on_error: Callable[[ConvoyError], None],
+    ) -> None:
+        self._stream = stream
+        self._sealer = sealer
+        self._cluster = cluster
+        self._options = options
+        self._on_error = on_error
+        self._changed = threading.Condition()
+        self._queue: deque[Parcel] = deque()
+        self._queued_bytes = 0
+        self._busy = False
+        self._closing = False
+        self._error: ConvoyError | None = None
+        self._buffer = bytearray(_FRAME_BYTES)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self.num_frames = 0
+        self.num_bytes = 0
+
+    def send(self, parcel: Parcel) -> None:
+        """Send now if nothing is before it, otherwise queue; blocks while the queue is full.
+
+        Raises `ConvoyError`.
+        """
+        with self._changed:
+            self._raise_if_over()
+            if self._busy or self._queue:
+                self._enqueue(parcel)
+                return
+            self._busy = True
+        self._work((parcel,))
+        with self._changed:
+            if self._error is not None:
+                self._raise_if_over()
+
+    def post_pong(self, parcel: Parcel) -> None:
+        """Queue without ever waiting: receivers must not wait for senders, or two ends could wait for each
+        other.
+        """
+        with self._changed:
+            waiting = sum(item.type is FrameType.PONG for item in self._queue)
+            if self._error is None and waiting < _MAX_PONGS:
+                self._queue.append(parcel)
+                self._queued_bytes += parcel.nbytes
+                self._changed.notify_all()
+
+    def run(self) -> None:
+        """The sender thread: whatever is queued, until the link ends."""
+        while True:
+            with self._changed:
+                while self._error is None and (self._busy or not self._queue):
+                    self._changed.wait()
+                if self._error is not None:
+                    return
+                batch = tuple(self._queue)
+                self._queue.clear()
+                self._queued_bytes = 0
+                self._busy = True
+                self._changed.notify_all()
+            self._work(batch)
+
+    def finish(self, last: Parcel, timeout_s: float) -> None:
+        """Send what is queued, then ``last``, within the time; refuse further sends. Never raises."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            self._closing = True
+            while self._error is None and (self._busy or self._queue):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._changed.wait(left_s)
+            if self._error is not None:
+                return
+            self._busy = True
+        self._stream.set_deadline(deadline_s)
+        self._work((last,))
+
+    def end(self, error: ConvoyError) -> None:
+        """Every waiting and later send raises because of ``error``. The first call counts."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+                self._queue.clear()
+            self._changed.notify_all()
+
+    def _enqueue(self, parcel: Parcel) -> None:
+        deadline_s = time.monotonic() + self._options.stall_timeout_s
+        while self._full(parcel):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise LinkBroken(f"the peer took nothing for {self._options.stall_timeout_s:g} s")
+            self._changed.wait(left_s)
+            self._raise_if_over()
+        self._queue.append(parcel)
+        self._queued_bytes += parcel.nbytes
+        self._changed.notify_all()
+
+    def _full(self, parcel: Parcel) -> bool:
+        options = self._options
+        too_many = len(self._queue) >= options.max_queued_frames
+        return too_many or (
+            bool(self._queue) and self._queued_bytes + parcel.nbytes > options.max_queued_bytes
+        )
+
+    def _raise_if_over(self) -> None:
+        if self._error is not None:
+            kind = LinkClosed if isinstance(self._error, LinkClosed) else LinkBroken
+            raise kind(self._error.message, hint=self._error.hint) from self._error
+        if self._closing:
+            raise LinkClosed("the link is being closed")
+
+    # Below here only the one thread that set `_busy`.
+
+    def _work(self, parcels: tuple[Parcel, ...]) -> None:
+        try:
+            for parcel in parcels:
+                self._pack(parcel)
+            self._flush()
+        except ConvoyError as error:
+            self.end(error)
+            self._on_error(error)
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _pack(self, parcel: Parcel) -> None:
+        if parcel.tensor is None:
+            self._frame(parcel, parcel.payload, 0, FLAG_LAST)
+            return
+        descriptor = encode_descriptor(parcel.tensor)
+        size = parcel.tensor.nbytes
+        if DESCRIPTOR_BYTES + size <= RECORD_BYTES:
+            self._frame(parcel, b"".join((descriptor, parcel.tensor.data)), 0, FLAG_LAST)
+            return
+        # A large tensor's first record is the descriptor alone, so that the receiver opens the rest where it
+        # will stay.
+        self._frame(parcel, descriptor, 0, 0)
+        data = memoryview(parcel.tensor.data).cast("B")
+        for record, start in enumerate(range(0, size, RECORD_BYTES), start=1):
+            end = start + RECORD_BYTES
+            self._frame(parcel, data[start:end], record, FLAG_LAST if end >= size else 0)
+
+    def _frame(self, parcel: Parcel, payload: bytes | memoryview, record: int, flags: int) -> None:
+        length = len(payload) + TAG_BYTES
+        size = HEADER_BYTES + length
+        if self._filled + size > len(self._buffer):
+            self._flush()
+        start, view = self._filled, self._view
+        if size > len(self._buffer):
+            view = memoryview(bytearray(size))  # a long control message: rare, and not worth a larger pool
+        header = FrameHeader(
+            parcel.type,
+            flags,
+            parcel.boundary,
+            length,
+            self._cluster,
+            parcel.generation,
+            parcel.step,
+            self._sealer.sequence,
+            0,
+            record,
+        )
+        encode_header_into(view, start, header)
+        body = start + HEADER_BYTES
+        self._sealer.seal_into(view[start:body], payload, view[body : start + size])
+        self.num_frames += 1
+        self.num_bytes += length
+        if view is self._view:
+            self._filled += size
+        else:
+            self._stream.send_all(view)
+
+    def _flush(self) -> None:
+        if self._filled:
+            view = self._view[: self._filled]
+            self._filled = 0
+            self._stream.send_all(view)
+
+
+def message_parcel(kind: FrameType, payload: bytes, generation: int, step: int) -> Parcel:
+    """A message on its way out.
+
+    Raises `FrameTooLong` in the sender's own thread, before anything is sealed.
+    """
+    check_payload(kind, len(payload))
+    return Parcel(kind, generation, step, payload=payload)

@@ -1,0 +1,167 @@
+"""The outer layer: TLS 1.3 over TCP, both ends with a certificate of the roster, nothing else trusted.
+
+The context is our own, never `ssl.create_default_context`: that one honours SSLKEYLOGFILE and the system's
+authorities.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import sys
+import threading
+import time
+
+from convoy.errors import HandshakeError, LinkBroken, PeerUnreachable
+from convoy.transport.member import LocalMember
+
+_KEEPALIVE_IDLE_S = 10
+_KEEPALIVE_INTERVAL_S = 5
+_KEEPALIVE_PROBES = 3
+_DARWIN_TCP_KEEPALIVE = 0x10  # netinet/tcp.h; Python 3.11 has no name for it there
+
+
+def client_context(me: LocalMember) -> ssl.SSLContext:
+    """For dialling."""
+    return _restrict(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), me)
+
+
+def server_context(me: LocalMember) -> ssl.SSLContext:
+    """For listening. Without tickets there is no resumption: every connection proves both ends anew."""
+    context = _restrict(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), me)
+    context.num_tickets = 0
+    return context
+
+
+def _restrict(context: ssl.SSLContext, me: LocalMember) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.maximum_version = ssl.TLSVersion.TLSv1_3
+    context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
+    context.check_hostname = False  # the exact certificate is compared instead, and no name goes out as SNI
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags = ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_TRUSTED_FIRST
+    certificate, key = me.identity.tls_files
+    context.load_cert_chain(certificate, key)
+    context.load_verify_locations(cadata=b"".join(member.certificate_der for member in me.roster.members))
+    return context
+
+
+class TlsStream:
+    """A stream over a TLS connection that is already authenticated.
+
+    One thread sends and one receives, at most.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket, stall_timeout_s: float) -> None:
+        self._sock = sock
+        self._stall_timeout_s = stall_timeout_s
+        self._deadline_s: float | None = None
+        self._timeout_s = sock.gettimeout()
+        self._sending = threading.Lock()
+        self._receiving = threading.Lock()
+
+    def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        try:
+            with self._sending:
+                self._arm(self._stall_timeout_s)
+                self._sock.sendall(data)
+        except TimeoutError:
+            raise LinkBroken("the other end took nothing before the deadline") from None
+        except (OSError, ValueError) as error:
+            raise LinkBroken(_explain(error)) from error
+
+    def recv_into(self, buffer: memoryview) -> int:
+        try:
+            with self._receiving:
+                self._arm(None)
+                return self._sock.recv_into(buffer)
+        except TimeoutError:
+            raise LinkBroken("nothing came before the deadline") from None
+        except (OSError, ValueError) as error:
+            raise LinkBroken(_explain(error)) from error
+
+    def set_deadline(self, at_s: float | None) -> None:
+        self._deadline_s = at_s
+
+    def close(self) -> None:
+        # SSLSocket.shutdown would drop the TLS state first, and a later send would go out without TLS.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+        # The shutdown woke whoever was inside; closing before they left would let the descriptor be reused
+        # under them.
+        with self._sending, self._receiving:
+            self._sock.close()
+
+    def _arm(self, otherwise_s: float | None) -> None:
+        if self._deadline_s is None:
+            timeout_s = otherwise_s
+        else:
+            timeout_s = self._deadline_s - time.monotonic()
+            if timeout_s <= 0:
+                raise TimeoutError
+        if timeout_s != self._timeout_s:
+            self._sock.settimeout(timeout_s)
+            self._timeout_s = timeout_s
+
+
+def start_tls_client(sock: socket.socket, context: ssl.SSLContext, deadline_s: float) -> ssl.SSLSocket:
+    """The TLS handshake of a dialler, within the deadline. Raises `HandshakeError` or `PeerUnreachable`."""
+    return _start_tls(sock, context, deadline_s, server_side=False)
+
+
+def start_tls_server(sock: socket.socket, context: ssl.SSLContext, deadline_s: float) -> ssl.SSLSocket:
+    """The TLS handshake of a listener, within the deadline. Raises `HandshakeError` or `PeerUnreachable`."""
+    return _start_tls(sock, context, deadline_s, server_side=True)
+
+
+def _start_tls(
+    sock: socket.socket, context: ssl.SSLContext, deadline_s: float, *, server_side: bool
+) -> ssl.SSLSocket:
+    try:
+        tune_socket(sock)
+        sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+        wrapped = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
+    except OSError as error:
+        sock.close()
+        raise HandshakeError(f"TLS could not start: {_explain(error)}") from error
+    try:
+        wrapped.do_handshake()
+    except TimeoutError:
+        wrapped.close()
+        raise PeerUnreachable("the TLS handshake did not end in time") from None
+    except (OSError, ValueError) as error:
+        wrapped.close()
+        raise HandshakeError(f"the TLS handshake failed: {_explain(error)}") from error
+    return wrapped
+
+
+def peer_certificate(sock: ssl.SSLSocket) -> bytes:
+    """DER of the certificate that the other end proved to hold. Raises `HandshakeError` if there is none."""
+    certificate = sock.getpeercert(binary_form=True)
+    if certificate is None:
+        raise HandshakeError("the other end showed no certificate")
+    return certificate
+
+
+def tune_socket(sock: socket.socket) -> None:
+    """Small frames leave at once, and a silent host is noticed after 25 s."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "darwin":
+        sock.setsockopt(socket.IPPROTO_TCP, _DARWIN_TCP_KEEPALIVE, _KEEPALIVE_IDLE_S)
+    else:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+
+
+def _explain(error: OSError | ValueError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not in the roster ({error.verify_message})"
+    if isinstance(error, ssl.SSLError):
+        reason = (error.reason or "unknown").lower().replace("_", " ")
+        return f"TLS: {reason}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return "the stream is closed"

@@ -1,0 +1,134 @@
+"""The header of a sealed frame and the preamble of a handshake frame, with each type's limit.
+
+A length is checked against the limit of its type here, before anybody allocates for it. Layout:
+docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+from convoy.crypto.cipher import TAG_BYTES
+from convoy.errors import FrameError, FrameTooLong
+from convoy.wire.messages import FrameType
+
+HEADER_BYTES = 48
+
+# A frame with a full record is 131,072 bytes: exactly eight TLS records.
+RECORD_BYTES = 128 * 1024 - HEADER_BYTES - TAG_BYTES
+CLUSTER_TAG_BYTES = 8
+FLAG_LAST = 0x01
+
+HANDSHAKE_MAGIC = b"CNVY"
+HANDSHAKE_PREAMBLE_BYTES = 8
+MAX_HANDSHAKE_BYTES = 4096
+
+_HEADER = struct.Struct(">BBHI8sQQQII")
+_PREAMBLE = struct.Struct(">4sBBH")
+
+# Payload limits in bytes, before sealing. Types that are missing here are never sealed.
+MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
+    FrameType.HELLO: 4 * 1024,
+    FrameType.PLAN: 1024 * 1024,
+    FrameType.PROGRESS: 256,
+    FrameType.READY: 256,
+    FrameType.REFUSE: 16 * 1024,
+    FrameType.ACTIVATE: 1024,
+    FrameType.ACTIVATED: 256,
+    FrameType.STEP: 4 * 1024 * 1024,
+    FrameType.HIDDEN: RECORD_BYTES,
+    FrameType.STEP_FAILED: 16 * 1024,
+    FrameType.PING: 64,
+    FrameType.PONG: 64,
+    FrameType.BYE: 1024,
+}
+
+_TYPES: dict[int, FrameType] = {int(kind): kind for kind in MAX_PAYLOAD_BYTES}
+_HANDSHAKE_TYPES: dict[int, FrameType] = {
+    int(kind): kind
+    for kind in (
+        FrameType.HANDSHAKE_1,
+        FrameType.HANDSHAKE_2,
+        FrameType.HANDSHAKE_3,
+        FrameType.OPENING,
+        FrameType.HANDSHAKE_END,
+    )
+}
+
+
+class FrameHeader(NamedTuple):
+    """All that stands in clear in front of a sealed payload, and inside its AAD.
+
+    ``length`` counts the sealed payload, tag included. ``boundary`` is the first layer that the tensor goes
+    into.
+    """
+
+    type: FrameType
+    flags: int
+    boundary: int
+    length: int
+    cluster: bytes
+    generation: int
+    step: int
+    sequence: int
+    tensor: int
+    record: int
+
+    @property
+    def last(self) -> bool:
+        return bool(self.flags & FLAG_LAST)
+
+
+def cluster_tag(cluster_id: str) -> bytes:
+    """The first 8 bytes of SHA-256 of the cluster id: frames of one cluster never open in another."""
+    return hashlib.sha256(b"convoy cluster\0" + cluster_id.encode()).digest()[:CLUSTER_TAG_BYTES]
+
+
+def check_payload(kind: FrameType, num_bytes: int) -> None:
+    """Before sealing. Raises `FrameTooLong` for what no peer would take."""
+    limit = MAX_PAYLOAD_BYTES[kind]
+    if num_bytes > limit:
+        raise FrameTooLong(f"a {kind.name} of {num_bytes} bytes is over its limit of {limit}")
+
+
+def encode_header_into(buffer: bytearray | memoryview, offset: int, header: FrameHeader) -> None:
+    """Write HEADER_BYTES at ``offset``."""
+    _HEADER.pack_into(buffer, offset, *header)
+
+
+def decode_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> FrameHeader:
+    """Read and check a header. Raises `FrameError`; `FrameTooLong` if its length is over the type's limit."""
+    number, flags, boundary, length, *rest = _HEADER.unpack_from(buffer, offset)
+    kind = _TYPES.get(number)
+    if kind is None:
+        raise FrameError(f"0x{number:02x} is not the type of a sealed frame")
+    if flags & ~FLAG_LAST:
+        raise FrameError(f"a {kind.name} has unknown flags 0x{flags:02x}")
+    limit = MAX_PAYLOAD_BYTES[kind] + TAG_BYTES
+    if length > limit:
+        raise FrameTooLong(f"a {kind.name} claims {length} bytes, and its limit is {limit}")
+    if length < TAG_BYTES:
+        raise FrameError(f"a {kind.name} claims {length} bytes, fewer than its tag of {TAG_BYTES}")
+    return FrameHeader(kind, flags, boundary, length, *rest)
+
+
+def encode_handshake(kind: FrameType, payload: bytes) -> bytes:
+    """A whole handshake frame: preamble and payload."""
+    if len(payload) > MAX_HANDSHAKE_BYTES:
+        raise FrameTooLong(
+            f"a {kind.name} of {len(payload)} bytes is over the limit of {MAX_HANDSHAKE_BYTES}"
+        )
+    return _PREAMBLE.pack(HANDSHAKE_MAGIC, kind, 0, len(payload)) + payload
+
+
+def decode_preamble(data: bytes | bytearray | memoryview) -> tuple[FrameType, int]:
+    """Type and payload length of a handshake frame. Raises `FrameError`; `FrameTooLong` above 4 KiB."""
+    magic, number, zero, length = _PREAMBLE.unpack_from(data)
+    kind = _HANDSHAKE_TYPES.get(number)
+    if magic != HANDSHAKE_MAGIC or kind is None or zero != 0:
+        raise FrameError("the other end does not speak convoy: no handshake frame came first")
+    if length > MAX_HANDSHAKE_BYTES:
+        raise FrameTooLong(f"a {kind.name} claims {length} bytes, and the limit is {MAX_HANDSHAKE_BYTES}")
+    return kind, length

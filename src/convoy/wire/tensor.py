@@ -1,0 +1,80 @@
+"""A tensor as it crosses a link: dtype, shape and raw row-major little-endian bytes, checked against each
+other.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+
+from convoy.errors import FrameError, FrameTooLong
+
+# Data follows the descriptor in one buffer, so its size keeps the data aligned for any dtype.
+DESCRIPTOR_BYTES = 64
+MAX_DIMENSIONS = 6
+
+DTYPES: dict[str, tuple[int, int]] = {  # name: (number on the wire, bytes per element)
+    "float32": (1, 4),
+    "bfloat16": (2, 2),
+    "float16": (3, 2),
+}
+_BY_NUMBER = {number: (name, size) for name, (number, size) in DTYPES.items()}
+_DESCRIPTOR = struct.Struct("<BB6xQ6Q")
+
+
+@dataclass(frozen=True, slots=True)
+class WireTensor:
+    """``data`` holds exactly ``nbytes`` of ``shape`` in ``dtype``; raises `FrameError` if made otherwise."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview | bytes
+
+    def __post_init__(self) -> None:
+        expected = tensor_bytes(self.dtype, self.shape)
+        if self.nbytes != expected:
+            raise FrameError(
+                f"a {self.dtype} tensor of shape {self.shape} has {self.nbytes} bytes, expected {expected}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes if isinstance(self.data, memoryview) else len(self.data)
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a dense tensor. Raises `FrameError` for a dtype or shape that never crosses a link."""
+    if dtype not in DTYPES:
+        raise FrameError(f"dtype {dtype} does not cross links, expected one of {', '.join(DTYPES)}")
+    if len(shape) > MAX_DIMENSIONS or any(size < 0 for size in shape):
+        raise FrameError(f"a tensor has shape {shape}, expected at most {MAX_DIMENSIONS} sizes of 0 or more")
+    return DTYPES[dtype][1] * math.prod(shape)
+
+
+def encode_descriptor(tensor: WireTensor) -> bytes:
+    """DESCRIPTOR_BYTES that go in front of the data, inside the first sealed record."""
+    sizes = [*tensor.shape, *([0] * (MAX_DIMENSIONS - len(tensor.shape)))]
+    return _DESCRIPTOR.pack(DTYPES[tensor.dtype][0], len(tensor.shape), tensor.nbytes, *sizes)
+
+
+def decode_descriptor(
+    data: bytes | bytearray | memoryview, max_bytes: int
+) -> tuple[str, tuple[int, ...], int]:
+    """Dtype, shape and size in bytes.
+
+    Raises `FrameError`, `FrameTooLong` above ``max_bytes``; allocates nothing.
+    """
+    if len(data) < DESCRIPTOR_BYTES:
+        raise FrameError(f"a tensor's first record has {len(data)} bytes, fewer than {DESCRIPTOR_BYTES}")
+    number, num_dimensions, nbytes, *sizes = _DESCRIPTOR.unpack_from(data)
+    if number not in _BY_NUMBER or num_dimensions > MAX_DIMENSIONS or any(sizes[num_dimensions:]):
+        raise FrameError(f"a tensor descriptor has dtype {number} and {num_dimensions} dimensions")
+    dtype = _BY_NUMBER[number][0]
+    shape = tuple(sizes[:num_dimensions])
+    expected = tensor_bytes(dtype, shape)
+    if nbytes != expected:
+        raise FrameError(f"a {dtype} tensor of shape {shape} claims {nbytes} bytes, expected {expected}")
+    if nbytes > max_bytes:
+        raise FrameTooLong(f"a tensor claims {nbytes} bytes, and the limit is {max_bytes}")
+    return dtype, shape, nbytes
