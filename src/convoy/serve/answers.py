@@ -94,7 +94,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a completion, one entry per token; the first token of an echoed prompt has none."""
+    """Log-probabilities of a completion, one entry per token; a prompt's first has none."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

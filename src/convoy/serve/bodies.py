@@ -164,7 +164,7 @@ _TYPES = re.compile(r"`([^`]+)`")
 
 
 def _in_words(text: str) -> tuple[str, str | None]:
-    """msgspec's error in words, and the field it is about: ('expected an integer, got text', 'max_tokens')."""
+    """msgspec's error in words, and its field: ('expected an integer, got text', 'max_tokens')."""
     found = _PATH.search(text)
     param = found.group(1).replace("[...]", "") if found else None
     plain = text[: found.start()] if found else text

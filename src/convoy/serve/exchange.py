@@ -17,7 +17,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class Exchange:
-    """Wraps ASGI's ``receive`` and ``send`` for one request. A client that stops reading is taken for gone."""
+    """ASGI's ``receive`` and ``send`` of one request. A client that takes nothing counts as gone."""
 
     def __init__(self, receive: Receive, send: Send, write_timeout_s: float) -> None:
         self.id = "req-" + secrets.token_hex(8)

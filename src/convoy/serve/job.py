@@ -134,6 +134,8 @@ def _role(message: ChatMessage, index: int) -> str:
 
 def _content(message: ChatMessage, index: int) -> str:
     where = f"messages[{index}].content"
+    if message.content is None and message.role == "assistant":
+        return ""  # OpenAI's form of a turn without text
     if message.content is None:
         raise RequestError(f"{where} is missing, expected text or a list of parts", param=where)
     if isinstance(message.content, str):

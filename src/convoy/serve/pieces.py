@@ -20,14 +20,21 @@ class Pieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
+        self._shown: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What the token adds to the text; a tokenizer without ``token_bytes`` is asked for the token's text."""
+        """The token's bytes, which need not be a whole character."""
         known = self._bytes.get(token_id)
         if known is None:
-            exact = getattr(self._tokenizer, "token_bytes", None)
-            known = exact(token_id) if exact else self._tokenizer.decode([token_id]).encode()
-            self._bytes[token_id] = known
+            known = self._bytes[token_id] = self._tokenizer.token_bytes(token_id)
+        return known
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        """What the token adds to the text: nothing, for a special one."""
+        known = self._shown.get(token_id)
+        if known is None:
+            known = self.bytes_of(token_id) if self._tokenizer.decode([token_id]) else b""
+            self._shown[token_id] = known
         return known
 
     def text_of(self, token_id: int) -> str:
@@ -62,7 +69,7 @@ class TextLogprobWriter:
         for token_id, logprob in tokens:
             written.tokens.append(self._pieces.text_of(token_id))
             written.text_offset.append(self._offset)
-            self._offset += len(self._decoder.decode(self._pieces.bytes_of(token_id)))
+            self._offset += len(self._decoder.decode(self._pieces.shown_bytes(token_id)))
             written.token_logprobs.append(None if logprob is None else max(logprob.logprob, _LEAST))
             written.top_logprobs.append(None if logprob is None else self._top(logprob))
         return written

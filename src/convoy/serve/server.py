@@ -131,7 +131,7 @@ async def _serve(
 
 
 async def _drain(lifecycle: Lifecycle, stop: Stop, drain_s: float) -> None:
-    """Until the last answer is out, ``drain_s`` is over or a second stop is asked for; then cut what is left."""
+    """Until the last answer is out, ``drain_s`` is over or a second stop comes; then cut what is left."""
     with suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
             await _first_of(lifecycle.wait_idle(), stop.now.wait())

@@ -40,6 +40,8 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], /) -> str: ...
 
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:

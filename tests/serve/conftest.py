@@ -1,0 +1,29 @@
+"""One server for the tests that only ask it things."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from support.fake_service import Running, serving
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Running]:
+    with serving() as running:
+        yield running
+
+
+@pytest.fixture
+def http(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=20.0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def openai(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=20.0) as client:
+        yield client
