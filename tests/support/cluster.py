@@ -1,41 +1,79 @@
-"""Members for tests: identities on disk and a roster that lists them."""
+"""A whole cluster in one process: real heads, peers, handshakes and sealing, over a `MemoryNetwork`."""
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Sequence
-from pathlib import Path
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
+from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.peer import Peer, PeerEvent
+from convoy.cluster.running import RunningCluster
 from convoy.crypto.identity import Identity
-from convoy.transport.member import LocalMember, Roster
+from convoy.model.source import ModelSource
+from convoy.transport.member import LocalMember
+from convoy.transport.network import MemoryNetwork, Network
 from convoy.trust.card import member_of
 from convoy.trust.roster import make_roster
 
+NAMES = ("alpha", "beta", "gamma", "delta")
 
-def make_local_members(
-    names: Sequence[str], directory: Path | None = None, *, cluster_id: str = "test", epoch: int = 1
-) -> tuple[LocalMember, ...]:
-    """Members of one roster, the first may be head; with a directory their keys are on disk, as TLS wants."""
-    identities = {}
-    for name in names:
-        identities[name] = Identity.generate()
-        if directory is not None:
-            identities[name].save(directory / name)
+
+def make_members(num_members: int, first_port: int = 7101) -> list[LocalMember]:
+    """The first is the head."""
+    identities = {name: Identity.generate() for name in NAMES[:num_members]}
     members = [
-        member_of(name, identity, ("127.0.0.1", 7000 + i), head=i == 0)
-        for i, (name, identity) in enumerate(identities.items())
+        member_of(name, identity, ("127.0.0.1", first_port + index), head=index == 0)
+        for index, (name, identity) in enumerate(identities.items())
     ]
-    roster = make_roster(cluster_id, members, epoch=epoch)
-    return tuple(LocalMember(name, identities[name], roster) for name in names)
+    roster = make_roster("test-cluster", members)
+    return [LocalMember(name, identity, roster) for name, identity in identities.items()]
 
 
-def with_roster(member: LocalMember, roster: Roster) -> LocalMember:
-    """The same member under another roster."""
-    return LocalMember(member.name, member.identity, roster)
+class PeerThread:
+    """A peer on a thread of its own; ``events`` tells what it went through."""
+
+    def __init__(self, me: LocalMember, options: PeerOptions, network: Network) -> None:
+        self.me = me
+        self.events: queue.SimpleQueue[PeerEvent] = queue.SimpleQueue()
+        self.peer = Peer(me, options, self.events.put, network)
+        self._thread = threading.Thread(target=self.peer.run, args=(me.member.address,), daemon=True)
+        self._thread.start()
+        self.wait_for("listening")
+
+    def wait_for(self, kind: str) -> PeerEvent:
+        while (event := self.events.get(timeout=30)).kind != kind:
+            pass
+        return event
+
+    def stop(self) -> None:
+        self.peer.stop()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
 
 
-def shifted(roster: Roster, by: datetime.timedelta) -> Roster:
-    """The same members, valid at another time."""
-    return Roster(
-        roster.cluster_id, roster.epoch, roster.not_before + by, roster.expires + by, roster.members
-    )
+@contextmanager
+def running_cluster(
+    source: ModelSource,
+    num_members: int,
+    *,
+    spans: Mapping[str, str] | None = None,
+    network: Network | None = None,
+    head_options: HeadOptions | None = None,
+) -> Iterator[RunningCluster]:
+    """Bring it up, hand it out, take it down."""
+    network = network or MemoryNetwork()
+    members = make_members(num_members)
+    path = None if source.name in {"demo", "demo-mini"} else source.path
+    peers = [PeerThread(me, PeerOptions(model_path=path), network) for me in members[1:]]
+    try:
+        options = head_options or HeadOptions(spans=spans, wait_s=10, num_blocks=256)
+        cluster = RunningCluster.start(members[0], source, options, network=network)
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+    finally:
+        for peer in peers:
+            peer.stop()

@@ -26,10 +26,9 @@ from convoy.errors import ConvoyError, LinkClosed, PeerError, PeerUnreachable, P
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.plan.placement import MemberOffer, Placement, place
-from convoy.transport.dial import dial
 from convoy.transport.link import Link, Received
-from convoy.transport.member import LocalMember
-from convoy.trust.roster import Member
+from convoy.transport.member import LocalMember, Member
+from convoy.transport.network import Network, TcpNetwork
 from convoy.wire.codec import encode_message
 from convoy.wire.messages import Activate, Activated, FrameType, Hello, Plan, Ready, StageAssignment
 
@@ -68,8 +67,11 @@ def plan_digest(plan: Plan) -> bytes:
 class Head:
     """The head's side of a running cluster: its links, its stage, the plan and the executor over all."""
 
-    def __init__(self, me: LocalMember, source: ModelSource, options: HeadOptions) -> None:
+    def __init__(
+        self, me: LocalMember, source: ModelSource, options: HeadOptions, network: Network | None = None
+    ) -> None:
         self._me = me
+        self._network = network or TcpNetwork()
         self._source = source
         self._options = options
         self._mailbox = Mailbox()
@@ -158,7 +160,7 @@ class Head:
         while True:
             try:
                 remaining = max(_RETRY_S, deadline - time.monotonic())
-                return dial(member.address, me=self._me, peer_name=member.name, timeout_s=min(5.0, remaining))
+                return self._network.dial(self._me, member, min(5.0, remaining))
             except PeerUnreachable as error:
                 if time.monotonic() >= deadline:
                     host, port = member.address
@@ -279,7 +281,7 @@ class Head:
             embed=assignment.embed,
             output=assignment.output,
             weight_bytes=self.granted.weight_bytes[member.name],
-            sees_token_ids=assignment.embed or link is None,
+            sees_token_ids=member.name in self.granted.placement.route.token_id_members,
             address="{}:{}".format(*member.address),
             round_trip_s=None if link is None else _round_trip(link),
             cipher=None if link is None else link.cipher,

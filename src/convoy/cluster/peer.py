@@ -15,10 +15,9 @@ from convoy.engine.peer import StageLoop, StageRoute
 from convoy.errors import ConvoyError, Incompatible, ModelError, StepError
 from convoy.model.source import BUNDLED, ModelSource
 from convoy.model.stage import Stage, StageOptions
-from convoy.transport.dial import dial
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
-from convoy.transport.listener import Listener
 from convoy.transport.member import LocalMember
+from convoy.transport.network import Network, TcpNetwork
 from convoy.wire.messages import (
     Activate,
     Activated,
@@ -62,9 +61,14 @@ class Peer:
     """One thread owns the plan, the stage and its K/V; links only fill its bounded inbox."""
 
     def __init__(
-        self, me: LocalMember, options: PeerOptions, on_event: Callable[[PeerEvent], None] | None = None
+        self,
+        me: LocalMember,
+        options: PeerOptions,
+        on_event: Callable[[PeerEvent], None] | None = None,
+        network: Network | None = None,
     ) -> None:
         self._me = me
+        self._network = network or TcpNetwork()
         self._options = options
         self._on_event = on_event or (lambda _event: None)
         self._inbox: queue.Queue[tuple[Link | None, Received | ConvoyError]] = queue.Queue(_INBOX_ITEMS)
@@ -79,7 +83,7 @@ class Peer:
 
         Raises `ConfigError` if the port is taken.
         """
-        listener = Listener(bind, self._me, self._greet)
+        listener = self._network.listen(self._me, bind, self._greet)
         host, port = listener.address[:2]
         self._tell("listening", f"{self._me.name} listens on {host}:{port}")
         try:
@@ -220,7 +224,7 @@ class Peer:
         if name == head.peer:
             return head
         member = self._me.roster.member(name)
-        link = dial(member.address, me=self._me, peer_name=name, timeout_s=self._options.successor_wait_s)
+        link = self._network.dial(self._me, member, self._options.successor_wait_s)
         link.start(self._deliver, self._ended, frozenset())
         self._links[name] = link
         return link

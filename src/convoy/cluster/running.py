@@ -10,8 +10,8 @@ from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import ConvoyError
 from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
-from convoy.plan.route import Route
 from convoy.transport.member import LocalMember
+from convoy.transport.network import Network
 
 
 class RunningCluster:
@@ -24,14 +24,19 @@ class RunningCluster:
 
     @classmethod
     def start(
-        cls, me: LocalMember, source: ModelSource, options: HeadOptions, on_load: LoadProgress | None = None
+        cls,
+        me: LocalMember,
+        source: ModelSource,
+        options: HeadOptions,
+        on_load: LoadProgress | None = None,
+        network: Network | None = None,
     ) -> RunningCluster:
         """Bring the cluster up and pass one real token through every stage.
 
         Raises what `Head.bring_up` raises.
         """
         tokenizer = Tokenizer(source)
-        head = Head(me, source, options)
+        head = Head(me, source, options, network)
         granted = head.bring_up(on_load)
         assert head.executor is not None
         limits = SchedulerLimits(
@@ -70,7 +75,7 @@ class RunningCluster:
             model=granted.plan.model,
             ready=ready,
             reason=reason,
-            route=Route(granted.plan.stages).describe(),
+            route=granted.placement.route.describe(),
             kernel=granted.plan.kernel,
             generation=granted.plan.generation,
             stages=self.head.stages(),

@@ -189,8 +189,9 @@ class Engine:
                     self._commit(self._executor.collect())
         except ConvoyError as error:
             with self._changed:
+                if not self._closing:
+                    _log.error("the engine stopped: %s", type(error).__name__)
                 self._fail(error)
-            _log.error("the engine stopped: %s", type(error).__name__)
         except Exception:
             with self._changed:
                 self._fail(StageLost("the engine met an internal error", hint="the log has its traceback"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,26 +16,39 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from convoy.errors import ModelError
 from convoy.model.attention import ATTENTION_NAME
 from convoy.model.checkpoint import StoredTensor, read_tensors
-from convoy.model.linear import FUSED_ACTIVATIONS, PackedLinear, PackedMlp
+from convoy.model.exact import make_layer_exact, make_output_exact
+from convoy.model.linear import PackedLinear
 from convoy.model.source import ModelSource
 from convoy.wire.messages import StageAssignment
 
 LoadProgress = Callable[[int, int], None]
 # They change their frequencies with the length of the batch, so a position would not have one value.
 _UNSTEADY_ROPE = {"dynamic", "longrope"}
+_LIBRARY = threading.Lock()
 
 
 @dataclass(frozen=True)
 class LoadedModules:
-    """A stage's modules. ``layers`` are absolute: {12: ..., 13: ...}; what is not owned is None."""
+    """A stage's modules; what it does not own is None."""
 
-    embedding: torch.Tensor | None  # [vocab_size, hidden_size]
-    layers: dict[int, nn.Module]
+    embedding: nn.Embedding | None
+    layers: dict[int, nn.Module]  # by their number in the whole model
     norm: nn.Module | None
     output: nn.Module | None  # lm_head
     rotary: nn.Module
+    fused_attention: bool  # the layers take rotations spread over heads
     bytes_read: int
-    weight_bytes: int
+
+    def parts(self) -> list[nn.Module]:
+        """Everything with weights."""
+        return [*self.layers.values(), *(p for p in (self.embedding, self.norm, self.output) if p is not None)]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Resident bytes; a tied matrix that is stored once counts once."""
+        plain = {p.data_ptr(): p.nbytes for part in self.parts() for p in part.parameters()}
+        packed = [m.weight_bytes for part in self.parts() for m in part.modules() if isinstance(m, PackedLinear)]
+        return sum(plain.values()) + sum(packed)
 
 
 def load_modules(
@@ -42,8 +56,8 @@ def load_modules(
 ) -> LoadedModules:
     """Read just the tensors of the assignment and build its modules in float32.
 
-    ``packed`` gives exact mode's linears. Raises ModelError for a span outside the model, and for missing, misshapen or
-    unreadable tensors, naming them.
+    ``packed`` gives exact mode's layers. Raises ModelError for a span outside the model, and for missing,
+    misshapen or unreadable tensors, naming them.
     """
     if not 0 <= assignment.start <= assignment.end <= source.spec.num_layers:
         raise ModelError(
@@ -63,7 +77,7 @@ def load_modules(
     model = _build(source, assignment, config, state)
     stored_dtype = next((t.dtype for n, t in state.items() if n.endswith("embed_tokens.weight")), None)
     del state
-    return _take_modules(model, source, assignment, packed, stored_dtype, bytes_read)
+    return _take_modules(model, stored_dtype, bytes_read=bytes_read, packed=packed)
 
 
 def _config(source: ModelSource, assignment: StageAssignment) -> Any:
@@ -117,7 +131,7 @@ def _build(
             if not assignment.output:
                 self.model.norm, self.lm_head = nn.Identity(), nn.Identity()
 
-    with _quiet_library():
+    with _library_to_ourselves():
         try:
             model, report = OwnedPart.from_pretrained(
                 None,
@@ -148,84 +162,62 @@ def _check_report(source: ModelSource, report: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _quiet_library() -> Iterator[None]:
-    """No progress bars and no reports from the library: only the command line prints."""
+def _library_to_ourselves() -> Iterator[None]:
+    """One load at a time, because the library patches its own modules meanwhile, and no output from it."""
+    with _LIBRARY, _silence():
+        yield
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
     log = transformers.utils.logging
     verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
+    log.set_verbosity_error()  # type: ignore[no-untyped-call]
+    log.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         log.set_verbosity(verbosity)
         if bars:
-            log.enable_progress_bar()
+            log.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _take_modules(
-    model: Any,
-    source: ModelSource,
-    assignment: StageAssignment,
-    packed: bool,
-    stored_dtype: torch.dtype | None,
-    bytes_read: int,
-) -> LoadedModules:
-    layers: dict[int, nn.Module] = {
-        layer: model.model.layers[layer] for layer in range(assignment.start, assignment.end)
-    }
-    norm, output = (model.model.norm, model.lm_head) if assignment.output else (None, None)
-    embedding = model.model.embed_tokens.weight.detach() if assignment.embed else None
-    rotary = model.model.rotary_emb
-    tied = source.spec.tied_embeddings and assignment.output
-    del model
-    if packed:
-        for layer in layers.values():
-            pack_layer(layer)
-        if output is not None:
-            output = PackedLinear(output.weight, output.bias)
-            if embedding is not None and tied and stored_dtype is not None:
-                # the packed output cannot be looked up by row; what was stored in two bytes is kept in two
-                embedding = embedding.to(stored_dtype)
-    modules = [*layers.values(), *(m for m in (norm, output) if m is not None)]
-    _own_memory(modules)
-    if embedding is not None and not (tied and not packed):
-        embedding = embedding.clone()
-    counted = {p.data_ptr(): p.nbytes for module in modules for p in module.parameters()}
-    if embedding is not None:
-        counted[embedding.data_ptr()] = embedding.nbytes
-    packed_bytes = sum(
-        part.weight_bytes for module in modules for part in module.modules() if isinstance(part, PackedLinear)
+def _take_modules(model: Any, stored_dtype: torch.dtype | None, *, bytes_read: int, packed: bool) -> LoadedModules:
+    """Take the owned modules out of the model, packing and freeing them one by one."""
+    decoder, output = model.model, model.lm_head
+    layers = {i: layer for i, layer in enumerate(decoder.layers) if not isinstance(layer, nn.Identity)}
+    fused = [make_layer_exact(layer) for layer in layers.values()] if packed else []
+    embedding = getattr(decoder.embed_tokens, "weight", None)
+    norm, rotary = decoder.norm, decoder.rotary_emb
+    if isinstance(output, nn.Identity):
+        norm = output = None
+    elif packed:
+        tied = embedding is output.weight
+        norm, output = make_output_exact(norm, output)
+        if tied and stored_dtype is not None:
+            # A packed matrix cannot be looked up by row, so here the embedding lies beside it: at least in the
+            # dtype of the file, half of float32 for most.
+            embedding = embedding.to(stored_dtype)
+    modules = LoadedModules(
+        embedding=None if embedding is None else nn.Embedding.from_pretrained(embedding.detach()),
+        layers=layers,
+        norm=norm,
+        output=output,
+        rotary=rotary,
+        fused_attention=bool(fused) and all(fused),
+        bytes_read=bytes_read,
     )
-    weight_bytes = sum(counted.values()) + packed_bytes
-    return LoadedModules(embedding, layers, norm, output, rotary, bytes_read, weight_bytes)
+    _own_memory(modules)
+    return modules
 
 
-def _own_memory(modules: list[nn.Module]) -> None:
+def _own_memory(modules: LoadedModules) -> None:
     """Copy what still points into the mapped file: a file that changes later must not change a running model."""
-    for module in modules:
-        for parameter in module.parameters():
+    copies: dict[int, torch.Tensor] = {}  # by address, so that a tied matrix stays one
+    for part in modules.parts():
+        for parameter in part.parameters():
             parameter.requires_grad_(False)
-            parameter.data = parameter.data.clone()
-
-
-def pack_layer(layer: nn.Module) -> None:
-    """Replace a layer's linears by packed ones, in place, and its activation by the one fused into its linear.
-
-    Raises ModelError for an activation that has no fused form.
-    """
-    for name, part in list(layer.named_modules()):
-        if all(
-            isinstance(getattr(part, key, None), nn.Linear) for key in ("gate_proj", "up_proj", "down_proj")
-        ):
-            activation = str(part.config.hidden_act)  # type: ignore[union-attr]
-            if activation not in FUSED_ACTIVATIONS:
-                raise ModelError(
-                    f"the activation {activation!r} has no exact form here",
-                    hint='set kernel = "plain-f32"',
-                )
-            mlp = PackedMlp(part.gate_proj, part.up_proj, part.down_proj, activation)  # type: ignore[arg-type]
-            layer.set_submodule(name, mlp)
-            del mlp
-    for name, part in list(layer.named_modules()):
-        if isinstance(part, nn.Linear):
-            layer.set_submodule(name, PackedLinear(part.weight, part.bias))
+            address = parameter.data_ptr()
+            if address not in copies:
+                copies[address] = parameter.data.clone()
+            parameter.data = copies[address]

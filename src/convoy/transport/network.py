@@ -1,0 +1,103 @@
+"""How members reach each other: real sockets, or one process with every other part real.
+
+A head and its peers take a `Network`, so that a whole cluster, handshakes and sealing included, runs inside one
+test process, and faults can be put between any two members.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from convoy.errors import ConfigError, PeerUnreachable
+from convoy.transport.dial import dial
+from convoy.transport.link import Link
+from convoy.transport.listener import Listener
+from convoy.transport.member import LocalMember, Member
+from convoy.transport.memory import Fault
+from convoy.transport.memory_link import memory_link_pair
+from convoy.transport.options import LinkOptions
+
+OnLink = Callable[[Link], None]
+
+
+class Listening(Protocol):
+    """Something that hands new links to its `OnLink` until it is closed."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+
+    def close(self) -> None: ...
+
+
+class Network(Protocol):
+    """Links to and from other members; none is started yet."""
+
+    def dial(self, me: LocalMember, peer: Member, timeout_s: float) -> Link:
+        """Raises what `transport.dial.dial` raises."""
+
+    def listen(self, me: LocalMember, bind: tuple[str, int], on_link: OnLink) -> Listening:
+        """Raises `ConfigError` if the address is taken."""
+
+
+class TcpNetwork:
+    """TLS over TCP: the only network of the product."""
+
+    def __init__(self, options: LinkOptions | None = None) -> None:
+        self._options = options
+
+    def dial(self, me: LocalMember, peer: Member, timeout_s: float) -> Link:
+        return dial(peer.address, me=me, peer_name=peer.name, timeout_s=timeout_s, options=self._options)
+
+    def listen(self, me: LocalMember, bind: tuple[str, int], on_link: OnLink) -> Listening:
+        return Listener(bind, me, on_link, options=self._options)
+
+
+class MemoryNetwork:
+    """Members of one process. ``records`` keeps, per (dialler, listener), the bytes both ends hand to their streams."""
+
+    def __init__(self, options: LinkOptions | None = None, *, record: bool = False) -> None:
+        self._options = options
+        self._record = record
+        self._lock = threading.Lock()
+        self._listening: dict[tuple[str, int], tuple[LocalMember, OnLink]] = {}
+        self.records: dict[tuple[str, str], tuple[bytearray, bytearray]] = {}
+        self.faults: dict[tuple[str, str], Iterable[Fault]] = {}
+
+    def dial(self, me: LocalMember, peer: Member, timeout_s: float) -> Link:  # noqa: ARG002 - nobody is far
+        with self._lock:
+            there = self._listening.get(peer.address)
+        if there is None:
+            host, port = peer.address
+            raise PeerUnreachable(f"{peer.name} at {host}:{port} could not be reached: nobody listens")
+        other, on_link = there
+        pair = (me.name, peer.name)
+        record = (bytearray(), bytearray()) if self._record else None
+        if record is not None:
+            self.records[pair] = record
+        mine, others = memory_link_pair(
+            me, other, faults=self.faults.get(pair, ()), record=record, options=self._options
+        )
+        on_link(others)
+        return mine
+
+    def listen(self, me: LocalMember, bind: tuple[str, int], on_link: OnLink) -> Listening:
+        with self._lock:
+            if bind in self._listening:
+                raise ConfigError(f"cannot listen on {bind[0]}:{bind[1]}: address already in use")
+            self._listening[bind] = (me, on_link)
+        return _MemoryListening(self, bind)
+
+    def forget(self, bind: tuple[str, int]) -> None:
+        with self._lock:
+            self._listening.pop(bind, None)
+
+
+class _MemoryListening:
+    def __init__(self, network: MemoryNetwork, address: tuple[str, int]) -> None:
+        self._network = network
+        self.address = address
+
+    def close(self) -> None:
+        self._network.forget(self.address)
