@@ -104,6 +104,7 @@ class Link:
 
         Raises `LinkBroken`, `LinkClosed` or `FrameTooLong`.
         """
+        _check_position(generation, step, 0)
         self._outgoing.send(message_parcel(frame_type_of(message), encode_message(message), generation, step))
 
     def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
@@ -111,6 +112,7 @@ class Link:
 
         Its memory must not change afterwards: it may be queued.
         """
+        _check_position(generation, step, boundary)
         self._outgoing.send(Parcel(FrameType.HIDDEN, generation, step, boundary, tensor=tensor))
 
     def ping(self, timeout_s: float) -> float:
@@ -208,6 +210,11 @@ class Link:
             case _:
                 return False
         return True
+
+
+def _check_position(generation: int, step: int, boundary: int) -> None:
+    if not (0 <= generation < 2**64 and 0 <= step < 2**64 and 0 <= boundary < 2**16):
+        raise ValueError(f"generation {generation}, step {step} or boundary {boundary} does not fit a header")
 
 
 class _Waiting:

@@ -27,6 +27,7 @@ from convoy.transport.tcp import TlsStream, peer_certificate, server_context, st
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 128
+_ACCEPT_POLL_S = 1.0
 
 
 @dataclass(slots=True)
@@ -65,7 +66,9 @@ class Listener:
         self._slots = threading.Semaphore(self._options.max_half_open)
         self._lock = threading.Lock()
         self._halves: dict[tuple[str, bytes], _Half] = {}
+        self._closed = threading.Event()
         self._socket = _bind(bind)
+        self._socket.settimeout(_ACCEPT_POLL_S)
         host, port = self._socket.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
         self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
@@ -73,21 +76,23 @@ class Listener:
 
     def close(self) -> None:
         """Stop accepting. Links that stand already live on."""
+        self._closed.set()
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept() on Linux; the close below does elsewhere
-        self._socket.close()
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept() on Linux; elsewhere its timeout does
         if threading.current_thread() is not self._thread:
-            self._thread.join(2.0)
+            self._thread.join(2 * _ACCEPT_POLL_S)
+        self._socket.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 sock, _address = self._socket.accept()
-            except OSError:
-                if self._socket.fileno() < 0:
-                    return
-                time.sleep(0.01)  # out of descriptors: wait for some to come back instead of spinning
+            except TimeoutError:
                 continue
+            except OSError:
+                if self._closed.wait(0.05):
+                    return
+                continue  # out of descriptors: some come back
             if not self._slots.acquire(blocking=False):
                 _log.warning("refused a connection: %d handshakes are under way", self._options.max_half_open)
                 sock.close()
@@ -111,6 +116,9 @@ class Listener:
         except ConvoyError as error:
             _log.warning("the link from %s was not taken: %s", link.peer, error.message)
             link.close("not taken")
+        except BaseException:
+            link.close("not taken")
+            raise
 
     def _handshake(self, sock: socket.socket) -> Link | None:
         """The link, if this connection completes one; None if another thread takes this connection over."""

@@ -92,9 +92,8 @@ class Outgoing:
                 return
             self._busy = True
         self._work((parcel,))
-        with self._changed:
-            if self._error is not None:
-                self._raise_if_over()
+        if self._error is not None:
+            self._raise_if_over()
 
     def post_pong(self, parcel: Parcel) -> None:
         """Queue without ever waiting: receivers must not wait for senders, or two ends could wait for each
@@ -180,12 +179,20 @@ class Outgoing:
                 self._pack(parcel)
             self._flush()
         except ConvoyError as error:
-            self.end(error)
-            self._on_error(error)
+            self._fail(error)
+        except BaseException as bug:
+            # Half a frame may be out, and the counter has moved: nothing can follow on this link.
+            self._fail(LinkBroken(f"this side failed while it sent: {type(bug).__name__}"))
+            raise
         finally:
             with self._changed:
                 self._busy = False
-                self._changed.notify_all()
+                if self._queue or self._closing:
+                    self._changed.notify_all()
+
+    def _fail(self, error: ConvoyError) -> None:
+        self.end(error)
+        self._on_error(error)
 
     def _pack(self, parcel: Parcel) -> None:
         if parcel.tensor is None:

@@ -23,7 +23,15 @@ FLAG_LAST = 0x01
 
 HANDSHAKE_MAGIC = b"CNVY"
 HANDSHAKE_PREAMBLE_BYTES = 8
-MAX_HANDSHAKE_BYTES = 4096
+
+# Before authentication: all that one end may be made to read adds up to less than 4 KiB.
+MAX_HANDSHAKE_BYTES: dict[FrameType, int] = {
+    FrameType.OPENING: 64,
+    FrameType.HANDSHAKE_1: 3072,
+    FrameType.HANDSHAKE_2: 3072,
+    FrameType.HANDSHAKE_3: 128,
+    FrameType.HANDSHAKE_END: 64,
+}
 
 _HEADER = struct.Struct(">BBHI8sQQQII")
 _PREAMBLE = struct.Struct(">4sBBH")
@@ -46,16 +54,7 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
 }
 
 _TYPES: dict[int, FrameType] = {int(kind): kind for kind in MAX_PAYLOAD_BYTES}
-_HANDSHAKE_TYPES: dict[int, FrameType] = {
-    int(kind): kind
-    for kind in (
-        FrameType.HANDSHAKE_1,
-        FrameType.HANDSHAKE_2,
-        FrameType.HANDSHAKE_3,
-        FrameType.OPENING,
-        FrameType.HANDSHAKE_END,
-    )
-}
+_HANDSHAKE_TYPES: dict[int, FrameType] = {int(kind): kind for kind in MAX_HANDSHAKE_BYTES}
 
 
 class FrameHeader(NamedTuple):
@@ -116,19 +115,21 @@ def decode_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> Fr
 
 def encode_handshake(kind: FrameType, payload: bytes) -> bytes:
     """A whole handshake frame: preamble and payload."""
-    if len(payload) > MAX_HANDSHAKE_BYTES:
-        raise FrameTooLong(
-            f"a {kind.name} of {len(payload)} bytes is over the limit of {MAX_HANDSHAKE_BYTES}"
-        )
+    _check_handshake(kind, len(payload))
     return _PREAMBLE.pack(HANDSHAKE_MAGIC, kind, 0, len(payload)) + payload
 
 
 def decode_preamble(data: bytes | bytearray | memoryview) -> tuple[FrameType, int]:
-    """Type and payload length of a handshake frame. Raises `FrameError`; `FrameTooLong` above 4 KiB."""
+    """Type and payload length of a handshake frame. Raises `FrameError`; `FrameTooLong` above its limit."""
     magic, number, zero, length = _PREAMBLE.unpack_from(data)
     kind = _HANDSHAKE_TYPES.get(number)
     if magic != HANDSHAKE_MAGIC or kind is None or zero != 0:
         raise FrameError("the other end does not speak convoy: no handshake frame came first")
-    if length > MAX_HANDSHAKE_BYTES:
-        raise FrameTooLong(f"a {kind.name} claims {length} bytes, and the limit is {MAX_HANDSHAKE_BYTES}")
+    _check_handshake(kind, length)
     return kind, length
+
+
+def _check_handshake(kind: FrameType, length: int) -> None:
+    limit = MAX_HANDSHAKE_BYTES[kind]
+    if length > limit:
+        raise FrameTooLong(f"a {kind.name} claims {length} bytes, and its limit is {limit}")

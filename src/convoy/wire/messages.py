@@ -1,7 +1,8 @@
 """What members say to each other: one closed set of messages, one frame type each.
 
-The byte layout is in docs/protocol.md; the codec is `wire.codec`, the header `wire.frame`. Messages are plain values: nothing
-here checks that an index fits a pool or a span fits a model; whoever receives one does (`engine.peer`, `model.stage`).
+The byte layout is in docs/protocol.md; the codec is `wire.codec`, the header `wire.frame`. Messages are plain
+values: nothing here checks that an index fits a pool or a span fits a model; whoever receives one does
+(`engine.peer`, `model.stage`).
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ class Step(Message, frozen=True):
     released: list[int]  # sequences whose tables end
     grants: list[BlockGrant]
     rows: list[Row]
-    tokens: bytes  # little-endian uint32 per token of all rows, only for the owner of the embedding; otherwise empty
+    tokens: (
+        bytes  # little-endian uint32 per token of all rows for the owner of the embedding, otherwise empty
+    )
 
 
 class StepFailed(Message, frozen=True):

@@ -32,6 +32,8 @@ class WireTensor:
     data: memoryview | bytes
 
     def __post_init__(self) -> None:
+        if isinstance(self.data, memoryview) and not self.data.c_contiguous:
+            raise FrameError("a tensor's memory is not contiguous")
         expected = tensor_bytes(self.dtype, self.shape)
         if self.nbytes != expected:
             raise FrameError(
@@ -47,7 +49,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a dense tensor. Raises `FrameError` for a dtype or shape that never crosses a link."""
     if dtype not in DTYPES:
         raise FrameError(f"dtype {dtype} does not cross links, expected one of {', '.join(DTYPES)}")
-    if len(shape) > MAX_DIMENSIONS or any(size < 0 for size in shape):
+    if len(shape) > MAX_DIMENSIONS or (shape and min(shape) < 0):
         raise FrameError(f"a tensor has shape {shape}, expected at most {MAX_DIMENSIONS} sizes of 0 or more")
     return DTYPES[dtype][1] * math.prod(shape)
 
