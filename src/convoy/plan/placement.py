@@ -1,0 +1,178 @@
+"""Which member owns which layers: as a person says, or in proportion to memory; or the reason why not.
+
+In this version the output belongs to the head. So the head owns the first layers and the output
+(`0:K,output`, the default), the last layers and the output (`K:output`, reverse), or everything; peers
+share the rest in any way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from convoy.errors import PlanError, SpanError
+from convoy.plan.memory import check_memory, relieve
+from convoy.plan.partition import consecutive, shares
+from convoy.plan.route import Route, missing_layers
+from convoy.plan.span import Span, format_span, layers_text, parse_span
+from convoy.plan.spec import ModelSpec
+from convoy.wire.messages import StageAssignment
+
+
+@dataclass(frozen=True)
+class MemberOffer:
+    """What a member brings to a plan; offers come in roster order."""
+
+    name: str
+    memory_bytes: int  # for weights and K/V
+    head: bool = False
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A plan that fits: stages in the order of their layers."""
+
+    spec: ModelSpec
+    stages: tuple[StageAssignment, ...]
+    head: str
+    dtype: str  # in which stages hold weights, K/V and hidden state
+    memory_bytes: Mapping[str, int]
+
+    @property
+    def route(self) -> Route:
+        """The way of a token through the stages."""
+        return Route(self.spec, self.stages, self.head)
+
+
+def place(
+    spec: ModelSpec,
+    members: Sequence[MemberOffer],
+    spans: Mapping[str, str] | None = None,
+    *,
+    dtype: str = "float32",
+) -> Placement:
+    """Give every member a stage.
+
+    ``spans`` maps member names to span texts; who is not in it shares the layers left over, by memory.
+    Raises SpanError for spans that are wrong, alone or together, and PlanError where there are too many
+    members or too little memory.
+    """
+    head = _find_head(members)
+    memory_bytes = {member.name: member.memory_bytes for member in members}
+    given = _parse(spec, memory_bytes, spans or {})
+    rest = _share_rest(spec, members, given, memory_bytes, dtype)
+    owners = sorted([*given.items(), *rest], key=lambda owner: (owner[1], owner[0]))
+    _check_layers(spec, owners)
+    _check_output(spec, owners, head)
+    _check_cuts(spec, owners)
+    check_memory(spec, owners, memory_bytes, dtype)
+    stages = tuple(StageAssignment(name, s.start, s.end, s.embed, s.output) for name, s in owners)
+    return Placement(spec, stages, head, dtype, memory_bytes)
+
+
+def _find_head(members: Sequence[MemberOffer]) -> str:
+    names = [member.name for member in members]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise PlanError(f"member {twice} is listed twice")
+    heads = [member.name for member in members if member.head]
+    if len(heads) != 1:
+        raise PlanError(f"{len(heads)} of {len(members)} members are the head, expected exactly one")
+    for member in members:
+        if member.memory_bytes <= 0:
+            raise PlanError(
+                f"{member.name} offers {member.memory_bytes} bytes of memory, expected more than 0"
+            )
+    return heads[0]
+
+
+def _parse(spec: ModelSpec, members: Mapping[str, int], spans: Mapping[str, str]) -> dict[str, Span]:
+    given = {}
+    for name, text in spans.items():
+        if name not in members:
+            raise SpanError(f"span {text!r} is for {name}, expected a member: {', '.join(members)}")
+        try:
+            given[name] = parse_span(text, spec.num_layers)
+        except SpanError as error:
+            raise SpanError(f"{name}: {error.message}", hint=error.hint) from None
+    return given
+
+
+def _share_rest(
+    spec: ModelSpec,
+    members: Sequence[MemberOffer],
+    given: Mapping[str, Span],
+    memory_bytes: Mapping[str, int],
+    dtype: str,
+) -> list[tuple[str, Span]]:
+    without = [member for member in members if member.name not in given]
+    if not without:
+        return []
+    names = ", ".join(member.name for member in without)
+    gaps = missing_layers(spec.num_layers, [(span.start, span.end) for span in given.values()])
+    if not gaps:
+        raise SpanError(f"no layer is left for {names}, expected at least one for each member")
+    if len(gaps) > 1:
+        runs = " and ".join(layers_text(start, end) for start, end in gaps)
+        raise SpanError(
+            f"{runs} are left over for {names}, expected one run", hint="give every member a span"
+        )
+    (start, end) = gaps[0]
+    # The head comes first, for the default layout, unless the first layers are taken: then last, for the
+    # reverse.
+    without.sort(key=lambda member: member.head is not (start == 0))
+    counts = shares(end - start, [member.memory_bytes for member in without])
+    runs_of = zip(without, consecutive(counts, start), strict=True)
+    owners = [(member.name, Span(first, last, output=member.head)) for member, (first, last) in runs_of]
+    return relieve(spec, owners, memory_bytes, dtype)
+
+
+def _check_layers(spec: ModelSpec, owners: Sequence[tuple[str, Span]]) -> None:
+    widest_name, widest = owners[0]
+    for name, span in owners[1:]:
+        if span.start < widest.end:
+            layers = layers_text(span.start, min(span.end, widest.end))
+            here, there = format_span(widest, spec.num_layers), format_span(span, spec.num_layers)
+            raise SpanError(f"{layers} claimed twice, by {widest_name} ({here}) and by {name} ({there})")
+        if span.end > widest.end:
+            widest_name, widest = name, span
+    missing = missing_layers(spec.num_layers, [(span.start, span.end) for _, span in owners])
+    if missing:
+        runs = " and ".join(layers_text(start, end) for start, end in missing)
+        raise SpanError(f"nobody owns {runs} of {spec.num_layers}, expected every layer to have an owner")
+
+
+def _check_output(spec: ModelSpec, owners: Sequence[tuple[str, Span]], head: str) -> None:
+    last = spec.num_layers - 1
+    for name, span in owners:
+        if span.output and name != head:
+            text = format_span(span, spec.num_layers)
+            raise SpanError(
+                f"{name} claims the output ({text}), expected the head, {head}, to own it",
+                hint=f"give {head} a span such as 0:K,output or K:output, and {name} none of it",
+            )
+    mine = dict(owners)[head]
+    if not mine.output:
+        claimed = format_span(mine, spec.num_layers)
+        if mine.end > last and mine.start > 0:
+            hint = f"use {mine.start}:output for {head}"
+        else:
+            hint = f"use {claimed},output for {head}"
+        raise SpanError(
+            f"nobody owns the output, expected the head, {head} ({claimed}), to own it", hint=hint
+        )
+    if mine.start > 0 and mine.end <= last:
+        raise SpanError(
+            f"the head, {head}, owns {layers_text(mine.start, mine.end)} in the middle, "
+            f"expected the first layers (0:K,output) or the last (K:output)"
+        )
+
+
+def _check_cuts(spec: ModelSpec, owners: Sequence[tuple[str, Span]]) -> None:
+    for (before, _), (after, span) in itertools.pairwise(owners):
+        reason = spec.forbidden_cuts.get(span.start)
+        if reason is not None:
+            raise SpanError(
+                f"the cut between {before} and {after}, before layer {span.start}, is not allowed: {reason}"
+            )

@@ -1,0 +1,101 @@
+"""A placement as numbers for people and programs: what `convoy plan` prints, with nothing loaded or run."""
+
+from __future__ import annotations
+
+import msgspec
+
+from convoy.plan.placement import Placement
+from convoy.plan.span import Span, format_span
+from convoy.wire.messages import StageAssignment
+
+
+class StageReport(msgspec.Struct, frozen=True):
+    """One stage, with what it takes of its member's memory."""
+
+    member: str
+    head: bool
+    span: str
+    start: int  # half-open, as everywhere but in ``span``
+    end: int
+    embed: bool
+    output: bool
+    weight_bytes: int
+    kv_bytes_per_token: int
+    memory_bytes: int
+    max_kv_tokens: int  # that fit beside the weights, every layer taken as unwindowed
+    sees_token_ids: bool
+
+
+class HopReport(msgspec.Struct, frozen=True):
+    """One transfer of hidden state; ``bytes_per_token`` before framing and sealing."""
+
+    sender: str
+    receiver: str
+    boundary: int
+    all_rows: bool
+    bytes_per_token: int
+
+
+class PlanReport(msgspec.Struct, frozen=True):
+    """A whole plan. ``peers_seeing_token_ids`` is empty in the default layout."""
+
+    model: str
+    family: str
+    dtype: str
+    num_layers: int
+    max_context: int
+    route: str
+    stages: list[StageReport]
+    hops: list[HopReport]
+    token_id_members: list[str]
+    peers_seeing_token_ids: list[str]
+    weight_bytes: int
+    kv_bytes_per_token: int
+    hop_bytes_per_token: int  # over all hops, for one decoded token
+    max_kv_tokens: int  # of the tightest member
+
+
+def report(placement: Placement) -> PlanReport:
+    """The numbers of a placement."""
+    spec, dtype, route = placement.spec, placement.dtype, placement.route
+    stages = [_stage(placement, stage) for stage in placement.stages]
+    token_bytes = spec.boundary_bytes(dtype)
+    hops = [HopReport(h.sender, h.receiver, h.boundary, h.all_rows, token_bytes) for h in route.hops]
+    readers = list(route.token_id_members)
+    return PlanReport(
+        model=spec.name,
+        family=spec.family,
+        dtype=dtype,
+        num_layers=spec.num_layers,
+        max_context=spec.max_context,
+        route=route.describe(),
+        stages=stages,
+        hops=hops,
+        token_id_members=readers,
+        peers_seeing_token_ids=[name for name in readers if name != placement.head],
+        weight_bytes=sum(stage.weight_bytes for stage in stages),
+        kv_bytes_per_token=sum(stage.kv_bytes_per_token for stage in stages),
+        hop_bytes_per_token=sum(hop.bytes_per_token for hop in hops),
+        max_kv_tokens=min(stage.max_kv_tokens for stage in stages),
+    )
+
+
+def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
+    spec, dtype = placement.spec, placement.dtype
+    weights = spec.weight_bytes(stage.start, stage.end, embed=stage.embed, output=stage.output, dtype=dtype)
+    kv_bytes = spec.kv_token_bytes(stage.start, stage.end, dtype)
+    memory_bytes = placement.memory_bytes[stage.member]
+    return StageReport(
+        member=stage.member,
+        head=stage.member == placement.head,
+        span=format_span(Span(stage.start, stage.end, stage.output), spec.num_layers),
+        start=stage.start,
+        end=stage.end,
+        embed=stage.embed,
+        output=stage.output,
+        weight_bytes=weights,
+        kv_bytes_per_token=kv_bytes,
+        memory_bytes=memory_bytes,
+        max_kv_tokens=(memory_bytes - weights) // kv_bytes,
+        sees_token_ids=stage.member in placement.route.token_id_members,
+    )
