@@ -1,0 +1,123 @@
+"""``convoy chat``: talk to a running head, once or line by line."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from convoy.cli.endpoint import DEFAULT_URL, ApiKeyFlag, Endpoint, UrlFlag
+from convoy.cli.output import JsonFlag, print_json, print_note, styled
+from convoy.errors import ConvoyError, UsageError
+
+Message = dict[str, str]
+
+
+@dataclass
+class Answer:
+    """What a streamed answer came to. ``usage`` is the server's own count, None if it sent none."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    usage: dict[str, int] | None = None
+
+
+def chat(
+    prompt: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
+    url: UrlFlag = DEFAULT_URL,
+    api_key_file: ApiKeyFlag = None,
+    model: Annotated[str | None, typer.Option(help="Which, if the head serves several.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 is greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Talk to a running cluster; answers stream as they come."""
+    endpoint = Endpoint.of(url, api_key_file)
+    asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options = {name: value for name, value in asked.items() if value is not None}
+    history = [] if system is None else [{"role": "system", "content": system}]
+    if prompt is not None:
+        _once(endpoint, [*history, _user(prompt)], options, as_json=as_json)
+    elif as_json:
+        raise UsageError("--json needs a question", hint='convoy chat --json "What is 2+3?"')
+    else:
+        _converse(endpoint, history, options)
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _once(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], *, as_json: bool) -> None:
+    started = time.monotonic()
+    answer = Answer()
+    for piece in _stream(endpoint, messages, options, answer):
+        if not as_json:
+            print(piece, end="", flush=True)
+    if as_json:
+        seconds = time.monotonic() - started
+        print_json(
+            {
+                "text": answer.text,
+                "finish_reason": answer.finish_reason,
+                "usage": answer.usage,
+                "total_s": round(seconds, 4),
+            }
+        )
+    else:
+        print()
+
+
+def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any]) -> None:
+    """Until end of input. A failed turn is reported and forgotten; the conversation goes on."""
+    endpoint.get("/v1/models")  # nobody there is better said before the first question
+    if sys.stdin.isatty():
+        print_note("end with Ctrl-D; Ctrl-C stops an answer")
+    while (line := _ask()) is not None:
+        if not line.strip():
+            continue
+        messages = [*history, _user(line)]
+        answer = Answer()
+        try:
+            for piece in _stream(endpoint, messages, options, answer):
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print_note("\nstopped")
+            continue
+        except ConvoyError as error:
+            print_note(f"{styled('error:', 'red', sys.stderr)} {error.message}")
+            continue
+        print()
+        history = [*messages, {"role": "assistant", "content": answer.text}]
+
+
+def _ask() -> str | None:
+    # The prompt sign goes where people look, not where answers are piped to.
+    try:
+        if sys.stdin.isatty():
+            print(styled("> ", "bold", sys.stderr), end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+    except UnicodeDecodeError:
+        raise UsageError("standard input is not UTF-8 text") from None
+    return line.rstrip("\n") if line else None
+
+
+def _stream(
+    endpoint: Endpoint, messages: list[Message], options: dict[str, Any], answer: Answer
+) -> Iterator[str]:
+    body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **options}
+    for event in endpoint.stream("/v1/chat/completions", body):
+        if event.get("usage") is not None:
+            answer.usage = event["usage"]  # type: ignore[assignment]
+        for choice in event.get("choices") or ():  # type: ignore[attr-defined]
+            piece = choice["delta"].get("content") or ""
+            answer.text += piece
+            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            if piece:
+                yield piece

@@ -1,0 +1,256 @@
+"""``convoy.toml``: one file for a member, read into frozen values.
+
+    [cluster]  name, identity (folder), roster (file), operator_key (as `convoy roster new` prints it)
+    [listen]   host, port                                   where peers reach this member
+    [serve]    host, port, api_key_file, max_waiting, drain_s   the HTTP server of a head
+    [model]    name or path, kernel, activation_dtype, num_threads, memory_gb
+    [engine]   max_batch, max_step_tokens, prefill_chunk, block_size, num_blocks (0: as many as fit)
+    [plan]     layers = { alpha = "0:5,output", beta = "6:11" }, wait_s
+
+Every table and key is optional here; what a verb cannot do without, it asks for with a `require_` method.
+Paths are relative to the file. An unknown key is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from convoy.errors import ConfigError
+
+DEFAULT_PEER_PORT = 7777
+DEFAULT_SERVE_PORT = 8765
+_MAX_FILE_BYTES = 1 << 20
+_OPERATOR_KEY_BYTES = 32
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Complaint = Callable[[str], str]
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class ClusterConfig(msgspec.Struct, frozen=True):
+    """Who this member is, and whom it trusts."""
+
+    name: Name | None = None
+    identity: Path | None = None
+    roster: Path | None = None
+    operator_key: str | None = None
+
+
+class ListenConfig(msgspec.Struct, frozen=True):
+    """Where peers reach this member: an address of this machine, or 0.0.0.0 for all of them."""
+
+    host: Name = "0.0.0.0"  # noqa: S104 - nothing is said here to anyone who is not in the roster
+    port: Port = DEFAULT_PEER_PORT
+
+
+class ServeConfig(msgspec.Struct, frozen=True):
+    """The HTTP server of a head."""
+
+    host: Name = "127.0.0.1"
+    port: Port = DEFAULT_SERVE_PORT
+    api_key_file: Path | None = None
+    max_waiting: Count = 256
+    drain_s: Seconds = 30.0
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    """What to run, and what this machine gives to it. ``memory_gb`` 0 means what is free at the start."""
+
+    name: Name | None = None
+    path: Path | None = None
+    kernel: Literal["auto", "exact-f32", "plain-f32"] = "auto"
+    activation_dtype: Literal["float32"] = "float32"
+    num_threads: Count | None = None
+    memory_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    """Limits of the scheduler. ``num_blocks`` 0 means as many as fit in memory."""
+
+    max_batch: Count = 32
+    max_step_tokens: Count = 512
+    prefill_chunk: Count = 256
+    block_size: Count = 16
+    num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class PlanConfig(msgspec.Struct, frozen=True):
+    """Who holds which layers (nobody named: by memory), and how long to wait for the members."""
+
+    layers: dict[str, str] | None = None
+    wait_s: Seconds = 60.0
+
+
+class Config(msgspec.Struct, frozen=True):
+    """The whole file. ``path`` is the file itself, None for the defaults of a command without one."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    listen: ListenConfig = ListenConfig()
+    serve: ServeConfig = ServeConfig()
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    plan: PlanConfig = PlanConfig()
+    path: Path | None = None
+
+    def require_name(self) -> str:
+        return self._required("cluster", "name", self.cluster.name)
+
+    def require_identity(self) -> Path:
+        return self._required("cluster", "identity", self.cluster.identity)
+
+    def require_roster(self) -> Path:
+        return self._required("cluster", "roster", self.cluster.roster)
+
+    def require_operator_key(self) -> bytes:
+        """The 32 bytes. Raises ConfigError if it is not there or not a key."""
+        text = self._required("cluster", "operator_key", self.cluster.operator_key)
+        return decode_public_key(text, f"{self._file}: [cluster] operator_key")
+
+    def api_key(self) -> str | None:
+        """The first line of [serve] api_key_file, None without one. Raises ConfigError if it holds no key."""
+        file = self.serve.api_key_file
+        return None if file is None else read_api_key(file)
+
+    def model_name(self) -> str | None:
+        """[model] name, or path as text: what `ModelSource.resolve` takes."""
+        return self.model.name if self.model.path is None else str(self.model.path)
+
+    @property
+    def _file(self) -> str:
+        return "convoy.toml" if self.path is None else str(self.path)
+
+    def _required(self, table: str, key: str, value: T | None) -> T:
+        if value is None:
+            raise ConfigError(
+                f"{self._file}: [{table}] lacks {key}",
+                hint=f"add {key} under [{table}] in the file given by --config",
+            )
+        return value
+
+
+def load_config(path: Path | None) -> Config:
+    """Read a file; None gives the defaults. Raises ConfigError, naming file, table and key."""
+    if path is None:
+        return Config()
+    tables = _parse(path)
+    _check_names(tables, _TABLES, lambda name: f"{path}: there is no table [{name}]")
+    read: dict[str, Any] = {}
+    for name, kind in _TABLES.items():
+        table = tables.get(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {name} is {_shown(table)}, expected a table [{name}]")
+        read[name] = _read_table(kind, name, table, path)
+    config = Config(**read, path=path)
+    if config.model.name is not None and config.model.path is not None:
+        raise ConfigError(f"{path}: [model] has both name and path, expected one of them")
+    return config
+
+
+def override(struct: S, **flags: object) -> S:
+    """``struct`` with the flags that were given (not None) in place of the file's values."""
+    return msgspec.structs.replace(
+        struct, **{name: value for name, value in flags.items() if value is not None}
+    )
+
+
+def decode_public_key(text: str, what: str) -> bytes:
+    """32 bytes from hex, as rosters show keys, or from base64. Raises ConfigError naming ``what``."""
+    try:
+        is_hex = len(text) == 2 * _OPERATOR_KEY_BYTES
+        key = bytes.fromhex(text) if is_hex else base64.b64decode(text, validate=True)
+    except ValueError:
+        raise ConfigError(
+            f"{what} is neither hex nor base64", hint="copy it from `convoy roster show`"
+        ) from None
+    if len(key) != _OPERATOR_KEY_BYTES:
+        raise ConfigError(f"{what} has {len(key)} bytes, expected {_OPERATOR_KEY_BYTES}")
+    return key
+
+
+def read_api_key(file: Path) -> str:
+    """The first line of a file. Raises ConfigError if there is none."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            key = lines.readline(4096).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the api key file {file}: {_reason(error)}") from None
+    if not key:
+        raise ConfigError(f"the api key file {file} is empty, expected the key on its first line")
+    return key
+
+
+_TABLES: dict[str, type[msgspec.Struct]] = {
+    "cluster": ClusterConfig,
+    "listen": ListenConfig,
+    "serve": ServeConfig,
+    "model": ModelConfig,
+    "engine": EngineConfig,
+    "plan": PlanConfig,
+}
+
+
+def _parse(path: Path) -> dict[str, object]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {_reason(error)}") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is longer than {_MAX_FILE_BYTES} bytes")
+    try:
+        return tomllib.loads(data.decode("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {str(error).lower()}") from None
+
+
+def _read_table(kind: type[S], name: str, table: Mapping[str, object], path: Path) -> S:
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    _check_names(table, fields, lambda key: f"{path}: [{name}] has no key {key}")
+    try:
+        read = msgspec.convert(dict(table), kind, dec_hook=_decode_path)
+    except msgspec.ValidationError as error:
+        reason, _, where = str(error).partition(" - at `$.")
+        key = where.rstrip("`")
+        shown = _shown(table.get(key))
+        raise ConfigError(f"{path}: [{name}] {key} is {shown}: {reason[:1].lower()}{reason[1:]}") from None
+    return _beside(read, path.parent)
+
+
+def _decode_path(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str) and value:
+        return Path(value).expanduser()
+    raise ValueError("expected a path as text")
+
+
+def _beside(struct: S, folder: Path) -> S:
+    paths = {name: getattr(struct, name) for name in struct.__struct_fields__}
+    return msgspec.structs.replace(
+        struct, **{name: folder / value for name, value in paths.items() if isinstance(value, Path)}
+    )
+
+
+def _check_names(given: Mapping[str, object], known: Mapping[str, object], complain: Complaint) -> None:
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(complain(name), hint=hint)
+
+
+def _shown(value: object) -> str:
+    return "a table" if isinstance(value, dict) else repr(value)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or "unreadable").lower() if isinstance(error, OSError) else "it is not UTF-8 text"

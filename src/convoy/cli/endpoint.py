@@ -1,0 +1,134 @@
+"""A running head as the command line reaches it: its HTTP API, with errors in our words."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from convoy.cli.config import DEFAULT_SERVE_PORT, read_api_key
+from convoy.errors import ConvoyError, PeerUnreachable, UsageError
+
+UrlFlag = Annotated[str, typer.Option("--url", help="The head's HTTP address.")]
+ApiKeyFlag = Annotated[
+    Path | None, typer.Option("--api-key-file", help="File with the API key on its first line.")
+]
+DEFAULT_URL = f"http://127.0.0.1:{DEFAULT_SERVE_PORT}"
+_MAX_BODY_BYTES = 16 << 20
+
+
+class HttpRefused(ConvoyError):  # noqa: N818 - as in the rest of the tree: what happened, not a fault of ours
+    """The server answered with an error; the text is the server's own."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """``get`` and ``post`` raise PeerUnreachable if nobody answers and HttpRefused for an error status."""
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 600.0
+
+    @classmethod
+    def of(cls, url: str, api_key_file: Path | None) -> Endpoint:
+        """From the two flags. Raises UsageError for an address that is not one."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            usable = False
+        if not usable:
+            raise UsageError(f"--url {url} is no HTTP address", hint=f"for example {DEFAULT_URL}")
+        return cls(parts.geturl().rstrip("/"), None if api_key_file is None else read_api_key(api_key_file))
+
+    def get(self, path: str, *, accept: frozenset[int] = frozenset({200})) -> object:
+        """The JSON at ``path``; ``accept`` lists statuses that are no error here."""
+        with self._open("GET", path, None) as response:
+            data = response.read(_MAX_BODY_BYTES)
+            if response.status not in accept:
+                raise _refusal(response.status, data)
+            return self._json(data)
+
+    def stream(self, path: str, body: object) -> Iterator[dict[str, object]]:
+        """POST and yield the JSON of each event until ``[DONE]``. Raises HttpRefused for an error event."""
+        with self._open("POST", path, json.dumps(body).encode()) as response:
+            if response.status != http.client.OK:
+                raise _refusal(response.status, response.read(_MAX_BODY_BYTES))
+            for line in self._lines(response):
+                if line == b"data: [DONE]":
+                    return
+                if line.startswith(b"data: "):
+                    event = self._json(line.removeprefix(b"data: "))
+                    if not isinstance(event, dict):
+                        raise self._not_ours()
+                    if "error" in event:
+                        raise _refusal(response.status, line.removeprefix(b"data: "))
+                    yield event
+            raise PeerUnreachable(f"the stream from {self.url} ended before the answer was complete")
+
+    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        try:
+            while line := response.readline(_MAX_BODY_BYTES):
+                yield line.strip()
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerUnreachable(f"the stream from {self.url} broke: {_reason(error)}") from None
+
+    @contextmanager
+    def _open(self, method: str, path: str, body: bytes | None) -> Iterator[http.client.HTTPResponse]:
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout_s)
+        headers = {"Accept": "application/json, text/event-stream"}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        try:
+            try:
+                connection.request(method, parts.path + path, body, headers)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                raise PeerUnreachable(
+                    f"no head answers at {self.url}: {_reason(error)}",
+                    hint="start one with `convoy serve`, or name its address with --url",
+                ) from None
+            yield response
+        finally:
+            connection.close()
+
+    def _json(self, data: bytes) -> object:
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise self._not_ours() from None
+
+    def _not_ours(self) -> ConvoyError:
+        return PeerUnreachable(f"what answers at {self.url} is not Convoy: no JSON", hint="check --url")
+
+
+def _refusal(status: int, data: bytes) -> HttpRefused:
+    """The server's own words where it says any."""
+    message, hint = f"the server answered {status}", None
+    try:
+        error = json.loads(data)["error"]
+        message = str(error["message"])
+        hint = None if error.get("hint") is None else str(error["hint"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass  # no words: the status is all there is to say
+    if status == http.client.UNAUTHORIZED and hint is None:
+        hint = "give the key's file with --api-key-file"
+    return HttpRefused(message, hint=hint)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    text = error.strerror if isinstance(error, OSError) else None
+    return (text or str(error) or type(error).__name__).lower()

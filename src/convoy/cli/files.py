@@ -1,0 +1,42 @@
+"""Files that a person names on the command line: read with a limit, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from convoy.errors import ConfigError
+
+
+def read_bytes(path: Path, *, max_bytes: int) -> bytes:
+    """The whole file. Raises ConfigError if it cannot be read or is longer than ``max_bytes``."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {(error.strerror or 'unreadable').lower()}") from None
+    if len(data) > max_bytes:
+        raise ConfigError(f"{path} is longer than {max_bytes} bytes")
+    return data
+
+
+def read_text(path: Path, *, max_bytes: int) -> str:
+    """The same as text. Raises ConfigError if it is not UTF-8."""
+    try:
+        return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write beside and rename, so that a reader never sees half of it. Raises ConfigError."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            Path(file.name).chmod(0o644)  # what is replaced here is public; keys are written by crypto/
+        Path(file.name).replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {(error.strerror or 'unwritable').lower()}") from None

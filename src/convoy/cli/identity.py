@@ -1,0 +1,74 @@
+"""``convoy identity``: a member's keys on disk, and the card that its operator puts into the roster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from convoy.cli.config import DEFAULT_PEER_PORT
+from convoy.cli.files import replace_file
+from convoy.cli.output import JsonFlag, print_fields, print_json
+from convoy.errors import ConfigError
+
+app = typer.Typer(help="Make or show a member's keys and its card.", rich_markup_mode=None)
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="The member's name, unique in its cluster.")],
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where the keys go.  [default: .convoy/NAME]")
+    ] = None,
+    address: Annotated[
+        str, typer.Option(help="host:port where other members reach this one.")
+    ] = f"127.0.0.1:{DEFAULT_PEER_PORT}",
+    card: Annotated[Path | None, typer.Option(help="Where the card goes.  [default: NAME.card.toml]")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make keys that stay on this machine, and a card with the public half for the operator."""
+    from convoy.crypto.identity import Identity
+    from convoy.trust.card import member_of, write_card
+    from convoy.trust.roster import parse_address
+
+    identity = Identity.generate()
+    member = member_of(name, identity, parse_address(address))
+    card = card or Path(f"{name}.card.toml")
+    if not card.parent.is_dir():
+        raise ConfigError(f"there is no directory {card.parent} for the card")
+    directory = directory or Path(".convoy") / name
+    identity.save(directory)
+    replace_file(card, write_card(member).encode())
+    if as_json:
+        print_json(
+            {"name": name, "directory": directory, "card": card, **_facts(identity.public_key, address)}
+        )
+        return
+    print_fields([("member", name), ("keys", f"{directory} (secret: never copy them)"), ("card", card)])
+    print_fields(_facts(identity.public_key, address).items())
+
+
+@app.command()
+def show(
+    directory: Annotated[Path, typer.Argument(help="The directory with the keys.")],
+    as_json: JsonFlag = False,
+) -> None:
+    """Check the keys in a directory, and show their public half."""
+    from convoy.crypto.certificate import certificate_fingerprint
+    from convoy.crypto.identity import Identity
+
+    identity = Identity.load(directory)
+    facts = {
+        "directory": directory,
+        "identity_key": identity.public_key.hex(),
+        "certificate_sha256": certificate_fingerprint(identity.tls_certificate_der).hex(),
+    }
+    if as_json:
+        print_json(facts)
+    else:
+        print_fields(facts.items())
+
+
+def _facts(public_key: bytes, address: str) -> dict[str, str]:
+    return {"address": address, "identity_key": public_key.hex()}

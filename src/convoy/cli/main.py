@@ -1,0 +1,111 @@
+"""The command ``convoy``: the list of its verbs, and what becomes of their errors.
+
+Each verb is a file beside this one. They import rooms inside their functions, so that ``--help`` is instant.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from convoy import __version__
+from convoy.cli import chat, identity, plan, roster, status
+from convoy.cli.output import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    report_convoy_error,
+    report_error,
+)
+from convoy.errors import ConvoyError, UsageError
+
+app = typer.Typer(
+    name="convoy",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
+)
+
+
+@app.callback(invoke_without_command=True)
+def convoy(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,  # noqa: ARG001
+) -> None:
+    """One language model across several machines, over links that are always sealed."""
+    if version:
+        print(f"convoy {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+app.command("plan")(plan.plan)
+app.add_typer(identity.app, name="identity")
+app.add_typer(roster.app, name="roster")
+app.command("status")(status.status)
+app.command("chat")(chat.chat)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script. Exits with 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code; every error has been reported by then."""
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    as_json = "--json" in options
+    try:
+        code = app(args=arguments, prog_name="convoy", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        # Whoever read our output is gone: nobody is left to tell, and the flush at exit must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except (KeyboardInterrupt, typer.Abort):
+        report_error("Interrupted", "interrupted", None, as_json=as_json)
+        return EXIT_INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the last place that can report it
+        if _debug_wanted(options):
+            traceback.print_exc()
+        return _report(error, as_json)
+
+
+def _debug_wanted(options: list[str]) -> bool:
+    # It stands before the verb; after it, the word may be a verb's own.
+    return "--debug" in options[:2]
+
+
+def _report(error: Exception, as_json: bool) -> int:
+    if isinstance(error, ConvoyError):
+        report_convoy_error(error, as_json=as_json)
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
+    if isinstance(error, TyperException):
+        message, hint = _usage_error(error)
+        report_error("UsageError", message, hint, as_json=as_json)
+        return EXIT_USAGE
+    report_error(
+        "InternalError",
+        f"internal error: {type(error).__name__}",
+        "this is a fault of Convoy: run `convoy --debug ...` for the traceback, and report it",
+        as_json=as_json,
+    )
+    return EXIT_FAILURE
+
+
+def _usage_error(error: TyperException) -> tuple[str, str]:
+    """Its text in our grammar: lower case, no full stop, and the help page of the verb that it is about."""
+    text = error.format_message().rstrip(".")
+    context = getattr(error, "ctx", None)
+    command = "convoy" if context is None else context.command_path
+    return text[:1].lower() + text[1:], f"see `{command} --help`"

@@ -1,0 +1,70 @@
+"""Members as the command line names them: those of a local cluster, and who gets which span."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from convoy.errors import UsageError
+
+LayersFlag = Annotated[
+    list[str] | None,
+    typer.Option("--layers", help="SPAN of the next member, or NAME=SPAN; 0:3,output and 4:11."),
+]
+MAX_LOCAL_MEMBERS = 64
+_GREEK = (
+    *("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"),
+    *("nu", "xi", "omicron", "pi", "rho", "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega"),
+)
+
+
+def local_names(num_members: int) -> tuple[str, ...]:
+    """Names for the members of a cluster on this machine; the first is the head. Raises UsageError."""
+    if not 1 <= num_members <= MAX_LOCAL_MEMBERS:
+        raise UsageError(f"--members is {num_members}, expected 1 to {MAX_LOCAL_MEMBERS}")
+    numbered = (f"member-{number}" for number in range(len(_GREEK) + 1, num_members + 1))
+    return (*_GREEK[:num_members], *numbered)
+
+
+def spans_by_name(layers: Sequence[str] | None, names: Sequence[str]) -> dict[str, str] | None:
+    """What ``--layers`` says, by member; None where it was not given. `plan.span` reads the spans themselves.
+
+    A bare span is for the next member that has none. Raises UsageError for an unknown or doubled name and for
+    more spans than members.
+    """
+    if not layers:
+        return None
+    spans: dict[str, str] = {}
+    for text in layers:
+        name, equals, span = text.partition("=")
+        if not equals:
+            name, span = next((name for name in names if name not in spans), ""), text
+            if not name:
+                raise UsageError(
+                    f"--layers was given {len(layers)} times, and there are {len(names)} members"
+                )
+        if name not in names:
+            raise UsageError(f"--layers {text} is for {name}, expected a member: {', '.join(names)}")
+        if name in spans:
+            raise UsageError(f"--layers gives {name} two spans, {spans[name]} and {span}")
+        spans[name] = span
+    return spans
+
+
+def parse_members(text: str) -> tuple[tuple[str, int | None], ...]:
+    """``3``, or ``alpha=8,beta=16`` (GB): names with bytes, None for a bare count. Raises UsageError."""
+    if text.isascii() and text.isdigit():
+        return tuple((name, None) for name in local_names(int(text[:9])))
+    members = []
+    for part in text.split(","):
+        name, equals, size = (piece.strip() for piece in part.partition("="))
+        try:
+            num_bytes = int(float(size) * 10**9)
+        except (ValueError, OverflowError):
+            num_bytes = 0
+        if not name or not equals or num_bytes <= 0:
+            raise UsageError(f"--members has {part.strip()!r}, expected a count or NAME=GB,NAME=GB")
+        members.append((name, num_bytes))
+    return tuple(members)
