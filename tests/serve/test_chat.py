@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import httpx
 import pytest
 from openai import OpenAI
 
-from support.fake_service import FakeEngine, Running, serving
+from support.fake_service import REPLY, FakeEngine, Running, events, serving
 
-REPLY = "The answer is 42."
 ASK = [{"role": "user", "content": "What is it?"}]
-
-
-def events(text: str) -> list[dict[str, object] | str]:
-    lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 def test_the_openai_client_gets_a_whole_answer(openai: OpenAI) -> None:
@@ -62,7 +54,7 @@ def test_continuous_usage_counts_on_every_chunk(http: httpx.Client) -> None:
     body = {"messages": ASK, "stream": True, "max_completion_tokens": 3, "ignore_eos": True}
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     answer = http.post("/v1/chat/completions", json={"model": "fake", **body})
-    usages = [e["usage"]["completion_tokens"] for e in events(answer.text) if isinstance(e, dict)]  # type: ignore[index]
+    usages = [e["usage"]["completion_tokens"] for e in events(answer.text) if isinstance(e, dict)]
     assert usages == [0, 1, 2, 3, 3, 3]
 
 

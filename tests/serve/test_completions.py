@@ -8,9 +8,8 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from support.fake_service import EOS, FakeEngine, Running, serving
-
-from .test_chat import REPLY, events
+from convoy.errors import QueueFull
+from support.fake_service import EOS, REPLY, FakeEngine, Running, events, serving
 
 TOKENS = list(b"abc")
 
@@ -45,7 +44,7 @@ def test_choices_of_several_prompts_are_numbered_prompt_major(stream: bool) -> N
         texts = dict.fromkeys(range(6), "")
         if stream:
             for event in events(answer.text)[:-1]:
-                choice = event["choices"][0]  # type: ignore[index]
+                choice = event["choices"][0]
                 texts[choice["index"]] += choice["text"]
         else:
             texts = {choice["index"]: choice["text"] for choice in answer.json()["choices"]}
@@ -93,10 +92,10 @@ def test_a_streamed_echo_says_what_the_whole_answer_says(http: httpx.Client, pro
     whole = post(http, **body)["choices"]
     streamed = events(http.post("/v1/completions", json={**body, "stream": True}).text)[:-1]
     for index in range(2):
-        parts = [e["choices"][0] for e in streamed if e["choices"][0]["index"] == index]  # type: ignore[index]
+        parts = [e["choices"][0] for e in streamed if e["choices"][0]["index"] == index]
         assert "".join(part["text"] for part in parts) == whole[index]["text"] == prompt + "The "
         for key, values in whole[index]["logprobs"].items():
-            assert sum((part["logprobs"][key] for part in parts if part["logprobs"]), []) == values
+            assert [v for part in parts if part["logprobs"] for v in part["logprobs"][key]] == values
 
 
 def test_zero_logprobs_still_give_the_chosen_token(http: httpx.Client) -> None:
@@ -116,8 +115,6 @@ def test_offsets_count_characters_not_bytes() -> None:
 
 
 def test_the_first_refused_prompt_ends_the_others() -> None:
-    from convoy.errors import QueueFull
-
     with serving() as running:
         engine = running.engine
         engine.pause_after, engine.refuse, engine.refuse_from = 1, QueueFull("8 requests wait"), 2

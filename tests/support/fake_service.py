@@ -1,12 +1,14 @@
-"""A service whose engine says what a test tells it to, on threads of its own, and a real HTTP server before it."""
+"""A service whose engine says what a test tells it to, and a real HTTP server before it."""
 
 from __future__ import annotations
 
 import codecs
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
 from convoy.engine.request import GenerationRequest
@@ -17,6 +19,7 @@ from convoy.serve.service import ServedModel, Service
 
 EOS = 256
 MAX_CONTEXT = 4096
+REPLY = "The answer is 42."
 
 
 class ByteTokenizer:
@@ -55,10 +58,11 @@ class FakeEngine:
     """Answers every request with ``reply`` (cut to ``max_tokens``), token by token.
 
     With ``pause_after`` set, each choice waits after that many tokens until ``go`` is set, or it is aborted.
-    With ``fail_after`` the request ends with ``error`` after that many tokens. ``refuse`` is raised by `submit`.
+    With ``fail_after`` the request ends with ``error`` after that many tokens. ``refuse`` is raised by
+    `submit`, which waits for ``admit``.
     """
 
-    def __init__(self, reply: str | Callable[[GenerationRequest], str] = "The answer is 42.") -> None:
+    def __init__(self, reply: str | Callable[[GenerationRequest], str] = REPLY) -> None:
         self.reply = reply
         self.pause_after: int | None = None
         self.go = threading.Event()
@@ -67,10 +71,15 @@ class FakeEngine:
         self.error: ConvoyError | None = None
         self.refuse: ConvoyError | Exception | None = None
         self.refuse_from = 0
+        self.submitting = threading.Event()
+        self.admit = threading.Event()
+        self.admit.set()
         self.handles: list[FakeHandle] = []
         self.threads: list[threading.Thread] = []
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> FakeHandle:
+        self.submitting.set()
+        self.admit.wait(10.0)
         if self.refuse is not None and len(self.handles) >= self.refuse_from:
             raise self.refuse
         handle = FakeHandle(request, on_output)
@@ -191,3 +200,9 @@ def serving(
         engine.close()
         thread.join(20.0)
         assert not thread.is_alive(), "the server did not end"
+
+
+def events(text: str) -> list[Any]:
+    """The data of a stream's events, decoded; "[DONE]" stays text."""
+    lines = [line[6:] for line in text.split("\n\n") if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]

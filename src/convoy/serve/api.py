@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import anyio
 import anyio.to_thread
 import msgspec
 from starlette.requests import Request
@@ -26,8 +27,10 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     loop's thread.
     """
     life = lifecycle or Lifecycle()
-    chat = Generate(service, options, life, ChatBody, chat_job, ChatAnswer)
-    completion = Generate(service, options, life, CompletionBody, completion_job, CompletionAnswer)
+    # Tokenising competes with the engine for the processor: a few at a time.
+    workers = anyio.CapacityLimiter(4)
+    chat = Generate(service, options, life, workers, ChatBody, chat_job, ChatAnswer)
+    completion = Generate(service, options, life, workers, CompletionBody, completion_job, CompletionAnswer)
     about = _About(service, life)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
 
+import anyio
 import anyio.to_thread
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
@@ -35,6 +36,7 @@ class Generate(Generic[Body]):
     service: Service
     options: ServeOptions
     lifecycle: Lifecycle
+    workers: anyio.CapacityLimiter
     body: type[Body]
     translate: Callable[[Body, Service, ServeOptions], Job]
     answer: Callable[[Job], Answer]
@@ -47,7 +49,7 @@ class Generate(Generic[Body]):
 
     async def _run(self, data: bytes, exchange: Exchange) -> None:
         began_s = time.monotonic()
-        job = await anyio.to_thread.run_sync(self._prepare, data)
+        job = await anyio.to_thread.run_sync(self._prepare, data, limiter=self.workers)
         answer = self.answer(job)
         generation = Generation(job.model.engine, job.requests)
         try:
@@ -70,7 +72,7 @@ class Generate(Generic[Body]):
             for index, output in batch:
                 answer.add(index, output)
         # A scored prompt has thousands of tokens to spell out.
-        body = await anyio.to_thread.run_sync(answer.whole)
+        body = await anyio.to_thread.run_sync(answer.whole, limiter=self.workers)
         await exchange.send_json(200, body)
 
     async def _stream(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:

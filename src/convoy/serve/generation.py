@@ -37,7 +37,8 @@ class Generation:
         self._arrived: Batch = []
         self._handles: list[Handle] = []
         self._left = False
-        self._running = sum(request.num_choices for request in requests)
+        self._unfinished = sum(request.num_choices for request in requests)
+        self._broken = False
 
     async def __aenter__(self) -> Generation:
         """Submit all. Raises what `Engine.submit` raises; nothing runs then."""
@@ -60,7 +61,7 @@ class Generation:
         """Outputs as they come, until every choice is finished or one `ErrorOutput` came; an empty batch
         after a silence.
         """
-        while self._running > 0:
+        while self._unfinished > 0 and not self._broken:
             try:
                 async with asyncio.timeout(heartbeat_s):
                     await self._woken.wait()
@@ -72,9 +73,9 @@ class Generation:
                 batch, self._arrived = self._arrived, []
             for _, output in batch:
                 if isinstance(output, FinishOutput):
-                    self._running -= 1
+                    self._unfinished -= 1
                 elif isinstance(output, ErrorOutput):
-                    self._running = 0
+                    self._broken = True
             yield batch
 
     def _submit_all(self) -> None:
@@ -110,7 +111,7 @@ class Generation:
                 return
             self._left = True
             handles, self._arrived = list(self._handles), []
-        if handles and (self._running > 0):
+        if handles and self._unfinished > 0:
             self._loop.run_in_executor(None, _abort_all, handles)
 
 

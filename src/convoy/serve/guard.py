@@ -113,7 +113,7 @@ def _check_origin(headers: Headers) -> None:
     if origin is None:
         if headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
             raise Forbidden("cross-site requests of a browser are refused")
-    elif _netloc(headers.get("host", "")) != _netloc(urlsplit(origin).netloc) or origin == "null":
+    elif _netloc(headers.get("host", "")) != _netloc(origin.partition("://")[2]) or origin == "null":
         raise Forbidden(f"cross-site requests of a browser are refused, and this one is from {origin[:80]!r}")
 
 

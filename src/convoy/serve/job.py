@@ -90,6 +90,7 @@ def _job(
     max_tokens: int | None,
     texts: tuple[str, ...] = (),
 ) -> Job:
+    params.check_vocabulary(model.tokenizer.vocab_size)
     num_choices = 1 if body.n is None else body.n
     _check_range("n", num_choices, 1, options.max_choices)
     stream = bool(body.stream)
