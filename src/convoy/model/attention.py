@@ -1,9 +1,10 @@
 """Attention over packed rows and block pools, of fixed shape, for CPU.
 
-For every (tile, key block) pair: scores = Q K^T as one batched matmul; the greatest score of a query over all its
-blocks (exact in any order); exp; then per block the sums and P V, added up over a query's blocks in order. That is
-softmax with its sums split at fixed places (after FlashAttention, Dao et al. 2022, with the true maximum instead
-of a running one), so a query's bits depend on its own keys alone: not on its chunk, batch, threads or place.
+For every (tile, key block) pair: scores = Q K^T as one batched matmul; the greatest score of a query over all
+its blocks (exact in any order); exp; then per block the sums and P V, added up over a query's blocks in
+order. That is softmax with its sums split at fixed places (after FlashAttention, Dao et al. 2022, with the true
+maximum instead of a running one), so a query's bits depend on its own keys alone, not on chunk, batch or
+threads.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the library passes it; here the batch says who sees whom
     *,
     scaling: float,
     batch: Mapping[int, LayerBatch],
@@ -44,28 +45,25 @@ def packed_attention(
     """Write K and V of the step, then attend. Registered with transformers as `ATTENTION_NAME`.
 
     ``query`` is [1, heads, T, head_dim], ``key`` and ``value`` [1, kv_heads, T, head_dim]; the result is
-    [1, T, heads, head_dim]. ``batch`` is keyed by layer index. T may exceed the batch's tokens by padding rows.
+    [1, T, heads, head_dim]. ``batch`` is keyed by layer index.
     """
     layer = batch[module.layer_idx]  # type: ignore[index]
-    return attend(query[0], key[0], value[0], layer, scaling)[None], None
+    kv = torch.cat((key[0], value[0])).transpose(0, 1)
+    return attend((query[0] * scaling).transpose(0, 1), kv, layer)[None], None
 
 
-def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: LayerBatch, scaling: float
-) -> torch.Tensor:
-    """[heads, T, head_dim] to [T, heads, head_dim]."""
+def attend(query: torch.Tensor, kv: torch.Tensor, layer: LayerBatch) -> torch.Tensor:
+    """Scaled queries [T, heads, head_dim], K then V [T, 2 * kv_heads, head_dim], to [T, heads, head_dim].
+
+    T may exceed the batch's tokens by padding rows: they are not written, and come back as zeros.
+    """
     group, shape = layer.group, layer.group.shape
-    num_rows = query.shape[1]
-    tokens = group.num_tokens
-    layer.pool.write(
-        group.write_rows,
-        key.transpose(0, 1)[:tokens].reshape(-1, shape.head_dim),
-        value.transpose(0, 1)[:tokens].reshape(-1, shape.head_dim),
-    )
-    rows = (query * scaling).transpose(0, 1).reshape(-1, shape.group * shape.head_dim)
+    num_rows, tokens = query.shape[0], group.num_tokens
+    layer.pool.write(group.write_rows, kv[:tokens].reshape(-1, shape.head_dim))
+    rows = query.reshape(-1, shape.group * shape.head_dim)
     outs = [_attend_chunk(rows, layer, chunk) for chunk in group.chunks]
     if num_rows > tokens:
-        outs.append(outs[0].new_zeros((num_rows - tokens) * shape.num_kv_heads, outs[0].shape[1]))
+        outs.append(rows.new_zeros((num_rows - tokens) * shape.num_kv_heads, rows.shape[1]))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out.view(num_rows, shape.num_heads, shape.head_dim)
 
@@ -76,7 +74,7 @@ def _attend_chunk(rows: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> to
     queries = rows.index_select(0, chunk.query_rows).view(-1, used, shape.head_dim)
     if used < shape.tile_rows:
         queries = nn.functional.pad(queries, (0, 0, 0, shape.tile_rows - used))
-    keys, values = layer.pool.gather(chunk.key_runs, KEY_BLOCK)
+    keys, values = layer.pool.gather(chunk.kv_runs, KEY_BLOCK).view(2, -1, KEY_BLOCK, shape.head_dim)
     scores = torch.bmm(queries, keys.transpose(1, 2))
     num_masked = chunk.hidden.shape[0]
     masked = scores[: num_masked * shape.num_kv_heads, :used]
@@ -102,7 +100,7 @@ def _attend_chunk(rows: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> to
 
 def _add_blocks(parts: torch.Tensor, chunk: TileChunk) -> torch.Tensor:
     """Add each tile's blocks in order: an embedding bag adds the rows of a bag one after the other."""
-    return torch.embedding_bag(parts, chunk.bag_pairs, chunk.bag_starts, False, 0)[0]  # noqa: FBT003
+    return torch.embedding_bag(parts, chunk.bag_pairs, chunk.bag_starts, False, 0)[0]
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

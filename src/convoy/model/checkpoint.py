@@ -1,7 +1,7 @@
 """The tensors of a safetensors checkpoint: names, shapes and places from the headers; data only on demand.
 
-Only safetensors files are opened, never a pickled one. The headers are parsed here, because the digest, the shapes
-and the byte counts must be known before any weight is touched.
+Only safetensors files are opened, never a pickled one. The headers are parsed here, because the digest, the
+shapes and the byte counts must be known before any weight is touched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class StoredTensor:
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in ``directory``, by name.
 
-    Raises ModelError for a directory without safetensors weights, a missing shard, and a truncated or malformed file.
+    Raises ModelError for a directory without safetensors weights, a missing shard, and a truncated or
+    malformed file.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in _weight_files(directory):
@@ -48,7 +49,7 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
 
 
 def read_tensors(tensors: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """Map the given tensors, file by file; nothing else of the files is read. Raises ModelError naming the file."""
+    """Map the given tensors, file by file; nothing else is read. Raises ModelError naming the file."""
     by_path: dict[Path, list[StoredTensor]] = {}
     for tensor in tensors:
         by_path.setdefault(tensor.path, []).append(tensor)

@@ -1,12 +1,11 @@
 """K/V memory of a stage: block tables, which only count, and the pools, which hold the numbers.
 
-A block is ``block_size`` consecutive positions of one sequence, over all owned layers of one cache group. The head
-decides which blocks a sequence has; a stage checks that a step makes sense before it changes anything.
+A block is ``block_size`` consecutive positions of one sequence, over all owned layers of one cache group. The
+head decides which blocks a sequence has; a stage checks that a step makes sense before it changes anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +69,7 @@ class BlockTables:
         return StagedStep(tables, rows)
 
     def commit(self, staged: StagedStep) -> None:
-        """Make a staged step's changes. Rows that start before the known end overwrite, and shorten, the sequence."""
+        """Make a staged step's changes. A row that starts before the known end overwrites and shortens."""
         for sequence, table in staged.tables.items():
             if table is None:
                 self._tables.pop(sequence, None)
@@ -109,7 +108,8 @@ class BlockTables:
             raise StepError(f"a row of {row.num_tokens} tokens asks for {row.num_outputs} outputs")
         if not 0 <= row.start <= table.length:
             raise StepError(
-                f"a row of sequence {row.sequence} starts at {row.start}, but {table.length} positions are known"
+                f"a row of sequence {row.sequence} starts at {row.start}, "
+                f"but {table.length} positions are known"
             )
         capacity = min(len(blocks) for blocks in table.blocks) * self._block_size
         if end > capacity:
@@ -121,29 +121,23 @@ class BlockTables:
 
 
 class KvPool:
-    """K and V of one layer: [num_blocks, kv_heads, block_size, head_dim] each, float32.
+    """K and V of one layer: [2, num_blocks, kv_heads, block_size, head_dim], float32.
 
-    One head of one block is one contiguous run, so a gather of blocks by (block, head) is whole-run copies into the
-    layout that batched matmuls need. Memory that was never written reads as zero.
+    One head of one block is one contiguous run, so a gather of blocks by (block, head) is copies of whole
+    runs into the layout that batched matmuls need. Memory that was never written reads as zero.
     """
 
     def __init__(self, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> None:
-        shape = (2, num_blocks * num_kv_heads, block_size * head_dim)
-        # not under inference_mode: tensors made there cannot be written outside it
-        self._data = torch.zeros(shape)
+        self._runs = torch.zeros(2 * num_blocks * num_kv_heads, block_size * head_dim)
+        self._rows = self._runs.view(-1, head_dim)
         self._head_dim = head_dim
-        self._key_rows, self._value_rows = (part.view(-1, head_dim) for part in self._data)
-        self._key_runs, self._value_runs = self._data[0], self._data[1]
 
-    def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put ``keys`` and ``values``, [N, head_dim], at ``rows`` [N] of [num_blocks * kv_heads * block_size]."""
-        # A masked key gets probability 0, and 0 * inf is NaN: what one broken sequence leaves in a block must not
-        # reach the next owner of the block.
-        self._key_rows.index_copy_(0, rows, torch.nan_to_num(keys))
-        self._value_rows.index_copy_(0, rows, torch.nan_to_num(values))
+    def write(self, rows: torch.Tensor, kv: torch.Tensor) -> None:
+        """Put ``kv`` [N, head_dim] at ``rows`` [N] of [2 * num_blocks * kv_heads * block_size]."""
+        # A masked key gets probability 0, and 0 * inf is NaN: what one broken sequence leaves in a block
+        # must not reach the next owner of the block.
+        self._rows.index_copy_(0, rows, torch.nan_to_num(kv))
 
-    def gather(self, runs: torch.Tensor, run_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V, each [len(runs) * block_size / run_rows, run_rows, head_dim], of (block, head) ``runs``."""
-        keys = self._key_runs.index_select(0, runs).view(-1, run_rows, self._head_dim)
-        values = self._value_runs.index_select(0, runs).view(-1, run_rows, self._head_dim)
-        return keys, values
+    def gather(self, runs: torch.Tensor, run_rows: int) -> torch.Tensor:
+        """The ``runs``, of [2 * num_blocks * kv_heads], joined: [.., run_rows, head_dim]."""
+        return self._runs.index_select(0, runs).view(-1, run_rows, self._head_dim)

@@ -1,8 +1,8 @@
 """Linears whose rows do not feel each other: pre-packed oneDNN float32.
 
-A plain float32 linear picks its kernel, and with it the order of its sums, by the number of rows and threads. oneDNN over
-weights packed once keeps one order per row for two or more rows; a lone row may take another kernel, so callers pad it to
-two. `selfcheck` proves this on the machine at hand.
+A plain float32 linear picks its kernel, and with it the order of its sums, by the number of rows and threads.
+oneDNN over weights packed once keeps one order per row for two or more rows; a lone row may take another
+kernel, so callers pad it to two. `selfcheck` proves this on the machine at hand.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FUSED_ACTIVATIONS = {"silu": ("swish", ""), "swish": ("swish", ""), "relu": ("re
 
 
 def packed_available() -> bool:
-    """Whether this build of torch has oneDNN's packed linears (x86-64 and Linux on ARM do, macOS does not)."""
+    """Whether this build of torch has oneDNN's packed linears (on x86-64 yes, on macOS no)."""
     return bool(
-        torch.backends.mkldnn.is_available()
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
@@ -58,16 +58,9 @@ class PackedLinear(nn.Module):
         )
         return y
 
-
-class PackedMlp(nn.Module):
-    """down(activation(gate(x)) * up(x)) with the activation and the product inside the linears."""
-
-    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: str) -> None:
-        super().__init__()
-        self.gate = PackedLinear(gate.weight, gate.bias, activation)
-        self.up = PackedLinear(up.weight, up.bias)
-        self.down = PackedLinear(down.weight, down.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., rows, hidden] to the same shape."""
-        return self.down(self.gate(x).mul_(self.up(x)))  # type: ignore[no-any-return]
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """(x W^T + b) * factor, for ``factor`` of the result's shape; without an activation of its own."""
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            x, factor, self._packed, self._bias, "mul"
+        )
+        return y

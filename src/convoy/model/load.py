@@ -41,13 +41,18 @@ class LoadedModules:
 
     def parts(self) -> list[nn.Module]:
         """Everything with weights."""
-        return [*self.layers.values(), *(p for p in (self.embedding, self.norm, self.output) if p is not None)]
+        return [
+            *self.layers.values(),
+            *(p for p in (self.embedding, self.norm, self.output) if p is not None),
+        ]
 
     @property
     def weight_bytes(self) -> int:
         """Resident bytes; a tied matrix that is stored once counts once."""
         plain = {p.data_ptr(): p.nbytes for part in self.parts() for p in part.parameters()}
-        packed = [m.weight_bytes for part in self.parts() for m in part.modules() if isinstance(m, PackedLinear)]
+        packed = [
+            m.weight_bytes for part in self.parts() for m in part.modules() if isinstance(m, PackedLinear)
+        ]
         return sum(plain.values()) + sum(packed)
 
 
@@ -77,7 +82,7 @@ def load_modules(
     model = _build(source, assignment, config, state)
     stored_dtype = next((t.dtype for n, t in state.items() if n.endswith("embed_tokens.weight")), None)
     del state
-    return _take_modules(model, stored_dtype, bytes_read=bytes_read, packed=packed)
+    return _take_modules(model, stored_dtype, embed=assignment.embed, bytes_read=bytes_read, packed=packed)
 
 
 def _config(source: ModelSource, assignment: StageAssignment) -> Any:
@@ -182,24 +187,26 @@ def _silence() -> Iterator[None]:
             log.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _take_modules(model: Any, stored_dtype: torch.dtype | None, *, bytes_read: int, packed: bool) -> LoadedModules:
+def _take_modules(
+    model: Any, stored_dtype: torch.dtype | None, *, embed: bool, bytes_read: int, packed: bool
+) -> LoadedModules:
     """Take the owned modules out of the model, packing and freeing them one by one."""
     decoder, output = model.model, model.lm_head
     layers = {i: layer for i, layer in enumerate(decoder.layers) if not isinstance(layer, nn.Identity)}
     fused = [make_layer_exact(layer) for layer in layers.values()] if packed else []
-    embedding = getattr(decoder.embed_tokens, "weight", None)
+    embedding: Any = getattr(decoder.embed_tokens, "weight", None)
     norm, rotary = decoder.norm, decoder.rotary_emb
     if isinstance(output, nn.Identity):
         norm = output = None
     elif packed:
         tied = embedding is output.weight
         norm, output = make_output_exact(norm, output)
-        if tied and stored_dtype is not None:
-            # A packed matrix cannot be looked up by row, so here the embedding lies beside it: at least in the
-            # dtype of the file, half of float32 for most.
+        if tied and embed and stored_dtype is not None:
+            # A packed matrix cannot be looked up by row, so here the embedding lies beside it: in the dtype
+            # of the file, which for most is half of float32.
             embedding = embedding.to(stored_dtype)
     modules = LoadedModules(
-        embedding=None if embedding is None else nn.Embedding.from_pretrained(embedding.detach()),
+        embedding=_lookup(embedding) if embed else None,
         layers=layers,
         norm=norm,
         output=output,
@@ -211,8 +218,13 @@ def _take_modules(model: Any, stored_dtype: torch.dtype | None, *, bytes_read: i
     return modules
 
 
+def _lookup(weight: torch.Tensor) -> nn.Embedding:
+    module: nn.Embedding = nn.Embedding.from_pretrained(weight.detach())  # type: ignore[no-untyped-call]
+    return module
+
+
 def _own_memory(modules: LoadedModules) -> None:
-    """Copy what still points into the mapped file: a file that changes later must not change a running model."""
+    """Copy what still points into the mapped file: a file that changes must not change a running model."""
     copies: dict[int, torch.Tensor] = {}  # by address, so that a tied matrix stays one
     for part in modules.parts():
         for parameter in part.parameters():

@@ -1,8 +1,8 @@
 """A batch described for attention: which tile of queries meets which block of keys.
 
-Every sequence's positions are cut at fixed places into tiles of queries and blocks of 64 keys, wherever a chunk
-begins or ends. So a query always stands at the same place of a tile and meets its keys in the same order, and all
-(tile, block) pairs of all sequences and heads go through a few batched matmuls of one shape.
+Every sequence's positions are cut at fixed places into tiles of queries and blocks of 64 keys, wherever a
+chunk begins or ends. So a query always stands at the same place of a tile and meets its keys in the same
+order, and all (tile, block) pairs of all sequences and heads go through a few batched matmuls of one shape.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class HeadShape:
     num_kv_heads: int
     head_dim: int
     block_size: int
+    num_blocks: int
     window: int | None = None
 
     @property
@@ -56,10 +57,10 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class TileChunk:
-    """Index tensors for the tiles of some consecutive tokens; pairs are ordered (masked first), then heads."""
+    """Index tensors for the tiles of some consecutive tokens; pairs go masked ones first, then by head."""
 
     query_rows: torch.Tensor  # [pairs * kv_heads * tile_tokens] of [T * kv_heads]
-    key_runs: torch.Tensor  # [pairs * kv_heads * KEY_BLOCK / block_size] of [num_blocks * kv_heads]
+    kv_runs: torch.Tensor  # [2 * pairs * kv_heads * KEY_BLOCK / block_size] of [2 * num_blocks * kv_heads]
     hidden: torch.Tensor  # bool [masked pairs, 1, tile_tokens, 1, KEY_BLOCK]: keys a query must not see
     pair_tile: torch.Tensor  # [pairs * kv_heads]: the (tile, head) of each
     tile_pairs: (
@@ -76,8 +77,20 @@ class GroupBatch:
 
     shape: HeadShape
     num_tokens: int
-    write_rows: torch.Tensor  # [T * kv_heads] of [num_blocks * kv_heads * block_size]
+    write_rows: torch.Tensor  # [T * 2 * kv_heads] of [2 * num_blocks * kv_heads * block_size]
     chunks: tuple[TileChunk, ...]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a batch, as columns."""
+
+    start: Ints  # position of the first token
+    length: Ints
+    offset: Ints  # of the first token in the batch
+    table: Ints  # where the row's block table begins in the flat tables
+    num_blocks: Ints
+    tables: Ints  # all block tables, flat
 
 
 @dataclass(frozen=True)
@@ -96,29 +109,34 @@ class _Tiles:
 
 def describe_group(rows: Sequence[tuple[Row, BlockTable]], group: int, shape: HeadShape) -> GroupBatch:
     """Describe checked, non-empty ``rows`` for one cache group."""
-    tables = np.array([block for _, table in rows for block in table.blocks[group]], dtype=np.int64)
-    counts = np.array([len(table.blocks[group]) for _, table in rows], dtype=np.int64)
-    starts = np.array([row.start for row, _ in rows], dtype=np.int64)
-    lengths = np.array([row.num_tokens for row, _ in rows], dtype=np.int64)
-    offsets = np.cumsum(lengths) - lengths
-    table_offsets = np.cumsum(counts) - counts
-    num_tokens = int(lengths.sum())
-    positions = np.arange(num_tokens) + np.repeat(starts - offsets, lengths)
-    blocks = tables[np.repeat(table_offsets, lengths) + positions // shape.block_size]
-    heads = np.arange(shape.num_kv_heads)
-    runs = blocks[:, None] * shape.num_kv_heads + heads
+    columns = _columns(rows, group)
+    num_tokens = int(columns.length.sum())
+    positions = np.arange(num_tokens) + np.repeat(columns.start - columns.offset, columns.length)
+    blocks = columns.tables[np.repeat(columns.table, columns.length) + positions // shape.block_size]
+    runs = _both_halves(shape, blocks[:, None] * shape.num_kv_heads + np.arange(shape.num_kv_heads), axis=1)
     write_rows = runs * shape.block_size + (positions % shape.block_size)[:, None]
-    tiles = _cut_tiles(shape, starts, lengths, offsets, table_offsets, counts)
-    chunks = tuple(_chunk(shape, tiles, tables, positions, *limits) for limits in _chunk_limits(shape, tiles))
+    tiles = _cut_tiles(shape, columns)
+    chunks = tuple(_chunk(shape, tiles, columns.tables, limits) for limits in _chunk_limits(shape, tiles))
     return GroupBatch(shape, num_tokens, _tensor(write_rows), chunks)
 
 
-def _cut_tiles(
-    shape: HeadShape, starts: Ints, lengths: Ints, offsets: Ints, table_offsets: Ints, counts: Ints
-) -> _Tiles:
+def _columns(rows: Sequence[tuple[Row, BlockTable]], group: int) -> _Rows:
+    length = np.array([row.num_tokens for row, _ in rows], dtype=np.int64)
+    num_blocks = np.array([len(table.blocks[group]) for _, table in rows], dtype=np.int64)
+    return _Rows(
+        start=np.array([row.start for row, _ in rows], dtype=np.int64),
+        length=length,
+        offset=np.cumsum(length) - length,
+        table=np.cumsum(num_blocks) - num_blocks,
+        num_blocks=num_blocks,
+        tables=np.array([block for _, table in rows for block in table.blocks[group]], dtype=np.int64),
+    )
+
+
+def _cut_tiles(shape: HeadShape, rows: _Rows) -> _Tiles:
     step = shape.tile_tokens
-    first = starts // step
-    per_row = (starts + lengths - 1) // step - first + 1
+    first = rows.start // step
+    per_row = (rows.start + rows.length - 1) // step - first + 1
     before = np.cumsum(per_row) - per_row
 
     def spread(values: Ints) -> Ints:
@@ -127,14 +145,14 @@ def _cut_tiles(
     position = (np.arange(int(per_row.sum())) + spread(first - before)) * step
     lowest = position - shape.window + 1 if shape.window is not None else np.zeros_like(position)
     return _Tiles(
-        first_token=position + spread(offsets - starts),
+        first_token=position + spread(rows.offset - rows.start),
         position=position,
-        row_start=spread(offsets),
-        row_last=spread(offsets + lengths - 1),
+        row_start=spread(rows.offset),
+        row_last=spread(rows.offset + rows.length - 1),
         first_block=np.maximum(lowest, 0) // KEY_BLOCK,
         end_block=position // KEY_BLOCK + 1,
-        table=spread(table_offsets),
-        table_last=spread(table_offsets + counts - 1),
+        table=spread(rows.table),
+        table_last=spread(rows.table + rows.num_blocks - 1),
     )
 
 
@@ -149,7 +167,8 @@ def _chunk_limits(shape: HeadShape, tiles: _Tiles) -> list[tuple[int, int]]:
     return limits
 
 
-def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, positions: Ints, start: int, end: int) -> TileChunk:
+def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, limits: tuple[int, int]) -> TileChunk:
+    start, end = limits
     num_kv_heads, tile_tokens = shape.num_kv_heads, shape.tile_tokens
     heads = np.arange(num_kv_heads)
     slots = np.arange(tile_tokens)
@@ -160,8 +179,9 @@ def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, positions: Ints, start
 
     query_position = tiles.position[start:end, None] + slots
     hidden = _hidden_keys(shape, query_position[pair_tile], key_block)
-    order, place = _masked_first(hidden.any(axis=(1, 2)))
-    num_masked = int(hidden.any(axis=(1, 2)).sum())
+    masked = np.asarray(hidden.any(axis=(1, 2)))
+    order, place = _masked_first(masked)
+    num_masked = int(masked.sum())
     pair_tile, key_block = pair_tile[order], key_block[order]
 
     # slots outside the row are given some token of the row: nobody reads their result
@@ -176,7 +196,7 @@ def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, positions: Ints, start
         key_block[:, None] * runs_per_block + np.arange(runs_per_block)
     )
     blocks = tables[np.minimum(entries, tiles.table_last[start:end][pair_tile][:, None])]
-    key_runs = blocks[:, None, :] * num_kv_heads + heads[:, None]
+    kv_runs = _both_halves(shape, blocks[:, None, :] * num_kv_heads + heads[:, None], axis=0)
 
     most = int(num_blocks.max())
     columns = np.where(np.arange(most) < num_blocks[:, None], np.arange(most), 0)
@@ -186,13 +206,13 @@ def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, positions: Ints, start
     bag_pairs = tile_pairs[np.broadcast_to(in_bag, tile_pairs.shape)]
     return TileChunk(
         query_rows=_tensor(query_rows),
-        key_runs=_tensor(key_runs),
+        kv_runs=_tensor(kv_runs),
         hidden=torch.from_numpy(np.ascontiguousarray(hidden[order[:num_masked]]))[:, None, :, None, :],
         pair_tile=_tensor(pair_tile[:, None] * num_kv_heads + heads),
         tile_pairs=_tensor(tile_pairs).view(-1, most),
         bag_pairs=_tensor(bag_pairs),
         bag_starts=_tensor(np.cumsum(bag_counts) - bag_counts),
-        output_rows=_tensor(_output_rows(shape, tiles, positions, start, end)),
+        output_rows=_tensor(_output_rows(shape, tiles, start, end)),
     )
 
 
@@ -205,6 +225,11 @@ def _hidden_keys(shape: HeadShape, query_position: Ints, key_block: Ints) -> npt
     return hidden
 
 
+def _both_halves(shape: HeadShape, key_runs: Ints, axis: int) -> Ints:
+    """The runs of K, and the same runs of V, which lies behind all of K in a pool."""
+    return np.concatenate([key_runs, key_runs + shape.num_blocks * shape.num_kv_heads], axis=axis)
+
+
 def _masked_first(masked: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """The order that puts masked pairs first, and the place of each pair in it."""
     order = np.argsort(~masked, kind="stable")
@@ -213,14 +238,14 @@ def _masked_first(masked: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
     return order, place
 
 
-def _output_rows(shape: HeadShape, tiles: _Tiles, positions: Ints, start: int, end: int) -> Ints:
+def _output_rows(shape: HeadShape, tiles: _Tiles, start: int, end: int) -> Ints:
     first = max(int(tiles.first_token[start]), int(tiles.row_start[start]))
     last = min(int(tiles.first_token[end - 1]) + shape.tile_tokens - 1, int(tiles.row_last[end - 1]))
     tokens = np.arange(first, last + 1)
     # the last tile that begins at or before a token; a tile's first real token is never before its row
     begins = np.maximum(tiles.first_token[start:end], tiles.row_start[start:end])
     tile = np.searchsorted(begins, tokens, side="right") - 1
-    slot = positions[tokens] % shape.tile_tokens
+    slot = tokens - tiles.first_token[start:end][tile]
     heads = np.arange(shape.num_kv_heads)
     rows: Ints = (tile[:, None] * shape.num_kv_heads + heads) * shape.tile_tokens + slot[:, None]
     return rows

@@ -1,7 +1,7 @@
 """Rotary positions, computed once per fixed block of positions and looked up after that.
 
-cos and sin of the same position must have the same bits in every batch; vector and scalar code paths may differ, and
-so may thread chunks. So the model's own rotary module runs on whole blocks of positions, always the same ones.
+cos and sin of the same position must have the same bits in every batch; vector and scalar code paths may
+differ, and so may thread chunks. So the model's own rotary module runs on whole blocks, always the same ones.
 """
 
 from __future__ import annotations
@@ -39,3 +39,21 @@ class RopeTable:
             cos.append(block_cos[0])
             sin.append(block_sin[0])
         self._cos, self._sin = torch.cat(cos), torch.cat(sin)
+
+
+def spread_over_heads(
+    cos: torch.Tensor, sin: torch.Tensor, *, num_heads: int, num_kv_heads: int, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors, each [T, num_heads + 2 * num_kv_heads, head_dim], that treat q, k and v in one go.
+
+    With r = x rolled by half a head, x * cos + r * sin rotates q and k, scales q, and leaves v as it is.
+    ``cos`` and ``sin`` are [1, T, head_dim].
+    """
+    half = cos.shape[-1] // 2
+    signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
+    factors = []
+    for values, rest in ((cos[0], torch.ones_like), (signed, torch.zeros_like)):
+        key = values[:, None].expand(-1, num_kv_heads, -1)
+        query = (values * scaling)[:, None].expand(-1, num_heads, -1)
+        factors.append(torch.cat((query, key, rest(key)), dim=1))
+    return factors[0], factors[1]

@@ -22,7 +22,7 @@ _ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh")
 
 
 def check_exact(num_threads: int | None = None, shapes: Sequence[tuple[int, int]] = _SHAPES) -> None:
-    """Raises SelfCheckError, naming what differed, unless exact mode holds for 1 and ``num_threads`` threads."""
+    """Raises SelfCheckError naming what differed, unless exact mode holds on 1 and ``num_threads`` threads."""
     if not packed_available():
         raise SelfCheckError("this build of torch has no packed oneDNN linears")
     threads = sorted({1, num_threads or torch.get_num_threads()})
@@ -31,14 +31,14 @@ def check_exact(num_threads: int | None = None, shapes: Sequence[tuple[int, int]
             for activation in _ACTIVATIONS:
                 _check_linear(in_features, out_features, activation, threads)
         _check_elementwise(threads)
-        for shape in (HeadShape(4, 2, 8, 16), HeadShape(4, 1, 64, 16), HeadShape(3, 3, 20, 16)):
+        for shape in (HeadShape(4, 2, 8, 16, 10), HeadShape(4, 1, 64, 16, 10), HeadShape(3, 3, 20, 16, 10)):
             _check_attention(shape, threads)
 
 
 def choose_kernel(requested: str, num_threads: int | None = None) -> tuple[str, str]:
     """The kernel to run and, where "auto" had to fall back, why ("" otherwise).
 
-    Raises SelfCheckError if exact mode was asked for by name and does not hold, UsageError for an unknown name.
+    Raises SelfCheckError if exact mode was asked for by name and does not hold, UsageError for a wrong name.
     """
     if requested not in {"auto", EXACT, PLAIN}:
         raise UsageError(f"kernel {requested!r} is not known, expected auto, {EXACT} or {PLAIN}")
@@ -54,7 +54,7 @@ def choose_kernel(requested: str, num_threads: int | None = None) -> tuple[str, 
 
 
 def available_kernels(requested: str, num_threads: int | None = None) -> list[str]:
-    """The kernels this machine can run under the wish ``requested``, best first. Raises as `choose_kernel`."""
+    """What this machine can run under the wish ``requested``, best first. Raises as `choose_kernel`."""
     kernel, _ = choose_kernel(requested, num_threads)
     return [EXACT, PLAIN] if requested == "auto" and kernel == EXACT else [kernel]
 
@@ -117,9 +117,7 @@ def _check_elementwise(threads: list[int]) -> None:
 
 def _check_attention(shape: HeadShape, threads: list[int]) -> None:
     length = 150
-    inputs = [
-        _numbers(heads, length, shape.head_dim) for heads in (shape.num_heads, *[shape.num_kv_heads] * 2)
-    ]
+    inputs = [_numbers(length, heads, shape.head_dim) for heads in (shape.num_heads, 2 * shape.num_kv_heads)]
     torch.set_num_threads(1)
     expected = _attend_in_chunks(shape, inputs, [length])
     for count in threads:
@@ -130,14 +128,14 @@ def _check_attention(shape: HeadShape, threads: list[int]) -> None:
 
 
 def _attend_in_chunks(shape: HeadShape, inputs: list[torch.Tensor], chunks: list[int]) -> torch.Tensor:
-    blocks = list(range(-(-inputs[0].shape[1] // shape.block_size)))
-    pool = KvPool(len(blocks), shape.num_kv_heads, shape.block_size, shape.head_dim)
+    blocks = list(range(shape.num_blocks))
+    pool = KvPool(shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
     table = BlockTable([blocks[::-1]])
     outs = []
     start = 0
     for num_tokens in chunks:
         group = describe_group([(Row(0, start, num_tokens, 0), table)], 0, shape)
-        part = [tensor[:, start : start + num_tokens] for tensor in inputs]
-        outs.append(attend(part[0], part[1], part[2], LayerBatch(group, pool), shape.head_dim**-0.5))
+        query, kv = (tensor[start : start + num_tokens] for tensor in inputs)
+        outs.append(attend(query, kv, LayerBatch(group, pool)))
         start += num_tokens
     return torch.cat(outs)

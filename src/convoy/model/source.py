@@ -21,8 +21,8 @@ _MAX_CONFIG_BYTES = 16 << 20
 class ModelSource:
     """A model on this machine, described but not loaded.
 
-    ``digest`` is the hex SHA-256 over the configuration and the names, dtypes and shapes of all tensors: members that
-    differ in it have different models. It does not cover the weights' values.
+    ``digest`` is the hex SHA-256 over the configuration and the names, dtypes and shapes of all tensors:
+    members that differ in it have different models. It does not cover the weights' values.
     """
 
     name: str
@@ -36,8 +36,8 @@ class ModelSource:
     def resolve(cls, name_or_path: str) -> ModelSource:
         """Find a bundled model by name, or a directory by path.
 
-        Raises ModelError for a directory that is not there, has no config.json or no weights, or holds a type of model
-        that is not supported.
+        Raises ModelError for a directory that is not there, has no config.json or no weights, or holds a type
+        of model that is not supported.
         """
         directory = Path(name_or_path).expanduser()
         name = directory.resolve().name

@@ -1,4 +1,4 @@
-"""A stage: consecutive layers of a model, with the embedding and the output where owned, run one step at a time."""
+"""A stage: consecutive layers of a model, with embedding and output where owned, run one step at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from convoy.model.attention import LayerBatch
 from convoy.model.kv import BlockTables, KvPool, StagedStep
 from convoy.model.load import LoadedModules, LoadProgress, load_modules
 from convoy.model.packed import KEY_BLOCK, HeadShape, describe_group
-from convoy.model.rope import RopeTable
+from convoy.model.rope import RopeTable, spread_over_heads
 from convoy.model.source import ModelSource
 from convoy.wire.messages import StageAssignment, Step
 
@@ -20,7 +20,7 @@ EXACT, PLAIN = "exact-f32", "plain-f32"
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How a stage computes. ``num_threads`` is set for the whole process, once, at load; None leaves torch's."""
+    """How a stage computes. ``num_threads`` is set for the whole process, at load; None leaves torch's."""
 
     kernel: str = EXACT
     block_size: int = 16  # tokens
@@ -31,8 +31,8 @@ class StageOptions:
 class Stage:
     """The layers of one member. Not thread-safe: one thread runs its steps, in order.
 
-    In exact mode a row's bits depend on its own sequence alone: not on the rows beside it, chunks, threads, cuts or
-    a replay.
+    In exact mode a row's bits depend on its own sequence alone: not on the rows beside it, chunks, threads,
+    cuts or a replay.
     """
 
     def __init__(
@@ -49,12 +49,9 @@ class Stage:
             assignment.start, assignment.end, "float32"
         )
         self._modules = modules
-        self._max_context = spec.max_context
         self._rope = RopeTable(modules.rotary, spec.max_context)
-        self._shapes = [
-            HeadShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, options.block_size, group.window)
-            for group in spec.cache_groups
-        ]
+        self._spec = spec
+        self._shapes: list[HeadShape] = []
         self._layer_group = {layer: i for i, group in enumerate(spec.cache_groups) for layer in group.layers}
         self._tables: BlockTables | None = None
         self._pools: dict[int, KvPool] = {}
@@ -86,11 +83,23 @@ class Stage:
         """Forget all sequences and make K/V pools of ``num_blocks`` blocks."""
         if num_blocks < 1:
             raise StepError(f"pools of {num_blocks} blocks make no sense, expected at least 1")
+        spec = self._spec
+        self._shapes = [
+            HeadShape(
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                self.options.block_size,
+                num_blocks,
+                group.window,
+            )
+            for group in spec.cache_groups
+        ]
         self._tables = BlockTables(
             num_groups=len(self._shapes),
             num_blocks=num_blocks,
             block_size=self.options.block_size,
-            max_context=self._max_context,
+            max_context=spec.max_context,
         )
         self._pools = {}
         for layer in self._modules.layers:
@@ -98,7 +107,7 @@ class Stage:
             self._pools[layer] = KvPool(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
 
     def apply(self, step: Step) -> None:
-        """Releases, grants and the rows' new lengths, without running them. All or nothing: raises StepError."""
+        """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""
         tables = self._need_tables()
         tables.commit(tables.stage(step))
 
@@ -106,8 +115,8 @@ class Stage:
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Apply the step and run its rows: [T, hidden_size] after this stage's layers.
 
-        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` (float32 [T, hidden_size]). Raises
-        StepError for what makes no sense, before anything is changed.
+        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` (float32 [T, hidden_size]).
+        Raises StepError for what makes no sense, before anything is changed.
         """
         tables = self._need_tables()
         staged = tables.stage(step)
@@ -158,8 +167,10 @@ class Stage:
             raise StepError(f"a step of {num_tokens} tokens came with {found}")
         if num_tokens and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             raise StepError(f"a step has a token outside the vocabulary of {self.vocab_size}")
-        assert self._modules.embedding is not None  # noqa: S101 - an owner of the embedding has loaded it
-        return self._modules.embedding.index_select(0, tokens).to(torch.float32)
+        if self._modules.embedding is None:
+            raise StepError("this stage does not own the embedding")
+        rows: torch.Tensor = self._modules.embedding(tokens)
+        return rows.to(torch.float32)
 
     def _take(self, hidden: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         if hidden is None or hidden.shape != (num_tokens, self.hidden_size) or hidden.dtype != torch.float32:
@@ -175,6 +186,14 @@ class Stage:
             positions.extend(range(row.start, row.start + row.num_tokens))
         positions.extend(positions[-1:] * (x.shape[0] - len(positions)))
         rope = self._rope.look_up(torch.tensor(positions, dtype=torch.int64), max(positions))
+        if self._modules.fused_attention:
+            spec = self._spec
+            rope = spread_over_heads(
+                *rope,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                scaling=spec.head_dim**-0.5,
+            )
         groups = [describe_group(staged.rows, i, shape) for i, shape in enumerate(self._shapes)]
         batch = {
             layer: LayerBatch(groups[self._layer_group[layer]], pool) for layer, pool in self._pools.items()

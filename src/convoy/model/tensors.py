@@ -15,7 +15,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def to_wire(tensor: torch.Tensor, dtype: str | None = None) -> WireTensor:
-    """Describe a tensor for the wire, converted to ``dtype`` where given; shares memory where no copy is needed.
+    """Describe a tensor for the wire, converted to ``dtype`` where given; no copy where none is needed.
 
     Little-endian machines only, as are all that torch runs on here.
     """
@@ -24,7 +24,7 @@ def to_wire(tensor: torch.Tensor, dtype: str | None = None) -> WireTensor:
     if dtype is not None:
         tensor = tensor.to(_DTYPES[dtype])
     tensor = tensor.detach().to("cpu").contiguous()
-    data = memoryview(tensor.view(torch.uint8).numpy()).cast("B") if tensor.numel() else memoryview(b"")
+    data = memoryview(tensor.view(torch.uint8).numpy().data).cast("B") if tensor.numel() else memoryview(b"")
     return WireTensor(_NAMES[tensor.dtype], tuple(tensor.shape), data)
 
 
