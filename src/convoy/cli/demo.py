@@ -1,0 +1,173 @@
+"""``convoy demo``: the whole thing on one machine, as a person would do it on two, and a check that nothing changed.
+
+1. two identities and a signed roster; a head and a peer as processes of their own
+2. a question over HTTP, answered as a stream
+3. the same questions to one process that holds the whole model: every token and log-probability must be equal
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from convoy.cli.endpoint import Endpoint
+from convoy.cli.local import LocalCluster, LocalOptions
+from convoy.cli.output import JsonFlag, format_bytes, print_json, print_note
+from convoy.cli.picture import print_picture
+from convoy.errors import ConvoyError, PeerUnreachable
+
+if TYPE_CHECKING:
+    from convoy.cluster.status import ClusterStatus
+
+MODEL = "demo"
+QUESTIONS = ("What is 58+59? Answer with just the number.", "Tell me a short story about a fox.")
+_MAX_TOKENS = 160
+_START_WAIT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer, token by token: (bytes, log-probability), both exact."""
+
+    text: str
+    tokens: tuple[tuple[tuple[int, ...], float], ...]
+    seconds: float
+    first_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        after = self.seconds - self.first_s
+        return (len(self.tokens) - 1) / after if len(self.tokens) > 1 and after > 0 else 0.0
+
+
+def demo(
+    members: Annotated[int, typer.Option(help="Processes; the first is the head.")] = 2,
+    as_json: JsonFlag = False,
+) -> None:
+    """Split the bundled model over two sealed processes and ask it something."""
+    say = _quiet if as_json else print_note
+    say(f"starting {members} members of a cluster, each a process with its own identity ...")
+    answers, status = _ask_cluster(members, show=not as_json)
+    say("asking the same of one process that holds the whole model ...")
+    alone, _ = _ask_cluster(1, show=False)
+    equal = [a.tokens for a in answers] == [a.tokens for a in alone]
+    if as_json:
+        print_json(_facts(status, answers, equal=equal))
+    else:
+        _print_summary(status, answers, equal=equal)
+    if not equal:
+        raise ConvoyError(
+            f"the split model's tokens differ from one process's, kernel {status.kernel}",
+            hint="exact mode promises equality: `convoy plan` and this machine's self-check say whether it is on",
+        )
+
+
+def _quiet(_text: str) -> None:
+    pass
+
+
+def _ask_cluster(members: int, *, show: bool) -> tuple[list[Answer], ClusterStatus]:
+    import msgspec
+
+    from convoy.cluster.status import ClusterStatus
+
+    with LocalCluster(LocalOptions(num_members=members)) as local:
+        local.start_peers(MODEL)
+        local.start(local.head, "serve", MODEL, "--config", str(local.config_file(local.head)), "--json")
+        try:
+            endpoint = _wait_until_served(local)
+            status = msgspec.convert(endpoint.get("/status"), ClusterStatus)
+            if show:
+                print_picture(status)
+                print()
+            answers = [_ask(endpoint, question, show=show) for question in QUESTIONS]
+            return answers, msgspec.convert(endpoint.get("/status"), ClusterStatus)
+        except ConvoyError as error:
+            raise local.explain(error) from error
+
+
+def _wait_until_served(local: LocalCluster) -> Endpoint:
+    """The head prints one JSON value with its address once it answers."""
+    deadline = time.monotonic() + _START_WAIT_S
+    while time.monotonic() < deadline:
+        local.check_alive()
+        url = _announced(local.log_file(local.head).read_text())
+        if url is not None:
+            return Endpoint.of(url.removesuffix("/v1"), None)
+        time.sleep(0.05)
+    raise PeerUnreachable(f"the head did not answer within {_START_WAIT_S:g} s")
+
+
+def _announced(log: str) -> str | None:
+    start = log.find("{\n")
+    try:
+        announced: dict[str, Any] = json.JSONDecoder().raw_decode(log[start:])[0] if start >= 0 else {}
+    except ValueError:
+        return None  # still being written
+    return announced.get("url")
+
+
+def _ask(endpoint: Endpoint, question: str, *, show: bool) -> Answer:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": 0,
+        "max_tokens": _MAX_TOKENS,
+        "stream": True,
+        "logprobs": True,
+    }
+    if show:
+        print(f"> {question}")
+    started = time.monotonic()
+    first_s = 0.0
+    pieces: list[str] = []
+    tokens: list[tuple[tuple[int, ...], float]] = []
+    for choice in _choices(endpoint.stream("/v1/chat/completions", body)):
+        first_s = first_s or time.monotonic() - started
+        text = choice.get("delta", {}).get("content") or ""
+        pieces.append(text)
+        if show:
+            print(text, end="", flush=True)
+        for token in (choice.get("logprobs") or {}).get("content") or []:
+            tokens.append((tuple(token["bytes"] or ()), token["logprob"]))
+    if show:
+        print("\n")
+    return Answer("".join(pieces), tuple(tokens), time.monotonic() - started, first_s)
+
+
+def _choices(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for event in events:
+        yield from event.get("choices", [])
+
+
+def _sealed_bytes(status: ClusterStatus) -> int:
+    return sum(stage.sealed_bytes_sent + stage.sealed_bytes_received for stage in status.stages)
+
+
+def _print_summary(status: ClusterStatus, answers: list[Answer], *, equal: bool) -> None:
+    longest = max(answers, key=lambda answer: len(answer.tokens))
+    num_tokens = sum(len(answer.tokens) for answer in answers)
+    print(f"{longest.tokens_per_s:.0f} tokens/s, {num_tokens} tokens in all")
+    print(f"{format_bytes(_sealed_bytes(status))} sealed on the head's links, none in clear")
+    print(f"tokens and log-probabilities equal those of one process: {'yes' if equal else 'NO'}")
+
+
+def _facts(status: ClusterStatus, answers: list[Answer], *, equal: bool) -> dict[str, object]:
+    return {
+        "model": MODEL,
+        "stages": status.stages,
+        "route": status.route,
+        "kernel": status.kernel,
+        "answers": [
+            {"question": question, "text": answer.text, "tokens": len(answer.tokens)}
+            for question, answer in zip(QUESTIONS, answers, strict=True)
+        ],
+        "tokens_per_s": max(answers, key=lambda answer: len(answer.tokens)).tokens_per_s,
+        "sealed_bytes": _sealed_bytes(status),
+        "equal_to_one_process": equal,
+    }

@@ -1,0 +1,197 @@
+"""A whole cluster on this machine: an identity each, a signed roster, and every peer a process of its own.
+
+The peers end when this process does, however it ends: each reads its standard input, which is a pipe from here,
+and goes when that closes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import tomli_w
+
+from convoy.cli.config import Config, load_config
+from convoy.errors import ConvoyError, PeerError, UsageError
+
+MEMBER_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+_STOP_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """What all members of a local cluster share. ``num_threads`` None shares the cores out evenly."""
+
+    num_members: int
+    spans: Sequence[str] = ()
+    kernel: str = "auto"
+    num_threads: int | None = None
+    serve_port: int = 0
+    engine: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        if not 1 <= self.num_members <= len(MEMBER_NAMES):
+            raise UsageError(f"--members is {self.num_members}, expected 1 to {len(MEMBER_NAMES)}")
+        return MEMBER_NAMES[: self.num_members]
+
+
+class LocalCluster:
+    """Files in a temporary directory and processes; leaving the `with` ends and removes both."""
+
+    def __init__(self, options: LocalOptions) -> None:
+        self.names = options.names
+        self._options = options
+        self._stack = ExitStack()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.directory = Path(tempfile.mkdtemp(prefix="convoy-"))
+        self._stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
+        self._stack.callback(self._stop_all)
+
+    def __enter__(self) -> LocalCluster:
+        try:
+            self._write()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def head(self) -> str:
+        return self.names[0]
+
+    def config_file(self, name: str) -> Path:
+        return self.directory / f"{name}.toml"
+
+    def config(self, name: str) -> Config:
+        return load_config(self.config_file(name))
+
+    def start_peers(self, model: str) -> None:
+        """`convoy join` for every member but the head."""
+        for name in self.names[1:]:
+            self.start(
+                name,
+                "join",
+                "--config",
+                str(self.config_file(name)),
+                "--model",
+                model,
+                "--until-stdin-closes",
+            )
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """A `convoy` command as a process whose output goes to a log beside its configuration."""
+        with self.log_file(name).open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "convoy", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends the others in order
+            )
+        self._processes[name] = process
+        return process
+
+    def log_file(self, name: str) -> Path:
+        return self.directory / f"{name}.log"
+
+    def check_alive(self) -> None:
+        """Raises `PeerError` with a dead member's own last words."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                raise PeerError(
+                    f"{name} ended with exit status {process.returncode}: {self._last_error(name)}"
+                )
+
+    def explain(self, error: ConvoyError) -> ConvoyError:
+        """The error of a member that died, where one did, in place of its consequence here."""
+        try:
+            self.check_alive()
+        except PeerError as dead:
+            return dead
+        return error
+
+    def _last_error(self, name: str) -> str:
+        lines = self.log_file(name).read_text(errors="replace").splitlines()
+        errors = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
+        return (errors or lines or ["no output"])[-1]
+
+    def _stop_all(self) -> None:
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in self._processes.values():
+            try:
+                process.wait(_STOP_WAIT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _write(self) -> None:
+        from convoy.crypto.identity import Identity, OperatorKey
+        from convoy.trust.card import member_of
+        from convoy.trust.roster import make_roster, sign_roster
+
+        operator = OperatorKey.generate()
+        members = []
+        for name, port in zip(self.names, _free_ports(len(self.names)), strict=True):
+            identity = Identity.generate()
+            identity.save(self.directory / name)
+            members.append(member_of(name, identity, ("127.0.0.1", port), head=name == self.head))
+        roster = self.directory / "roster.toml"
+        roster.write_bytes(sign_roster(make_roster("local", members), operator))
+        for member in members:
+            text = tomli_w.dumps(self._tables(member.name, member.address, operator.public_key))
+            self.config_file(member.name).write_text(text)
+
+    def _tables(self, name: str, address: tuple[str, int], operator_key: bytes) -> dict[str, object]:
+        threads = self._options.num_threads or max(1, (os.cpu_count() or 1) // len(self.names))
+        tables: dict[str, object] = {
+            "cluster": {
+                "name": name,
+                "identity": str(self.directory / name),
+                "roster": str(self.directory / "roster.toml"),
+                "operator_key": operator_key.hex(),
+            },
+            "listen": {"host": address[0], "port": address[1]},
+            "serve": {"port": self._options.serve_port},
+            "model": {
+                "kernel": self._options.kernel,
+                "num_threads": threads,
+                "memory_gb": _free_memory_bytes() * 0.8 / len(self.names) / 1e9,
+            },
+            "engine": self._options.engine,
+        }
+        if self._options.spans:
+            spans = self._options.spans
+            if len(spans) > len(self.names):
+                raise UsageError(f"{len(spans)} --layers were given for {len(self.names)} members")
+            tables["plan"] = {"layers": dict(zip(self.names, spans, strict=False))}
+        return tables
+
+
+def _free_ports(count: int) -> list[int]:
+    # All are held at once, so that they differ.
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def _free_memory_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,88 @@
+"""From a convoy.toml to the values that the rooms below take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from convoy.cli.config import Config
+from convoy.cli.files import read_bytes
+from convoy.errors import RosterError
+
+if TYPE_CHECKING:
+    from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
+    from convoy.serve.options import ServeOptions
+    from convoy.transport.member import LocalMember
+
+_MAX_ROSTER_BYTES = 2 << 20
+
+
+def load_member(config: Config) -> LocalMember:
+    """This machine's name, keys and verified roster. Raises `ConfigError`, `IdentityError` or `RosterError`."""
+    from convoy.crypto.identity import Identity
+    from convoy.transport.member import LocalMember
+    from convoy.trust.roster import open_roster
+
+    name = config.require_name()
+    identity = Identity.load(config.require_identity())
+    data = read_bytes(config.require_roster(), max_bytes=_MAX_ROSTER_BYTES)
+    signed = open_roster(data, operator_key=config.require_operator_key())
+    return LocalMember(name, identity, signed.roster)
+
+
+def load_head(config: Config) -> LocalMember:
+    """As `load_member`, for a member that is about to be the head. Raises `RosterError` if it may not."""
+    me = load_member(config)
+    if not me.member.head:
+        heads = ", ".join(member.name for member in me.roster.members if member.head)
+        raise RosterError(
+            f"{me.name} may not be the head; the roster allows {heads}",
+            hint=f"run `convoy serve` there and `convoy join` on {me.name}, or sign a roster with --head {me.name}",
+        )
+    return me
+
+
+def member_options(config: Config) -> MemberOptions:
+    from convoy.cluster.options import MemberOptions
+
+    model = config.model
+    return MemberOptions(
+        memory_bytes=int(model.memory_gb * 1e9),
+        num_threads=model.num_threads,
+        kernel=model.kernel,
+        activation_dtype=model.activation_dtype,
+    )
+
+
+def peer_options(config: Config, model: str | None, *, exit_with_head: bool) -> PeerOptions:
+    """``model`` is the flag; a bundled model's name is as good as none, because the head names those itself."""
+    from convoy.cluster.options import PeerOptions
+    from convoy.model.source import BUNDLED
+
+    chosen = model or config.model_name()
+    path = None if chosen is None or chosen in BUNDLED else Path(chosen)
+    return PeerOptions(member=member_options(config), model_path=path, exit_with_head=exit_with_head)
+
+
+def head_options(config: Config) -> HeadOptions:
+    from convoy.cluster.options import HeadOptions
+
+    engine, plan = config.engine, config.plan
+    return HeadOptions(
+        member=member_options(config),
+        spans=plan.layers,
+        wait_s=plan.wait_s,
+        block_size=engine.block_size,
+        num_blocks=engine.num_blocks,
+        max_batch=engine.max_batch,
+        max_step_tokens=engine.max_step_tokens,
+        prefill_chunk=engine.prefill_chunk,
+        max_waiting=config.serve.max_waiting,
+    )
+
+
+def serve_options(config: Config) -> ServeOptions:
+    from convoy.serve.options import ServeOptions
+
+    serve = config.serve
+    return ServeOptions(host=serve.host, port=serve.port, api_key=config.api_key(), drain_s=serve.drain_s)

@@ -1,0 +1,47 @@
+"""The picture of a cluster: who holds what, behind which link. `serve`, `run`, `demo` and `status` show the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from convoy.cli.output import format_bytes, format_seconds, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from convoy.cluster.status import ClusterStatus, StageStatus
+
+
+def print_picture(status: ClusterStatus) -> None:
+    """A line for each stage, then the route."""
+    print_table(
+        ("stage", "member", "layers", "weights", "hop round trip", "cipher", "sees token ids"),
+        stage_rows(status.stages),
+    )
+    print(f"route: {status.route}")
+    print(f"kernel: {status.kernel}")
+
+
+def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:
+    return [
+        (
+            index,
+            stage.member,
+            layers_text(stage),
+            format_bytes(stage.weight_bytes),
+            format_seconds(stage.round_trip_s),
+            stage.cipher or "this process",
+            "yes" if stage.sees_token_ids else "no",
+        )
+        for index, stage in enumerate(stages)
+    ]
+
+
+def layers_text(stage: StageStatus) -> str:
+    """``embed + 0-5 + output``: inclusive, as the command line's spans are."""
+    parts = [f"{stage.start}-{stage.end - 1}"]
+    if stage.embed:
+        parts.insert(0, "embed")
+    if stage.output:
+        parts.append("output")
+    return " + ".join(parts)

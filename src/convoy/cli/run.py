@@ -1,0 +1,112 @@
+"""``convoy run``: a whole cluster on this machine, to serve or to answer one prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.config import override
+from convoy.cli.local import LocalCluster, LocalOptions
+from convoy.cli.output import JsonFlag, print_json, print_note
+from convoy.cli.serve import serve_cluster, start_cluster
+from convoy.errors import ConvoyError, UsageError
+
+if TYPE_CHECKING:
+    from convoy.cluster.running import RunningCluster
+    from convoy.engine.generation import Generation
+    from convoy.engine.request import GenerationRequest
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="demo, demo-mini or a Hugging Face directory.")],
+    members: Annotated[int, typer.Option(help="Processes on this machine; the first is the head.")] = 2,
+    layers: Annotated[
+        list[str] | None, typer.Option(help="A span for each member in turn, such as 0:5,output and 6:11.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Answer this and exit, instead of serving.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="With --prompt: at most so many tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="With --prompt: 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="With --prompt and a temperature.")] = 0,
+    raw: Annotated[bool, typer.Option("--raw", help="With --prompt: no chat template.")] = False,
+    kernel: Annotated[str, typer.Option(help="auto, exact-f32 or plain-f32.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,
+    host: Annotated[str, typer.Option(help="HTTP address.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Split a model over processes on this machine, and serve or answer once."""
+    from convoy.cli.config import DEFAULT_SERVE_PORT
+    from convoy.model.source import ModelSource
+
+    if max_tokens < 1:
+        raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
+    source = ModelSource.resolve(model)  # a wrong name is an error before anything is started
+    options = LocalOptions(members, tuple(layers or ()), kernel, threads)
+    with LocalCluster(options) as local:
+        local.start_peers(model)
+        settings = local.config(local.head)
+        http = override(settings.serve, host=host, port=DEFAULT_SERVE_PORT if port is None else port)
+        settings = override(settings, serve=http)
+        try:
+            if prompt is None:
+                serve_cluster(settings, model, as_json=as_json)
+                return
+            cluster = start_cluster(settings, model, quiet=True)
+            try:
+                request = _request(cluster, prompt, raw, max_tokens, temperature, seed)
+                _answer(cluster, request, source.name, as_json=as_json)
+            finally:
+                cluster.close()
+        except ConvoyError as error:
+            raise local.explain(error) from error
+
+
+def _request(
+    cluster: RunningCluster, prompt: str, raw: bool, max_tokens: int, temperature: float, seed: int
+) -> GenerationRequest:
+    from convoy.engine.request import GenerationRequest
+    from convoy.model.params import SamplingParams
+
+    encoded = (
+        cluster.tokenizer.encode(prompt)
+        if raw
+        else cluster.tokenizer.encode_chat([{"role": "user", "content": prompt}])
+    )
+    params = SamplingParams(temperature=temperature, seed=seed)
+    return GenerationRequest(tuple(encoded), params, max_tokens=max_tokens)
+
+
+def _answer(cluster: RunningCluster, request: GenerationRequest, model: str, *, as_json: bool) -> None:
+    from convoy.engine.generation import generate
+
+    def show(text: str) -> None:
+        print(text, end="", flush=True)
+
+    answer = generate(cluster.engine, request, None if as_json else show)
+    if as_json:
+        print_json(_facts(cluster, answer, model))
+        return
+    print()
+    print_note(
+        f"{len(answer.token_ids)} tokens, first after {answer.time_to_first_token_s * 1000:.0f} ms, "
+        f"then {answer.decode_tokens_per_s:.1f} tokens/s"
+    )
+
+
+def _facts(cluster: RunningCluster, answer: Generation, model: str) -> dict[str, object]:
+    status = cluster.status()
+    return {
+        "model": model,
+        "text": answer.text,
+        "token_ids": answer.token_ids,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": len(answer.token_ids),
+        "time_to_first_token_s": answer.time_to_first_token_s,
+        "decode_tokens_per_s": answer.decode_tokens_per_s,
+        "kernel": status.kernel,
+        "route": status.route,
+        "stages": status.stages,
+        "sealed_bytes": cluster.head.sealed_bytes(),
+    }

@@ -1,0 +1,86 @@
+"""``convoy serve``: be the head. Reaches the peers, splits the model, and answers the OpenAI API."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.config import Config, load_config, override
+from convoy.cli.member import head_options, load_head, serve_options
+from convoy.cli.output import JsonFlag, print_json, print_note
+from convoy.cli.picture import print_picture
+from convoy.cli.progress import loading_bars
+from convoy.errors import UsageError
+
+if TYPE_CHECKING:
+    from convoy.cluster.running import RunningCluster
+
+
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="demo, demo-mini or a directory.  [default: from --config]")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="This member's convoy.toml; without one, this machine alone.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="HTTP address.")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Be the head: split a model over the members and answer the OpenAI API."""
+    settings = load_config(config)
+    chosen = model or settings.model_name()
+    if chosen is None:
+        raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
+    http = override(settings.serve, host=host, port=port)
+    settings = override(settings, serve=http)
+    if config is None:
+        from convoy.cli.local import LocalCluster, LocalOptions
+
+        with LocalCluster(LocalOptions(num_members=1)) as local:
+            serve_cluster(override(local.config(local.head), serve=http), chosen, as_json=as_json)
+    else:
+        serve_cluster(settings, chosen, as_json=as_json)
+
+
+def serve_cluster(settings: Config, model: str, *, as_json: bool) -> None:
+    """Bring the cluster up, serve until a signal, take it down."""
+    from convoy.serve.server import run_server
+    from convoy.serve.service import ServedModel, Service
+
+    options = serve_options(settings)
+    options.check()
+    cluster = start_cluster(settings, model, quiet=as_json)
+    try:
+        granted = cluster.head.granted
+        assert granted is not None
+        context = min(granted.max_context, granted.num_blocks * granted.plan.block_size)
+        served = ServedModel(granted.plan.model, cluster.engine, cluster.tokenizer, context)
+        service = Service(models=(served,), health=cluster.health, status=cluster.status)
+
+        def on_ready(url: str) -> None:
+            if as_json:
+                print_json({"url": f"{url}/v1", "status": cluster.status()})
+            else:
+                print_picture(cluster.status())
+                print_note(f"serving {served.name} at {url}/v1")
+
+        run_server(service, options, on_ready=on_ready)
+    finally:
+        cluster.close()
+
+
+def start_cluster(settings: Config, model: str, *, quiet: bool) -> RunningCluster:
+    """Everything up to a token that has passed every stage."""
+    from convoy.cluster.running import RunningCluster
+    from convoy.model.source import ModelSource
+
+    me = load_head(settings)
+    source = ModelSource.resolve(model)
+    peers = [member.name for member in me.roster.members if member.name != me.name]
+    if peers and not quiet:
+        print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s")
+    with loading_bars(quiet=quiet) as on_load:
+        return RunningCluster.start(me, source, head_options(settings), on_load)
