@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -60,6 +61,10 @@ class Generate(Generic[Body]):
                     else:
                         await self._whole(exchange, generation, answer)
             exchange.outcome = exchange.outcome or "complete"
+        except BaseException as error:
+            gone = isinstance(error, asyncio.CancelledError)
+            exchange.outcome = "client gone" if gone else type(error).__name__
+            raise
         finally:
             _report(exchange, answer, began_s)
 
@@ -114,7 +119,7 @@ def _report(exchange: Exchange, answer: Answer, began_s: float) -> None:
         "generation request=%s outcome=%s prompts=%d choices=%d prompt_tokens=%d completion_tokens=%d "
         "first_s=%s total_s=%.3f",
         exchange.id,
-        exchange.outcome or "ended",
+        exchange.outcome,
         len(tally.job.requests),
         tally.num_choices,
         tally.job.num_prompt_tokens,
