@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convoy.errors import FrameError
+from convoy.wire.codec import decode_message, encode_message, frame_type_of
+from convoy.wire.messages import (
+    MESSAGE_TYPES,
+    Activate,
+    Activated,
+    BlockGrant,
+    Bye,
+    FrameType,
+    Hello,
+    Message,
+    Ping,
+    Plan,
+    Pong,
+    Progress,
+    Ready,
+    Refuse,
+    Row,
+    StageAssignment,
+    Step,
+    StepFailed,
+)
+
+MESSAGES: list[Message] = [
+    Hello("convoy 0.1", ["float32"], ["exact-f32"], 1 << 30, 2, "linux"),
+    Plan(1, "demo", "ab", [StageAssignment("alpha", 0, 4, True, False)], "exact-f32", "float32", 16, 2048),
+    Progress(1, 5, 10),
+    Ready(1, 100, 7),
+    Refuse(1, "no room", "free some"),
+    Activate(1, b"d" * 32, 9),
+    Activated(1),
+    Step(4, [1], [BlockGrant(2, 0, [3, 4])], [Row(2, 0, 5, 1)], b"\1\0\0\0"),
+    StepFailed(4, "an index is out of range"),
+    Ping(1),
+    Pong(1),
+    Bye("done"),
+]
+
+
+def test_every_message_type_is_tried_here() -> None:
+    assert {frame_type_of(message) for message in MESSAGES} == set(MESSAGE_TYPES)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_a_message_survives_the_way_there_and_back(message: Message) -> None:
+    assert decode_message(frame_type_of(message), encode_message(message)) == message
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_a_truncated_or_padded_message_is_refused(message: Message) -> None:
+    payload = encode_message(message)
+    for changed in (payload[:-1], payload + b"\0", b"", payload[:1]):
+        with pytest.raises(FrameError, match="is not the message its type says"):
+            decode_message(frame_type_of(message), changed)
+
+
+def test_fields_of_another_type_or_number_are_refused() -> None:
+    for fields in ([1, 2], ["one"], [], [1.5], [None], {"token": 1}, [[1]]):
+        with pytest.raises(FrameError):
+            decode_message(FrameType.PING, msgspec.msgpack.encode(fields))
+
+
+def test_a_list_that_claims_billions_of_entries_is_refused() -> None:
+    step = bytes([0x95, 0x01, 0xDD]) + b"\xff\xff\xff\xff"
+    with pytest.raises(FrameError):
+        decode_message(FrameType.STEP, step)
+
+
+def test_the_error_does_not_quote_the_payload() -> None:
+    with pytest.raises(FrameError) as caught:
+        decode_message(FrameType.STEP, b"the prompt's own words")
+    assert "words" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [FrameType.HIDDEN, FrameType.HANDSHAKE_1])
+def test_a_type_without_a_message_is_refused(kind: FrameType) -> None:
+    with pytest.raises(FrameError, match="carries no message"):
+        decode_message(kind, b"")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(list(MESSAGE_TYPES)), st.binary(max_size=300))
+def test_garbage_is_never_more_than_a_frame_error(kind: FrameType, garbage: bytes) -> None:
+    try:
+        message = decode_message(kind, garbage)
+    except FrameError:
+        return
+    assert decode_message(kind, encode_message(message)) == message
