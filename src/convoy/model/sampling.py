@@ -73,13 +73,14 @@ def prompt_logprob(logits: Logits, token_id: int, num_top: int) -> Sampled:
 def uniform(seed: int, choice: int, position: int) -> float:
     """The random number in (0, 1) of one token.
 
-    53 bits of SHA-256 over a label and the three numbers as little-endian 64-bit words, centred in their
+    52 bits of SHA-256 over a label and the three numbers as little-endian 64-bit words, centred in their
     interval: a counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
     whose output no library version can change.
     """
+    # one bit more and the half would round away, the greatest number to 1 itself
     words = struct.pack("<QQQ", seed % 2**64, choice, position)
     digest = hashlib.sha256(b"convoy sampling v1" + words).digest()
-    return ((int.from_bytes(digest[:8], "little") >> 11) + 0.5) * 2.0**-53
+    return ((int.from_bytes(digest[:8], "little") >> 12) + 0.5) * 2.0**-52
 
 
 def check_finite(logits: Logits) -> None:
