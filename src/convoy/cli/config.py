@@ -18,7 +18,7 @@ import difflib
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -221,9 +221,10 @@ def _read_table(kind: type[S], name: str, table: Mapping[str, object], path: Pat
         read = msgspec.convert(dict(table), kind, dec_hook=_decode_path)
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at `$.")
-        key = where.rstrip("`")
-        shown = _shown(table.get(key))
-        raise ConfigError(f"{path}: [{name}] {key} is {shown}: {reason[:1].lower()}{reason[1:]}") from None
+        key = where.rstrip("`").removesuffix("[...]")
+        choices = get_args(fields[key]) if get_origin(fields[key]) is Literal else ()
+        expected = f"expected {', '.join(choices)}" if choices else reason[:1].lower() + reason[1:]
+        raise ConfigError(f"{path}: [{name}] {key} is {_shown(table[key])}: {expected}") from None
     return _beside(read, path.parent)
 
 

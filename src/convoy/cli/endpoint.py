@@ -67,7 +67,7 @@ class Endpoint:
                 if line.startswith(b"data: "):
                     event = self._json(line.removeprefix(b"data: "))
                     if not isinstance(event, dict):
-                        raise self._not_ours()
+                        raise self.not_ours("no JSON object")
                     if "error" in event:
                         raise _refusal(response.status, line.removeprefix(b"data: "))
                     yield event
@@ -107,10 +107,11 @@ class Endpoint:
         try:
             return json.loads(data)
         except ValueError:
-            raise self._not_ours() from None
+            raise self.not_ours("no JSON") from None
 
-    def _not_ours(self) -> ConvoyError:
-        return PeerUnreachable(f"what answers at {self.url} is not Convoy: no JSON", hint="check --url")
+    def not_ours(self, why: str) -> ConvoyError:
+        """The error for an answer that no head of this version gives."""
+        return PeerUnreachable(f"what answers at {self.url} is not this Convoy: {why}", hint="check --url")
 
 
 def _refusal(status: int, data: bytes) -> HttpRefused:

@@ -40,13 +40,18 @@ def new(
     directory = directory or Path(".convoy") / name
     identity.save(directory)
     replace_file(card, write_card(member).encode())
+    facts = {
+        "member": name,
+        "address": address,
+        "directory": directory,
+        "card": card,
+        "identity_key": identity.public_key.hex(),
+    }
     if as_json:
-        print_json(
-            {"name": name, "directory": directory, "card": card, **_facts(identity.public_key, address)}
-        )
+        print_json(facts)
         return
-    print_fields([("member", name), ("keys", f"{directory} (secret: never copy them)"), ("card", card)])
-    print_fields(_facts(identity.public_key, address).items())
+    print_fields(facts.items())
+    print(f"The keys in {directory} are secret and stay here; the card goes to the operator.")
 
 
 @app.command()
@@ -68,7 +73,3 @@ def show(
         print_json(facts)
     else:
         print_fields(facts.items())
-
-
-def _facts(public_key: bytes, address: str) -> dict[str, str]:
-    return {"address": address, "identity_key": public_key.hex()}

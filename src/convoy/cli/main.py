@@ -15,7 +15,8 @@ import typer
 from typer.exceptions import TyperException
 
 from convoy import __version__
-from convoy.cli import chat, identity, plan, roster, status
+from convoy.cli import chat, demo, identity, join, plan, roster, serve, status
+from convoy.cli import run as run_verb
 from convoy.cli.output import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -48,6 +49,10 @@ def convoy(
         print(context.get_help())
 
 
+app.command("demo")(demo.demo)
+app.command("run")(run_verb.run)
+app.command("serve")(serve.serve)
+app.command("join")(join.join)
 app.command("plan")(plan.plan)
 app.add_typer(identity.app, name="identity")
 app.add_typer(roster.app, name="roster")
@@ -67,6 +72,8 @@ def run(arguments: list[str]) -> int:
     try:
         code = app(args=arguments, prog_name="convoy", standalone_mode=False)
         sys.stdout.flush()
+        if code == EXIT_INTERRUPTED:  # which is what Typer makes of Ctrl-C
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except BrokenPipeError:
         # Whoever read our output is gone: nobody is left to tell, and the flush at exit must not fail again.

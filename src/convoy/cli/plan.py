@@ -34,7 +34,6 @@ def plan(
     as_json: JsonFlag = False,
 ) -> None:
     """Show who would hold which layers, and who sees token ids. Runs nothing."""
-    from convoy.model.source import ModelSource
     from convoy.plan.placement import place
     from convoy.plan.report import report
 
@@ -42,9 +41,12 @@ def plan(
     named = model or settings.model_name()
     if named is None:
         raise UsageError("no model is named", hint="give MODEL, or --config with a [model]")
-    source = ModelSource.resolve(named)
     offers = _offers(settings, members)
     spans = spans_by_name(layers, [offer.name for offer in offers]) or settings.plan.layers
+    # Last, because it takes the seconds that torch takes to load.
+    from convoy.model.source import ModelSource
+
+    source = ModelSource.resolve(named)
     found = report(place(source.spec, offers, spans))
     if as_json:
         print_json(found)

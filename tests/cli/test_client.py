@@ -1,0 +1,183 @@
+"""``chat`` and ``status`` against a real HTTP server that says what a head says, or something else."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli.transcript import run_convoy
+
+STAGES = [
+    {"member": "alpha", "start": 0, "end": 4, "embed": True, "output": True, "weight_bytes": 4_000_000}
+    | {"sees_token_ids": True, "address": "127.0.0.1:7001"},
+    {"member": "beta", "start": 4, "end": 12, "embed": False, "output": False, "weight_bytes": 8_000_000}
+    | {
+        "sees_token_ids": False,
+        "address": "127.0.0.1:7002",
+        "round_trip_s": 0.00031,
+        "cipher": "AES-256-GCM",
+    },
+]
+STATUS = {
+    "model": "demo",
+    "ready": True,
+    "reason": "",
+    "route": "complete: alpha 0:3,output -> beta 4:11 -> alpha",
+    "kernel": "exact-f32",
+    "generation": 1,
+    "stages": STAGES,
+    "running": 1,
+    "waiting": 0,
+    "num_blocks": 100,
+    "free_blocks": 90,
+    "steps": 7,
+    "prompt_tokens": 20,
+    "generated_tokens": 5,
+    "ring_s": 0.002,
+}
+
+
+def events(*pieces: object) -> bytes:
+    return b"".join(b"data: " + json.dumps(piece).encode() + b"\n\n" for piece in pieces)
+
+
+def delta(text: str, finish_reason: str | None = None) -> dict[str, object]:
+    return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}]}
+
+
+class FakeHead(http.server.ThreadingHTTPServer):
+    """Answers by path from ``answers`` (status, type, body), and keeps what was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.asked: list[tuple[str, dict[str, str], bytes]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def say(self, path: str, value: object, status: int = 200) -> None:
+        self.answers[path] = (status, value if isinstance(value, bytes) else json.dumps(value).encode())
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    server: FakeHead
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        self.server.asked.append((self.path, dict(self.headers), body))
+        status, answer = self.server.answers.get(self.path, (404, b"nothing here"))
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_POST = do_GET  # noqa: N815 - the standard library's name
+
+    def log_message(self, *_: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def head() -> Iterator[FakeHead]:
+    with FakeHead() as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        server.say("/health", {"status": "ready", "reason": "a token passes every stage"})
+        server.say("/status", STATUS)
+        server.say("/v1/models", {"data": []})
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_status_shows_every_stage_and_its_link(head: FakeHead, tmp_path: Path) -> None:
+    done = run_convoy(["status", "--url", head.url], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "AES-256-GCM" in done.stdout
+    assert "0.31 ms" in done.stdout
+    assert "90 of 100 free" in done.stdout
+    assert done.stderr == ""
+
+
+def test_status_in_json_is_the_servers_own_picture(head: FakeHead, tmp_path: Path) -> None:
+    done = run_convoy(["status", "--json", "--url", head.url], tmp_path)
+    value = json.loads(done.stdout)
+    assert value["health"]["status"] == "ready"
+    assert value["stages"][1]["member"] == "beta"
+
+
+def test_status_of_a_cluster_that_is_not_ready_fails_with_its_reason(head: FakeHead, tmp_path: Path) -> None:
+    head.say("/health", {"status": "not ready", "reason": "beta is gone"}, 503)
+    done = run_convoy(["status", "--url", head.url], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["error: the cluster is not ready: beta is gone"]
+    assert "beta" in done.stdout
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b"[]", b"{}", json.dumps({**STATUS, "stages": 3}).encode()])
+def test_something_else_at_the_address_is_said_plainly(head: FakeHead, tmp_path: Path, answer: bytes) -> None:
+    head.say("/status", answer)
+    done = run_convoy(["status", "--url", head.url], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: what answers at {head.url} is not this Convoy: ")
+
+
+def test_chat_streams_one_answer_and_sends_what_was_asked(head: FakeHead, tmp_path: Path) -> None:
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
+    stream = events(delta("4"), delta("2", "stop"), {"choices": [], "usage": usage}) + b"data: [DONE]\n\n"
+    head.say("/v1/chat/completions", b": heartbeat\n\n" + stream)
+    (tmp_path / "api.key").write_text("sesame\n", encoding="utf-8")
+    flags = ["--url", head.url, "--api-key-file", "api.key", "--system", "Be brief.", "--temperature", "0"]
+    done = run_convoy(["chat", "What is 40+2?", *flags], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
+    _, headers, body = head.asked[-1]
+    assert headers["Authorization"] == "Bearer sesame"
+    sent = json.loads(body)
+    assert [message["role"] for message in sent["messages"]] == ["system", "user"]
+    assert sent["temperature"] == 0
+    assert "seed" not in sent
+
+    done = run_convoy(["chat", "What is 40+2?", "--json", "--url", head.url], tmp_path)
+    value = json.loads(done.stdout)
+    assert (value["text"], value["finish_reason"], value["usage"]) == ("42", "stop", usage)
+
+
+def test_a_conversation_remembers_and_goes_on_after_an_error(head: FakeHead, tmp_path: Path) -> None:
+    head.say("/v1/chat/completions", events(delta("yes", "stop")) + b"data: [DONE]\n\n")
+    done = run_convoy(["chat", "--url", head.url], tmp_path, text="first\n\nsecond\n")
+    assert done.stdout == "yes\nyes\n"
+    messages = json.loads(head.asked[-1][2])["messages"]
+    assert [message["content"] for message in messages] == ["first", "yes", "second"]
+
+    head.say("/v1/chat/completions", {"error": {"message": "the prompt is too long"}}, 400)
+    done = run_convoy(["chat", "--url", head.url], tmp_path, text="first\nsecond\n")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == ["error: the prompt is too long"] * 2
+    assert [message["content"] for message in json.loads(head.asked[-1][2])["messages"]] == ["second"]
+
+
+def test_a_stream_that_is_cut_off_is_never_a_complete_answer(head: FakeHead, tmp_path: Path) -> None:
+    head.say("/v1/chat/completions", events(delta("4")))
+    done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path)
+    assert done.returncode == 1
+    assert "ended before the answer was complete" in done.stderr
+
+
+def test_an_error_in_the_stream_is_the_servers_own_words(head: FakeHead, tmp_path: Path) -> None:
+    error = {"error": {"message": "a stage went away", "type": "server_error"}}
+    head.say("/v1/chat/completions", events(delta("4"), error))
+    done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["error: a stage went away"]
+
+
+def test_a_missing_key_is_told_where_to_go(head: FakeHead, tmp_path: Path) -> None:
+    head.say("/health", {"error": {"message": "no api key"}}, 401)
+    done = run_convoy(["status", "--url", head.url], tmp_path)
+    assert done.stderr.splitlines() == ["error: no api key", "hint: give the key's file with --api-key-file"]

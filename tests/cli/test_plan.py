@@ -1,0 +1,102 @@
+"""``convoy plan`` on a model directory from elsewhere: what is printed, and that nothing is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from cli.transcript import run_convoy
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 105,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "dtype": "float32",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory with a model whose weights are there in name alone: planning must not need more."""
+    model = tmp_path / "odd"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    save_file({"model.norm.weight": np.ones(16, dtype=np.float32)}, model / "model.safetensors")
+    return tmp_path
+
+
+def test_a_plan_names_every_stage_and_who_sees_token_ids(folder: Path) -> None:
+    done = run_convoy(["plan", "odd", "--members", "alpha=4,beta=2"], folder)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "model    odd (llama, 6 layers, float32)"
+    assert lines[1] == "route    complete: alpha 0:3,output -> beta 4:5 -> alpha"
+    assert any(line.split()[:3] == ["0", "alpha", "(head)"] for line in lines)
+    assert any(line.split()[:3] == ["1", "beta", "4:5"] for line in lines)
+    assert lines[-1] == "token ids are seen by: alpha"
+    assert done.stderr == ""
+
+
+def test_the_reverse_layout_shows_that_a_peer_sees_token_ids(folder: Path) -> None:
+    spans = ["--layers", "3:output", "--layers", "0:2"]
+    done = run_convoy(["plan", "odd", "--members", "2", *spans, "--json"], folder)
+    plan = json.loads(done.stdout)
+    assert plan["peers_seeing_token_ids"] == ["beta"]
+    assert [(stage["member"], stage["start"], stage["end"]) for stage in plan["stages"]] == [
+        ("beta", 0, 3),
+        ("alpha", 3, 6),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layers", "0:3,output", "--layers", "3:5"], "layer 3 claimed twice"),
+        (["--layers", "0:1,output", "--layers", "3:5"], "nobody owns layer 2"),
+        (["--layers", "0:2", "--layers", "3:output"], "beta claims the output"),
+        (["--layers", "0-2"], "invalid span '0-2'"),
+        (["--members", "7"], "7 members cannot share 6 layers"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_one_line_and_exit_1(folder: Path, flags: list[str], message: str) -> None:
+    done = run_convoy(["plan", "odd", *flags], folder)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert message in done.stderr.splitlines()[0]
+    assert done.stderr.startswith("error: ")
+
+
+def test_a_configuration_gives_model_members_and_spans(folder: Path) -> None:
+    for name in ("mac", "box"):
+        run_convoy(["identity", "new", name], folder)
+    made = run_convoy(
+        ["roster", "new", "home", "mac.card.toml", "box.card.toml", "--head", "box", "--json"], folder
+    )
+    key = json.loads(made.stdout)["operator_key"]
+    (folder / "convoy.toml").write_text(
+        f'[cluster]\nname = "mac"\nroster = "roster.toml"\noperator_key = "{key}"\n'
+        '[model]\npath = "odd"\nmemory_gb = 1\n[plan]\nlayers = {mac = "1:5"}\n',
+        encoding="utf-8",
+    )
+    done = run_convoy(["plan", "--config", "convoy.toml", "--json"], folder)
+    plan = json.loads(done.stdout)
+    assert [(stage["member"], stage["span"]) for stage in plan["stages"]] == [
+        ("box", "0:0,output"),
+        ("mac", "1:5"),
+    ]
+    assert "unknown" in done.stderr

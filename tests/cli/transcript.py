@@ -1,0 +1,98 @@
+"""Transcripts: a command line, its exit code and patterns for what it writes, run as real processes.
+
+    $ convoy roster show nothing.toml
+    exit 1
+    err| error: cannot read nothing.toml: no such file or directory
+
+Commands of one file run in order in one fresh directory. ``out|`` and ``err|`` lines are regular expressions
+that must match the whole output of that stream, line by line; ``...`` stands for any lines. A stream without
+a pattern must be empty.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ANY_LINES = "..."
+
+
+@dataclass
+class Command:
+    """One command of a transcript and what it should do."""
+
+    line: str
+    number: int
+    exit_code: int = 0
+    patterns: dict[str, list[str]] = field(default_factory=lambda: {"out": [], "err": []})
+
+
+def read_transcript(text: str) -> list[Command]:
+    """The commands of a transcript. Raises ValueError for a line that is none of its grammar."""
+    commands: list[Command] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        kind, _, rest = line.partition(" ")
+        if not line.strip() or line.startswith("#"):
+            continue
+        if kind == "$":
+            commands.append(Command(rest, number))
+        elif kind == "exit" and commands:
+            commands[-1].exit_code = int(rest)
+        elif kind in {"out|", "err|"} and commands:
+            commands[-1].patterns[kind.rstrip("|")].append(rest)
+        else:
+            raise ValueError(f"line {number} of the transcript is none of `$ exit out| err|`: {line}")
+    return commands
+
+
+def run_convoy(
+    arguments: list[str], directory: Path, *, text: str = "", timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """The console script's own code in a process of its own, with no terminal."""
+    environment = {
+        name: value for name, value in os.environ.items() if name in {"PATH", "HOME", "PYTHONPATH", "TMPDIR"}
+    }
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    return subprocess.run(
+        [sys.executable, "-m", "convoy", *arguments],
+        cwd=directory,
+        env={**environment, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def play(command: Command, directory: Path) -> list[str]:
+    """Run one command; what was not as the transcript says, as text."""
+    name, *arguments = shlex.split(command.line)
+    if name != "convoy":
+        raise ValueError(f"line {command.number} runs {name}, expected convoy")
+    done = run_convoy(arguments, directory)
+    wrong = []
+    if done.returncode != command.exit_code:
+        wrong.append(f"line {command.number}: exit {done.returncode}, expected {command.exit_code}")
+    for stream, output in (("out", done.stdout), ("err", done.stderr)):
+        wanted = command.patterns[stream]
+        if not matches(wanted, output.splitlines()):
+            wrong.append(
+                f"line {command.number}: {stream} is\n{output}and should match\n" + "\n".join(wanted)
+            )
+    return wrong
+
+
+def matches(patterns: list[str], lines: list[str]) -> bool:
+    """Whether the lines are what the patterns say, in full and in order."""
+    if not patterns:
+        return not lines
+    first, *rest = patterns
+    if first == ANY_LINES:
+        return any(matches(rest, lines[skip:]) for skip in range(len(lines) + 1))
+    return bool(lines) and re.fullmatch(first, lines[0].rstrip()) is not None and matches(rest, lines[1:])
