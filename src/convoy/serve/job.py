@@ -12,7 +12,7 @@ from typing import Any
 from convoy.engine.request import GenerationRequest
 from convoy.errors import RequestError
 from convoy.model.params import MAX_LOGPROBS, SamplingParams
-from convoy.serve.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from convoy.serve.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, StreamOptions
 from convoy.serve.options import ServeOptions
 from convoy.serve.service import ServedModel, Service
 
@@ -93,8 +93,7 @@ def _job(
     params.check_vocabulary(model.tokenizer.vocab_size)
     num_choices = 1 if body.n is None else body.n
     _check_range("n", num_choices, 1, options.max_choices)
-    stream = bool(body.stream)
-    if body.stream_options is not None and not stream:
+    if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
     scored = bool(texts) and params.logprobs is not None
     scoring = scored and max_tokens == 1
@@ -111,14 +110,14 @@ def _job(
         )
         for ids in prompts
     )
-    asked = body.stream_options
+    asked = body.stream_options or StreamOptions()
     return Job(
         model=model,
         requests=requests,
         num_choices=num_choices,
-        stream=stream,
-        include_usage=asked is not None and asked.include_usage,
-        continuous_usage=asked is not None and asked.continuous_usage_stats,
+        stream=bool(body.stream),
+        include_usage=asked.include_usage,
+        continuous_usage=asked.continuous_usage_stats,
         prompt_texts=texts,
         scoring=scoring and not body.ignore_eos,
     )
