@@ -134,13 +134,13 @@ def _load(source: ModelSource) -> Any:
 
     # tokenizer.json says all there is to say; AutoTokenizer would rebuild it by the model's type, which
     # may lie
-    loader = PreTrainedTokenizerFast if (source.path / "tokenizer.json").is_file() else AutoTokenizer
+    has_file = (source.path / "tokenizer.json").is_file()
+    loader = PreTrainedTokenizerFast if has_file else AutoTokenizer
     try:
         pretrained = loader.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything at all for a broken file
-        raise ModelError(
-            f"{source.name}: no usable tokeniser in {source.path}: {_first_line(error)}"
-        ) from error
+        reason = f"tokenizer.json cannot be used: {_first_line(error)}" if has_file else "no tokenizer.json"
+        raise ModelError(f"{source.name}: no usable tokeniser in {source.path}: {reason}") from error
     if not hasattr(pretrained, "backend_tokenizer"):
         raise ModelError(
             f"{source.name}: its tokeniser is {type(pretrained).__name__}, expected one with a tokenizer.json"
