@@ -97,7 +97,7 @@ class Roster:
             end = f"{self.expires:%Y-%m-%d %H:%M:%S} UTC"
             raise RosterError(
                 f"the roster of {self.cluster_id} expired at {end}, {clock}",
-                hint="sign a new one with a higher epoch: `convoy roster sign`",
+                hint="sign a new one with a higher epoch: `convoy roster new`",
             )
 
 

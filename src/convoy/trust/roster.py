@@ -180,7 +180,7 @@ def _verified_body(data: bytes, operator_key: bytes) -> bytes:
         raise RosterError(f"the roster has {len(data)} bytes, and the limit is {MAX_ROSTER_BYTES}")
     body, separator, tail = data.rpartition(_SEPARATOR)
     if not separator:
-        raise RosterError("the roster is unsigned", hint="sign it: `convoy roster sign`")
+        raise RosterError("the roster is unsigned", hint="sign it: `convoy roster new`")
     table = _toml(tail)
     _check_keys(table, frozenset({"operator", "ed25519"}), "the signature")
     try:
