@@ -1,6 +1,6 @@
 """Look for what must not be seen in recorded bytes: text, token ids however packed, activations.
 
-Reused wherever something crosses: give everything that was recorded and everything that was secret, get every find.
+Reused wherever something crosses: give what was recorded and what was secret, get every find.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WIDTHS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """What must not be found: ``activations`` as raw bytes, each looked for in pieces of 16 at every offset."""
+    """What must not be found; ``activations`` as raw bytes, looked for in pieces of 16 at every offset."""
 
     texts: Sequence[str] = ()
     token_ids: Sequence[Sequence[int]] = ()
@@ -25,9 +25,9 @@ class Secrets:
 def find_secrets(recorded: bytes | bytearray, secrets: Secrets) -> list[str]:
     """What was found, in words; empty is what everybody hopes for.
 
-    Texts as UTF-8 and UTF-16, whole and each word of eight letters or more; every run of eight token ids as integers of 8,
-    16, 32 and 64 bits (where they fit) of both byte orders, and as msgpack; every aligned and unaligned 16 bytes of an
-    activation that are not a mere repetition.
+    Texts as UTF-8 and UTF-16, whole and each word of eight letters or more; every run of eight token ids as
+    integers of 8, 16, 32 and 64 bits (where they fit) of both byte orders, and as msgpack; every 16 bytes of
+    an activation, at any offset, that are not a mere repetition.
     """
     haystack = bytes(recorded)
     found = [f"text {kind}" for kind, needle in _texts(secrets.texts) if needle in haystack]
@@ -58,7 +58,7 @@ def _packed(ids: Sequence[int]) -> Iterable[tuple[str, bytes]]:
         if max(ids) < 1 << (8 * width):
             for order in ("little", "big"):
                 if width > 1 or order == "little":
-                    packed = b"".join(i.to_bytes(width, order) for i in ids)  # type: ignore[arg-type]
+                    packed = b"".join(i.to_bytes(width, order) for i in ids)
                     yield f"{8 * width}-bit {order}-endian", packed
     yield "msgpack", b"".join(_msgpack(i) for i in ids)
 

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from confidentiality.search import Secrets as Hidden
 from confidentiality.search import find_secrets
-from support.links import End, tls_link_pair
-from support.members import make_local_members
-from support.relay import Relay
-
 from convoy.crypto.handshake import Secrets
 from convoy.crypto.seal import TAG_BYTES, Bytes, KeyLimits
 from convoy.transport.link import Link
@@ -20,6 +17,9 @@ from convoy.transport.memory import RecordedStream
 from convoy.transport.stream import Stream
 from convoy.wire.messages import Refuse, Row, Step
 from convoy.wire.tensor import WireTensor
+from support.links import End, tls_link_pair
+from support.members import make_local_members
+from support.relay import Relay
 
 TEXT = "the quarterly figures of the unannounced merger"
 WIDE_IDS = [70_001 + 977 * i for i in range(24)]

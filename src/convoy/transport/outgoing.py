@@ -91,8 +91,7 @@ class Outgoing:
                 self._enqueue(parcel)
                 return
             self._busy = True
-        self._work((parcel,))
-        if self._error is not None:
+        if not self._work((parcel,)):
             self._raise_if_over()
 
     def post_pong(self, parcel: Parcel) -> None:
@@ -173,13 +172,16 @@ class Outgoing:
 
     # Below here only the one thread that set `_busy`.
 
-    def _work(self, parcels: tuple[Parcel, ...]) -> None:
+    def _work(self, parcels: tuple[Parcel, ...]) -> bool:
+        """True if all of it left; what becomes of it later is not this call's business."""
         try:
             for parcel in parcels:
                 self._pack(parcel)
             self._flush()
+            return True
         except ConvoyError as error:
             self._fail(error)
+            return False
         except BaseException as bug:
             # Half a frame may be out, and the counter has moved: nothing can follow on this link.
             self._fail(LinkBroken(f"this side failed while it sent: {type(bug).__name__}"))

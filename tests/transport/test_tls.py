@@ -1,0 +1,374 @@
+"""The outer layer alone: who gets in, and what never leaves the process."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from convoy.crypto.identity import Identity
+from convoy.errors import (
+    ConfigError,
+    ConvoyError,
+    FrameTooLong,
+    HandshakeError,
+    Incompatible,
+    LinkBroken,
+    PeerError,
+    PeerUnreachable,
+    RosterError,
+)
+from convoy.transport.dial import dial
+from convoy.transport.establish import TO_DIALLER, TO_LISTENER, establish_initiator, send_opening
+from convoy.transport.link import Link, LinkOptions
+from convoy.transport.listener import Listener
+from convoy.transport.member import LocalMember
+from convoy.transport.tcp import TlsStream, client_context, server_context, start_tls_client
+from convoy.wire.frame import encode_handshake
+from convoy.wire.messages import FrameType, Row, Step
+from support.links import WAIT_S, End, tls_link_pair
+from support.members import make_local_members, shifted, with_roster
+from support.relay import Relay
+
+STEP = Step(7, [], [], [Row(1, 0, 2, 1)], b"")
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> tuple[LocalMember, ...]:
+    return make_local_members(["alpha", "beta", "gamma"], tmp_path)
+
+
+class Door:
+    """A listener and everything it has to say."""
+
+    def __init__(self, me: LocalMember, options: LinkOptions | None = None) -> None:
+        self.links: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        self.refusals: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
+        self.listener = Listener(
+            ("127.0.0.1", 0), me, self.links.put, options=options, on_refused=self.refusals.put
+        )
+        self.address = self.listener.address
+
+    def refusal(self) -> ConvoyError:
+        return self.refusals.get(timeout=WAIT_S)
+
+
+@contextmanager
+def opened(me: LocalMember, options: LinkOptions | None = None) -> Iterator[Door]:
+    door = Door(me, options)
+    yield door
+    door.listener.close()
+
+
+def half(me: LocalMember, door: Door, direction: int, link_id: bytes) -> TlsStream:
+    """One connection of a link, opened by hand."""
+    sock = socket.create_connection(door.address)
+    deadline_s = time.monotonic() + WAIT_S
+    stream = TlsStream(start_tls_client(sock, client_context(me), deadline_s), 60)
+    stream.set_deadline(deadline_s)
+    send_opening(stream, direction, link_id)
+    return stream
+
+
+def test_the_negotiated_version_is_tls_1_3_without_tickets(members: tuple[LocalMember, ...]) -> None:
+    server, client = server_context(members[1]), client_context(members[0])
+    for context in (server, client):
+        assert context.minimum_version == context.maximum_version == ssl.TLSVersion.TLSv1_3
+        assert context.verify_mode is ssl.CERT_REQUIRED
+        assert not context.check_hostname
+        assert context.keylog_filename is None
+        assert len(context.get_ca_certs()) == 3
+    assert server.num_tickets == 0
+
+
+def test_sslkeylogfile_has_no_effect(
+    members: tuple[LocalMember, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keylog = tmp_path / "keys.log"
+    monkeypatch.setenv("SSLKEYLOGFILE", str(keylog))
+    mine, theirs = tls_link_pair(*members[:2])
+    there = End(theirs).start()
+    here = End(mine).start()
+    here.link.send(STEP)
+    there.next()
+    here.link.close()
+    assert not keylog.exists()
+    # The same variable does work where it is honoured, so its silence above means something.
+    assert ssl.create_default_context().keylog_filename == str(keylog)
+
+
+def test_no_name_of_the_server_goes_out(members: tuple[LocalMember, ...]) -> None:
+    seen: list[str | None] = []
+    with opened(members[1]) as door:
+        door.listener._context.sni_callback = lambda _sock, name, _context: seen.append(name)
+        link = dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        link.close()
+    assert [name for name in seen if name is not None] == []
+
+
+def test_no_session_is_ever_resumed(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[1]) as door:
+        for _ in range(2):
+            stream = half(members[0], door, TO_LISTENER, os.urandom(16))
+            assert not stream._sock.session_reused
+            assert stream._sock.session is None or not stream._sock.session.has_ticket
+            stream.close()
+
+
+def test_a_certificate_outside_the_roster_is_refused_at_both_ends(
+    members: tuple[LocalMember, ...], tmp_path: Path
+) -> None:
+    stranger = make_local_members(["alpha", "beta"], tmp_path / "strangers")[0]
+    with opened(members[1]) as door:
+        with pytest.raises(HandshakeError, match="certificate is not in the roster"):
+            dial(door.address, me=stranger, peer_name="beta", timeout_s=WAIT_S)
+        assert isinstance(door.refusal(), HandshakeError)
+        trusting = _with_anchor(stranger, members[1])
+        with pytest.raises(PeerError):
+            half(trusting, door, TO_LISTENER, b"l" * 16).recv_into(memoryview(bytearray(1)))
+        refusal = door.refusal()
+    assert isinstance(refusal, HandshakeError)
+    assert "certificate is not in the roster" in refusal.message
+
+
+def _with_anchor(stranger: LocalMember, known: LocalMember) -> LocalMember:
+    """A stranger that knows the listener's certificate, so that only the listener can refuse."""
+    listed = stranger.roster.member(stranger.name)
+    roster = replace(stranger.roster, members=(listed, known.roster.member(known.name)))
+    return with_roster(stranger, roster)
+
+
+def test_a_client_without_a_certificate_is_refused(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[1]) as door:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        with socket.create_connection(door.address) as raw, pytest.raises(ssl.SSLError):  # noqa: PT012
+            sock = context.wrap_socket(raw)
+            sock.sendall(b"hello")
+            sock.recv(1)
+        assert isinstance(door.refusal(), HandshakeError)
+
+
+def test_an_older_tls_is_refused(members: tuple[LocalMember, ...]) -> None:
+    context = client_context(members[0])
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with opened(members[1]) as door, socket.create_connection(door.address) as raw:
+        with pytest.raises((ssl.SSLError, OSError)):
+            context.wrap_socket(raw)
+        assert isinstance(door.refusal(), HandshakeError)
+
+
+def test_another_member_at_the_address_is_refused(members: tuple[LocalMember, ...]) -> None:
+    with (
+        opened(members[2]) as door,
+        pytest.raises(HandshakeError, match=r"beta at .* shows the certificate of another member"),
+    ):
+        dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+
+
+def test_a_member_cannot_link_with_itself(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[0]) as door:
+        with pytest.raises(RosterError, match="with itself"):
+            dial(door.address, me=members[0], peer_name="alpha", timeout_s=WAIT_S)
+        half(members[0], door, TO_LISTENER, b"l" * 16)
+        assert "no other member" in door.refusal().message
+
+
+def test_connections_of_two_members_do_not_pair(members: tuple[LocalMember, ...]) -> None:
+    options = LinkOptions(handshake_timeout_s=0.5)
+    with opened(members[1], options) as door:
+        streams = [
+            half(members[0], door, TO_LISTENER, b"l" * 16),
+            half(members[2], door, TO_DIALLER, b"l" * 16),
+        ]
+        errors = [door.refusal().message for _ in range(2)]
+        assert sorted(error.split()[0] for error in errors) == ["alpha", "gamma"]
+        assert all("the other never came" in error for error in errors)
+        assert all(stream.recv_into(memoryview(bytearray(1))) == 0 for stream in streams)
+        assert door.links.empty()
+
+
+def test_connections_of_two_links_do_not_pair(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[1], LinkOptions(handshake_timeout_s=0.5)) as door:
+        streams = [
+            half(members[0], door, TO_LISTENER, b"1" * 16),
+            half(members[0], door, TO_DIALLER, b"2" * 16),
+        ]
+        assert all("the other never came" in door.refusal().message for _ in streams)
+        assert door.links.empty()
+
+
+def test_one_direction_opened_twice_is_refused(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[1], LinkOptions(handshake_timeout_s=0.5)) as door:
+        streams = [half(members[0], door, TO_LISTENER, b"l" * 16) for _ in range(2)]
+        errors = sorted(door.refusal().message for _ in streams)
+        assert "opened one direction of a link twice" in errors[0] + errors[1]
+
+
+def test_another_protocol_version_is_named_at_both_ends_over_tls(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[1]) as door:
+        streams = tuple(half(members[0], door, d, b"l" * 16) for d in (TO_LISTENER, TO_DIALLER))
+        peer = members[0].roster.member("beta")
+        with pytest.raises(Incompatible, match="beta speaks protocol version 1, and this"):
+            establish_initiator(
+                members[0], peer, b"l" * 16, (streams[0], streams[1]), LinkOptions(), version=9
+            )
+        refusal = door.refusal()
+    assert isinstance(refusal, Incompatible)
+    assert refusal.message == "alpha speaks protocol version 9, and this member speaks version 1"
+
+
+def test_a_stolen_tls_key_without_the_identity_key_gets_no_link(
+    members: tuple[LocalMember, ...], tmp_path: Path
+) -> None:
+    thief_directory = tmp_path / "thief"
+    Identity.generate().save(thief_directory)
+    for name in ("tls.key", "tls.crt"):
+        (thief_directory / name).write_bytes((tmp_path / "alpha" / name).read_bytes())
+    thief_identity = Identity.load(thief_directory)
+    listed = replace(members[0].roster.member("alpha"), identity_key=thief_identity.public_key)
+    roster = replace(members[0].roster, members=(listed, *members[0].roster.members[1:]))
+    thief = LocalMember("alpha", thief_identity, roster)
+    # It claims the digest of the true roster, because it knows that one too.
+    with opened(members[1]) as door:
+        streams = tuple(half(thief, door, d, b"l" * 16) for d in (TO_LISTENER, TO_DIALLER))
+        object.__setattr__(thief, "roster", members[0].roster)
+        with pytest.raises(PeerError):  # noqa: PT012 - the thief may believe in its link until it uses it
+            link = establish_initiator(
+                thief, members[0].roster.member("beta"), b"l" * 16, (streams[0], streams[1]), LinkOptions()
+            )
+            End(link).start().link.ping(WAIT_S)
+        refusal = door.refusal()
+    assert refusal.message == "the signature is not by the identity key of alpha"
+
+
+@pytest.mark.parametrize("which", ["dialler", "listener"])
+def test_an_expired_roster_links_nobody(members: tuple[LocalMember, ...], which: str) -> None:
+    old = shifted(members[0].roster, -datetime.timedelta(days=31))
+    alpha, beta = (with_roster(member, old) for member in members[:2])
+    if which == "dialler":
+        with pytest.raises(RosterError, match="the roster of test expired at"):
+            dial(("127.0.0.1", 1), me=alpha, peer_name="beta", timeout_s=WAIT_S)
+        return
+    with opened(beta) as door:
+        with pytest.raises(PeerError):
+            dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        refusal = door.refusal()
+    assert isinstance(refusal, RosterError)
+    assert "expired at" in refusal.message
+
+
+def test_nobody_at_the_address_names_peer_and_address(members: tuple[LocalMember, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with pytest.raises(PeerUnreachable, match=f"beta at 127.0.0.1:{port} could not be reached"):
+        dial(("127.0.0.1", port), me=members[0], peer_name="beta", timeout_s=WAIT_S)
+
+
+def test_a_silent_listener_is_given_up_in_time(members: tuple[LocalMember, ...]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        started_s = time.monotonic()
+        with pytest.raises(PeerUnreachable, match="did not answer in time"):
+            dial(sock.getsockname(), me=members[0], peer_name="beta", timeout_s=0.3)
+        assert time.monotonic() - started_s < 5
+
+
+def test_a_port_in_use_is_a_config_error(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[1]) as door, pytest.raises(ConfigError, match="cannot listen on"):
+        Listener(door.address, members[1], lambda _link: None)
+
+
+def test_an_oversized_handshake_message_is_refused_before_memory_is_taken(
+    members: tuple[LocalMember, ...],
+) -> None:
+    with opened(members[1]) as door:
+        streams = [half(members[0], door, d, b"l" * 16) for d in (TO_LISTENER, TO_DIALLER)]
+        frame = bytearray(encode_handshake(FrameType.HANDSHAKE_1, b""))
+        frame[6:8] = b"\xff\xff"
+        streams[0].send_all(frame)
+        assert isinstance(door.refusal(), FrameTooLong)
+
+
+def test_silent_connections_neither_block_nor_outlive_a_deadline(
+    members: tuple[LocalMember, ...],
+) -> None:
+    with opened(members[1], LinkOptions(handshake_timeout_s=1.0)) as door:
+        silent = [socket.create_connection(door.address) for _ in range(30)]
+        link = dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        assert door.links.get(timeout=WAIT_S).peer == "alpha"
+        link.close()
+        for sock in silent:
+            assert isinstance(door.refusal(), PeerUnreachable)
+            sock.settimeout(WAIT_S)
+            assert sock.recv(1) == b""
+            sock.close()
+
+
+def test_half_open_connections_are_bounded(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[1], LinkOptions(handshake_timeout_s=2.0, max_half_open=4)) as door:
+        held = [socket.create_connection(door.address) for _ in range(4)]
+        while door.listener._slots._value:
+            time.sleep(0.001)
+        with socket.create_connection(door.address) as extra:
+            extra.settimeout(WAIT_S)
+            assert extra.recv(1) == b""
+        for sock in held:
+            sock.close()
+        for _ in held:
+            door.refusal()
+        link = dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        link.close()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_either_connections_end_ends_the_link(members: tuple[LocalMember, ...], index: int) -> None:
+    relays: list[Relay] = []
+
+    def through(address: tuple[str, int]) -> tuple[str, int]:
+        relays.append(Relay(address))
+        return relays[0].address
+
+    mine, theirs = tls_link_pair(*members[:2], through=through)
+    here, there = End(mine).start(), End(theirs).start()
+    relays[0].cut(index)
+    assert isinstance(here.error(), LinkBroken)
+    assert isinstance(there.error(), LinkBroken)
+    with pytest.raises(LinkBroken):
+        here.link.send(STEP)
+    relays[0].close()
+
+
+def test_a_closed_listener_leaves_standing_links_alone(members: tuple[LocalMember, ...]) -> None:
+    mine, theirs = tls_link_pair(*members[:2])
+    here, there = End(mine).start(), End(theirs).start()
+    here.link.send(STEP)
+    there.next()
+    here.link.close()
+
+
+def test_ten_links_come_up_at_once(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[1]) as door:
+        links: queue.SimpleQueue[Link] = queue.SimpleQueue()
+
+        def call() -> None:
+            links.put(dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S))
+
+        threads = [threading.Thread(target=call) for _ in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        for _ in range(10):
+            links.get(timeout=WAIT_S).close()
+            door.links.get(timeout=WAIT_S).close()
