@@ -2,7 +2,9 @@
 
 import queue
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +15,7 @@ from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import Draining, NotReady, QueueFull, RequestError, StageLost
 from convoy.model.params import SamplingParams
+from convoy.model.text import Tokenizer
 from support.fake_executor import VOCAB, FakeExecutor, next_token
 from support.fake_tokenizer import EOS, FakeTokenizer
 
@@ -23,10 +26,11 @@ LIMITS = SchedulerLimits(
 
 
 def make_engine(executor: FakeExecutor, limits: SchedulerLimits = LIMITS, probe_s: float = 3600.0) -> Engine:
-    return Engine(executor, FakeTokenizer(), limits, EngineOptions(max_context=128, probe_s=probe_s))
+    tokenizer = cast(Tokenizer, FakeTokenizer())
+    return Engine(executor, tokenizer, limits, EngineOptions(max_context=128, probe_s=probe_s))
 
 
-def request(prompt: list[int], max_tokens: int = 12, **changes: object) -> GenerationRequest:
+def request(prompt: list[int], max_tokens: int = 12, **changes: Any) -> GenerationRequest:
     return replace(
         GenerationRequest(tuple(prompt), GREEDY, max_tokens=max_tokens, ignore_eos=True), **changes
     )
@@ -40,19 +44,19 @@ def expected(prompt: list[int], num_tokens: int) -> list[int]:
 
 
 @pytest.fixture(params=[1, 3], ids=["one in flight", "three in flight"])
-def engine(request: pytest.FixtureRequest):
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine = make_engine(FakeExecutor(depth=request.param), replace(LIMITS, micro_batches=request.param))
     engine.start()
     yield engine
     engine.close()
 
 
-def test_a_request_gets_the_tokens_it_would_get_alone(engine: Engine):
+def test_a_request_gets_the_tokens_it_would_get_alone(engine: Engine) -> None:
     prompt = [5, 6, 7]
     assert list(generate(engine, request(prompt)).token_ids) == expected(prompt, 12)
 
 
-def test_sixteen_requests_of_unequal_lengths_get_what_each_gets_alone(engine: Engine):
+def test_sixteen_requests_of_unequal_lengths_get_what_each_gets_alone(engine: Engine) -> None:
     prompts = [[(7 * i + j) % VOCAB for j in range(1 + 5 * i)] for i in range(16)]
     answers: dict[int, list[int]] = {}
 
@@ -69,7 +73,7 @@ def test_sixteen_requests_of_unequal_lengths_get_what_each_gets_alone(engine: En
     assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, stats.num_blocks)
 
 
-def test_too_few_blocks_preempt_but_change_no_token():
+def test_too_few_blocks_preempt_but_change_no_token() -> None:
     engine = make_engine(FakeExecutor(), replace(LIMITS, num_blocks=12))
     engine.start()
     prompts = [[i, i + 1, i + 2] for i in range(4)]
@@ -88,7 +92,7 @@ def test_too_few_blocks_preempt_but_change_no_token():
     engine.close()
 
 
-def test_choices_of_one_request_are_numbered_and_each_ends_once(engine: Engine):
+def test_choices_of_one_request_are_numbered_and_each_ends_once(engine: Engine) -> None:
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     engine.submit(request([1, 2], 5, num_choices=3), outputs.put)
     finished: list[int] = []
@@ -104,7 +108,7 @@ def test_choices_of_one_request_are_numbered_and_each_ends_once(engine: Engine):
     assert all(ids == expected([1, 2], 5) for ids in tokens.values())
 
 
-def test_an_end_of_text_token_ends_the_choice_and_is_never_shown():
+def test_an_end_of_text_token_ends_the_choice_and_is_never_shown() -> None:
     prompt = next([i] for i in range(VOCAB) if EOS in expected([i], 40))
     shown = expected(prompt, 40)
     shown = shown[: shown.index(EOS)]
@@ -116,7 +120,7 @@ def test_an_end_of_text_token_ends_the_choice_and_is_never_shown():
     engine.close()
 
 
-def test_aborting_frees_the_blocks_and_tells_every_stage_within_a_step():
+def test_aborting_frees_the_blocks_and_tells_every_stage_within_a_step() -> None:
     executor = FakeExecutor()
     engine = make_engine(executor)
     engine.start()
@@ -144,7 +148,7 @@ def test_aborting_frees_the_blocks_and_tells_every_stage_within_a_step():
     engine.close()
 
 
-def test_prompt_logprobs_come_before_the_first_token_and_cover_the_prompt(engine: Engine):
+def test_prompt_logprobs_come_before_the_first_token_and_cover_the_prompt(engine: Engine) -> None:
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     prompt = [3, *expected([3], 20)]
     engine.submit(request(prompt, 1, prompt_logprobs=2), outputs.put)
@@ -157,29 +161,39 @@ def test_prompt_logprobs_come_before_the_first_token_and_cover_the_prompt(engine
     assert isinstance(outputs.get(timeout=10), TokenOutput)
 
 
+def test_a_prompt_of_one_token_has_its_logprobs_told_too(engine: Engine) -> None:
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request([3], 1, prompt_logprobs=0), outputs.put)
+    assert outputs.get(timeout=10) == PromptOutput((None,))
+
+
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
         (GenerationRequest((), GREEDY, 1), "the prompt is empty"),
         (GenerationRequest((VOCAB,), GREEDY, 1), "outside the vocabulary of 64"),
         (
+            GenerationRequest((1,), SamplingParams(logit_bias={VOCAB: 1.0}), 1),
+            "logit_bias names a token outside the vocabulary",
+        ),
+        (
             GenerationRequest((1,) * 120, GREEDY, 9),
             "the prompt has 120 tokens and max_tokens is 9, but the context holds 128",
         ),
     ],
 )
-def test_a_request_that_cannot_fit_is_refused(engine: Engine, asked: GenerationRequest, text: str):
+def test_a_request_that_cannot_fit_is_refused(engine: Engine, asked: GenerationRequest, text: str) -> None:
     with pytest.raises(RequestError, match=text):
         engine.submit(asked, lambda output: None)
 
 
-def test_a_request_larger_than_the_whole_pool_is_refused():
+def test_a_request_larger_than_the_whole_pool_is_refused() -> None:
     engine = make_engine(FakeExecutor(), replace(LIMITS, num_blocks=4))
     with pytest.raises(RequestError, match="needs 5 K/V blocks of 4 tokens, but the whole pool has 4"):
         engine.submit(request([1] * 10, 10), lambda output: None)
 
 
-def test_a_lost_stage_ends_every_request_with_the_reason_and_refuses_new_ones():
+def test_a_lost_stage_ends_every_request_with_the_reason_and_refuses_new_ones() -> None:
     engine = make_engine(FakeExecutor(fail_at=3))
     engine.start()
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
@@ -194,14 +208,14 @@ def test_a_lost_stage_ends_every_request_with_the_reason_and_refuses_new_ones():
     engine.close()
 
 
-def test_a_stage_lost_at_the_first_token_fails_the_start():
+def test_a_stage_lost_at_the_first_token_fails_the_start() -> None:
     engine = make_engine(FakeExecutor(fail_at=0))
     with pytest.raises(StageLost):
         engine.start()
     engine.close()
 
 
-def test_the_waiting_queue_is_bounded():
+def test_the_waiting_queue_is_bounded() -> None:
     engine = make_engine(FakeExecutor(), replace(LIMITS, max_waiting=2))
     for _ in range(2):
         engine.submit(request([1]), lambda output: None)
@@ -209,7 +223,7 @@ def test_the_waiting_queue_is_bounded():
         engine.submit(request([1]), lambda output: None)
 
 
-def test_closing_lets_running_requests_finish_and_refuses_new_ones():
+def test_closing_lets_running_requests_finish_and_refuses_new_ones() -> None:
     engine = make_engine(FakeExecutor())
     engine.start()
     outputs: list[Output] = []
@@ -220,7 +234,7 @@ def test_closing_lets_running_requests_finish_and_refuses_new_ones():
         engine.submit(request([1]), lambda output: None)
 
 
-def test_it_is_not_ready_before_a_token_has_passed():
+def test_it_is_not_ready_before_a_token_has_passed() -> None:
     engine = make_engine(FakeExecutor())
     with pytest.raises(NotReady, match="no token has passed every stage yet"):
         engine.check_ready()
@@ -229,7 +243,7 @@ def test_it_is_not_ready_before_a_token_has_passed():
     engine.close()
 
 
-def test_an_idle_engine_probes_the_ring():
+def test_an_idle_engine_probes_the_ring() -> None:
     executor = FakeExecutor()
     engine = make_engine(executor, probe_s=0.01)
     engine.start()

@@ -1,6 +1,7 @@
 """The scheduler decides with integers alone, so it is tested with integers alone."""
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ def scheduled_now(scheduler: Scheduler) -> Scheduled:
     return scheduled
 
 
-def test_a_prompt_is_cut_into_chunks_and_only_the_last_asks_for_an_output():
+def test_a_prompt_is_cut_into_chunks_and_only_the_last_asks_for_an_output() -> None:
     scheduler = Scheduler(LIMITS)
     scheduler.add([make_sequence(18)])
     rows = [scheduled_now(scheduler).step.rows for _ in range(3)]
@@ -48,14 +49,14 @@ def test_a_prompt_is_cut_into_chunks_and_only_the_last_asks_for_an_output():
     assert scheduler.schedule() is None, "its sample is in flight"
 
 
-def test_token_ids_travel_in_row_order():
+def test_token_ids_travel_in_row_order() -> None:
     scheduler = Scheduler(LIMITS)
     scheduler.add([make_sequence(3, first=10), make_sequence(2, first=70)])
     step = scheduled_now(scheduler).step
     assert np.frombuffer(step.tokens, dtype="<u4").tolist() == [10, 11, 12, 70, 71]
 
 
-def test_decodes_come_before_prefill_chunks_in_one_step():
+def test_decodes_come_before_prefill_chunks_in_one_step() -> None:
     scheduler = Scheduler(LIMITS)
     first = make_sequence(3)
     scheduler.add([first])
@@ -65,20 +66,20 @@ def test_decodes_come_before_prefill_chunks_in_one_step():
     assert [(r.start, r.num_tokens) for r in step.rows] == [(3, 1), (0, 8)]
 
 
-def test_the_token_budget_bounds_a_step():
+def test_the_token_budget_bounds_a_step() -> None:
     scheduler = Scheduler(replace(LIMITS, max_step_tokens=10))
     scheduler.add([make_sequence(8), make_sequence(8), make_sequence(8)])
     assert sum(r.num_tokens for r in scheduled_now(scheduler).step.rows) == 10
 
 
-def test_at_most_max_batch_sequences_run():
+def test_at_most_max_batch_sequences_run() -> None:
     scheduler = Scheduler(replace(LIMITS, max_batch=1))
     scheduler.add([make_sequence(2), make_sequence(2)])
     assert len(scheduled_now(scheduler).step.rows) == 1
     assert len(scheduler.running) == 1
 
 
-def test_a_full_queue_refuses_a_request_whole():
+def test_a_full_queue_refuses_a_request_whole() -> None:
     scheduler = Scheduler(replace(LIMITS, max_waiting=2))
     scheduler.add([make_sequence(2)])
     with pytest.raises(QueueFull, match="1 requests wait already, and at most 2 may"):
@@ -86,7 +87,7 @@ def test_a_full_queue_refuses_a_request_whole():
     assert len(scheduler.waiting) == 1
 
 
-def test_finishing_frees_the_blocks_within_the_next_step():
+def test_finishing_frees_the_blocks_within_the_next_step() -> None:
     scheduler = Scheduler(LIMITS)
     sequence = make_sequence(6)
     scheduler.add([sequence])
@@ -99,7 +100,7 @@ def test_finishing_frees_the_blocks_within_the_next_step():
     assert scheduler.schedule() is None, "a release is told once"
 
 
-def test_finishing_twice_does_nothing():
+def test_finishing_twice_does_nothing() -> None:
     scheduler = Scheduler(LIMITS)
     sequence = make_sequence(6)
     scheduler.add([sequence])
@@ -109,7 +110,7 @@ def test_finishing_twice_does_nothing():
     scheduler.check()
 
 
-def test_without_blocks_the_last_admitted_is_preempted_and_recomputed():
+def test_without_blocks_the_last_admitted_is_preempted_and_recomputed() -> None:
     scheduler = Scheduler(replace(LIMITS, num_blocks=4))
     old, new = make_sequence(7, max_tokens=9), make_sequence(3, max_tokens=9)
     scheduler.add([old, new])
@@ -125,7 +126,7 @@ def test_without_blocks_the_last_admitted_is_preempted_and_recomputed():
     assert old.num_generated == new.num_generated == 9
 
 
-def test_a_preempted_sequence_waits_for_its_sample_in_flight():
+def test_a_preempted_sequence_waits_for_its_sample_in_flight() -> None:
     scheduler = Scheduler(LIMITS)
     sequence = make_sequence(3)
     scheduler.add([sequence])
@@ -137,7 +138,7 @@ def test_a_preempted_sequence_waits_for_its_sample_in_flight():
     assert scheduled_now(scheduler).step.rows[0].num_tokens == 4
 
 
-def test_with_two_micro_batches_a_step_takes_half_of_the_streams():
+def test_with_two_micro_batches_a_step_takes_half_of_the_streams() -> None:
     scheduler = Scheduler(replace(LIMITS, micro_batches=2))
     scheduler.add([make_sequence(2) for _ in range(4)])
     collect(scheduler, scheduled_now(scheduler))
@@ -146,7 +147,7 @@ def test_with_two_micro_batches_a_step_takes_half_of_the_streams():
     assert not set(first.sequences) & set(second.sequences)
 
 
-def test_a_probe_has_no_rows():
+def test_a_probe_has_no_rows() -> None:
     assert Scheduler(LIMITS).probe().step.rows == []
 
 
@@ -157,7 +158,9 @@ def test_a_probe_has_no_rows():
     st.integers(13, 32),
     st.randoms(use_true_random=False),
 )
-def test_any_mix_ends_with_every_token_computed_once_and_every_block_free(shapes, depth, num_blocks, random):
+def test_any_mix_ends_with_every_token_computed_once_and_every_block_free(
+    shapes: list[tuple[int, int]], depth: int, num_blocks: int, random: Random
+) -> None:
     limits = replace(LIMITS, num_blocks=num_blocks, max_waiting=64, micro_batches=depth)
     scheduler = Scheduler(limits)
     sequences = [make_sequence(prompt, max_tokens) for prompt, max_tokens in shapes]

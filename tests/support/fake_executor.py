@@ -40,9 +40,9 @@ class FakeExecutor:
 
     def submit(self, step: Step) -> None:
         self.steps.append(step)
-        for table in step.released:
-            self._tables.pop(table, None)
-            self._blocks.pop(table, None)
+        for released in step.released:
+            self._tables.pop(released, None)
+            self._blocks.pop(released, None)
         for grant in step.grants:
             self._blocks[grant.sequence] = self._blocks.get(grant.sequence, 0) + len(grant.blocks)
         tokens = deque(np.frombuffer(step.tokens, dtype="<u4").tolist())

@@ -8,7 +8,7 @@ import threading
 
 
 class Relay:
-    """Listens, and passes every connection on to ``target``; ``recorded`` holds one buffer per connection and way."""
+    """Passes every connection on to ``target``; ``recorded`` holds one buffer per connection and way."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""``convoy demo``: the whole thing on one machine, as a person would do it on two, and a check that nothing changed.
+"""``convoy demo``: the whole thing on one machine, as on two, and a check that the split changed nothing.
 
 1. two identities and a signed roster; a head and a peer as processes of their own
 2. a question over HTTP, answered as a stream
@@ -49,7 +49,7 @@ def demo(
     members: Annotated[int, typer.Option(help="Processes; the first is the head.")] = 2,
     as_json: JsonFlag = False,
 ) -> None:
-    """Split the bundled model over two sealed processes and ask it something."""
+    """Split the bundled model over two sealed processes and ask it."""
     say = _quiet if as_json else print_note
     say(f"starting {members} members of a cluster, each a process with its own identity ...")
     answers, status = _ask_cluster(members, show=not as_json)
@@ -63,7 +63,7 @@ def demo(
     if not equal:
         raise ConvoyError(
             f"the split model's tokens differ from one process's, kernel {status.kernel}",
-            hint="exact mode promises equality: `convoy plan` and this machine's self-check say whether it is on",
+            hint="exact-f32 promises equality, plain-f32 only nearness; report this if it was exact-f32",
         )
 
 

@@ -1,4 +1,7 @@
-"""``convoy join``: be a peer. Waits for the head, holds the layers it plans, and waits again when it is gone."""
+"""``convoy join``: be a peer.
+
+Waits for the head, holds the layers it plans, and waits again when it is gone.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A whole cluster on this machine: an identity each, a signed roster, and every peer a process of its own.
 
-The peers end when this process does, however it ends: each reads its standard input, which is a pipe from here,
-and goes when that closes.
+The peers end when this process does, however it ends: each reads its standard input, which is a pipe from
+here, and goes when that closes.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from typer.exceptions import TyperException
 
 from convoy import __version__
 from convoy.cli import chat, demo, identity, join, plan, roster, serve, status
+from convoy.cli import eval as eval_verb
 from convoy.cli import run as run_verb
 from convoy.cli.output import (
     EXIT_FAILURE,
@@ -58,6 +59,7 @@ app.add_typer(identity.app, name="identity")
 app.add_typer(roster.app, name="roster")
 app.command("status")(status.status)
 app.command("chat")(chat.chat)
+app.command("eval")(eval_verb.evaluate)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

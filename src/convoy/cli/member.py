@@ -18,7 +18,10 @@ _MAX_ROSTER_BYTES = 2 << 20
 
 
 def load_member(config: Config) -> LocalMember:
-    """This machine's name, keys and verified roster. Raises `ConfigError`, `IdentityError` or `RosterError`."""
+    """This machine's name, keys and verified roster.
+
+    Raises `ConfigError`, `IdentityError` or `RosterError`.
+    """
     from convoy.crypto.identity import Identity
     from convoy.transport.member import LocalMember
     from convoy.trust.roster import open_roster
@@ -37,7 +40,7 @@ def load_head(config: Config) -> LocalMember:
         heads = ", ".join(member.name for member in me.roster.members if member.head)
         raise RosterError(
             f"{me.name} may not be the head; the roster allows {heads}",
-            hint=f"run `convoy serve` there and `convoy join` on {me.name}, or sign a roster with --head {me.name}",
+            hint=f"run `convoy join` on {me.name}, or sign a roster with --head {me.name}",
         )
     return me
 
@@ -55,7 +58,7 @@ def member_options(config: Config) -> MemberOptions:
 
 
 def peer_options(config: Config, model: str | None, *, exit_with_head: bool) -> PeerOptions:
-    """``model`` is the flag; a bundled model's name is as good as none, because the head names those itself."""
+    """``model`` is the flag; a bundled model's name is as good as none: the head names those itself."""
     from convoy.cluster.options import PeerOptions
     from convoy.model.source import BUNDLED
 

@@ -1,4 +1,7 @@
-"""The picture of a cluster: who holds what, behind which link. `serve`, `run`, `demo` and `status` show the same."""
+"""The picture of a cluster: who holds what, behind which link.
+
+`serve`, `run`, `demo` and `status` show the same.
+"""
 
 from __future__ import annotations
 

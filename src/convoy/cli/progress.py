@@ -11,7 +11,7 @@ LoadProgress = Callable[[str, int, int], None]
 
 @contextmanager
 def loading_bars(*, quiet: bool) -> Iterator[LoadProgress | None]:
-    """Hands out a callback (member, loaded bytes, total bytes), or None where standard error is no terminal."""
+    """Hands out a callback (member, loaded, total bytes), or None where standard error is no terminal."""
     if quiet or not sys.stderr.isatty():
         yield None
         return

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.config import override
+from convoy.cli.config import DEFAULT_SERVE_PORT, Config, override
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.serve import serve_cluster, start_cluster
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from convoy.cluster.running import RunningCluster
     from convoy.engine.generation import Generation
     from convoy.engine.request import GenerationRequest
+    from convoy.model.text import Tokenizer
 
 
 def run(
@@ -35,8 +37,7 @@ def run(
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Split a model over processes on this machine, and serve or answer once."""
-    from convoy.cli.config import DEFAULT_SERVE_PORT
+    """Split a model over processes on this machine; serve or answer."""
     from convoy.model.source import ModelSource
 
     if max_tokens < 1:
@@ -51,42 +52,47 @@ def run(
         try:
             if prompt is None:
                 serve_cluster(settings, model, as_json=as_json)
-                return
-            cluster = start_cluster(settings, model, quiet=True)
-            try:
-                request = _request(cluster, prompt, raw, max_tokens, temperature, seed)
-                _answer(cluster, request, source.name, as_json=as_json)
-            finally:
-                cluster.close()
+            else:
+                asked = Asked(prompt, raw, max_tokens, temperature, seed)
+                _answer(settings, model, source.name, asked, as_json=as_json)
         except ConvoyError as error:
             raise local.explain(error) from error
 
 
-def _request(
-    cluster: RunningCluster, prompt: str, raw: bool, max_tokens: int, temperature: float, seed: int
-) -> GenerationRequest:
-    from convoy.engine.request import GenerationRequest
-    from convoy.model.params import SamplingParams
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the flags say about the one prompt."""
 
-    encoded = (
-        cluster.tokenizer.encode(prompt)
-        if raw
-        else cluster.tokenizer.encode_chat([{"role": "user", "content": prompt}])
-    )
-    params = SamplingParams(temperature=temperature, seed=seed)
-    return GenerationRequest(tuple(encoded), params, max_tokens=max_tokens)
+    prompt: str
+    raw: bool
+    max_tokens: int
+    temperature: float
+    seed: int
+
+    def request(self, tokenizer: Tokenizer) -> GenerationRequest:
+        from convoy.engine.request import GenerationRequest
+        from convoy.model.params import SamplingParams
+
+        params = SamplingParams(temperature=self.temperature, seed=self.seed)
+        message = {"role": "user", "content": self.prompt}
+        ids = tokenizer.encode(self.prompt) if self.raw else tokenizer.encode_chat([message])
+        return GenerationRequest(tuple(ids), params, max_tokens=self.max_tokens)
 
 
-def _answer(cluster: RunningCluster, request: GenerationRequest, model: str, *, as_json: bool) -> None:
+def _answer(settings: Config, model: str, name: str, asked: Asked, *, as_json: bool) -> None:
     from convoy.engine.generation import generate
 
     def show(text: str) -> None:
         print(text, end="", flush=True)
 
-    answer = generate(cluster.engine, request, None if as_json else show)
-    if as_json:
-        print_json(_facts(cluster, answer, model))
-        return
+    cluster = start_cluster(settings, model, quiet=True)
+    try:
+        answer = generate(cluster.engine, asked.request(cluster.tokenizer), None if as_json else show)
+        if as_json:
+            print_json(_facts(cluster, answer, name))
+            return
+    finally:
+        cluster.close()
     print()
     print_note(
         f"{len(answer.token_ids)} tokens, first after {answer.time_to_first_token_s * 1000:.0f} ms, "

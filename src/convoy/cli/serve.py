@@ -29,7 +29,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Be the head: split a model over the members and answer the OpenAI API."""
+    """Be the head: split a model over members, answer the OpenAI API."""
     settings = load_config(config)
     chosen = model or settings.model_name()
     if chosen is None:

@@ -28,6 +28,7 @@ class Choice:
     emit: Callable[[Output], None]
     finished: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    prompt_told: bool = False
 
     def advance(self, logits: Logits, start: int, num_tokens: int, tokenizer: Tokenizer) -> bool:
         """Take the logits of a row that began at ``start``. Returns whether the choice is complete."""
@@ -76,5 +77,6 @@ class Choice:
             if position == len(self.prompt_logprobs) and position < len(prompt):
                 scored = prompt_logprob(row, prompt[position], self.request.prompt_logprobs or 0)
                 self.prompt_logprobs.append(TokenLogprob(scored.token_id, scored.logprob, scored.top))
-                if len(self.prompt_logprobs) == len(prompt):
-                    self.emit(PromptOutput(tuple(self.prompt_logprobs)))
+        if len(self.prompt_logprobs) == len(prompt) and not self.prompt_told:
+            self.prompt_told = True
+            self.emit(PromptOutput(tuple(self.prompt_logprobs)))

@@ -272,6 +272,8 @@ class Engine:
             raise RequestError(
                 f"a prompt token is outside the vocabulary of {self._tokenizer.vocab_size}", param="prompt"
             )
+        # Found in time: on the engine's thread it would end everybody's requests.
+        request.params.check_vocabulary(self._tokenizer.vocab_size)
         if num_prompt + request.max_tokens > max_context:
             raise RequestError(
                 f"the prompt has {num_prompt} tokens and max_tokens is {request.max_tokens}, "

@@ -1,7 +1,7 @@
 """How members reach each other: real sockets, or one process with every other part real.
 
-A head and its peers take a `Network`, so that a whole cluster, handshakes and sealing included, runs inside one
-test process, and faults can be put between any two members.
+A head and its peers take a `Network`, so that a whole cluster, handshakes and sealing included, runs inside
+one test process, and faults can be put between any two members.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from convoy.errors import ConfigError, PeerUnreachable
-from convoy.transport.dial import dial
+from convoy.transport.dial import Wrap, dial
 from convoy.transport.link import Link
 from convoy.transport.listener import Listener
 from convoy.transport.member import LocalMember, Member
@@ -42,20 +42,31 @@ class Network(Protocol):
 
 
 class TcpNetwork:
-    """TLS over TCP: the only network of the product."""
+    """TLS over TCP: the only network of the product. ``wrap``: see `transport.dial.dial`."""
 
-    def __init__(self, options: LinkOptions | None = None) -> None:
+    def __init__(self, options: LinkOptions | None = None, wrap: Wrap | None = None) -> None:
         self._options = options
+        self._wrap = wrap
 
     def dial(self, me: LocalMember, peer: Member, timeout_s: float) -> Link:
-        return dial(peer.address, me=me, peer_name=peer.name, timeout_s=timeout_s, options=self._options)
+        return dial(
+            peer.address,
+            me=me,
+            peer_name=peer.name,
+            timeout_s=timeout_s,
+            options=self._options,
+            wrap=self._wrap,
+        )
 
     def listen(self, me: LocalMember, bind: tuple[str, int], on_link: OnLink) -> Listening:
-        return Listener(bind, me, on_link, options=self._options)
+        return Listener(bind, me, on_link, options=self._options, wrap=self._wrap)
 
 
 class MemoryNetwork:
-    """Members of one process. ``records`` keeps, per (dialler, listener), the bytes both ends hand to their streams."""
+    """Members of one process.
+
+    ``records`` keeps, per (dialler, listener), the bytes both ends hand to their streams.
+    """
 
     def __init__(self, options: LinkOptions | None = None, *, record: bool = False) -> None:
         self._options = options

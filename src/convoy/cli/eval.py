@@ -1,0 +1,119 @@
+"""``convoy eval``: questions with one right answer, put to a split model; a table per kind of question."""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.local import LocalCluster, LocalOptions
+from convoy.cli.output import JsonFlag, print_json, print_table
+from convoy.cli.serve import start_cluster
+from convoy.errors import ConvoyError, UsageError
+
+if TYPE_CHECKING:
+    from convoy.cluster.running import RunningCluster
+    from convoy.evaluate.questions import Question
+    from convoy.evaluate.score import Answer, Score, Scoreboard
+
+_MAX_TOKENS = 64
+_AT_ONCE = 16
+
+
+class ScoreTooLow(ConvoyError):  # noqa: N818 - what was found, as in the rest of the tree
+    """The score is below what `--at-least` asked for."""
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="demo, demo-mini or a Hugging Face directory.")],
+    questions: Annotated[
+        Path | None, typer.Option(help="JSON lines of kind, question, answer.  [default: the bundled 400]")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Ask only so many, of every kind alike.")] = None,
+    members: Annotated[int, typer.Option(help="Processes on this machine; the first is the head.")] = 2,
+    layers: Annotated[list[str] | None, typer.Option(help="A span for each member in turn.")] = None,
+    at_least: Annotated[float, typer.Option(help="Exit 1 below this score, from 0 to 1.")] = 0.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Score a model on questions with one right answer each."""
+    from convoy.evaluate.questions import BUNDLED_QUESTIONS, load_questions, take
+
+    if not 0 <= at_least <= 1:
+        raise UsageError(f"--at-least is {at_least:g}, expected 0 to 1")
+    asked = take(load_questions(questions or BUNDLED_QUESTIONS), limit)
+    with LocalCluster(LocalOptions(members, tuple(layers or ()))) as local:
+        local.start_peers(model)
+        try:
+            cluster = start_cluster(local.config(local.head), model, quiet=True)
+            try:
+                board, seconds = _ask_all(cluster, asked, live=not as_json)
+            finally:
+                cluster.close()
+        except ConvoyError as error:
+            raise local.explain(error) from error
+    _print(model, members, board, seconds, as_json=as_json)
+    if board.overall.fraction < at_least:
+        raise ScoreTooLow(f"the score is {board.overall.fraction:.3f}, expected at least {at_least:g}")
+
+
+def _ask_all(
+    cluster: RunningCluster, questions: tuple[Question, ...], *, live: bool
+) -> tuple[Scoreboard, float]:
+    from convoy.evaluate.score import Scoreboard, ask_all
+
+    board = Scoreboard()
+    started = time.monotonic()
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        for result in ask_all(questions, lambda question: _ask(cluster, question), pool.map):
+            board.add(result)
+            if live and sys.stderr.isatty():
+                overall = board.overall
+                text = f"\r{overall.total}/{len(questions)} asked, {overall.right} right"
+                print(text, end="", file=sys.stderr, flush=True)
+    if live and sys.stderr.isatty():
+        print(file=sys.stderr)
+    return board, time.monotonic() - started
+
+
+def _ask(cluster: RunningCluster, question: Question) -> Answer:
+    from convoy.engine.generation import generate
+    from convoy.engine.request import GenerationRequest
+    from convoy.evaluate.score import Answer
+    from convoy.model.params import SamplingParams
+
+    prompt = cluster.tokenizer.encode_chat([{"role": "user", "content": question.text}])
+    request = GenerationRequest(tuple(prompt), SamplingParams(temperature=0.0), max_tokens=_MAX_TOKENS)
+    answer = generate(cluster.engine, request)
+    return Answer(answer.text, len(answer.token_ids), answer.total_s)
+
+
+def _print(model: str, members: int, board: Scoreboard, seconds: float, *, as_json: bool) -> None:
+    overall = board.overall
+    rate = overall.num_tokens / seconds if seconds > 0 else 0.0
+    if as_json:
+        print_json(
+            {
+                "model": model,
+                "members": members,
+                "score": overall.fraction,
+                "right": overall.right,
+                "total": overall.total,
+                "runtime_s": seconds,
+                "tokens_per_s": rate,
+                "answers_digest": board.digest,
+                "kinds": {kind: _facts(score) for kind, score in board.kinds.items()},
+            }
+        )
+        return
+    rows = [(kind, score.right, score.total, f"{score.fraction:.3f}") for kind, score in board.kinds.items()]
+    rows.append(("all", overall.right, overall.total, f"{overall.fraction:.3f}"))
+    print_table(("kind", "right", "asked", "score"), rows)
+    print(f"{seconds:.1f} s, {rate:.0f} tokens/s, {members} members, answers {board.digest[:12]}")
+
+
+def _facts(score: Score) -> dict[str, object]:
+    return {"right": score.right, "total": score.total, "score": score.fraction}

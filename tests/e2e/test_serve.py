@@ -1,0 +1,143 @@
+"""`convoy run` serving: the real `openai` client against real processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import APIStatusError, BadRequestError, InternalServerError, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from e2e.served import Served, served
+
+QUESTION: list[ChatCompletionMessageParam] = [
+    {"role": "user", "content": "What is 41+42? Answer with just the number."}
+]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(tmp_path_factory.mktemp("served"), "demo", "--members", "2") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(head: Served) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{head.url}/v1", api_key="unused", max_retries=0, timeout=60.0) as openai:
+        yield openai
+
+
+def test_the_openai_client_gets_an_answer(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=16)
+    assert answer.choices[0].message.content == "83"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 2
+
+
+def test_the_openai_client_streams_the_same_answer(client: OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="demo",
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=16,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "83"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 2
+
+
+def test_models_lists_the_model(client: OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+
+def test_sixteen_concurrent_requests_get_what_each_gets_alone(client: OpenAI) -> None:
+    prompts = [f"What is {i}+{i + 1}? Answer with just the number." for i in range(8)]
+    prompts += [f"Tell me a short story about a fox{'.' * i}" for i in range(8)]
+
+    def ask(prompt: str) -> str | None:
+        answer = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": prompt}],
+            temperature=0.8,
+            seed=11,
+            max_tokens=48,
+        )
+        return answer.choices[0].message.content
+
+    alone = [ask(prompt) for prompt in prompts]
+    together: list[str | None] = [None] * len(prompts)
+
+    def keep(index: int) -> None:
+        together[index] = ask(prompts[index])
+
+    threads = [threading.Thread(target=keep, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match=r"\d+ tokens"):
+        client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "fox " * 3000}], max_tokens=8
+        )
+
+
+def test_a_client_that_leaves_frees_its_blocks(head: Served) -> None:
+    body = {
+        "model": "demo",
+        "prompt": "Once upon a time",
+        "max_tokens": 1500,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with httpx.stream("POST", f"{head.url}/v1/completions", json=body, timeout=30) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                break
+    for _ in range(200):
+        status = httpx.get(f"{head.url}/status", timeout=10).json()
+        if not status["running"] and status["free_blocks"] == status["num_blocks"]:
+            return
+    raise AssertionError(status)
+
+
+def test_health_says_that_tokens_pass(head: Served) -> None:
+    assert httpx.get(f"{head.url}/health").json()["status"] == "ready"
+
+
+@pytest.mark.slow
+def test_a_peer_that_is_killed_ends_requests_with_a_clear_503(tmp_path: Path) -> None:
+    with (
+        served(tmp_path, "demo-mini", "--members", "2") as head,
+        OpenAI(base_url=f"{head.url}/v1", api_key="unused", max_retries=0, timeout=30.0) as client,
+    ):
+        stream = client.completions.create(
+            model="demo-mini",
+            prompt="Once upon a time",
+            max_tokens=1500,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        seen = [next(stream)]
+        [peer] = head.peers()
+        peer.kill()
+        with pytest.raises(Exception, match="beta"):
+            seen.extend(stream)
+        assert not any(choice.finish_reason for chunk in seen for choice in chunk.choices)
+        with pytest.raises(InternalServerError, match="beta") as refused:
+            client.completions.create(model="demo-mini", prompt="Once", max_tokens=4)
+        assert isinstance(refused.value, APIStatusError)
+        assert refused.value.status_code == 503
+        health = httpx.get(f"{head.url}/health")
+        assert health.status_code == 503
+        assert "beta" in health.json()["reason"]

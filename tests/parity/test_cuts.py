@@ -1,0 +1,152 @@
+"""Split equals whole: for every cut, tokens and logits are those of one stage, difference exactly 0."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from convoy.cluster.head import Head
+from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
+from convoy.engine.executor import Executor
+from convoy.engine.local import LocalExecutor
+from convoy.engine.scheduler import SchedulerLimits
+from convoy.errors import SelfCheckError
+from convoy.model.params import SamplingParams
+from convoy.model.selfcheck import check_exact
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.transport.network import MemoryNetwork
+from convoy.wire.messages import StageAssignment
+from support.cluster import NAMES, PeerThread
+from support.driver import GREEDY, Driver, Run, assert_equal_to_the_bit, seeded
+from support.members import make_local_members
+from support.odd_models import make_odd_llama
+
+NUM_BLOCKS = 256
+NUM_TOKENS = 12
+LIMITS = SchedulerLimits(num_blocks=NUM_BLOCKS, block_size=16, max_batch=16)
+MEMBER = MemberOptions(num_threads=1, kernel="exact-f32", memory_bytes=1 << 32)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exact_mode_holds_here() -> None:
+    try:
+        check_exact(1)
+    except SelfCheckError as error:
+        pytest.skip(f"exact mode is refused on this machine: {error.message}")
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModelSource:
+    return ModelSource.resolve("demo")
+
+
+def prompts_for(source: ModelSource) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    """Unequal lengths around tile, block and chunk boundaries; greedy and seeded in turn."""
+    random = np.random.default_rng(5)
+    lengths = (1, 2, 15, 16, 17, 40, 63, 64, 65, 130)
+    return [
+        (tuple(random.integers(0, source.spec.vocab_size, length).tolist()), seeded(i) if i % 2 else GREEDY)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def whole(source: ModelSource) -> Executor:
+    assignment = StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)
+    stage = Stage.load(source, assignment, StageOptions(num_threads=1))
+    stage.make_pools(NUM_BLOCKS)
+    return LocalExecutor(stage)
+
+
+def alone(source: ModelSource) -> list[Run]:
+    """The reference: one stage, each prompt by itself, in one piece."""
+    driver = Driver(whole(source), replace(LIMITS, max_step_tokens=1024, prefill_chunk=1024))
+    return [run for prompt in prompts_for(source) for run in driver.run([prompt], NUM_TOKENS)]
+
+
+@contextmanager
+def split(source: ModelSource, spans: Mapping[str, str]) -> Iterator[Executor]:
+    """A head and its peers over in-memory streams, sealed as ever."""
+    network = MemoryNetwork()
+    members = make_local_members(NAMES[: len(spans)])
+    peers = [PeerThread(me, PeerOptions(MEMBER, model_path=source.path), network) for me in members[1:]]
+    head = Head(
+        members[0], source, HeadOptions(MEMBER, spans=spans, wait_s=20, num_blocks=NUM_BLOCKS), network
+    )
+    try:
+        head.bring_up()
+        assert head.executor is not None
+        yield head.executor
+    finally:
+        head.close()
+        for peer in peers:
+            peer.stop()
+
+
+def two_way(num_layers: int) -> list[dict[str, str]]:
+    last = num_layers - 1
+    default = [{"alpha": f"0:{k},output", "beta": f"{k + 1}:{last}"} for k in range(last)]
+    reverse = [{"alpha": f"{k}:output", "beta": f"0:{k - 1}"} for k in (1, num_layers // 2, last)]
+    return default + reverse
+
+
+def three_way(num_layers: int) -> list[dict[str, str]]:
+    last = num_layers - 1
+    cuts = list(itertools.combinations(range(1, num_layers), 2))
+    spread = [cuts[0], cuts[len(cuts) // 3], cuts[2 * len(cuts) // 3], cuts[-1]]
+    return [{"alpha": f"0:{a - 1},output", "beta": f"{a}:{b - 1}", "gamma": f"{b}:{last}"} for a, b in spread]
+
+
+CHUNKS = (256, 1, 7, 64)
+
+
+@pytest.mark.slow
+def test_every_cut_of_the_demo_model_into_two_or_three_equals_the_whole(demo: ModelSource) -> None:
+    expected = alone(demo)
+    layouts = two_way(demo.spec.num_layers) + three_way(demo.spec.num_layers)
+    for index, spans in enumerate(layouts):
+        limits = replace(LIMITS, prefill_chunk=CHUNKS[index % len(CHUNKS)], micro_batches=len(spans))
+        with split(demo, spans) as executor:
+            assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(demo), NUM_TOKENS))
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 50, 256])
+def test_batch_and_chunks_around_a_row_change_no_bit(demo: ModelSource, chunk: int) -> None:
+    driver = Driver(whole(demo), replace(LIMITS, prefill_chunk=chunk, max_step_tokens=97))
+    assert_equal_to_the_bit(alone(demo), driver.run(prompts_for(demo), NUM_TOKENS))
+
+
+def test_preemption_and_replay_change_no_bit(demo: ModelSource) -> None:
+    driver = Driver(whole(demo), replace(LIMITS, num_blocks=24, max_batch=10))
+    runs = driver.run(prompts_for(demo), NUM_TOKENS)
+    assert driver.num_preempted > 0
+    assert_equal_to_the_bit(alone(demo), runs)
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_a_model_of_odd_dimensions_equals_the_whole(tmp_path: Path, members: int) -> None:
+    source = ModelSource.resolve(str(make_odd_llama(tmp_path / "odd")))
+    layouts = two_way(source.spec.num_layers) if members == 2 else three_way(source.spec.num_layers)
+    expected = alone(source)
+    for spans in layouts[::3]:
+        with split(source, spans) as executor:
+            limits = replace(LIMITS, prefill_chunk=7)
+            assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))
+
+
+def test_the_whole_stage_is_within_2e_5_of_transformers(demo: ModelSource) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(demo.path, dtype=torch.float32, local_files_only=True)
+    for run in alone(demo)[::3]:
+        ids = torch.tensor([[*run.prompt, *run.tokens[:-1]]])
+        with torch.inference_mode():
+            logits = reference(ids).logits[0, len(run.prompt) - 1 :].numpy()
+        assert np.abs(logits - np.stack(run.logits)).max() <= 2e-5

@@ -1,0 +1,91 @@
+"""Runs sequences over an executor by hand and keeps every logit, so that two executors can be compared to the
+bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from convoy.engine.executor import Executor
+from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
+from convoy.engine.sequence import Sequence, SequenceState
+from convoy.model.params import SamplingParams
+from convoy.model.sampling import sample
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def seeded(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=0.9, top_p=0.95, seed=seed)
+
+
+@dataclass
+class Run:
+    """One sequence's tokens and the logits that each was drawn from."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
+
+
+class Driver:
+    """Owns a scheduler for the whole life of an executor, so that step numbers go on."""
+
+    def __init__(self, executor: Executor, limits: SchedulerLimits) -> None:
+        self._executor = executor
+        self._scheduler = Scheduler(limits)
+
+    @property
+    def num_preempted(self) -> int:
+        return self._scheduler.num_preempted
+
+    def run(self, prompts: SequenceOf[tuple[tuple[int, ...], SamplingParams]], num_tokens: int) -> list[Run]:
+        runs = {Sequence(prompt, num_tokens): Run(prompt, params) for prompt, params in prompts}
+        self._scheduler.add(list(runs))
+        in_flight: deque[Scheduled] = deque()
+        while in_flight or any(s.state is not SequenceState.FINISHED for s in runs):
+            scheduled = self._scheduler.schedule()
+            if scheduled is not None:
+                self._executor.submit(scheduled.step)
+                in_flight.append(scheduled)
+            if scheduled is None or len(in_flight) >= self._executor.depth:
+                self._commit(in_flight.popleft(), runs)
+        return list(runs.values())
+
+    def _commit(self, scheduled: Scheduled, runs: dict[Sequence, Run]) -> None:
+        result = self._executor.collect()
+        assert result.number == scheduled.step.number
+        self._scheduler.collected(scheduled)
+        offset = 0
+        for row, sequence in zip(scheduled.step.rows, scheduled.sequences, strict=True):
+            offset += row.num_outputs
+            if not row.num_outputs or sequence.state is SequenceState.FINISHED:
+                continue
+            run = runs[sequence]
+            logits = result.logits[offset - 1].copy()
+            sampled = sample(
+                logits,
+                run.params,
+                choice=0,
+                position=len(sequence.tokens),
+                prompt_ids=run.prompt,
+                generated_ids=run.tokens,
+            )
+            run.tokens.append(sampled.token_id)
+            run.logits.append(logits)
+            sequence.tokens.append(sampled.token_id)
+            if sequence.num_generated >= sequence.max_tokens:
+                self._scheduler.finish(sequence)
+
+
+def assert_equal_to_the_bit(expected: SequenceOf[Run], found: SequenceOf[Run]) -> None:
+    for one, other in zip(expected, found, strict=True):
+        assert one.tokens == other.tokens
+        differences = [np.abs(a - b).max() for a, b in zip(one.logits, other.logits, strict=True)]
+        assert max(differences) == 0.0

@@ -1,0 +1,175 @@
+"""Tiny random models, made through transformers, and stages joined in one process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+
+Prompt = Callable[..., list[int]]
+Threads = Callable[[int], None]
+_COMMON: dict[str, Any] = {"max_position_embeddings": 1024, "vocab_size": 105, "num_hidden_layers": 5}
+_ODD = {"hidden_size": 40, "intermediate_size": 44, "num_attention_heads": 4, "head_dim": 8}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "odd": ("Llama", {**_COMMON, **_ODD, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "even": (
+        "Llama",
+        {
+            **_COMMON,
+            "hidden_size": 128,
+            "intermediate_size": 192,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "vocab_size": 256,
+            "num_hidden_layers": 6,
+            "tie_word_embeddings": False,
+            "rope_parameters": _LLAMA3,
+        },
+    ),
+    "biased": (
+        "Llama",
+        {
+            **_COMMON,
+            **_ODD,
+            "num_key_value_heads": 4,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "gelu",
+        },
+    ),
+    "mistral": ("Mistral", {**_COMMON, **_ODD, "num_key_value_heads": 1, "sliding_window": 24}),
+    "qwen2": ("Qwen2", {**_COMMON, **_ODD, "hidden_size": 32, "num_key_value_heads": 2}),
+    "qwen3": ("Qwen3", {**_COMMON, **_ODD, "num_attention_heads": 6, "num_key_value_heads": 2}),
+}
+
+
+def build_model(kind: str) -> Any:
+    """The whole model of transformers, random but lively: initial weights make attention near uniform."""
+    family, options = KINDS[kind]
+    config = getattr(transformers, f"{family}Config")(**options)
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape))
+            else:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    return model
+
+
+@dataclass
+class Chain:
+    """Stages joined in one process, and the part of a scheduler that hands out blocks."""
+
+    stages: Sequence[Stage]
+    num_blocks: int = 128
+    lengths: dict[int, int] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # scattered, so that no test passes only because a sequence's blocks lie side by side
+        generator = torch.Generator().manual_seed(3)
+        self._free = torch.randperm(self.num_blocks, generator=generator).tolist()
+        self._numbers = itertools.count()
+        self._released: list[int] = []
+        for stage in self.stages:
+            stage.make_pools(self.num_blocks)
+
+    def release(self, sequence: int) -> None:
+        """With the next step."""
+        self._released.append(sequence)
+        self._free.extend(self.tables.pop(sequence))
+        del self.lengths[sequence]
+
+    def run(self, *rows: tuple[int, Sequence[int]], start: int | None = None) -> list[torch.Tensor]:
+        """Logits [n, vocab] of each (sequence, tokens) row, appended to the sequence (or at ``start``)."""
+        released, self._released = self._released, []
+        grants, wire_rows = [], []
+        for sequence, tokens in rows:
+            first = self.lengths.get(sequence, 0) if start is None else start
+            table = self.tables.setdefault(sequence, [])
+            missing = -(-(first + len(tokens)) // 16) - len(table)
+            if missing > 0:
+                blocks = [self._free.pop() for _ in range(missing)]
+                table.extend(blocks)
+                groups = len(self.stages[0]._shapes)
+                grants += [BlockGrant(sequence, group, blocks) for group in range(groups)]
+            wire_rows.append(Row(sequence, first, len(tokens), len(tokens)))
+            self.lengths[sequence] = first + len(tokens)
+        step = Step(next(self._numbers), released, grants, wire_rows, b"")
+        ids = torch.tensor([t for _, part in rows for t in part], dtype=torch.int64)
+        hidden: torch.Tensor | None = None
+        for stage in self.stages:
+            hidden = stage.run(step, hidden, ids if stage.assignment.embed else None)
+        assert hidden is not None
+        owner = next(stage for stage in self.stages if stage.assignment.output)
+        logits = owner.output(owner.select(step, hidden))
+        sizes = [row.num_tokens for row in wire_rows]
+        return list(torch.split(logits, sizes))
+
+
+class Models:
+    """Directories of tiny models, and stages and references of them, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._references: dict[str, Any] = {}
+        self._stages: dict[tuple[str, str, tuple[int, ...]], list[Stage]] = {}
+
+    def directory(self, kind: str, *, dtype: torch.dtype = torch.float32) -> Path:
+        path = self._root / f"{kind}-{str(dtype).removeprefix('torch.')}"
+        if not path.exists():
+            build_model(kind).to(dtype).save_pretrained(path)
+        return path
+
+    def source(self, kind: str, *, dtype: torch.dtype = torch.float32) -> ModelSource:
+        return ModelSource.resolve(str(self.directory(kind, dtype=dtype)))
+
+    def reference(self, kind: str, tokens: Sequence[int]) -> torch.Tensor:
+        """Logits [T, vocab] of transformers' own forward, eager attention, float32."""
+        if kind not in self._references:
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                self.directory(kind), dtype=torch.float32, attn_implementation="eager"
+            )
+            self._references[kind] = model.eval()
+        with torch.no_grad():
+            logits: torch.Tensor = self._references[kind](torch.tensor([list(tokens)])).logits[0]
+        return logits
+
+    def chain(self, kind: str, *cuts: int, kernel: str = "exact-f32") -> Chain:
+        """A fresh chain cut before these layers; embedding with the first stage, output with the last.
+
+        Chains of one kind and cut share their stages: a new chain ends the use of the one before.
+        """
+        key = kind, kernel, cuts
+        if key not in self._stages:
+            source = self.source(kind)
+            limits = [0, *cuts, source.spec.num_layers]
+            self._stages[key] = [
+                Stage.load(
+                    source,
+                    StageAssignment(f"m{i}", start, end, i == 0, i == len(limits) - 2),
+                    StageOptions(kernel=kernel),
+                )
+                for i, (start, end) in enumerate(itertools.pairwise(limits))
+            ]
+        return Chain(self._stages[key])
