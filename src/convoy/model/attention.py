@@ -2,8 +2,8 @@
 
 For every (tile, key block) pair: scores = Q K^T as one batched matmul; the greatest score of a query over all
 its blocks (exact in any order); exp; then per block the sums and P V, added up over a query's blocks in
-order. That is softmax with its sums split at fixed places (after FlashAttention, Dao et al. 2022, with the true
-maximum instead of a running one), so a query's bits depend on its own keys alone, not on chunk, batch or
+order. That is softmax with its sums split at fixed places (after FlashAttention, Dao et al. 2022, with the
+true maximum instead of a running one), so a query's bits depend on its own keys alone, not on chunk, batch or
 threads.
 """
 

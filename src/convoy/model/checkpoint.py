@@ -7,21 +7,33 @@ shapes and the byte counts must be known before any weight is touched.
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from convoy.errors import ModelError
 
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_INDEX_BYTES = 256 << 20
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4} | {
-    "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1
-}  # fmt: skip
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,7 @@ class StoredTensor:
     path: Path
     dtype: str  # the header's word: "F32", "BF16"
     shape: tuple[int, ...]
+    offset: int  # of the first byte in the file
     num_bytes: int
 
 
@@ -48,18 +61,23 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_tensors(tensors: Iterable[StoredTensor]) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """Map the given tensors, file by file; nothing else is read. Raises ModelError naming the file."""
-    by_path: dict[Path, list[StoredTensor]] = {}
-    for tensor in tensors:
-        by_path.setdefault(tensor.path, []).append(tensor)
-    for path, wanted in by_path.items():
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                for tensor in wanted:
-                    yield tensor, file.get_tensor(tensor.name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from error
+def map_tensor(stored: StoredTensor) -> torch.Tensor:
+    """The tensor, mapped from its file: pages come in as they are touched, and no other tensor's do.
+
+    One mapping per tensor, not one per file: a private mapping of a whole shard is charged against memory, so
+    a small machine could not open a large shard. Raises ModelError naming file and tensor.
+    """
+    dtype = _DTYPES.get(stored.dtype)
+    if dtype is None:
+        raise ModelError(f"{stored.path}: {stored.name} has the dtype {stored.dtype}, which is not supported")
+    if not stored.num_bytes:
+        return torch.empty(stored.shape, dtype=dtype)
+    try:
+        # copy on write: torch wants memory that it may write to, and the file stays as it is
+        data = np.memmap(stored.path, np.uint8, "c", stored.offset, (stored.num_bytes,))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{stored.path} cannot be read: {error}") from error
+    return torch.from_numpy(data).view(dtype).view(stored.shape)
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -103,27 +121,27 @@ def _read_header(path: Path) -> Iterator[StoredTensor]:
     try:
         header: dict[str, dict[str, object]] = json.loads(raw)
         header.pop("__metadata__", None)
-        entries = [_stored(path, name, entry) for name, entry in header.items()]
+        entries = [_stored(path, name, entry, 8 + length) for name, entry in header.items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{path} has a malformed safetensors header") from error
-    needed = 8 + length + sum(tensor.num_bytes for tensor in entries)
+    needed = max((tensor.offset + tensor.num_bytes for tensor in entries), default=0)
     if size < needed:
         raise ModelError(f"{path} is truncated: it has {size} bytes, its header describes {needed}")
     yield from entries
 
 
-def _stored(path: Path, name: str, entry: dict[str, object]) -> StoredTensor:
+def _stored(path: Path, name: str, entry: dict[str, object], base: int) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(shape, list) or not isinstance(offsets, list) or not isinstance(dtype, str):
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
+        raise TypeError(name)
+    if not all(type(number) is int and number >= 0 for number in [*shape, *offsets]):
         raise TypeError(name)
     start, end = offsets
     num_bytes = end - start
-    elements = 1
-    for size in shape:
-        elements *= size
-    if start < 0 or num_bytes < 0 or (dtype in _DTYPE_BYTES and elements * _DTYPE_BYTES[dtype] != num_bytes):
+    known = _DTYPES.get(dtype)
+    if num_bytes < 0 or (known is not None and math.prod(shape) * known.itemsize != num_bytes):
         raise ModelError(f"{path}: {name} has {num_bytes} bytes, expected {dtype} of shape {shape}")
-    return StoredTensor(name, path, dtype, tuple(shape), num_bytes)
+    return StoredTensor(name, path, dtype, tuple(shape), base + start, num_bytes)
 
 
 def file_bytes(path: Path, limit: int) -> bytes:

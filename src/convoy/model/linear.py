@@ -48,6 +48,7 @@ class PackedLinear(nn.Module):
         dense = weight.detach().to(torch.float32).contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(dense, _PACK_ROWS)
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
+        self.activation = activation
         self._attr, self._algorithm = FUSED_ACTIVATIONS[activation] if activation else ("none", "")
         self.weight_bytes = 4 * (weight.numel() + (0 if bias is None else bias.numel()))
 

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from convoy.errors import ModelError
 from convoy.model.attention import ATTENTION_NAME
-from convoy.model.checkpoint import StoredTensor, read_tensors
+from convoy.model.checkpoint import StoredTensor, map_tensor
 from convoy.model.exact import make_layer_exact, make_output_exact
 from convoy.model.linear import PackedLinear
 from convoy.model.source import ModelSource
@@ -74,9 +74,9 @@ def load_modules(
     total = sum(tensor.num_bytes for tensor in wanted)
     state: dict[str, torch.Tensor] = {}
     bytes_read = 0
-    for stored, tensor in read_tensors(wanted):
-        state[stored.name] = tensor
-        bytes_read += tensor.nbytes
+    for stored in wanted:
+        state[stored.name] = map_tensor(stored)
+        bytes_read += stored.num_bytes
         if progress is not None:
             progress(bytes_read, total)
     model = _build(source, assignment, config, state)

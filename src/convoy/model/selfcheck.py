@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from convoy.errors import SelfCheckError, UsageError
 from convoy.model.attention import LayerBatch, attend
@@ -15,47 +16,66 @@ from convoy.model.packed import HeadShape, describe_group
 from convoy.wire.messages import Row
 
 EXACT, PLAIN = "exact-f32", "plain-f32"
-# (in, out): square, wide, narrow, odd and tiny
-_SHAPES = ((64, 64), (40, 105), (44, 40), (256, 704), (704, 256))
-_ROW_COUNTS = (2, 3, 5, 8, 15, 16, 17, 31, 33, 64)
-_ACTIVATIONS = (None, "silu", "gelu", "gelu_pytorch_tanh")
+# (in, out): wide, narrow, odd and tiny; a stage checks its own shapes besides, when it is loaded
+_SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256))
+_ROW_COUNTS = (2, 3, 17, 64)
 
 
-def check_exact(num_threads: int | None = None, shapes: Sequence[tuple[int, int]] = _SHAPES) -> None:
-    """Raises SelfCheckError naming what differed, unless exact mode holds on 1 and ``num_threads`` threads."""
+def check_exact(num_threads: int | None = None) -> None:
+    """Raises SelfCheckError naming what differed, unless exact mode holds on 1 and ``num_threads`` threads.
+
+    Takes about a third of a second. It covers a sample of shapes; `check_linears` covers those of a stage.
+    """
     if not packed_available():
         raise SelfCheckError("this build of torch has no packed oneDNN linears")
     threads = sorted({1, num_threads or torch.get_num_threads()})
+    linears = [PackedLinear(_numbers(rows, width), _numbers(rows)) for width, rows in _SHAPES]
+    linears += [
+        PackedLinear(_numbers(105, 40), None, activation) for activation in ("silu", "gelu", "gelu_new")
+    ]
     with torch.inference_mode(), _threads_restored():
-        for in_features, out_features in shapes:
-            for activation in _ACTIVATIONS:
-                _check_linear(in_features, out_features, activation, threads)
+        for linear in linears:
+            _check_linear(linear, threads)
         _check_elementwise(threads)
         for shape in (HeadShape(4, 2, 8, 16, 10), HeadShape(4, 1, 64, 16, 10), HeadShape(3, 3, 20, 16, 10)):
             _check_attention(shape, threads)
 
 
-def choose_kernel(requested: str, num_threads: int | None = None) -> tuple[str, str]:
-    """The kernel to run and, where "auto" had to fall back, why ("" otherwise).
+def check_linears(parts: Iterable[nn.Module]) -> None:
+    """Check one packed linear of each shape in ``parts``, on 1 and the current number of threads."""
+    linears = [m for part in parts for m in part.modules() if isinstance(m, PackedLinear)]
+    threads = sorted({1, torch.get_num_threads()})
+    with torch.inference_mode(), _threads_restored():
+        for linear in {(m.in_features, m.out_features, m.activation): m for m in linears}.values():
+            _check_linear(linear, threads)
+
+
+def choose_kernel(requested: str, num_threads: int | None = None) -> str:
+    """The kernel to run; "auto" is exact mode where it holds; `why_not_exact` says why where it does not.
 
     Raises SelfCheckError if exact mode was asked for by name and does not hold, UsageError for a wrong name.
     """
     if requested not in {"auto", EXACT, PLAIN}:
         raise UsageError(f"kernel {requested!r} is not known, expected auto, {EXACT} or {PLAIN}")
-    if requested == PLAIN:
-        return PLAIN, ""
+    if requested == EXACT:
+        check_exact(num_threads)
+    if requested == "auto":
+        return PLAIN if why_not_exact(num_threads) else EXACT
+    return requested
+
+
+def why_not_exact(num_threads: int | None = None) -> str:
+    """Why exact mode is refused on this machine, or "" if it holds."""
     try:
         check_exact(num_threads)
     except SelfCheckError as error:
-        if requested == EXACT:
-            raise
-        return PLAIN, error.message
-    return EXACT, ""
+        return error.message
+    return ""
 
 
 def available_kernels(requested: str, num_threads: int | None = None) -> list[str]:
     """What this machine can run under the wish ``requested``, best first. Raises as `choose_kernel`."""
-    kernel, _ = choose_kernel(requested, num_threads)
+    kernel = choose_kernel(requested, num_threads)
     return [EXACT, PLAIN] if requested == "auto" and kernel == EXACT else [kernel]
 
 
@@ -81,18 +101,17 @@ def _same(what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
         )
 
 
-def _check_linear(in_features: int, out_features: int, activation: str | None, threads: list[int]) -> None:
-    linear = PackedLinear(_numbers(out_features, in_features), _numbers(out_features), activation)
-    x = _numbers(70, in_features)
+def _check_linear(linear: PackedLinear, threads: list[int]) -> None:
+    x = _numbers(70, linear.in_features)
     expected: torch.Tensor | None = None
     for count in threads:
         torch.set_num_threads(count)
         whole = linear(x)
         expected = whole if expected is None else expected
-        name = f"a linear of {in_features} to {out_features} on {count} threads"
+        name = f"a linear of {linear.in_features} to {linear.out_features} on {count} threads"
         _same(name, expected, whole)
         for rows in _ROW_COUNTS:
-            start = rows % 5
+            start = 1 + rows % 5
             _same(f"{name} with {rows} rows", expected[start : start + rows], linear(x[start : start + rows]))
         pair = linear(x[7:8].expand(2, -1))
         _same(f"{name} with a lone row", expected[7:8], pair[:1])
@@ -102,7 +121,7 @@ def _check_elementwise(threads: list[int]) -> None:
     kernels: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "exp": torch.exp,
         "rsqrt": lambda t: torch.rsqrt(t * t + 1e-6),
-        "mean of squares": lambda t: t.pow(2).mean(-1, keepdim=True).expand_as(t),
+        "an RMS norm": lambda t: nn.functional.rms_norm(t, (1031,), t.new_ones(1031), 1e-6),
         "sum": lambda t: t.sum(-1, keepdim=True).expand_as(t),
     }
     x = _numbers(67, 1031)

@@ -12,10 +12,9 @@ from convoy.model.kv import BlockTables, KvPool, StagedStep
 from convoy.model.load import LoadedModules, LoadProgress, load_modules
 from convoy.model.packed import KEY_BLOCK, HeadShape, describe_group
 from convoy.model.rope import RopeTable, spread_over_heads
+from convoy.model.selfcheck import EXACT, PLAIN, check_linears
 from convoy.model.source import ModelSource
 from convoy.wire.messages import StageAssignment, Step
-
-EXACT, PLAIN = "exact-f32", "plain-f32"
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,8 @@ class Stage:
     ) -> Stage:
         """Load the assignment's weights, in float32; ``progress`` is called with (loaded, total) bytes.
 
-        Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError.
+        Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError,
+        and SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
         """
         if options.kernel not in {EXACT, PLAIN}:
             raise ModelError(f"kernel {options.kernel!r} is not known, expected {EXACT} or {PLAIN}")
@@ -77,6 +77,8 @@ class Stage:
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         modules = load_modules(source, assignment, packed=options.kernel == EXACT, progress=progress)
+        if options.kernel == EXACT:
+            check_linears(modules.parts())
         return cls(source, assignment, options, modules)
 
     def make_pools(self, num_blocks: int) -> None:

@@ -1,0 +1,34 @@
+"""Fixtures of the model room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from support.tiny_models import Models, Prompt, Threads
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def prompt() -> Prompt:
+    """prompt(n, seed): n token ids below 105."""
+
+    def make(num_tokens: int, seed: int = 0) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, 105, (num_tokens,), generator=generator).tolist()
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[Threads]:
+    """threads(n) sets torch's thread count; it is put back after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
