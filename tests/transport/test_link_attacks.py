@@ -304,6 +304,9 @@ def mine_header(cluster: bytes, kind: FrameType, flags: int, length: int, record
     return struct.pack(">BBHI8sQQQII", kind, flags, 0, length, cluster, 0, 0, 0, 0, record)
 
 
+SMALL = encode_descriptor(WireTensor("float32", (2,), bytes(8))) + bytes(8)
+
+
 def huge_descriptor() -> bytes:
     return struct.pack("<BB6xQ6Q", 1, 1, 4 << 40, 1 << 40, 0, 0, 0, 0, 0)
 
@@ -318,6 +321,10 @@ def huge_descriptor() -> bytes:
         (FrameType.HIDDEN, huge_descriptor(), 0, 0, "claims 4398046511104 bytes, and the limit is 1048576"),
         (FrameType.HIDDEN, bytes(64), 1, 0, "dtype 0"),
         (FrameType.HIDDEN, b"x" * 100, 1, 5, "begins with record 5"),
+        (FrameType.HIDDEN, SMALL, 0, 0, "tensor of 8 bytes has 72 bytes"),
+        (FrameType.HIDDEN, SMALL + b"more", 1, 0, "tensor of 8 bytes has 76 bytes"),
+        (FrameType.HIDDEN, encode_descriptor(LARGE), 1, 0, f"tensor of {LARGE.nbytes} bytes has 64 bytes"),
+        (FrameType.HIDDEN, encode_descriptor(LARGE) + b"more", 0, 0, "has 68 bytes"),
         (
             FrameType.HIDDEN,
             encode_descriptor(WireTensor("float32", (2,), bytes(8))),

@@ -149,7 +149,7 @@ class _Pipe:
 
 
 class MemoryStream:
-    """One end of a pair."""
+    """One end of a pair. Without a deadline its sends wait for ever: stalls are for the test to end."""
 
     def __init__(self, outgoing: _Pipe, incoming: _Pipe) -> None:
         self._outgoing = outgoing
