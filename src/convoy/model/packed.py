@@ -20,7 +20,7 @@ from convoy.wire.messages import Row
 KEY_BLOCK = 64  # keys of one matmul; a multiple of the K/V block size
 _TILE_ROWS = 16  # query rows of one matmul, several heads of one K/V head included
 # (tile, block, head) triples of one matmul: bounds the gathered copies of K and V, and keeps them in a cache
-_MAX_PAIRS = 1024
+_MAX_PAIRS = 256
 
 Ints = npt.NDArray[np.int64]
 

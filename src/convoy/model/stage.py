@@ -121,6 +121,8 @@ class Stage:
         Raises StepError for what makes no sense, before anything is changed.
         """
         tables = self._need_tables()
+        # a thread that has not computed yet takes over the process's thread count when it is asked for it
+        torch.get_num_threads()
         staged = tables.stage(step)
         num_tokens = sum(row.num_tokens for row in step.rows)
         x = self._embed(tokens, num_tokens) if self.assignment.embed else self._take(hidden, num_tokens)
