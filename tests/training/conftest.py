@@ -1,0 +1,29 @@
+"""The generators live beside the package, in training/, and the shipped files inside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+for folder in (ROOT / "training", Path(__file__).parent):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """The folder of the bundled models."""
+    return ROOT / "src" / "convoy" / "models"
+
+
+@pytest.fixture(scope="session")
+def shipped(models: Path) -> list[dict[str, Any]]:
+    """The lines of questions.jsonl."""
+    return [
+        json.loads(line) for line in (models / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    ]

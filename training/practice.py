@@ -1,0 +1,38 @@
+"""Extra practice for a second stretch of training: single questions of the kinds that the first one left weakest.
+
+The ordinary stream is not touched, so a tokeniser or a first stretch made from it stays reproducible.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+from conversations import SYSTEM_MESSAGES, Document
+from questions import KINDS, Question, may_train
+
+PRACTICE_SHARE = 0.4
+BACKWARD = re.compile(r"\b(Who|Which box)\b(?! am I)")
+REPEATS = re.compile(r"How many times|Count the word \"")
+HARD = {"recall": BACKWARD, "counting": REPEATS}
+"""What most of a kind's practice insists on: finding the owner of a thing; counting one word among others."""
+
+
+def practice_question(rng: random.Random, kind: str) -> Question:
+    """A trainable question of the kind, three in four of the harder sort where there is one."""
+    wanted = HARD.get(kind) if rng.random() < 0.75 else None
+    while True:
+        question = KINDS[kind](rng)
+        if may_train(question) and (wanted is None or wanted.search(question.text)):
+            return question
+
+
+def practice_document(rng: random.Random, kinds: tuple[str, ...]) -> Document:
+    """One to three questions of the kinds, with a system message now and then."""
+    doc = Document()
+    if rng.random() < 0.15:
+        doc.turns.append(("system", rng.choice(SYSTEM_MESSAGES)))
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        question = practice_question(rng, rng.choice(kinds))
+        doc.exchange(question.text, question.answer)
+    return doc

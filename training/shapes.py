@@ -1,0 +1,50 @@
+"""The two models' shapes, as ordinary Llama configurations."""
+
+from __future__ import annotations
+
+from tokenizer import END_OF_TEXT, END_OF_TURN, MAX_POSITIONS, PAD, SPECIAL_TOKENS, VOCAB_SIZE
+from transformers import GenerationConfig, LlamaConfig
+
+END_IDS = [SPECIAL_TOKENS.index(END_OF_TURN), SPECIAL_TOKENS.index(END_OF_TEXT)]
+PAD_ID = SPECIAL_TOKENS.index(PAD)
+
+SIZES = {
+    "demo": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    },
+    "demo-mini": {
+        "hidden_size": 192,
+        "intermediate_size": 448,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+}
+"""Heads of 32 in both. demo has 7.6 million parameters, demo-mini 1.8 million; the embedding serves as output too."""
+
+
+def llama_config(name: str) -> LlamaConfig:
+    """The configuration of `demo` or `demo-mini`."""
+    return LlamaConfig(
+        **SIZES[name],
+        vocab_size=VOCAB_SIZE,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=True,
+        attention_bias=False,
+        mlp_bias=False,
+        bos_token_id=None,
+        eos_token_id=END_IDS,
+        pad_token_id=PAD_ID,
+    )
+
+
+def generation_config() -> GenerationConfig:
+    """Greedy, ending at the end of a turn or of a text."""
+    return GenerationConfig(do_sample=False, bos_token_id=None, eos_token_id=END_IDS, pad_token_id=PAD_ID)
