@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from convoy.cluster.head import Head
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
@@ -17,10 +19,12 @@ from convoy.engine.executor import Executor
 from convoy.engine.local import LocalExecutor
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import SelfCheckError
+from convoy.evaluate.questions import BUNDLED_QUESTIONS, load_questions, take
 from convoy.model.params import SamplingParams
 from convoy.model.selfcheck import check_exact
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
+from convoy.model.text import Tokenizer
 from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages import StageAssignment
 from support.cluster import NAMES, PeerThread
@@ -140,13 +144,18 @@ def test_a_model_of_odd_dimensions_equals_the_whole(tmp_path: Path, members: int
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))
 
 
-def test_the_whole_stage_is_within_2e_5_of_transformers(demo: ModelSource) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
+def test_the_whole_stage_is_as_near_to_transformers_as_float32_allows(demo: ModelSource) -> None:
+    # Logits reach 30 here, and the library's own float32 is itself up to 2.8e-5 from float64.
     reference = AutoModelForCausalLM.from_pretrained(demo.path, dtype=torch.float32, local_files_only=True)
-    for run in alone(demo)[::3]:
+    tokenizer = Tokenizer(demo)
+    asked = take(load_questions(BUNDLED_QUESTIONS), 40)
+    chats = [tokenizer.encode_chat([{"role": "user", "content": question.text}]) for question in asked]
+    runs = Driver(whole(demo), LIMITS).run([(tuple(ids), GREEDY) for ids in chats], NUM_TOKENS)
+    distances = []
+    for run in runs:
         ids = torch.tensor([[*run.prompt, *run.tokens[:-1]]])
         with torch.inference_mode():
-            logits = reference(ids).logits[0, len(run.prompt) - 1 :].numpy()
-        assert np.abs(logits - np.stack(run.logits)).max() <= 2e-5
+            expected = reference(ids).logits[0, len(run.prompt) - 1 :].numpy()
+        distances.append(np.abs(expected - np.stack(run.logits)).max())
+        assert distances[-1] <= 2e-5 * max(1.0, np.abs(expected).max() / 10)
+    assert np.median(distances) <= 2e-5
