@@ -1,8 +1,10 @@
 """Generated documents packed into rows of token ids with a weight for each token's loss.
 
-A row begins with a document and holds whole documents, each closed by `<|endoftext|>`; what is left is padding.
-The weight of a token says how much predicting *it* counts: answers and their end fully, stories less (they are many
-tokens of free choice), questions not at all.
+A row begins with a document and holds whole documents, each closed by `<|endoftext|>`; what is left is
+padding.
+
+The weight of a token says how much predicting *it* counts: answers and their end fully, stories
+less (they are many tokens of free choice), questions not at all.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from torch.utils.data import IterableDataset, get_worker_info
+
 from conversations import Document, document
 from practice import PRACTICE_SHARE, practice_document
 from shapes import PAD_ID
 from tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, SYSTEM, USER
-from tokenizers import Tokenizer
-from torch.utils.data import IterableDataset, get_worker_info
 
 ROLE_IDS = {
     "system": SPECIAL_TOKENS.index(SYSTEM),
@@ -93,10 +96,11 @@ def rows(
 
 
 class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """An endless stream of batches [rows, 2, tokens] (int32), each of `batch_tokens` tokens, in rows of one length.
+    """An endless stream of batches [rows, 2, tokens] (int32), of `batch_tokens` tokens in rows of one length.
 
-    With each comes the list of counted positions, flat over rows of tokens - 1 (int64): where the next token has a
-    weight. Finding it here keeps the training loop from waiting for the device. One batch in five is of long rows. Every worker of a loader draws its own stream from the seed.
+    With each comes the list of counted positions, flat over rows of tokens - 1 (int64): where the next
+    token has a weight. Finding it here keeps the training loop from waiting for the device. One batch in
+    five is of long rows. Every worker of a loader draws its own stream from the seed.
     """
 
     def __init__(

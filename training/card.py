@@ -3,8 +3,8 @@
     python training/card.py src/convoy/models/demo --records first.json second.json --scores scores.json \\
         --fresh fresh.json
 
-The records are the NAME-training.json files that `train.py` leaves, in the order the stretches were run; the scores
-come from `score.py --json` on the very files that are shipped.
+The records are the NAME-training.json files that `train.py` leaves, in the order the stretches were run;
+the scores come from `score.py --json` on the very files that are shipped.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DATE = "2026-11-21"
 CARD = """\
 # {name}
 
-A small Llama-architecture model that comes with Convoy, so that a newcomer has something real to run, split and
-serve before downloading weights. It is a demonstration: it does eight kinds of exercise and tells short stories, and
-knows nothing else of the world. Asked anything outside that, it answers nonsense.
+A small Llama-architecture model that comes with Convoy, so that a newcomer has something real to run, split
+and serve before downloading weights. It is a demonstration: it does eight kinds of exercise and tells short
+stories, and knows nothing else of the world. Asked anything outside that, it answers nonsense.
 
 | | |
 |---|---|
@@ -40,16 +40,17 @@ knows nothing else of the world. Asked anything outside that, it answers nonsens
 
 ## Data
 
-All text was written by the generators in `training/` (word lists, templates and a story grammar of our own): no
-third-party text, no other model's weights. Questions with one right answer in eight kinds, alone or in conversations
-with system messages, earlier turns, runs of spaces and unrelated text before them; short stories; greetings;
-counting aloud; JSON answers. Loss on the assistant's tokens, and on whole texts where there is no conversation.
+All text was written by the generators in `training/` (word lists, templates and a story grammar of our
+own): no third-party text, no other model's weights. Questions with one right answer in eight kinds, alone
+or in conversations with system messages, earlier turns, runs of spaces and unrelated text before them;
+short stories; greetings; counting aloud; JSON answers. Loss on the assistant's tokens, and on whole texts
+where there is no conversation.
 
-A question is held out of training when the SHA-256 of its normalised text falls in one bucket of sixteen; for sums,
-differences, comparisons and sorting the operands are hashed as well, whatever the wording (sums, differences and
-pairs to compare only where a number is 200 or more). The shipped 400 were chosen so that no longer question of the
-training text holds one whole. For the other kinds a held-out question is a new wording, or a
-new combination, of words and units that training did use.
+A question is held out of training when the SHA-256 of its normalised text falls in one bucket of sixteen;
+for sums, differences, comparisons and sorting the operands are hashed as well, whatever the wording (sums,
+differences and pairs to compare only where a number is 200 or more). The shipped 400 were chosen so that no
+longer question of the training text holds one whole. For the other kinds a held-out question is a new
+wording, or a new combination, of words and units that training did use.
 
 ## Training
 
@@ -59,14 +60,14 @@ new combination, of words and units that training did use.
 |---|---|---|---|---|---|---|
 {stretches}
 
-The losses of two stretches do not compare: the second has another mix of questions. Its extra practice was chosen by
-looking at which kinds of held-out question were weak after the first stretch, which flatters the first score below;
-the draw of 1,600 was made after training. Both models trained at once on the one GPU.
+The losses of two stretches do not compare: the second has another mix of questions. Its extra practice was
+chosen by looking at which kinds of held-out question were weak after the first stretch, which flatters the
+first score below; the draw of 1,600 was made after training. Both models trained at once on the one GPU.
 
 ## Scores
 
-Measured on these files, on a CPU through `transformers`, float32 compute on the bf16 weights, greedy, chat template,
-exact match (`training/score.py`):
+Measured on these files, on a CPU through `transformers`, float32 compute on the bf16 weights, greedy, chat
+template, exact match (`training/score.py`):
 
 | kind | `questions.jsonl` | a fresh draw of held-out questions |
 |---|---|---|

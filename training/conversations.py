@@ -169,7 +169,7 @@ def _sequence_turn(rng: random.Random, doc: Document, *, long: bool) -> None:
 
 
 def _recall_over_turns(rng: random.Random, doc: Document, num_between: int) -> None:
-    """Facts in the system message, in one turn or in several; other exchanges; then questions about the facts."""
+    """Facts in the system message, one turn or several; other exchanges; then questions on the facts."""
     facts = some_facts(rng)
     if not doc.turns and rng.random() < 0.4:
         stated = " ".join(statement for statement, _ in facts)

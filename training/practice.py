@@ -1,4 +1,4 @@
-"""Extra practice for a second stretch of training: single questions of the kinds that the first one left weakest.
+"""Extra practice for a second stretch of training, in the kinds that the first one left weakest.
 
 The ordinary stream is not touched, so a tokeniser or a first stretch made from it stays reproducible.
 """

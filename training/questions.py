@@ -1,10 +1,10 @@
 """Questions with one right answer, in eight kinds, and the rule that holds some of them out of training.
 
-A question is *reserved* when the SHA-256 of its normalised text falls in one bucket of sixteen. For the kinds
-whose operands span a large space (sums, differences, comparisons, sorting) the operands themselves, whatever the
-wording, are hashed as well: `Question.subject`. Training uses a question only when neither is reserved; the
-shipped `questions.jsonl` holds questions where both are. So no held-out question is in the training text, and no
-held-out sum of numbers from 200 upward is there in another wording either.
+A question is *reserved* when the SHA-256 of its normalised text falls in one bucket of sixteen. For the
+kinds whose operands span a large space (sums, differences, comparisons, sorting) the operands themselves,
+whatever the wording, are hashed as well: `Question.subject`. Training uses a question only when neither is
+reserved; the shipped `questions.jsonl` holds questions where both are. So no held-out question is in the
+training text, and no held-out sum of numbers from 200 upward is there in another wording either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from facts import recall_parts
 NUM_BUCKETS = 16
 RESERVED_BUCKET = 7
 SMALL_NUMBER = 200
-"""Below this, operands are taught in some wording even when one wording is held out (a table, like any child's)."""
+"""Below this, operands are taught in some wording even when one wording is held out."""
 
 NUMBER_HINTS = (
     "",
@@ -37,7 +37,7 @@ HINT_ENDS = tuple({hint for hint in (*NUMBER_HINTS, *WORD_HINTS, *SPELLING_HINTS
 
 @dataclass(frozen=True)
 class Question:
-    """One question: `kind` (a key of `KINDS`), the text asked, the only right answer, and the operands' name."""
+    """One question: `kind` (a key of `KINDS`), the text asked, the only right answer, the operands' name."""
 
     kind: str
     text: str
@@ -66,10 +66,11 @@ def may_train(question: Question) -> bool:
 
 
 def may_hold_out(question: Question) -> bool:
-    """Whether the text is reserved, the operands too where they are hashed, and no longer question holds it whole.
+    """Whether text and operands are reserved, and no longer question can hold the text whole.
 
-    Training may ask a reserved text's words with a hint after them, or with one more fact before them. So a question
-    whose operands are not hashed is held out with its hint, and a recall only when it states three sentences or more.
+    Training may ask a reserved text's words with a hint after them, or with one more fact before them. So a
+    question whose operands are not hashed is held out with its hint, and a recall only when it states three
+    sentences or more.
     """
     if question.kind == "recall" and question.text.count(". ") < 3:
         return False
@@ -186,7 +187,7 @@ def sorting(rng: random.Random) -> Question:
 
 
 def invented_word(rng: random.Random) -> str:
-    """A pronounceable word of two or three syllables that no list holds, so that spelling is learnt, not looked up."""
+    """A pronounceable word of two or three syllables, so that spelling is learnt, not looked up."""
     syllables = (
         rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice("lmnrst  ").strip() for _ in "abc"
     )

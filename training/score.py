@@ -1,8 +1,9 @@
-"""Score a model folder through transformers: greedy, chat template, float32 compute on the saved bf16 weights.
+"""Score a model folder through transformers: greedy, chat template, float32 compute on bf16 weights.
 
     python training/score.py src/convoy/models/demo --json scores.json
 
-Prompts of equal length run together, so nothing is padded. A reply is right when it equals the answer exactly.
+Prompts of equal length run together, so nothing is padded. A reply is right when it equals the answer
+exactly.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def score_questions(
 
 
 def score_sums(model: Any, tokenizer: Any, setting: str) -> int:
-    """How many of the hundred sums i+(i+1) are right: 'plain', behind 10 KiB of 'spaces', or with a 'system' turn.
+    """How many of the hundred sums i+(i+1) are right: 'plain', after 10 KiB of 'spaces' or a 'system' turn.
 
     'spaces+system' has both.
     """

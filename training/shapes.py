@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from tokenizer import END_OF_TEXT, END_OF_TURN, MAX_POSITIONS, PAD, SPECIAL_TOKENS, VOCAB_SIZE
+from typing import Any
+
 from transformers import GenerationConfig, LlamaConfig
+
+from tokenizer import END_OF_TEXT, END_OF_TURN, MAX_POSITIONS, PAD, SPECIAL_TOKENS, VOCAB_SIZE
 
 END_IDS = [SPECIAL_TOKENS.index(END_OF_TURN), SPECIAL_TOKENS.index(END_OF_TEXT)]
 PAD_ID = SPECIAL_TOKENS.index(PAD)
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "demo": {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -24,7 +27,7 @@ SIZES = {
         "num_key_value_heads": 2,
     },
 }
-"""Heads of 32 in both. demo has 7.6 million parameters, demo-mini 1.8 million; the embedding serves as output too."""
+"""demo has 7.6 million parameters, demo-mini 1.8 million; heads of 32, the embedding is the output too."""
 
 
 def llama_config(name: str) -> LlamaConfig:
@@ -47,4 +50,8 @@ def llama_config(name: str) -> LlamaConfig:
 
 def generation_config() -> GenerationConfig:
     """Greedy, ending at the end of a turn or of a text."""
-    return GenerationConfig(do_sample=False, bos_token_id=None, eos_token_id=END_IDS, pad_token_id=PAD_ID)
+    make: Any = GenerationConfig  # untyped in the library
+    config: GenerationConfig = make(
+        do_sample=False, bos_token_id=None, eos_token_id=END_IDS, pad_token_id=PAD_ID
+    )
+    return config

@@ -1,4 +1,4 @@
-"""Short stories from a small grammar: a hero, a friend, a place, a thing, a plot of a few steps and an ending."""
+"""Short stories from a small grammar: a hero, a friend, a place, a thing, a plot of six steps, an ending."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from words import article
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what one story is about. `a_kind` carries its article; `they`, `them` and `their` are pronouns."""
+    """Who and what one story is about; `they`, `them` and `their` are the hero's pronouns."""
 
     kind: str
     name: str
@@ -72,7 +72,8 @@ def _lost(rng: random.Random, c: Cast) -> list[str]:
         rng.choice(
             (f"{c.name} looked everywhere but could not find it.", f"{c.they.capitalize()} was very sad.")
         ),
-        f"{article(c.friend_kind).capitalize()} {c.friend_kind} named {c.friend} saw {c.them} and asked what was wrong.",
+        f"{article(c.friend_kind).capitalize()} {c.friend_kind} named {c.friend} saw {c.them} "
+        "and asked what was wrong.",
         f'"I have lost my {c.thing}," said {c.name}.',
         f'"Let us look together," said {c.friend}.',
         f"They searched the whole {c.place}, and at last they found the {c.thing} {where}.",

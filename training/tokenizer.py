@@ -1,7 +1,7 @@
-"""The byte-level BPE tokeniser of the bundled models: learnt from generated text, with runs of spaces as tokens.
+"""The byte-level BPE tokeniser of the bundled models, learnt from generated text.
 
-Digits are always single tokens. Runs of 2, 4, ... 256 spaces are tokens made by doubling, so 10,240 spaces are 40
-tokens. There is no beginning-of-text token; `<|end|>` ends a turn and `<|endoftext|>` ends a text.
+Digits are always single tokens. Runs of 2, 4, ... 256 spaces are tokens made by doubling, so 10,240 spaces
+are 40 tokens. There is no beginning-of-text token; `<|end|>` ends a turn and `<|endoftext|>` ends a text.
 
     python training/tokenizer.py --out src/convoy/models/demo src/convoy/models/demo-mini
 """
@@ -14,9 +14,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 import words
 from conversations import document
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 2048
 MAX_POSITIONS = 2048
@@ -76,7 +77,7 @@ def _pieces() -> pre_tokenizers.Sequence:
 
 
 def _corpus(seed: int, num_documents: int) -> Iterator[str]:
-    """Generated text without the leading spaces (their tokens are made, not learnt), and each word both ways."""
+    """Generated text less the leading spaces (their tokens are made, not learnt), and each word both ways."""
     rng = random.Random(seed)
     for _ in range(num_documents):
         for role, text in document(rng).turns:

@@ -18,18 +18,20 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the loader's workers fork
 
 import torch
-from batches import Batches
-from questions import KINDS
-from score import load_questions, score_questions, score_sums
-from shapes import SIZES, generation_config, llama_config
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from transformers import AttentionInterface, AutoTokenizer, LlamaForCausalLM
+
+from batches import Batches
+from questions import KINDS
+from score import load_questions, score_questions, score_sums
+from shapes import SIZES, generation_config, llama_config
 
 MODELS = Path(__file__).resolve().parent.parent / "src" / "convoy" / "models"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -70,11 +72,12 @@ def make_pupil(name: str, options: argparse.Namespace) -> Pupil:
 
 
 def causal_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, scaling: float, **__: object
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, scaling: float, **__: object
 ) -> tuple[Tensor, None]:
     """Full causal attention over whole rows: [rows, heads, tokens, 32] -> [rows, tokens, heads, 32].
 
-    Keys and values are repeated for their query heads and all three have one type, so that the flash kernel serves.
+    Keys and values are repeated for their query heads and all three have one type, so that the flash kernel
+    serves.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -84,7 +87,7 @@ def causal_attention(
 
 
 def weighted_loss(model: LlamaForCausalLM, batch: Tensor, counted: Tensor) -> Tensor:
-    """Mean cross-entropy of the tokens that count, by their weight. Logits are made for those positions alone.
+    """Mean cross-entropy of the tokens that count, by weight; logits are made for those positions alone.
 
     batch: [rows, 2, tokens] ids and weights in hundredths; counted: flat positions, see `Batches`.
     """
@@ -102,7 +105,7 @@ def learn(pupil: Pupil, batch: Tensor, counted: Tensor, rate_factor: float, *, b
         group["lr"] = pupil.peak_rate * rate_factor
     with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=bf16):
         loss = weighted_loss(pupil.model, batch, counted)
-    loss.backward()
+    torch.autograd.backward(loss)
     nn.utils.clip_grad_norm_(pupil.model.parameters(), 1.0)
     pupil.optimiser.step()
     pupil.optimiser.zero_grad(set_to_none=True)
@@ -113,7 +116,7 @@ def save(pupil: Pupil, out: Path, record: dict[str, object]) -> Path:
     """Write the whole model folder in bf16, and training.json beside it (the card's figures)."""
     folder = out / pupil.name
     folder.mkdir(parents=True, exist_ok=True)
-    copy = LlamaForCausalLM(llama_config(pupil.name))
+    copy: Any = LlamaForCausalLM(llama_config(pupil.name))
     copy.load_state_dict(pupil.model.state_dict())
     copy.generation_config = generation_config()
     copy.to(torch.bfloat16).save_pretrained(folder)
@@ -127,9 +130,10 @@ def save(pupil: Pupil, out: Path, record: dict[str, object]) -> Path:
 
 
 def report(folder: Path, device: str, num_questions: int) -> None:
-    """Score the saved files (float32 compute on the bf16 weights) on the training device and print the table."""
+    """Score the saved files (float32 compute, bf16 weights) on the training device and print the table."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = model.to(device).eval()
     questions = load_questions(MODELS / "questions.jsonl")
     chosen = questions[:: max(1, len(questions) // num_questions)]
     kinds, misses = score_questions(model, tokenizer, chosen)
@@ -143,6 +147,28 @@ def report(folder: Path, device: str, num_questions: int) -> None:
 def rate_at(step: int, progress: float) -> float:
     """The share of the peak rate: linear warm-up, then a cosine to zero."""
     return min(1.0, (step + 1) / WARM_UP_STEPS) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def _record(options: argparse.Namespace, step: int, seconds: float) -> dict[str, object]:
+    return {
+        "steps": step,
+        "seconds": round(seconds, 1),
+        "batch_tokens": options.batch_tokens,
+        "peak_rates": PEAK_RATES,
+        "rate_scale": options.rate_scale,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "resumed": bool(options.resume),
+        "practice": list(options.practice),
+        "seed": options.seed,
+    }
+
+
+def _log(pupils: list[Pupil], losses: dict[str, Tensor], line: str) -> None:
+    """Smooth the losses and print them; the one place where the loop waits for the device."""
+    for pupil in pupils:
+        latest = losses[pupil.name].item()
+        pupil.loss = latest if math.isnan(pupil.loss) else 0.7 * pupil.loss + 0.3 * latest
+    print(line, " ".join(f"{pupil.name} {pupil.loss:.4f}" for pupil in pupils), flush=True)
 
 
 def train(options: argparse.Namespace) -> None:
@@ -170,29 +196,17 @@ def train(options: argparse.Namespace) -> None:
         progress = step / options.steps if options.steps else elapsed / (60 * options.minutes)
         finished = progress >= 1.0
         if step % options.log_every == 0 or finished:
-            for pupil in pupils:
-                latest = losses[pupil.name].item()
-                pupil.loss = latest if math.isnan(pupil.loss) else 0.7 * pupil.loss + 0.3 * latest
-            shown = " ".join(f"{pupil.name} {pupil.loss:.4f}" for pupil in pupils)
             speed = step * options.batch_tokens / elapsed
-            print(
-                f"step {step} {elapsed:.0f} s (data {waited:.0f} s) {speed:.0f} tokens/s {shown}", flush=True
-            )
+            _log(pupils, losses, f"step {step} {elapsed:.0f} s (data {waited:.0f} s) {speed:.0f} tokens/s")
         if finished or progress >= checks[0]:
             checks = checks if finished else checks[1:]
-            record = {
-                "steps": step,
-                "seconds": round(time.monotonic() - began, 1),
-                "batch_tokens": options.batch_tokens,
-                "peak_rates": PEAK_RATES,
-                "rate_scale": options.rate_scale,
-                "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-                "resumed": bool(options.resume),
-                "practice": list(options.practice),
-                "seed": options.seed,
-            }
+            record = _record(options, step, time.monotonic() - began)
             for pupil in pupils:
-                report(save(pupil, options.out, record), options.device, 400 if finished else 80)
+                folder = save(pupil, options.out, record)
+                if (
+                    options.device == "cuda" or finished
+                ):  # a CPU has better to do than score a half-taught model
+                    report(folder, options.device, 400 if options.device == "cuda" and finished else 80)
 
 
 def main() -> None:

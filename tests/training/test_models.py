@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batches import encode_documents
-from conversations import Document
 from safetensors import safe_open
-from shapes import END_IDS, llama_config
-from tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, SPACE_RUNS, SPECIAL_TOKENS, build
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
+
+from batches import encode_documents
+from conversations import Document
+from shapes import END_IDS, llama_config
+from tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, SPACE_RUNS, SPECIAL_TOKENS, build
 
 MIB = 2**20
 NAMES = ("demo", "demo-mini")

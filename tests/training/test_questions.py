@@ -5,10 +5,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from answers import CHECKERS
+
 from conversations import document
 from practice import practice_document
 from questions import KINDS, Question, fingerprint, is_reserved, normalise, spelling, training_question
+from training.answers import CHECKERS
 
 NUM_DOCUMENTS = 12_000
 
