@@ -1,33 +1,33 @@
 """Every error that Convoy raises on purpose, by whose fault it is.
 
-    ConvoyError                     carries a message and, where there is one, a hint: what to do about it
-    ├── InputError                  what a person typed, wrote in a file or sent in a request
-    │   ├── UsageError              a flag or argument (exit 2)
-    │   ├── ConfigError             convoy.toml, an address, a port
-    │   ├── IdentityError           a key or certificate on disk
-    │   ├── RosterError             unsigned, expired, foreign, without this member
-    │   ├── SpanError               layer spans that overlap, leave a gap or own no output
-    │   ├── ModelError              a model directory that cannot be run
-    │   └── RequestError            a request of a client (HTTP 400); names the parameter
-    ├── CapacityError               right, but more than there is
-    │   ├── PlanError               no plan fits the members
-    │   └── QueueFull               too many requests wait (HTTP 429)
-    ├── PeerError                   another member's fault, or the network's
-    │   ├── PeerUnreachable         nobody answered in time
-    │   ├── Incompatible            another protocol version, activation dtype or model
-    │   ├── HandshakeError          it could not prove who it is
-    │   ├── FrameError              bytes that are not a frame or not a message
-    │   │   └── FrameTooLong        a length over its type's limit, refused before allocation
-    │   ├── SealError               a frame that does not open: changed, replayed, out of order
-    │   ├── StepError               a well-sealed step that makes no sense here
-    │   ├── LinkBroken              the other end or the network ended the link
-    │   └── PeerRefused             the peer said no, and why
-    ├── Unavailable                 nothing wrong with the request, but it cannot be served now (HTTP 503)
-    │   ├── NotReady                no token has passed every stage yet, or not lately
-    │   ├── Draining                the server is shutting down
-    │   └── StageLost               a stage went away while the request ran
-    ├── LinkClosed                  this side closed the link earlier
-    └── SelfCheckError              exact mode cannot be proved on this machine
+ConvoyError                     carries a message and, where there is one, a hint: what to do about it
+├── InputError                  what a person typed, wrote in a file or sent in a request
+│   ├── UsageError              a flag or argument (exit 2)
+│   ├── ConfigError             convoy.toml, an address, a port
+│   ├── IdentityError           a key or certificate on disk
+│   ├── RosterError             unsigned, expired, foreign, without this member
+│   ├── SpanError               layer spans that overlap, leave a gap or own no output
+│   ├── ModelError              a model directory that cannot be run
+│   └── RequestError            a request of a client (HTTP 400); names the parameter
+├── CapacityError               right, but more than there is
+│   ├── PlanError               no plan fits the members
+│   └── QueueFull               too many requests wait (HTTP 429)
+├── PeerError                   another member's fault, or the network's
+│   ├── PeerUnreachable         nobody answered in time
+│   ├── Incompatible            another protocol version, activation dtype or model
+│   ├── HandshakeError          it could not prove who it is
+│   ├── FrameError              bytes that are not a frame or not a message
+│   │   └── FrameTooLong        a length over its type's limit, refused before allocation
+│   ├── SealError               a frame that does not open: changed, replayed, out of order
+│   ├── StepError               a well-sealed step that makes no sense here
+│   ├── LinkBroken              the other end or the network ended the link
+│   └── PeerRefused             the peer said no, and why
+├── Unavailable                 nothing wrong with the request, but it cannot be served now (HTTP 503)
+│   ├── NotReady                no token has passed every stage yet, or not lately
+│   ├── Draining                the server is shutting down
+│   └── StageLost               a stage went away while the request ran
+├── LinkClosed                  this side closed the link earlier
+└── SelfCheckError              exact mode cannot be proved on this machine
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ from convoy.errors import SelfCheckError
 # Rows that the packed layout is chosen for; any value gives right results, this one was measured.
 _PACK_ROWS = 256
 # oneDNN adds a row's products one after the other, and what rounding loses grows with the length of such a
-# run: two
-# half as long, then added, come as near to the true sum as the library's own blocked kernels do.
-_MIN_SPLIT = 128  # in_features
+# run. Two runs half as long, added at the end, come as near to the truth as the blocked kernels of torch.
+_MIN_SPLIT = 128
 # Activations that oneDNN applies to its accumulators, tails included, with one code path for all elements:
 # ATen's own take a vector path or a scalar path by the element's place, and the two differ in bits.
 FUSED_ACTIVATIONS = {"silu": ("swish", ""), "swish": ("swish", ""), "relu": ("relu", "")} | {
@@ -64,14 +63,14 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., rows, in_features] to [..., rows, out_features]."""
         linear = torch.ops.mkldnn._linear_pointwise
-        y: torch.Tensor
         if not self._half:
-            y = linear(x, self._packed[0], self._bias, self._attr, [], self._algorithm)
-            return y
-        y = linear(x[..., : self._half], self._packed[0], self._bias, "none", [], "")
-        y = linear.binary(x[..., self._half :], y, self._packed[1], None, "add")
+            whole: torch.Tensor = linear(x, self._packed[0], self._bias, self._attr, [], self._algorithm)
+            return whole
+        first = linear(x[..., : self._half], self._packed[0], self._bias, "none", [], "")
+        y: torch.Tensor = linear.binary(x[..., self._half :], first, self._packed[1], None, "add")
         return y
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """(x W^T + b) * factor, for ``factor`` of the result's shape; without an activation of its own."""
-        return self(x).mul_(factor)
+        y: torch.Tensor = self(x)
+        return y.mul_(factor)

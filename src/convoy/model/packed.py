@@ -169,34 +169,19 @@ def _chunk_limits(shape: HeadShape, tiles: _Tiles) -> list[tuple[int, int]]:
 
 def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, limits: tuple[int, int]) -> TileChunk:
     start, end = limits
-    num_kv_heads, tile_tokens = shape.num_kv_heads, shape.tile_tokens
+    num_kv_heads = shape.num_kv_heads
     heads = np.arange(num_kv_heads)
-    slots = np.arange(tile_tokens)
     num_blocks = tiles.end_block[start:end] - tiles.first_block[start:end]
     pair_starts = np.cumsum(num_blocks) - num_blocks
     pair_tile = np.repeat(np.arange(end - start), num_blocks)
     key_block = np.arange(len(pair_tile)) + np.repeat(tiles.first_block[start:end] - pair_starts, num_blocks)
 
-    query_position = tiles.position[start:end, None] + slots
+    query_position = tiles.position[start:end, None] + np.arange(shape.tile_tokens)
     hidden = _hidden_keys(shape, query_position[pair_tile], key_block)
     masked = np.asarray(hidden.any(axis=(1, 2)))
     order, place = _masked_first(masked)
     num_masked = int(masked.sum())
     pair_tile, key_block = pair_tile[order], key_block[order]
-
-    # slots outside the row are given some token of the row: nobody reads their result
-    tokens = np.clip(
-        tiles.first_token[start:end, None] + slots,
-        tiles.row_start[start:end, None],
-        tiles.row_last[start:end, None],
-    )
-    query_rows = tokens[pair_tile][:, None, :] * num_kv_heads + heads[:, None]
-    runs_per_block = KEY_BLOCK // shape.block_size
-    entries = tiles.table[start:end][pair_tile][:, None] + (
-        key_block[:, None] * runs_per_block + np.arange(runs_per_block)
-    )
-    blocks = tables[np.minimum(entries, tiles.table_last[start:end][pair_tile][:, None])]
-    kv_runs = _both_halves(shape, blocks[:, None, :] * num_kv_heads + heads[:, None], axis=0)
 
     most = int(num_blocks.max())
     columns = np.where(np.arange(most) < num_blocks[:, None], np.arange(most), 0)
@@ -205,8 +190,8 @@ def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, limits: tuple[int, int
     in_bag = np.arange(most) < num_blocks[:, None, None]
     bag_pairs = tile_pairs[np.broadcast_to(in_bag, tile_pairs.shape)]
     return TileChunk(
-        query_rows=_tensor(query_rows),
-        kv_runs=_tensor(kv_runs),
+        query_rows=_tensor(_query_rows(shape, tiles, limits)[pair_tile]),
+        kv_runs=_tensor(_kv_runs(shape, tiles, tables, start + pair_tile, key_block)),
         hidden=torch.from_numpy(np.ascontiguousarray(hidden[order[:num_masked]]))[:, None, :, None, :],
         pair_tile=_tensor(pair_tile[:, None] * num_kv_heads + heads),
         tile_pairs=_tensor(tile_pairs).view(-1, most),
@@ -214,6 +199,30 @@ def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, limits: tuple[int, int
         bag_starts=_tensor(np.cumsum(bag_counts) - bag_counts),
         output_rows=_tensor(_output_rows(shape, tiles, start, end)),
     )
+
+
+def _query_rows(shape: HeadShape, tiles: _Tiles, limits: tuple[int, int]) -> Ints:
+    """[tiles, kv_heads, tile_tokens]: where each slot's query stands."""
+    part = slice(*limits)
+    # slots outside the row are given some token of the row: nobody reads their result
+    tokens = np.clip(
+        tiles.first_token[part, None] + np.arange(shape.tile_tokens),
+        tiles.row_start[part, None],
+        tiles.row_last[part, None],
+    )
+    rows: Ints = tokens[:, None, :] * shape.num_kv_heads + np.arange(shape.num_kv_heads)[:, None]
+    return rows
+
+
+def _kv_runs(shape: HeadShape, tiles: _Tiles, tables: Ints, pair_tile: Ints, key_block: Ints) -> Ints:
+    """Where K and V of each (tile, key block) pair stand in a pool; past a table's end, its last block."""
+    runs_per_block = KEY_BLOCK // shape.block_size
+    entries = tiles.table[pair_tile][:, None] + (
+        key_block[:, None] * runs_per_block + np.arange(runs_per_block)
+    )
+    blocks = tables[np.minimum(entries, tiles.table_last[pair_tile][:, None])]
+    heads = np.arange(shape.num_kv_heads)[:, None]
+    return _both_halves(shape, blocks[:, None, :] * shape.num_kv_heads + heads, axis=0)
 
 
 def _hidden_keys(shape: HeadShape, query_position: Ints, key_block: Ints) -> npt.NDArray[np.bool_]:

@@ -105,8 +105,7 @@ def _job(
             stop=_stops(body.stop),
             ignore_eos=bool(body.ignore_eos) or scoring,
             num_choices=num_choices,
-            # A single token has nothing before it to be scored by.
-            prompt_logprobs=params.logprobs if scored and len(ids) > 1 else None,
+            prompt_logprobs=params.logprobs if scored else None,
         )
         for ids in prompts
     )
