@@ -5,6 +5,7 @@ Waits for the head, holds the layers it plans, and waits again when it is gone.
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
 import threading
@@ -37,18 +38,39 @@ def join(
     settings = load_config(config)
     me = load_member(settings)
     peer = Peer(me, peer_options(settings, model, exit_with_head=exit_with_head), _show)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: peer.stop())
-    if until_stdin_closes:
-        threading.Thread(target=_stop_at_end, args=(peer,), daemon=True).start()
-    peer.run((settings.listen.host, settings.listen.port))
+    _run_until_asked(peer, (settings.listen.host, settings.listen.port), until_stdin_closes)
 
 
 def _show(event: PeerEvent) -> None:
     print_note(f"{event.kind}: {event.text}")
 
 
-def _stop_at_end(peer: Peer) -> None:
-    while sys.stdin.buffer.read(4096):
-        pass
+def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool) -> None:
+    """The peer runs on a thread of its own; this one waits for it, a signal or the end of standard input."""
+    # A signal handler may run in the middle of anything: SimpleQueue.put is made for that, locks are not.
+    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: ends.put(None))
+
+    def run() -> None:
+        try:
+            peer.run(bind)
+        except BaseException as error:  # noqa: BLE001 - raised again on the main thread
+            ends.put(error)
+        else:
+            ends.put(None)
+
+    def read_to_end() -> None:
+        while sys.stdin.buffer.read(4096):
+            pass
+        ends.put(None)
+
+    running = threading.Thread(target=run, name="peer")
+    running.start()
+    if until_stdin_closes:
+        threading.Thread(target=read_to_end, daemon=True).start()
+    error = ends.get()
     peer.stop()
+    running.join()
+    if error is not None:
+        raise error

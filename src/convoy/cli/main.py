@@ -6,9 +6,11 @@ Each verb is a file beside this one. They import rooms inside their functions, s
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -64,6 +66,8 @@ app.command("eval")(eval_verb.evaluate)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Exits with 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
+    # So that a terminated command leaves its `with` blocks, and takes its processes and files with it.
+    signal.signal(signal.SIGTERM, _terminated)
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -88,6 +92,10 @@ def run(arguments: list[str]) -> int:
         if _debug_wanted(options):
             traceback.print_exc()
         return _report(error, as_json)
+
+
+def _terminated(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _debug_wanted(options: list[str]) -> bool:

@@ -1,0 +1,61 @@
+"""A peer's process ends when it is asked to, however often and whenever."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from convoy.cli.local import LocalCluster, LocalOptions
+
+
+@pytest.fixture
+def config() -> Iterator[Path]:
+    with LocalCluster(LocalOptions(num_members=2)) as local:
+        yield local.config_file("beta")
+
+
+def start(config: Path, *flags: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "convoy", "join", "--config", str(config), *flags],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("listening: beta listens on 127.0.0.1:")
+    return process
+
+
+def test_several_signals_at_once_end_it(config: Path) -> None:
+    process = start(config)
+    for _ in range(5):
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+
+
+def test_the_end_of_standard_input_ends_it_where_asked(config: Path) -> None:
+    process = start(config, "--until-stdin-closes")
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+
+
+def test_a_port_in_use_is_one_line_with_the_address(config: Path) -> None:
+    process = start(config)
+    second = subprocess.run(
+        [sys.executable, "-m", "convoy", "join", "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    process.kill()
+    process.communicate()
+    assert second.returncode == 1
+    assert second.stderr.startswith("error: cannot listen on 127.0.0.1:")
+    assert "address already in use" in second.stderr
