@@ -17,7 +17,7 @@ class ServeOptions:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = 8765
     api_key: str | None = field(default=None, repr=False)
     allow_unauthenticated: bool = False
     allowed_hosts: tuple[str, ...] = ()
