@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from convoy import __version__
-from convoy.cli import chat, demo, identity, join, plan, roster, serve, status
+from convoy.cli import bench, chat, demo, identity, join, plan, roster, serve, status
 from convoy.cli import eval as eval_verb
 from convoy.cli import run as run_verb
 from convoy.cli.output import (
@@ -62,6 +62,7 @@ app.add_typer(roster.app, name="roster")
 app.command("status")(status.status)
 app.command("chat")(chat.chat)
 app.command("eval")(eval_verb.evaluate)
+app.add_typer(bench.app, name="bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

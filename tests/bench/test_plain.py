@@ -1,0 +1,31 @@
+"""The only stream without sealing: who may import it, and where it may go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from architecture.source import import_graph, load_modules
+from convoy.bench.names import HOST
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+PLAIN = "convoy.bench.plain"
+
+
+def test_nothing_outside_the_bench_imports_the_plain_stream() -> None:
+    graph = import_graph(load_modules(SRC))
+    importers = {name for name, edges in graph.items() if PLAIN in edges}
+    assert importers == {"convoy.bench.connection"}
+
+
+def test_only_its_own_verb_imports_the_bench() -> None:
+    graph = import_graph(load_modules(SRC))
+    importers = {
+        name
+        for name, edges in graph.items()
+        if not name.startswith("convoy.bench") and any(target.startswith("convoy.bench") for target in edges)
+    }
+    assert importers == {"convoy.cli.bench"}
+
+
+def test_the_plain_stream_stays_on_loopback() -> None:
+    assert HOST == "127.0.0.1"
