@@ -66,7 +66,7 @@ def test_a_directory_from_elsewhere_with_odd_dimensions_runs_split(tmp_path: Pat
         (["demo", "--layers", "0:5", "--layers", "6:output"], "beta claims the output"),
         (["demo", "--layers", "0:x"], "0:x"),
         (["demo", "--max-tokens", "0"], "--max-tokens is 0, expected 1 or more"),
-        (["demo", "--members", "0"], "--members is 0, expected 1 to 8"),
+        (["demo", "--members", "0"], "--members is 0, expected 1 to 64"),
         (["demo", "--temperature", "3"], "temperature is 3.0, expected a number from 0 to 2"),
     ],
 )

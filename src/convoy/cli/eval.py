@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.local import LocalCluster, LocalOptions
+from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, print_json, print_table
 from convoy.cli.serve import start_cluster
 from convoy.errors import ConvoyError, UsageError
@@ -35,17 +36,20 @@ def evaluate(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Ask only so many, of every kind alike.")] = None,
     members: Annotated[int, typer.Option(help="Processes on this machine; the first is the head.")] = 2,
-    layers: Annotated[list[str] | None, typer.Option(help="A span for each member in turn.")] = None,
+    layers: LayersFlag = None,
     at_least: Annotated[float, typer.Option(help="Exit 1 below this score, from 0 to 1.")] = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Score a model on questions with one right answer each."""
     from convoy.evaluate.questions import BUNDLED_QUESTIONS, load_questions, take
+    from convoy.model.source import ModelSource
 
     if not 0 <= at_least <= 1:
         raise UsageError(f"--at-least is {at_least:g}, expected 0 to 1")
     asked = take(load_questions(questions or BUNDLED_QUESTIONS), limit)
-    with LocalCluster(LocalOptions(members, tuple(layers or ()))) as local:
+    options = LocalOptions(members, layers)
+    options.check(ModelSource.resolve(model).spec)
+    with LocalCluster(options) as local:
         local.start_peers(model)
         try:
             cluster = start_cluster(local.config(local.head), model, quiet=True)

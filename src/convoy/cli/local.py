@@ -17,22 +17,29 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import tomli_w
 
 from convoy.cli.config import Config, load_config
-from convoy.errors import ConvoyError, PeerError, UsageError
+from convoy.cli.members import local_names, spans_by_name
+from convoy.errors import ConvoyError, PeerError
 
-MEMBER_NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta")
+if TYPE_CHECKING:
+    from convoy.plan.spec import ModelSpec
+
 _STOP_WAIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """What all members of a local cluster share. ``num_threads`` None shares the cores out evenly."""
+    """What all members of a local cluster share. ``num_threads`` None shares the cores out evenly.
+
+    ``layers`` are the texts of ``--layers``.
+    """
 
     num_members: int
-    spans: Sequence[str] = ()
+    layers: Sequence[str] | None = None
     kernel: str = "auto"
     num_threads: int | None = None
     serve_port: int = 0
@@ -40,9 +47,18 @@ class LocalOptions:
 
     @property
     def names(self) -> tuple[str, ...]:
-        if not 1 <= self.num_members <= len(MEMBER_NAMES):
-            raise UsageError(f"--members is {self.num_members}, expected 1 to {len(MEMBER_NAMES)}")
-        return MEMBER_NAMES[: self.num_members]
+        return local_names(self.num_members)
+
+    @property
+    def spans(self) -> dict[str, str] | None:
+        return spans_by_name(self.layers, self.names)
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises what `plan.placement.place` raises for these spans, before anything is started."""
+        from convoy.plan.placement import MemberOffer, place
+
+        offers = [MemberOffer(name, 1 << 62, head=name == self.names[0]) for name in self.names]
+        place(spec, offers, self.spans)
 
 
 class LocalCluster:
@@ -176,11 +192,8 @@ class LocalCluster:
             },
             "engine": self._options.engine,
         }
-        if self._options.spans:
-            spans = self._options.spans
-            if len(spans) > len(self.names):
-                raise UsageError(f"{len(spans)} --layers were given for {len(self.names)} members")
-            tables["plan"] = {"layers": dict(zip(self.names, spans, strict=False))}
+        if self._options.spans is not None:
+            tables["plan"] = {"layers": self._options.spans}
         return tables
 
 

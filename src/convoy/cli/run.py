@@ -9,6 +9,7 @@ import typer
 
 from convoy.cli.config import DEFAULT_SERVE_PORT, Config, override
 from convoy.cli.local import LocalCluster, LocalOptions
+from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.serve import serve_cluster, start_cluster
 from convoy.errors import ConvoyError, UsageError
@@ -17,15 +18,13 @@ if TYPE_CHECKING:
     from convoy.cluster.running import RunningCluster
     from convoy.engine.generation import Generation
     from convoy.engine.request import GenerationRequest
-    from convoy.model.text import Tokenizer
+    from convoy.model.source import ModelSource
 
 
 def run(
     model: Annotated[str, typer.Argument(help="demo, demo-mini or a Hugging Face directory.")],
     members: Annotated[int, typer.Option(help="Processes on this machine; the first is the head.")] = 2,
-    layers: Annotated[
-        list[str] | None, typer.Option(help="A span for each member in turn, such as 0:5,output and 6:11.")
-    ] = None,
+    layers: LayersFlag = None,
     prompt: Annotated[str | None, typer.Option(help="Answer this and exit, instead of serving.")] = None,
     max_tokens: Annotated[int, typer.Option(help="With --prompt: at most so many tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="With --prompt: 0 is greedy.")] = 0.0,
@@ -42,19 +41,21 @@ def run(
 
     if max_tokens < 1:
         raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
-    source = ModelSource.resolve(model)  # a wrong name is an error before anything is started
-    options = LocalOptions(members, tuple(layers or ()), kernel, threads)
+    # What is wrong with the flags is said before anything is started.
+    source = ModelSource.resolve(model)
+    options = LocalOptions(members, layers, kernel, threads)
+    options.check(source.spec)
+    asked = None if prompt is None else Asked(prompt, raw, max_tokens, temperature, seed).request(source)
     with LocalCluster(options) as local:
         local.start_peers(model)
         settings = local.config(local.head)
         http = override(settings.serve, host=host, port=DEFAULT_SERVE_PORT if port is None else port)
         settings = override(settings, serve=http)
         try:
-            if prompt is None:
+            if asked is None:
                 serve_cluster(settings, model, as_json=as_json)
             else:
-                asked = Asked(prompt, raw, max_tokens, temperature, seed)
-                _answer(settings, model, source.name, asked, as_json=as_json)
+                _answer(settings, model, asked, as_json=as_json)
         except ConvoyError as error:
             raise local.explain(error) from error
 
@@ -69,17 +70,20 @@ class Asked:
     temperature: float
     seed: int
 
-    def request(self, tokenizer: Tokenizer) -> GenerationRequest:
+    def request(self, source: ModelSource) -> GenerationRequest:
+        """Raises `RequestError` for what cannot be asked."""
         from convoy.engine.request import GenerationRequest
         from convoy.model.params import SamplingParams
+        from convoy.model.text import Tokenizer
 
+        tokenizer = Tokenizer(source)
         params = SamplingParams(temperature=self.temperature, seed=self.seed)
         message = {"role": "user", "content": self.prompt}
         ids = tokenizer.encode(self.prompt) if self.raw else tokenizer.encode_chat([message])
         return GenerationRequest(tuple(ids), params, max_tokens=self.max_tokens)
 
 
-def _answer(settings: Config, model: str, name: str, asked: Asked, *, as_json: bool) -> None:
+def _answer(settings: Config, model: str, request: GenerationRequest, *, as_json: bool) -> None:
     from convoy.engine.generation import generate
 
     def show(text: str) -> None:
@@ -87,9 +91,9 @@ def _answer(settings: Config, model: str, name: str, asked: Asked, *, as_json: b
 
     cluster = start_cluster(settings, model, quiet=True)
     try:
-        answer = generate(cluster.engine, asked.request(cluster.tokenizer), None if as_json else show)
+        answer = generate(cluster.engine, request, None if as_json else show)
         if as_json:
-            print_json(_facts(cluster, answer, name))
+            print_json(_facts(cluster, answer))
             return
     finally:
         cluster.close()
@@ -100,10 +104,10 @@ def _answer(settings: Config, model: str, name: str, asked: Asked, *, as_json: b
     )
 
 
-def _facts(cluster: RunningCluster, answer: Generation, model: str) -> dict[str, object]:
+def _facts(cluster: RunningCluster, answer: Generation) -> dict[str, object]:
     status = cluster.status()
     return {
-        "model": model,
+        "model": status.model,
         "text": answer.text,
         "token_ids": answer.token_ids,
         "finish_reason": answer.finish_reason,
