@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.bench.carrier import Ask, Carrier
-from convoy.bench.machine import Machine, this_machine
+from convoy.bench.machine import Machine, Watch
 from convoy.bench.pair import Pair
 from convoy.errors import LinkBroken
 from convoy.wire.tensor import WireTensor
@@ -75,7 +75,7 @@ def measure_hop(options: HopOptions, progress: Progress | None = None) -> HopRep
 
     Raises `ConvoyError` if the two cannot connect or one of them ends.
     """
-    machine = this_machine()
+    watch = Watch()
     blocks: dict[tuple[int, str], list[_Block]] = {}
     num_all = options.num_blocks * len(SHAPES)
     with Pair() as pair:
@@ -94,7 +94,7 @@ def measure_hop(options: HopOptions, progress: Progress | None = None) -> HopRep
         "num_blocks": options.num_blocks,
         **{f"rounds_{size_name(size)}": options.rounds_of(size) for size in SHAPES},
     }
-    return HopReport("hop", machine, None, settings, rows, ratios_of(rows))
+    return HopReport("hop", watch.machine(), None, settings, rows, ratios_of(rows))
 
 
 def _check(carriers: Mapping[str, Carrier], tensor: WireTensor) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import platform
 import ssl
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``load``: the 1-minute load average before the run; above 0 means that others used the cores too."""
+    """``load``: the 1-minute load average before the run.
+
+    ``others``: which share of all cores' time other processes, or the hypervisor, took during the run. Where
+    it is not near 0, the figures are of a busy machine.
+    """
 
     cpu: str
     num_cores: int
@@ -19,18 +26,43 @@ class Machine:
     python: str
     openssl: str
     load: float
+    others: float
 
 
-def this_machine() -> Machine:
-    """As the operating system describes it."""
-    return Machine(
-        cpu=_cpu(),
-        num_cores=os.cpu_count() or 1,
-        system=f"{platform.system()} {platform.machine()}",
-        python=platform.python_version(),
-        openssl=ssl.OPENSSL_VERSION,
-        load=round(os.getloadavg()[0], 2),
-    )
+class Watch:
+    """Begins when it is made; ``machine`` ends it. Children count as ours once they have been waited for."""
+
+    def __init__(self) -> None:
+        self._load = os.getloadavg()[0]
+        self._started_s = time.monotonic()
+        self._busy_s = _busy_s()
+        self._own_s = _own_s()
+
+    def machine(self) -> Machine:
+        """As the operating system describes it, and what others did on it meanwhile."""
+        num_cores = os.cpu_count() or 1
+        passed_s = (time.monotonic() - self._started_s) * num_cores
+        others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        return Machine(
+            cpu=_cpu(),
+            num_cores=num_cores,
+            system=f"{platform.system()} {platform.machine()}",
+            python=platform.python_version(),
+            openssl=ssl.OPENSSL_VERSION,
+            load=round(self._load, 2),
+            others=round(min(1.0, max(0.0, others_s / passed_s)), 3),
+        )
+
+
+def _busy_s() -> float:
+    # Interrupt time is left out: much of it is our own packets, and no process is charged for it.
+    times = psutil.cpu_times()
+    return float(times.user + times.system + getattr(times, "nice", 0.0) + getattr(times, "steal", 0.0))
+
+
+def _own_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def _cpu() -> str:

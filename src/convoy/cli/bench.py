@@ -68,4 +68,5 @@ def _print(report: HopReport) -> None:
     print()
     print(f"both layers add {ratios['p50_8KiB_both_minus_none_us']:.0f} us to an 8 KiB round trip")
     print(f"and leave {ratios['gb_per_s_16MiB_both_over_none']:.0%} of the plain throughput at 16 MiB")
-    print(f"{machine.num_cores} cores of {machine.cpu}, {report.settings['cipher']}, load {machine.load:.2f}")
+    print(f"{machine.num_cores} cores of {machine.cpu}, {report.settings['cipher']}")
+    print(f"other processes took {machine.others:.0%} of the cores meanwhile")
