@@ -55,9 +55,11 @@ class Watch:
 
 
 def _busy_s() -> float:
-    # Interrupt time is left out: much of it is our own packets, and no process is charged for it.
+    # Interrupt time counts, though much of it is for our own packets: others may look busier than they
+    # were, never idler.
     times = psutil.cpu_times()
-    return float(times.user + times.system + getattr(times, "nice", 0.0) + getattr(times, "steal", 0.0))
+    optional = sum(getattr(times, name, 0.0) for name in ("nice", "irq", "softirq", "steal"))
+    return float(times.user + times.system + optional)
 
 
 def _own_s() -> float:
