@@ -134,6 +134,8 @@ class Peer:
         match received.message:
             case Hello():
                 self._meet(link)
+            case message if link is not self._head:
+                link.close(f"{type(message).__name__} is for the head whose greeting was taken to send")
             case Plan() as plan:
                 self._load(link, plan)
             case Activate() as activate:
@@ -144,8 +146,13 @@ class Peer:
                 raise StepError(f"{type(message).__name__} came before a plan was active")
 
     def _meet(self, link: Link) -> None:
-        if self._head is not None and self._head is not link:
+        old = self._head
+        if old is not None and old is not link:
+            if old.peer != link.peer:
+                link.close(f"{old.peer} is the head of {self._me.name} already")
+                return
             self._forget("the head came back on a new link")
+            old.close("the head came back on a new link")
         self._head = link
         self._tell("head", f"{link.peer} is here")
         link.send(self._hello)

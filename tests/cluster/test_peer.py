@@ -1,0 +1,208 @@
+"""A real peer on a thread, and heads that come, go and come again, over in-memory links."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from convoy.cluster.head import FROM_PEER, Head
+from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
+from convoy.cluster.running import RunningCluster
+from convoy.engine.generation import generate
+from convoy.engine.request import GenerationRequest
+from convoy.errors import ConvoyError, Incompatible, LinkBroken, PeerRefused, PeerUnreachable
+from convoy.model.params import SamplingParams
+from convoy.model.source import ModelSource
+from convoy.transport.link import Link, Received, ReceivedMessage
+from convoy.transport.member import LocalMember
+from convoy.transport.network import MemoryNetwork
+from convoy.wire.messages import Activate, Hello, Message, Plan, Ready, Refuse, Step, StepFailed
+from support.cluster import MEMBER, PeerThread
+from support.members import make_local_members
+
+HEAD_OPTIONS = HeadOptions(MEMBER, wait_s=0.5, num_blocks=32)
+
+
+@pytest.fixture(scope="module")
+def source() -> ModelSource:
+    return ModelSource.resolve("demo-mini")
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    return MemoryNetwork()
+
+
+@pytest.fixture
+def members() -> tuple[LocalMember, ...]:
+    return make_local_members(["alpha", "beta"])
+
+
+@pytest.fixture
+def peer(members: tuple[LocalMember, ...], network: MemoryNetwork) -> Iterator[PeerThread]:
+    thread = PeerThread(members[1], PeerOptions(MEMBER), network)
+    yield thread
+    thread.stop()
+
+
+class Conversation:
+    """A head's link driven by hand."""
+
+    def __init__(self, me: LocalMember, peer: LocalMember, network: MemoryNetwork) -> None:
+        self.link = network.dial(me, peer.member, 5)
+        self._arrived: queue.SimpleQueue[Received | ConvoyError] = queue.SimpleQueue()
+        self.link.start(self._keep, self._ended, FROM_PEER)
+
+    def _keep(self, _link: Link, received: Received) -> None:
+        self._arrived.put(received)
+
+    def _ended(self, _link: Link, error: ConvoyError) -> None:
+        self._arrived.put(error)
+
+    def ask(self, message: Message, generation: int = 0) -> Message | ConvoyError:
+        self.link.send(message, generation=generation, step=7)
+        return self.hear()
+
+    def hear(self) -> Message | ConvoyError:
+        item = self._arrived.get(timeout=20)
+        return item.message if isinstance(item, ReceivedMessage) else item  # type: ignore[return-value]
+
+
+HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
+
+
+def plan_for(source: ModelSource, head: Head) -> Plan:
+    plan, _ = head._make_plan({"alpha": HELLO, "beta": HELLO})
+    return plan
+
+
+def ask_once(cluster: RunningCluster) -> str:
+    prompt = [{"role": "user", "content": "What is 5+6? Answer with just the number."}]
+    request = GenerationRequest(
+        tuple(cluster.tokenizer.encode_chat(prompt)), SamplingParams(temperature=0.0), max_tokens=8
+    )
+    return generate(cluster.engine, request).text
+
+
+def test_a_peer_serves_one_head_after_another(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread, source: ModelSource
+) -> None:
+    for _ in range(2):
+        cluster = RunningCluster.start(members[0], source, HEAD_OPTIONS, network=network)
+        assert ask_once(cluster) == "11"
+        cluster.close()
+        peer.wait_for("lost")
+
+
+def test_a_head_that_comes_back_displaces_its_old_link(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread
+) -> None:
+    first = Conversation(members[0], members[1], network)
+    assert isinstance(first.ask(HELLO), Hello)
+    second = Conversation(members[0], members[1], network)
+    assert isinstance(second.ask(HELLO), Hello)
+    assert isinstance(first.hear(), LinkBroken)
+
+
+def test_another_head_is_turned_away_while_the_first_is_there(network: MemoryNetwork) -> None:
+    from convoy.trust.card import member_of
+    from convoy.trust.roster import make_roster
+
+    trio = make_local_members(["alpha", "beta", "gamma"])
+    listed = [
+        member_of(m.name, m.identity, m.member.address, head=m.name in {"alpha", "gamma"}) for m in trio
+    ]
+    roster = make_roster("two-heads", listed)
+    alpha, beta, gamma = (LocalMember(m.name, m.identity, roster) for m in trio)
+    peer = PeerThread(beta, PeerOptions(MEMBER), network)
+    first = Conversation(alpha, beta, network)
+    assert isinstance(first.ask(HELLO), Hello)
+    refused = Conversation(gamma, beta, network).ask(HELLO)
+    assert isinstance(refused, LinkBroken)
+    assert "alpha is the head of beta already" in refused.message
+    peer.stop()
+
+
+@pytest.mark.parametrize("message", [Step(0, [], [], [], b""), Activate(1, b"x" * 32, 4)])
+def test_a_step_before_any_plan_is_answered_and_the_peer_lives_on(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread, message: Message
+) -> None:
+    head = Conversation(members[0], members[1], network)
+    head.ask(HELLO)
+    failed = head.ask(message, generation=1)
+    assert isinstance(failed, StepFailed)
+    assert isinstance(Conversation(members[0], members[1], network).ask(HELLO), Hello)
+
+
+def test_an_activation_of_another_plan_is_refused(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread, source: ModelSource
+) -> None:
+    talk = Conversation(members[0], members[1], network)
+    talk.ask(HELLO)
+    answer = talk.ask(plan_for(source, Head(members[0], source, HEAD_OPTIONS, network)), generation=1)
+    while not isinstance(answer, Ready):
+        answer = talk.hear()
+    failed = talk.ask(Activate(1, b"x" * 32, 4), generation=1)
+    assert isinstance(failed, StepFailed)
+    assert "names a plan that is not loaded here" in failed.reason
+
+
+def test_a_plan_for_other_weights_is_refused_with_both_digests(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread, source: ModelSource
+) -> None:
+    import msgspec
+
+    talk = Conversation(members[0], members[1], network)
+    talk.ask(HELLO)
+    plan = plan_for(source, Head(members[0], source, HEAD_OPTIONS, network))
+    refusal = talk.ask(msgspec.structs.replace(plan, model_digest="0" * 64), generation=1)
+    assert isinstance(refusal, Refuse)
+    assert "the head's digest is 000000000000" in refusal.reason
+    assert source.digest[:12] in refusal.reason
+
+
+def test_a_head_never_names_a_path(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread, source: ModelSource
+) -> None:
+    import msgspec
+
+    talk = Conversation(members[0], members[1], network)
+    talk.ask(HELLO)
+    plan = plan_for(source, Head(members[0], source, HEAD_OPTIONS, network))
+    refusal = talk.ask(msgspec.structs.replace(plan, model=str(source.path)), generation=1)
+    assert isinstance(refusal, Refuse)
+    assert "beta has no files for" in refusal.reason
+
+
+def test_a_peer_that_is_not_there_is_named_with_its_address(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, source: ModelSource
+) -> None:
+    with pytest.raises(PeerUnreachable, match=r"beta at 127\.0\.0\.1:7001 did not answer within 0\.5 s"):
+        Head(members[0], source, HEAD_OPTIONS, network).bring_up()
+
+
+def test_another_activation_dtype_is_refused_at_join_and_both_are_named(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, source: ModelSource
+) -> None:
+    options = PeerOptions(MemberOptions(num_threads=1, memory_bytes=1 << 30, activation_dtype="bfloat16"))
+    peer = PeerThread(members[1], options, network)
+    with pytest.raises(Incompatible, match="alpha sends activations as float32, but beta takes bfloat16"):
+        Head(members[0], source, HEAD_OPTIONS, network).bring_up()
+    peer.stop()
+
+
+def test_a_peer_without_the_model_refuses_with_what_to_do(
+    members: tuple[LocalMember, ...],
+    network: MemoryNetwork,
+    peer: PeerThread,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    from support.odd_models import make_odd_llama
+
+    model = ModelSource.resolve(str(make_odd_llama(tmp_path / "odd")))
+    with pytest.raises(PeerRefused, match="beta refused the plan: beta has no files for odd") as refused:
+        Head(members[0], model, HEAD_OPTIONS, network).bring_up()
+    assert refused.value.hint is not None
+    assert "convoy join --model PATH" in refused.value.hint
