@@ -4,8 +4,11 @@ import stat
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
 
-from convoy.crypto.certificate import certificate_key
+from convoy.crypto.certificate import certificate_key, make_certificate
 from convoy.crypto.identity import Identity, OperatorKey, verify
 from convoy.errors import HandshakeError, IdentityError
 
@@ -77,8 +80,6 @@ def test_the_tls_key_is_not_the_identity_key() -> None:
 
 
 def test_certificates_have_distinct_subjects() -> None:
-    from cryptography import x509
-
     subjects = {
         x509.load_der_x509_certificate(Identity.generate().tls_certificate_der).subject for _ in range(5)
     }
@@ -98,3 +99,71 @@ def test_a_signature_over_other_text_is_refused() -> None:
 
 def test_private_keys_do_not_show_in_a_repr(tmp_path: Path) -> None:
     assert "PRIVATE" not in repr(vars(Identity.generate()))
+
+
+def odd_certificate(
+    key: Ed25519PrivateKey,
+    *,
+    like: bytes,
+    subject: bool = False,
+    issuer: bool = False,
+    ski: bool = False,
+    aki: bool = False,
+    extra: bool = False,
+    signer: Ed25519PrivateKey | None = None,
+) -> bytes:
+    """A certificate of ``key`` that takes what is True from another member's certificate."""
+    own = x509.load_der_x509_certificate(make_certificate(key))
+    other = x509.load_der_x509_certificate(like)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name((other if subject else own).subject)
+        .issuer_name((other if issuer else own).issuer)
+        .public_key(key.public_key())
+        .serial_number(5)
+        .not_valid_before(own.not_valid_before_utc)
+        .not_valid_after(own.not_valid_after_utc)
+    )
+    taken = {x509.SubjectKeyIdentifier: ski, x509.AuthorityKeyIdentifier: aki}
+    for index, extension in enumerate(own.extensions):
+        source = other if taken.get(type(extension.value), False) else own
+        found = list(source.extensions)[index]
+        builder = builder.add_extension(found.value, found.critical)
+    if extra:
+        builder = builder.add_extension(x509.OCSPNoCheck(), critical=True)
+    return builder.sign(signer or key, None).public_bytes(Encoding.DER)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"subject": True, "issuer": True},
+        {"subject": True, "issuer": True, "ski": True, "aki": True},
+        {"subject": True},
+        {"issuer": True},
+        {"ski": True},
+        {"aki": True},
+        {"extra": True},
+    ],
+    ids=" ".join,
+)
+def test_a_certificate_cannot_borrow_what_tls_finds_another_member_by(odd: dict[str, bool]) -> None:
+    key, other = Ed25519PrivateKey.generate(), Identity.generate().tls_certificate_der
+    certificate_key(odd_certificate(key, like=other))
+    with pytest.raises(IdentityError, match="than convoy derives from its key"):
+        certificate_key(odd_certificate(key, like=other, **odd))
+
+
+def test_a_certificate_that_its_key_did_not_sign_is_refused() -> None:
+    key, other = Ed25519PrivateKey.generate(), Identity.generate().tls_certificate_der
+    with pytest.raises(IdentityError, match="not signed by its own key"):
+        certificate_key(odd_certificate(key, like=other, signer=Ed25519PrivateKey.generate()))
+
+
+def test_a_certificate_with_any_bit_flipped_is_an_identity_error_and_no_crash() -> None:
+    der = Identity.generate().tls_certificate_der
+    for bit in range(8 * len(der)):
+        changed = bytearray(der)
+        changed[bit // 8] ^= 1 << (bit % 8)
+        with pytest.raises(IdentityError):
+            certificate_key(bytes(changed))

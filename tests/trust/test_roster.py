@@ -142,6 +142,18 @@ def _with(index: int, **changes: object) -> tuple[Member, ...]:
         (lambda: make_roster("home", _with(0, head=False)), "no member that may be head"),
         (lambda: make_roster("home", _with(1, address=("host", 0))), "a port of 1 to 65535"),
         (lambda: make_roster("home", _with(1, address=('h"', 1))), "beta has address"),
+        *(
+            (lambda host=host: make_roster("home", _with(1, address=(host, 1))), "beta has address")
+            for host in ("a..b", ".", ".a", "a" * 64, "%", "::%", "::1%", "1:2", "-" * 255, "a." * 127, "é")
+        ),
+        (
+            lambda: make_roster("home", MEMBERS, lifetime=datetime.timedelta(days=10**7)),
+            "after the year 9999",
+        ),
+        (
+            lambda: make_roster("home", MEMBERS, lifetime=datetime.timedelta(seconds=1.5)),
+            "whole seconds",
+        ),
         (lambda: make_roster("home", _with(1, certificate_der=b"x")), "certificate of beta is unusable"),
         (lambda: make_roster("home", _with(1, identity_key=b"x")), "identity key of 1 bytes, expected 32"),
     ],
@@ -175,6 +187,13 @@ def _signed_text(change: Callable[[str], str]) -> bytes:
         ('identity_key = "', 'identity_key = "zz', "not hex and base64"),
         ('address = "127.0.0.1:7001"', 'address = "127.0.0.1"', "is no address"),
         ("[[members]]", "[[members]]\n[[", "not TOML"),
+        ("epoch = 4", f"epoch = {'1' * 5000}", "not TOML"),
+        ("format = 1", f"format = 0x{'f' * 5000}", "format in the roster does not fit 64 bits"),
+        ("2026-11-21T12:00:00Z", "1969-12-31T23:59:59Z", "whole seconds from 1970 on"),
+        ("2026-11-21T12:00:00Z", "2026-11-21T12:00:00.5Z", "whole seconds from 1970 on"),
+        ("2026-12-21T12:00:00Z", "2026-12-21T12:00:00.9Z", "whole seconds from 1970 on"),
+        ("2026-12-21T12:00:00Z", "9999-12-31T23:59:59-05:00", "outside the calendar"),
+        ('"127.0.0.1:7001"', f'"127.0.0.1:{"1" * 5000}"', "is no address"),
     ],
 )
 def test_a_signed_but_malformed_roster_is_refused_by_name(old: str, new: str, named: str) -> None:
@@ -209,7 +228,19 @@ def test_addresses_are_read_and_written_alike(text: str, address: tuple[str, int
 
 
 @pytest.mark.parametrize(
-    "text", ["host", "host:", ":7", "::1:7", "host:0", "host:65536", "host:7x", "host:²"]
+    "text",
+    [
+        "host",
+        "host:",
+        ":7",
+        "::1:7",
+        "host:0",
+        "host:65536",
+        "host:7x",
+        "host:²",
+        "host:000080",
+        f"host:{'1' * 5000}",
+    ],
 )
 def test_a_text_that_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(RosterError, match="is no address"):
@@ -223,7 +254,23 @@ def test_a_card_carries_a_member_to_the_operator() -> None:
     assert "PRIVATE" not in card
 
 
-@pytest.mark.parametrize("text", ["", "[member]", "not toml", "[other]\na = 1", "x" * 20_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[member]",
+        "not toml",
+        "[other]\na = 1",
+        "x" * 20_000,
+        f"[member]\nx = {'1' * 5000}",
+        "x = " + "[" * 3000,
+    ],
+)
 def test_a_card_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(RosterError):
         read_card(text)
+
+
+@pytest.mark.parametrize("host", ["a", "a.b.example", "a.b.", "10.0.0.1", "::1", "fe80::1%eth0", "a_b-c"])
+def test_hosts_that_sockets_take_are_taken(host: str) -> None:
+    assert make_roster("home", _with(1, address=(host, 1))).members[1].address == (host, 1)

@@ -11,6 +11,7 @@ import datetime
 import hashlib
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import NameOID
@@ -21,11 +22,18 @@ from convoy.errors import IdentityError
 # expiration".
 _NOT_BEFORE = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
+_SIGNATURE_BYTES = 64
+
+# `InvalidVersion` is none of the others' children.
+_UNREADABLE = (ValueError, x509.InvalidVersion, UnsupportedAlgorithm)
 
 
 def make_certificate(key: Ed25519PrivateKey) -> bytes:
     """A self-signed certificate (DER) for a TLS key."""
-    public = key.public_key()
+    return _build(key.public_key(), x509.random_serial_number(), key)
+
+
+def _build(public: Ed25519PublicKey, serial: int, signer: Ed25519PrivateKey) -> bytes:
     label = hashlib.sha256(public.public_bytes(Encoding.Raw, PublicFormat.Raw)).hexdigest()[:32]
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"convoy {label}")])
     identifier = x509.SubjectKeyIdentifier.from_public_key(public)
@@ -34,7 +42,7 @@ def make_certificate(key: Ed25519PrivateKey) -> bytes:
         .subject_name(name)
         .issuer_name(name)
         .public_key(public)
-        .serial_number(x509.random_serial_number())
+        .serial_number(serial)
         .not_valid_before(_NOT_BEFORE)
         .not_valid_after(_NOT_AFTER)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -44,22 +52,47 @@ def make_certificate(key: Ed25519PrivateKey) -> bytes:
         )
         .add_extension(_key_usage(), critical=True)
     )
-    return builder.sign(key, None).public_bytes(Encoding.DER)
+    return builder.sign(signer, None).public_bytes(Encoding.DER)
 
 
 def certificate_key(certificate_der: bytes) -> bytes:
-    """The Ed25519 public key (32 bytes) in a certificate. Raises `IdentityError` for anything else."""
+    """The Ed25519 public key (32 bytes) in a certificate that `make_certificate` could have made.
+
+    Anything else raises `IdentityError`: a foreign subject or key identifier could take the place of another
+    member's among OpenSSL's anchors.
+    """
     try:
         certificate = x509.load_der_x509_certificate(certificate_der)
         key = certificate.public_key()
         exact = certificate.public_bytes(Encoding.DER) == certificate_der
-    except ValueError as error:
+    except _UNREADABLE as error:
         raise IdentityError(f"not a certificate in DER: {error}") from None
     if not isinstance(key, Ed25519PublicKey):
         raise IdentityError(f"the certificate has a key of type {type(key).__name__}, expected Ed25519")
     if not exact:
         raise IdentityError("the certificate is followed by other bytes")
+    _require_ours(certificate, key, certificate_der)
     return key.public_bytes(Encoding.Raw, PublicFormat.Raw)
+
+
+def _require_ours(certificate: x509.Certificate, key: Ed25519PublicKey, certificate_der: bytes) -> None:
+    # Made again for the same key and serial number, under a key that is thrown away: all but the signature at
+    # the end must come out the same, so no field has to be judged by itself.
+    try:
+        expected = _build(key, certificate.serial_number, Ed25519PrivateKey.generate())
+        tbs = certificate.tbs_certificate_bytes
+    except _UNREADABLE as error:
+        raise IdentityError(f"the certificate has a field that convoy never writes: {error}") from None
+    if certificate_der[:-_SIGNATURE_BYTES] != expected[:-_SIGNATURE_BYTES]:
+        raise IdentityError(
+            "the certificate has another subject, issuer, key identifier or extension than convoy derives "
+            "from its key",
+            hint="make one with `convoy identity`",
+        )
+    try:
+        key.verify(certificate_der[-_SIGNATURE_BYTES:], tbs)
+    except InvalidSignature:
+        raise IdentityError("the certificate is not signed by its own key") from None
 
 
 def certificate_fingerprint(certificate_der: bytes) -> bytes:
@@ -76,7 +109,7 @@ def from_pem(pem: bytes) -> bytes:
     """DER of the one certificate in ``pem``. Raises `IdentityError`."""
     try:
         return x509.load_pem_x509_certificate(pem).public_bytes(Encoding.DER)
-    except ValueError as error:
+    except _UNREADABLE as error:
         raise IdentityError(f"not a certificate in PEM: {error}") from None
 
 

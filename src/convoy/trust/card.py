@@ -35,7 +35,7 @@ def read_card(text: str, *, head: bool | None = None) -> Member:
         raise RosterError(f"a member card has {len(text)} characters, and the limit is {MAX_CARD_BYTES}")
     try:
         table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         raise RosterError("the member card is not TOML") from None
     if set(table) != {_TABLE}:
         raise RosterError(f"the member card has no table [{_TABLE}], or others beside it")

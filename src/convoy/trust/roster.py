@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import datetime
+import ipaddress
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -43,7 +44,10 @@ DEFAULT_LIFETIME = datetime.timedelta(days=30)
 _LABEL = b"convoy signed roster v1\0"
 _SEPARATOR = b"\n[signature]\n"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_HOST = re.compile(r"[A-Za-z0-9._:%-]{1,255}")
+_LABELS = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+_SCOPE = re.compile(r"[A-Za-z0-9._-]{1,32}")
+_MAX_HOST = 253
+_FIRST_TIME = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _MEMBER_KEYS = frozenset({"name", "address", "head", "identity_key", "certificate"})
 _ROSTER_KEYS = frozenset({"format", "cluster_id", "epoch", "not_before", "expires", "members"})
@@ -72,7 +76,11 @@ def make_roster(
     """
     start = (not_before or datetime.datetime.now(datetime.UTC)).astimezone(datetime.UTC)
     start = start.replace(microsecond=0)
-    roster = Roster(cluster_id, epoch, start, start + lifetime, tuple(members))
+    try:
+        end = start + lifetime
+    except OverflowError:
+        raise RosterError(f"the roster would expire after the year {datetime.MAXYEAR}") from None
+    roster = Roster(cluster_id, epoch, start, end, tuple(members))
     _check(roster)
     return roster
 
@@ -117,9 +125,9 @@ def check_member(member: Member) -> None:
             f"{member.name} has an identity key of {len(member.identity_key)} bytes, expected 32"
         )
     host, port = member.address
-    if not _HOST.fullmatch(host) or not 0 < port < 65536:
+    if not _is_host(host) or not 0 < port < 65536:
         raise RosterError(
-            f"{member.name} has address {host}:{port}, expected a host and a port of 1 to 65535"
+            f"{member.name} has address {host[:_MAX_HOST]}:{port}, expected a host and a port of 1 to 65535"
         )
     try:
         tls_key = certificate_key(member.certificate_der)
@@ -136,9 +144,24 @@ def parse_address(text: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         colon = ""
-    if not colon or not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise RosterError(f"{text!r} is no address, expected host:port (IPv6 in brackets: [::1]:7777)")
+    digits = port.isascii() and port.isdigit() and len(port) <= 5
+    if not colon or not host or not digits or not 0 < int(port) < 65536:
+        raise RosterError(
+            f"{text[:_MAX_HOST]!r} is no address, expected host:port (IPv6 in brackets: [::1]:7777)"
+        )
     return host, int(port)
+
+
+def _is_host(host: str) -> bool:
+    """An IPv6 address, or labels of 1 to 63 characters: what sockets take without a `UnicodeError`."""
+    if ":" not in host:
+        return len(host) <= _MAX_HOST and _LABELS.fullmatch(host) is not None
+    address, percent, scope = host.partition("%")
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return not percent or _SCOPE.fullmatch(scope) is not None
 
 
 def format_address(address: tuple[str, int]) -> str:
@@ -225,6 +248,9 @@ def _check(roster: Roster) -> None:
         )
     if not 1 <= roster.epoch < 2**63:
         raise RosterError(f"the roster has epoch {roster.epoch}, expected 1 or more")
+    for at in (roster.not_before, roster.expires):
+        if at < _FIRST_TIME or at.microsecond:
+            raise RosterError(f"the roster names the time {at}, expected whole seconds from 1970 on")
     if not roster.not_before < roster.expires:
         raise RosterError("the roster expires before it is valid")
     if not 1 <= len(roster.members) <= MAX_MEMBERS:
@@ -265,7 +291,7 @@ def _body(roster: Roster) -> bytes:
 def _toml(data: bytes) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode())
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # not only TOMLDecodeError: int() refuses a number of 4,301 digits
         raise RosterError("the roster is not TOML") from None
 
 
@@ -280,6 +306,8 @@ def _get(table: Mapping[str, Any], key: str, kind: type) -> Any:
     value = table[key]
     if type(value) is not kind:  # bool is an int to isinstance
         raise RosterError(f"{key} in the roster is a {type(value).__name__}, expected {kind.__name__}")
+    if kind is int and not -(2**63) <= value < 2**63:  # a longer one cannot even be printed
+        raise RosterError(f"{key} in the roster does not fit 64 bits")
     return value
 
 
@@ -287,4 +315,7 @@ def _time(table: Mapping[str, Any], key: str) -> datetime.datetime:
     value: datetime.datetime = _get(table, key, datetime.datetime)
     if value.tzinfo is None:
         raise RosterError(f"{key} in the roster has no time zone, expected UTC (Z)")
-    return value.astimezone(datetime.UTC)
+    try:
+        return value.astimezone(datetime.UTC)
+    except OverflowError:
+        raise RosterError(f"{key} in the roster is a time outside the calendar") from None
