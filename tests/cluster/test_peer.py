@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from convoy.cluster.head import FROM_PEER, Head
+from convoy.cluster.head import FROM_PEER, Head, plan_digest
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
 from convoy.engine.generation import generate
@@ -131,8 +132,7 @@ def test_a_step_before_any_plan_is_answered_and_the_peer_lives_on(
 ) -> None:
     head = Conversation(members[0], members[1], network)
     head.ask(HELLO)
-    failed = head.ask(message, generation=1)
-    assert isinstance(failed, StepFailed)
+    assert isinstance(head.ask(message, generation=1), StepFailed | Refuse)
     assert isinstance(Conversation(members[0], members[1], network).ask(HELLO), Hello)
 
 
@@ -145,8 +145,41 @@ def test_an_activation_of_another_plan_is_refused(
     while not isinstance(answer, Ready):
         answer = talk.hear()
     failed = talk.ask(Activate(1, b"x" * 32, 4), generation=1)
-    assert isinstance(failed, StepFailed)
+    assert isinstance(failed, Refuse)
     assert "names a plan that is not loaded here" in failed.reason
+
+
+@pytest.mark.parametrize("num_blocks", [0, 1 << 40, 1 << 62])
+def test_an_activation_with_impossible_pools_is_refused_and_the_peer_lives_on(
+    members: tuple[LocalMember, ...],
+    network: MemoryNetwork,
+    peer: PeerThread,
+    source: ModelSource,
+    num_blocks: int,
+) -> None:
+    talk = Conversation(members[0], members[1], network)
+    talk.ask(HELLO)
+    plan = plan_for(source, Head(members[0], source, HEAD_OPTIONS, network))
+    answer = talk.ask(plan, generation=plan.generation)
+    while not isinstance(answer, Ready):
+        answer = talk.hear()
+    activate = Activate(plan.generation, plan_digest(plan), num_blocks)
+    assert isinstance(talk.ask(activate, generation=plan.generation), Refuse)
+    assert isinstance(Conversation(members[0], members[1], network).ask(HELLO), Hello)
+
+
+def test_a_plan_that_is_not_newer_is_refused(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread, source: ModelSource
+) -> None:
+    talk = Conversation(members[0], members[1], network)
+    talk.ask(HELLO)
+    plan = plan_for(source, Head(members[0], source, HEAD_OPTIONS, network))
+    answer = talk.ask(plan, generation=plan.generation)
+    while not isinstance(answer, Ready):
+        answer = talk.hear()
+    refused = talk.ask(plan, generation=plan.generation)
+    assert isinstance(refused, Refuse)
+    assert "not newer than the last" in refused.reason
 
 
 def test_a_plan_for_other_weights_is_refused_with_both_digests(
@@ -197,7 +230,7 @@ def test_a_peer_without_the_model_refuses_with_what_to_do(
     members: tuple[LocalMember, ...],
     network: MemoryNetwork,
     peer: PeerThread,
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> None:
     from support.odd_models import make_odd_llama
 

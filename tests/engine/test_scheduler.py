@@ -82,7 +82,7 @@ def test_at_most_max_batch_sequences_run() -> None:
 def test_a_full_queue_refuses_a_request_whole() -> None:
     scheduler = Scheduler(replace(LIMITS, max_waiting=2))
     scheduler.add([make_sequence(2)])
-    with pytest.raises(QueueFull, match="1 requests wait already, and at most 2 may"):
+    with pytest.raises(QueueFull, match="1 answers wait already, 2 more were asked for, and at most 2 may"):
         scheduler.add([make_sequence(2), make_sequence(2)])
     assert len(scheduler.waiting) == 1
 

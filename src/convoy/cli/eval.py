@@ -52,7 +52,7 @@ def evaluate(
     with LocalCluster(options) as local:
         local.start_peers(model)
         try:
-            cluster = start_cluster(local.config(local.head), model, quiet=True)
+            cluster = start_cluster(local.config(local.head), model, quiet=as_json, watch=local.check_alive)
             try:
                 board, seconds = _ask_all(cluster, asked, live=not as_json)
             finally:

@@ -16,7 +16,7 @@ import typer
 
 from convoy.cli.config import load_config
 from convoy.cli.member import load_member, peer_options
-from convoy.cli.output import print_note
+from convoy.cli.output import JsonFlag, print_json_line, print_note
 
 if TYPE_CHECKING:
     from convoy.cluster.peer import Peer, PeerEvent
@@ -31,18 +31,24 @@ def join(
     until_stdin_closes: Annotated[
         bool, typer.Option("--until-stdin-closes", help="End when standard input ends.")
     ] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Hold layers for a head: one command on each further machine."""
     from convoy.cluster.peer import Peer
 
     settings = load_config(config)
     me = load_member(settings)
-    peer = Peer(me, peer_options(settings, model, exit_with_head=exit_with_head), _show)
+    show = _show_json if as_json else _show
+    peer = Peer(me, peer_options(settings, model, exit_with_head=exit_with_head), show)
     _run_until_asked(peer, (settings.listen.host, settings.listen.port), until_stdin_closes)
 
 
 def _show(event: PeerEvent) -> None:
     print_note(f"{event.kind}: {event.text}")
+
+
+def _show_json(event: PeerEvent) -> None:
+    print_json_line(event)
 
 
 def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool) -> None:

@@ -68,7 +68,8 @@ app.add_typer(bench.app, name="bench")
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Exits with 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
     # So that a terminated command leaves its `with` blocks, and takes its processes and files with it.
-    signal.signal(signal.SIGTERM, _terminated)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _terminated)
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 

@@ -29,6 +29,11 @@ def print_json(value: object) -> None:
     print(json.dumps(plain(value), ensure_ascii=False, indent=2), flush=True)
 
 
+def print_json_line(value: object) -> None:
+    """One JSON value on one line, for streams of events."""
+    print(json.dumps(plain(value), ensure_ascii=False), flush=True)
+
+
 def plain(value: object) -> object:
     """``value`` as JSON has it. Dataclasses and msgspec Structs become objects, paths text, bytes base64."""
     if value is None or isinstance(value, bool | int | float | str):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-LoadProgress = Callable[[str, int, int], None]
+if TYPE_CHECKING:
+    from convoy.cluster.head import LoadProgress
 
 
 @contextmanager

@@ -53,9 +53,9 @@ def run(
         settings = override(settings, serve=http)
         try:
             if asked is None:
-                serve_cluster(settings, model, as_json=as_json)
+                serve_cluster(settings, model, as_json=as_json, watch=local.check_alive)
             else:
-                _answer(settings, model, asked, as_json=as_json)
+                _answer(local, settings, model, asked, as_json=as_json)
         except ConvoyError as error:
             raise local.explain(error) from error
 
@@ -83,13 +83,15 @@ class Asked:
         return GenerationRequest(tuple(ids), params, max_tokens=self.max_tokens)
 
 
-def _answer(settings: Config, model: str, request: GenerationRequest, *, as_json: bool) -> None:
+def _answer(
+    local: LocalCluster, settings: Config, model: str, request: GenerationRequest, *, as_json: bool
+) -> None:
     from convoy.engine.generation import generate
 
     def show(text: str) -> None:
         print(text, end="", flush=True)
 
-    cluster = start_cluster(settings, model, quiet=True)
+    cluster = start_cluster(settings, model, quiet=as_json, watch=local.check_alive)
     try:
         answer = generate(cluster.engine, request, None if as_json else show)
         if as_json:

@@ -15,6 +15,8 @@ from convoy.cli.progress import loading_bars
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from convoy.cluster.running import RunningCluster
 
 
@@ -45,14 +47,21 @@ def serve(
         serve_cluster(settings, chosen, as_json=as_json)
 
 
-def serve_cluster(settings: Config, model: str, *, as_json: bool) -> None:
+def serve_cluster(
+    settings: Config, model: str, *, as_json: bool, watch: Callable[[], None] | None = None
+) -> None:
     """Bring the cluster up, serve until a signal, take it down."""
-    from convoy.serve.server import run_server
+    from convoy.serve.server import bind, run_server
     from convoy.serve.service import ServedModel, Service
 
     options = serve_options(settings)
     options.check()
-    cluster = start_cluster(settings, model, quiet=as_json)
+    listener = bind(options)  # a port in use is said before anything is loaded
+    try:
+        cluster = start_cluster(settings, model, quiet=as_json, watch=watch)
+    except BaseException:
+        listener.close()
+        raise
     try:
         granted = cluster.head.granted
         assert granted is not None
@@ -67,13 +76,15 @@ def serve_cluster(settings: Config, model: str, *, as_json: bool) -> None:
                 print_picture(cluster.status())
                 print_note(f"serving {served.name} at {url}/v1")
 
-        run_server(service, options, on_ready=on_ready)
+        run_server(service, options, on_ready=on_ready, listener=listener)
     finally:
         cluster.close()
 
 
-def start_cluster(settings: Config, model: str, *, quiet: bool) -> RunningCluster:
-    """Everything up to a token that has passed every stage."""
+def start_cluster(
+    settings: Config, model: str, *, quiet: bool, watch: Callable[[], None] | None = None
+) -> RunningCluster:
+    """Everything up to a token that has passed every stage. ``watch``: see `cluster.head.Head`."""
     from convoy.cluster.running import RunningCluster
     from convoy.model.source import ModelSource
 
@@ -83,4 +94,16 @@ def start_cluster(settings: Config, model: str, *, quiet: bool) -> RunningCluste
     if peers and not quiet:
         print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s")
     with loading_bars(quiet=quiet) as on_load:
-        return RunningCluster.start(me, source, head_options(settings), on_load)
+        cluster = RunningCluster.start(me, source, head_options(settings), on_load, watch=watch)
+    _say_why_not_exact(settings, cluster)
+    return cluster
+
+
+def _say_why_not_exact(settings: Config, cluster: RunningCluster) -> None:
+    from convoy.model.selfcheck import EXACT, why_not_exact
+
+    granted = cluster.head.granted
+    assert granted is not None
+    if granted.plan.kernel != EXACT and settings.model.kernel == "auto":
+        here = why_not_exact(settings.model.num_threads) or "another member refuses it"
+        print_note(f"not in exact mode, so a split equals the whole to rounding only: {here}")

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hashlib
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -68,13 +69,21 @@ class Head:
     """The head's side of a running cluster: its links, its stage, the plan and the executor over all."""
 
     def __init__(
-        self, me: LocalMember, source: ModelSource, options: HeadOptions, network: Network | None = None
+        self,
+        me: LocalMember,
+        source: ModelSource,
+        options: HeadOptions,
+        network: Network | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> None:
+        """``watch`` is called while waiting for peers; what it raises ends the bring-up."""
+        self._watch = watch or (lambda: None)
+        self._gone = False
         self._me = me
         self._network = network or TcpNetwork()
         self._source = source
         self._options = options
-        self._mailbox = Mailbox()
+        self._mailbox = Mailbox(watch)
         self._pipeline: PipelineExecutor | None = None
         self._closed = False
         self.links: dict[str, Link] = {}
@@ -137,32 +146,36 @@ class Head:
         return {self._me.name: hello, **answers}
 
     def _dial_all(self, peers: list[Member]) -> None:
-        # At once, because each absent one takes the whole wait.
-        failures: dict[str, ConvoyError] = {}
+        # At once, because each absent one takes the whole wait; the first that fails ends it for all.
+        reached: queue.SimpleQueue[Link | BaseException] = queue.SimpleQueue()
 
         def reach(member: Member) -> None:
             try:
-                self.links[member.name] = self._dial_until(member)
-            except ConvoyError as error:
-                failures[member.name] = error
+                reached.put(self._dial_until(member))
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+                reached.put(error)
 
-        threads = [threading.Thread(target=reach, args=(member,), daemon=True) for member in peers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
         for member in peers:
-            if member.name in failures:
-                raise failures[member.name]
+            threading.Thread(target=reach, args=(member,), name=f"dial {member.name}", daemon=True).start()
+        for _ in peers:
+            link = reached.get()
+            if isinstance(link, BaseException):
+                self._gone = True
+                raise link
+            self.links[link.peer] = link
 
     def _dial_until(self, member: Member) -> Link:
         deadline = time.monotonic() + self._options.wait_s
         while True:
+            self._watch()
             try:
                 remaining = max(_RETRY_S, deadline - time.monotonic())
-                return self._network.dial(self._me, member, min(5.0, remaining))
+                link = self._network.dial(self._me, member, min(5.0, remaining))
+                if self._gone:
+                    link.close("the head gave up on another member")
+                return link
             except PeerUnreachable as error:
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or self._gone:
                     host, port = member.address
                     raise PeerUnreachable(
                         f"{member.name} at {host}:{port} did not answer within {self._options.wait_s:g} s",
@@ -181,7 +194,7 @@ class Head:
         ]
         placement = place(self._source.spec, offers, self._options.spans)
         plan = Plan(
-            generation=1,
+            generation=time.time_ns(),  # grows over restarts: frames of an earlier head are told apart
             model=self._source.name,
             model_digest=self._source.digest,
             stages=list(placement.stages),
@@ -199,8 +212,8 @@ class Head:
     # 3. load
 
     def _load(self, plan: Plan, on_load: LoadProgress | None) -> tuple[Stage, dict[str, Ready]]:
-        workers = [link for name, link in self.links.items() if any(s.member == name for s in plan.stages)]
-        for link in workers:
+        holders = [link for name, link in self.links.items() if any(s.member == name for s in plan.stages)]
+        for link in holders:
             link.send(plan, generation=plan.generation)
         mine = next(stage for stage in plan.stages if stage.member == self._me.name)
         progress = None if on_load is None else (lambda done, total: on_load(self._me.name, done, total))
@@ -209,7 +222,7 @@ class Head:
         )
         stage = Stage.load(self._source, mine, options, progress)
         readies = self._mailbox.gather(
-            [link.peer for link in workers],
+            [link.peer for link in holders],
             Ready,
             self._options.load_wait_s,
             None if on_load is None else (lambda peer, p: on_load(peer, p.loaded_bytes, p.total_bytes)),

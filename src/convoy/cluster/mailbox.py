@@ -9,19 +9,28 @@ from typing import TypeVar
 
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PeerUnreachable
 from convoy.transport.link import Link, Received, ReceivedMessage
-from convoy.wire.messages import Message, Progress, Refuse
+from convoy.wire.messages import Message, Progress, Refuse, StepFailed
 
 M = TypeVar("M", bound=Message)
+_MAX_ITEMS = 256
+_WATCH_S = 0.5
 
 
 class Mailbox:
-    """Collects one answer of a given type from each of several peers, within a deadline."""
+    """Collects one answer of a given type from each of several peers, within a deadline.
 
-    def __init__(self) -> None:
-        self._items: queue.SimpleQueue[tuple[str, Received | ConvoyError]] = queue.SimpleQueue()
+    Bounded: a receiver thread that finds it full waits, which holds its peer back. ``watch`` is called while
+    waiting; what it raises ends the wait.
+    """
+
+    def __init__(self, watch: Callable[[], None] | None = None) -> None:
+        self._items: queue.Queue[tuple[str, Message | ConvoyError]] = queue.Queue(_MAX_ITEMS)
+        self._watch = watch or (lambda: None)
 
     def deliver(self, link: Link, received: Received) -> None:
-        self._items.put((link.peer, received))
+        # No hidden state belongs here: no step is under way.
+        if isinstance(received, ReceivedMessage):
+            self._items.put((link.peer, received.message))
 
     def lost(self, link: Link, error: ConvoyError) -> None:
         self._items.put((link.peer, error))
@@ -41,24 +50,36 @@ class Mailbox:
         answers: dict[str, M] = {}
         deadline = time.monotonic() + timeout_s
         while missing:
-            try:
-                peer, item = self._items.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
-                names = ", ".join(sorted(missing))
-                raise PeerUnreachable(
-                    f"{names} sent no {kind.__name__} within {timeout_s:g} s",
-                    hint="look at that member's own output",
-                ) from None
-            if isinstance(item, ConvoyError):
-                raise LinkBroken(f"the link to {peer} ended: {item.message}", hint=item.hint) from item
-            if not isinstance(item, ReceivedMessage):
-                continue
-            message = item.message
-            if isinstance(message, Refuse):
-                raise PeerRefused(f"{peer} refused the plan: {message.reason}", hint=message.hint or None)
+            peer, message = self._next(deadline, missing, kind, timeout_s)
             if isinstance(message, Progress) and on_progress is not None:
                 on_progress(peer, message)
             elif isinstance(message, kind) and peer in missing:
                 answers[peer] = message
                 missing.discard(peer)
         return answers
+
+    def _next(
+        self, deadline: float, missing: set[str], kind: type[M], timeout_s: float
+    ) -> tuple[str, Message]:
+        while True:
+            self._watch()
+            left = deadline - time.monotonic()
+            try:
+                peer, item = self._items.get(timeout=max(0.0, min(left, _WATCH_S)))
+            except queue.Empty:
+                if left > 0:
+                    continue
+                names = ", ".join(sorted(missing))
+                raise PeerUnreachable(
+                    f"{names} sent no {kind.__name__} within {timeout_s:g} s",
+                    hint="look at that member's own output",
+                ) from None
+            match item:
+                case ConvoyError():
+                    raise LinkBroken(f"the link to {peer} ended: {item.message}", hint=item.hint) from item
+                case Refuse(reason=reason, hint=hint):
+                    raise PeerRefused(f"{peer} refused the plan: {reason}", hint=hint or None)
+                case StepFailed(reason=reason):
+                    raise PeerRefused(f"{peer} could not follow: {reason}")
+                case _:
+                    return peer, item

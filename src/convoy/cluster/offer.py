@@ -23,10 +23,16 @@ def make_hello(options: MemberOptions) -> Hello:
         software=__version__,
         dtypes=[options.activation_dtype],
         kernels=available_kernels(options.kernel, num_threads=options.num_threads),
-        memory_bytes=options.memory_bytes or int(psutil.virtual_memory().available * _MEMORY_SHARE),
+        memory_bytes=_memory_bytes(options.memory_bytes),
         num_threads=options.num_threads or os.cpu_count() or 1,
         platform=f"{platform.system()}-{platform.machine()}",
     )
+
+
+def _memory_bytes(granted: int) -> int:
+    """What the operator granted, at most what the machine has; without a word of theirs, most of what is free."""
+    memory = psutil.virtual_memory()
+    return min(granted, int(memory.total)) if granted else int(memory.available * _MEMORY_SHARE)
 
 
 def agree_kernel(hellos: dict[str, Hello], head: str) -> str:

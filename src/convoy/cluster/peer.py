@@ -9,12 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from convoy.cluster.head import plan_digest
+from convoy.cluster.loaded import LoadedPlan, load_plan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
-from convoy.engine.peer import StageLoop, StageRoute
-from convoy.errors import ConvoyError, Incompatible, ModelError, StepError
-from convoy.model.source import BUNDLED, ModelSource
-from convoy.model.stage import Stage, StageOptions
+from convoy.errors import ConvoyError, StepError
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.transport.member import LocalMember
 from convoy.transport.network import Network, TcpNetwork
@@ -36,6 +34,7 @@ _log = logging.getLogger(__name__)
 FROM_HEAD = frozenset({FrameType.HELLO, FrameType.PLAN, FrameType.ACTIVATE, FrameType.STEP, FrameType.HIDDEN})
 FROM_PREDECESSOR = frozenset({FrameType.HIDDEN})
 _INBOX_ITEMS = 256
+_MAX_REASON = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +45,6 @@ class PeerEvent:
 
     kind: str
     text: str
-
-
-@dataclass(slots=True)
-class _Loaded:
-    """A plan that is loaded here, and its loop once it is active."""
-
-    plan: Plan
-    stage: Stage
-    loop: StageLoop | None = None
 
 
 class Peer:
@@ -73,9 +63,10 @@ class Peer:
         self._on_event = on_event or (lambda _event: None)
         self._inbox: queue.Queue[tuple[Link | None, Received | ConvoyError]] = queue.Queue(_INBOX_ITEMS)
         self._hello = make_hello(options.member)
-        self._links: dict[str, Link] = {}
+        self._links: set[Link] = set()
         self._head: Link | None = None
-        self._loaded: _Loaded | None = None
+        self._loaded: LoadedPlan | None = None
+        self._generation = 0  # of the newest plan seen; an older one is a head that was given up
         self._stopping = False
 
     def run(self, bind: tuple[str, int]) -> None:
@@ -93,11 +84,11 @@ class Peer:
                     self._handle(link, item)
         finally:
             listener.close()
-            for link in list(self._links.values()):
+            for link in tuple(self._links):
                 link.close("the peer is shutting down")
 
     def stop(self) -> None:
-        """Make `run` return; from any thread or a signal handler."""
+        """Make `run` return; from any thread, but not from a signal handler: this one takes a lock."""
         self._stopping = True
         # A full inbox needs no wake-up: the loop is busy and looks at the flag after each item.
         with contextlib.suppress(queue.Full):
@@ -107,6 +98,7 @@ class Peer:
 
     def _greet(self, link: Link) -> None:
         from_head = self._me.roster.member(link.peer).head
+        self._links.add(link)
         link.start(self._deliver, self._ended, FROM_HEAD if from_head else FROM_PREDECESSOR)
 
     def _deliver(self, link: Link, received: Received) -> None:
@@ -121,7 +113,6 @@ class Peer:
         if isinstance(item, ConvoyError):
             self._link_ended(link, item)
             return
-        self._links[link.peer] = link
         try:
             if isinstance(item, ReceivedTensor):
                 self._hidden(link, item)
@@ -129,6 +120,10 @@ class Peer:
                 self._message(link, item)
         except ConvoyError as error:
             self._failed(item, error)
+        except Exception as error:  # noqa: BLE001 - logged whole, and told to the head
+            # Torch and the library raise what they like; a peer outlives one bad plan or step.
+            _log.exception("this member failed")
+            self._failed(item, StepError(f"internal error: {type(error).__name__}"))
 
     def _message(self, link: Link, received: ReceivedMessage) -> None:
         match received.message:
@@ -139,7 +134,7 @@ class Peer:
             case Plan() as plan:
                 self._load(link, plan)
             case Activate() as activate:
-                self._activate(link, activate)
+                self._activate(link, activate, received.generation)
             case Step() as step if self._loaded is not None and self._loaded.loop is not None:
                 self._loaded.loop.accept_step(step, received.generation)
             case message:
@@ -158,113 +153,98 @@ class Peer:
         link.send(self._hello)
 
     def _load(self, link: Link, plan: Plan) -> None:
-        self._loaded = None
-        try:
-            stage = self._load_stage(link, plan)
-        except ConvoyError as error:
-            self._tell("refused", error.message)
-            link.send(Refuse(plan.generation, error.message, error.hint or ""), generation=plan.generation)
-            return
-        self._loaded = _Loaded(plan, stage)
-        room = self._hello.memory_bytes - stage.weight_bytes
-        ready = Ready(plan.generation, stage.weight_bytes, max(0, room // stage.block_bytes))
-        link.send(ready, generation=plan.generation)
-        self._tell("ready", f"holds {stage.weight_bytes / 1e6:.1f} MB of weights")
-
-    def _load_stage(self, link: Link, plan: Plan) -> Stage:
-        if plan.kernel not in self._hello.kernels or plan.activation_dtype not in self._hello.dtypes:
-            raise Incompatible(
-                f"the plan asks for {plan.kernel} and {plan.activation_dtype}, but {self._me.name} has "
-                f"{', '.join(self._hello.kernels)} and {', '.join(self._hello.dtypes)}"
-            )
-        source = self._find_source(plan.model)
-        if source.digest != plan.model_digest:
-            raise Incompatible(
-                f"{plan.model} differs: the head's digest is {plan.model_digest[:12]}, "
-                f"{self._me.name}'s is {source.digest[:12]}",
-                hint="copy the same model directory to both members",
-            )
-        mine = next((s for s in plan.stages if s.member == self._me.name), None)
-        if mine is None:
-            raise Incompatible(f"the plan has no stage for {self._me.name}")
-        self._tell("loading", f"layers {mine.start}-{mine.end - 1} of {plan.model}")
-        options = StageOptions(
-            kernel=plan.kernel, block_size=plan.block_size, num_threads=self._options.member.num_threads
-        )
+        if plan.generation <= self._generation:
+            raise StepError("the plan is not newer than the last one that came here")
+        self._generation = plan.generation
+        self._drop_plan()
+        self._tell("loading", f"{plan.model}: {', '.join(s.member for s in plan.stages)}")
 
         def progress(loaded: int, total: int) -> None:
             link.send(Progress(plan.generation, loaded, total), generation=plan.generation)
 
-        return Stage.load(source, mine, options, progress)
-
-    def _find_source(self, model: str) -> ModelSource:
-        if self._options.model_path is not None:
-            return ModelSource.resolve(str(self._options.model_path))
-        if model in BUNDLED:
-            return ModelSource.resolve(model)
-        raise ModelError(
-            f"{self._me.name} has no files for {model}",
-            hint="give its directory: `convoy join --model PATH`, or path in the [model] section",
+        digest = plan_digest(plan)
+        loaded = load_plan(
+            plan,
+            digest,
+            me=self._me.name,
+            hello=self._hello,
+            options=self._options,
+            progress=progress,
         )
+        self._loaded = loaded
+        ready = Ready(plan.generation, loaded.stage.weight_bytes, loaded.max_blocks)
+        link.send(ready, generation=plan.generation)
+        layers = f"{loaded.assignment.start}-{loaded.assignment.end - 1}"
+        self._tell("ready", f"holds layers {layers}, {loaded.stage.weight_bytes / 1e6:.1f} MB of weights")
 
-    def _activate(self, link: Link, activate: Activate) -> None:
+    def _activate(self, link: Link, activate: Activate, generation: int) -> None:
         loaded = self._loaded
-        if loaded is None or activate.plan_digest != plan_digest(loaded.plan):
+        if loaded is None or activate.plan_digest != loaded.digest or generation != loaded.plan.generation:
             raise StepError("Activate names a plan that is not loaded here")
-        loaded.stage.make_pools(activate.num_blocks)
-        names = [stage.member for stage in loaded.plan.stages]
-        position = names.index(self._me.name)
-        ring = loaded.plan.stages[(position + 1) % len(names)].member
-        head_first = names[0] == link.peer
-        route = StageRoute(
-            generation=loaded.plan.generation,
-            assignment=loaded.plan.stages[position],
-            predecessor=names[position - 1] if position else None,
-            last=head_first and position == len(names) - 1,
-            activation_dtype=loaded.plan.activation_dtype,
-        )
-        loaded.loop = StageLoop(loaded.stage, route, self._successor(link, ring))
-        link.send(Activated(loaded.plan.generation), generation=loaded.plan.generation)
-        self._tell("active", f"{' -> '.join(names)}")
+        if loaded.loop is not None:
+            raise StepError("the plan is active already")
+        loaded.activate(activate, link.peer, self._dial_successor(link, loaded.successor_name))
+        if loaded.predecessor_name == link.peer:
+            loaded.predecessor = link
+        link.send(Activated(generation), generation=generation)
+        self._tell("active", " -> ".join(stage.member for stage in loaded.plan.stages))
 
-    def _successor(self, head: Link, name: str) -> Link:
+    def _dial_successor(self, head: Link, name: str) -> Link:
         if name == head.peer:
             return head
-        member = self._me.roster.member(name)
-        link = self._network.dial(self._me, member, self._options.successor_wait_s)
+        link = self._network.dial(self._me, self._me.roster.member(name), self._options.successor_wait_s)
+        self._links.add(link)
         link.start(self._deliver, self._ended, frozenset())
-        self._links[name] = link
         return link
 
     def _hidden(self, link: Link, received: ReceivedTensor) -> None:
-        if self._loaded is None or self._loaded.loop is None:
-            raise StepError("a hidden state came before a plan was active")
-        self._loaded.loop.accept_hidden(link.peer, received)
+        loaded = self._loaded
+        if loaded is None or loaded.loop is None or received.generation != loaded.plan.generation:
+            return  # of a plan that is gone: whoever sent it was given up
+        if loaded.predecessor is None and link.peer == loaded.predecessor_name:
+            loaded.predecessor = link
+        if link is not loaded.predecessor:
+            link.close("hidden states are for the predecessor in the ring to send")
+            return
+        loaded.loop.accept_hidden(link.peer, received)
 
     def _failed(self, item: Received, error: ConvoyError) -> None:
-        _log.warning("step %d could not run: %s", item.step, error.message)
-        if self._head is not None and not isinstance(error, ModelError):
-            try:
-                self._head.send(StepFailed(item.step, error.message), generation=item.generation)
-            except ConvoyError as lost:
-                _log.warning("the head could not be told: %s", lost.message)
+        """Tell the head, in the form that it waits for; the item came from it or from the predecessor."""
+        _log.warning("a message could not be followed: %s", error.message)
+        is_plan = isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate)
+        answer: Refuse | StepFailed = StepFailed(item.step, error.message[:_MAX_REASON])
+        if is_plan:
+            self._drop_plan()
+            self._tell("refused", error.message)
+            answer = Refuse(item.generation, error.message[:_MAX_REASON], (error.hint or "")[:_MAX_REASON])
+        if self._head is None:
+            return
+        try:
+            self._head.send(answer, generation=item.generation, step=item.step)
+        except ConvoyError as lost:
+            _log.warning("the head could not be told: %s", lost.message)
 
     def _link_ended(self, link: Link, error: ConvoyError) -> None:
-        known = self._links.get(link.peer) is link
-        if known:
-            del self._links[link.peer]
+        self._links.discard(link)
         if link is self._head:
             self._head = None
             self._forget(f"{link.peer} is gone: {error.message}")
             self._stopping = self._stopping or self._options.exit_with_head
-        elif known and self._loaded is not None and self._loaded.loop is not None:
+        elif self._loaded is not None and self._loaded.is_neighbour(link):
             self._forget(f"the ring is broken at {link.peer}: {error.message}")
             if self._head is not None:
-                self._head.close("the ring is broken")
+                self._head.close(f"the ring is broken at {link.peer}")
 
     def _forget(self, why: str) -> None:
-        self._loaded = None
+        self._drop_plan()
         self._tell("lost", why)
+
+    def _drop_plan(self) -> None:
+        """Free the stage and end the ring's links to both neighbours; the head's own link stays."""
+        loaded, self._loaded = self._loaded, None
+        for link in loaded.neighbours() if loaded is not None else []:
+            if link is not self._head:
+                link.close("the plan is over")
 
     def _tell(self, kind: str, text: str) -> None:
         _log.info("%s: %s", kind, text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from convoy.cluster.head import Head, LoadProgress
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.status import ClusterStatus
@@ -29,14 +31,16 @@ class RunningCluster:
         source: ModelSource,
         options: HeadOptions,
         on_load: LoadProgress | None = None,
+        *,
         network: Network | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> RunningCluster:
         """Bring the cluster up and pass one real token through every stage.
 
         Raises what `Head.bring_up` raises.
         """
         tokenizer = Tokenizer(source)
-        head = Head(me, source, options, network)
+        head = Head(me, source, options, network, watch)
         granted = head.bring_up(on_load)
         assert head.executor is not None
         limits = SchedulerLimits(

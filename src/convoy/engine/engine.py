@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from convoy.engine.choice import Choice
+from convoy.engine.choice import Choice, Logits
 from convoy.engine.executor import Executor, StepResult
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
 from convoy.engine.request import GenerationRequest
@@ -22,6 +22,7 @@ from convoy.engine.sequence import Sequence, SequenceState
 from convoy.errors import ConvoyError, Draining, NotReady, RequestError, StageLost
 from convoy.model.params import SamplingParams
 from convoy.model.text import TextStream, Tokenizer
+from convoy.wire.messages import Row
 
 _log = logging.getLogger(__name__)
 
@@ -232,13 +233,30 @@ class Engine:
                 offset += row.num_outputs
                 choice = self._choices.get(sequence)
                 if choice is not None:
-                    before = sequence.num_generated
-                    complete = choice.advance(logits, row.start, row.num_tokens, self._tokenizer)
-                    self._generated_tokens += sequence.num_generated - before
-                    # The callback may have aborted it already.
-                    if complete and sequence in self._choices:
-                        self._retire(choice)
+                    self._advance(choice, logits, row)
             self._changed.notify_all()
+
+    def _advance(self, choice: Choice, logits: Logits, row: Row) -> None:
+        sequence = choice.sequence
+        before = sequence.num_generated
+        try:
+            complete = choice.advance(logits, row.start, row.num_tokens, self._tokenizer)
+        except ConvoyError as error:
+            # Logits that cannot be drawn from are this request's misfortune, not everybody's.
+            self._end_request(choice, error)
+            return
+        self._generated_tokens += sequence.num_generated - before
+        # The callback may have aborted it already.
+        if complete and sequence in self._choices:
+            self._retire(choice)
+
+    def _end_request(self, choice: Choice, error: ConvoyError) -> None:
+        for other in [
+            c for c in self._choices.values() if c.request is choice.request and c.emit is choice.emit
+        ]:
+            other.finished = True
+            self._retire(other)
+        choice.emit(ErrorOutput(error))
 
     def _retire(self, choice: Choice) -> None:
         self._scheduler.finish(choice.sequence)

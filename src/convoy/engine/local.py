@@ -30,4 +30,4 @@ class LocalExecutor:
         return self._results.popleft()
 
     def close(self) -> None:
-        self._results.clear()
+        """Nothing waits elsewhere, and the engine's thread may still be collecting."""

@@ -39,6 +39,7 @@ class StageLoop:
         self._successor = successor
         self._steps: deque[Step] = deque()
         self._hidden: dict[int, torch.Tensor] = {}
+        self._next_step = 0
         self.num_steps = 0
 
     def accept_step(self, step: Step, generation: int) -> None:
@@ -47,6 +48,8 @@ class StageLoop:
             return
         if len(self._steps) >= self._route.max_steps:
             raise StepError(f"{len(self._steps)} steps wait here, and at most {self._route.max_steps} may")
+        if step.number < self._next_step + len(self._steps):
+            raise StepError(f"step {step.number} came after step {self._next_step + len(self._steps) - 1}")
         self._steps.append(step)
         self._run_ready()
 
@@ -59,6 +62,8 @@ class StageLoop:
                 f"a hidden state came from {sender}, but this stage follows "
                 f"{self._route.predecessor or 'nobody'}"
             )
+        if received.step < self._next_step:
+            raise StepError(f"a hidden state came for step {received.step}, which has run already")
         start = self._route.assignment.start
         if received.boundary != start:
             raise StepError(
@@ -77,6 +82,7 @@ class StageLoop:
             if self._route.predecessor is not None and step.number not in self._hidden:
                 return
             self._steps.popleft()
+            self._next_step = step.number + 1
             self._run(step, self._hidden.pop(step.number, None))
 
     def _run(self, step: Step, hidden: torch.Tensor | None) -> None:

@@ -9,6 +9,7 @@ otherwise the first peer starts
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections import deque
@@ -25,6 +26,13 @@ from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.wire.messages import StageAssignment, Step, StepFailed
+
+# More than steps in flight: a peer that sends more than was asked for waits at its receiver thread.
+_MAX_ARRIVALS = 64
+
+
+def _not_its_turn(step: int) -> StepFailed:
+    return StepFailed(step, "a hidden state came from a member that is not the last stage")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +66,20 @@ class PipelineExecutor:
         self._options = options
         self._head = head
         self._head_first = stages[0].member == head
+        self._predecessor = stages[-1].member if self._head_first else stages[-2].member
         self._boundary = stages[-1].end if self._head_first else stages[-1].start
         self._in_flight: deque[Step] = deque()
-        self._arrivals: queue.SimpleQueue[Received | ConvoyError] = queue.SimpleQueue()
+        self._arrivals: queue.Queue[Received | ConvoyError] = queue.Queue(_MAX_ARRIVALS)
         self._returned: dict[int, torch.Tensor] = {}
 
-    def deliver(self, _link: Link, received: Received) -> None:
-        """Receiver threads of the head's links call this."""
+    def deliver(self, link: Link, received: Received) -> None:
+        """Receiver threads of the head's links call this.
+
+        A hidden state counts only from the last stage before the head: a readiness probe has to prove that
+        every stage ran.
+        """
+        if isinstance(received, ReceivedTensor) and link.peer != self._predecessor:
+            received = ReceivedMessage(received.generation, received.step, _not_its_turn(received.step))
         self._arrivals.put(received)
 
     def lost(self, link: Link, error: ConvoyError) -> None:
@@ -100,7 +115,9 @@ class PipelineExecutor:
         return StepResult(step.number, logits.numpy().astype(np.float32, copy=False))
 
     def close(self) -> None:
-        self._arrivals.put(LinkClosed("the engine was closed"))
+        # Full of hidden states that nobody waits for any more: then nobody waits to be woken either.
+        with contextlib.suppress(queue.Full):
+            self._arrivals.put_nowait(LinkClosed("the engine was closed"))
 
     def _start(self, step: Step) -> None:
         hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
@@ -128,6 +145,8 @@ class PipelineExecutor:
     def _sort(self, item: Received | ConvoyError) -> None:
         if isinstance(item, ConvoyError):
             raise item
+        if item.generation != self._options.generation:
+            return  # a member that was given up and woke
         if isinstance(item, ReceivedMessage):
             if isinstance(item.message, StepFailed):
                 raise StageLost(f"a stage could not run step {item.message.number}: {item.message.reason}")
@@ -135,8 +154,6 @@ class PipelineExecutor:
         self._accept_hidden(item)
 
     def _accept_hidden(self, item: ReceivedTensor) -> None:
-        if item.generation != self._options.generation:
-            return  # a member that was given up and woke
         step = next((s for s in self._in_flight if s.number == item.step), None)
         if step is None or item.boundary != self._boundary or item.step in self._returned:
             raise StageLost(f"a hidden state for step {item.step} at layer {item.boundary} was not expected")

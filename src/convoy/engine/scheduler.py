@@ -16,7 +16,7 @@ import numpy as np
 
 from convoy.engine.blocks import BlockPool
 from convoy.engine.sequence import Sequence, SequenceState
-from convoy.errors import QueueFull
+from convoy.errors import QueueFull, RequestError
 from convoy.wire.messages import BlockGrant, Row, Step
 
 
@@ -58,10 +58,15 @@ class Scheduler:
         self._next_step = 0
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue the sequences of one request, all or none. Raises `QueueFull`."""
+        """Queue one request's sequences, all or none. Raises `QueueFull`, `RequestError` if it never can."""
+        if len(sequences) > self.limits.max_waiting:
+            raise RequestError(
+                f"n is {len(sequences)}, and at most {self.limits.max_waiting} answers may wait", param="n"
+            )
         if len(self.waiting) + len(sequences) > self.limits.max_waiting:
             raise QueueFull(
-                f"{len(self.waiting)} requests wait already, and at most {self.limits.max_waiting} may",
+                f"{len(self.waiting)} answers wait already, {len(sequences)} more were asked for, "
+                f"and at most {self.limits.max_waiting} may",
                 hint="try again later, or raise engine.max_waiting",
             )
         self.waiting.extend(sequences)
@@ -106,7 +111,7 @@ class Scheduler:
         # another.
         max_rows = max(1, -(-len(self.running) // self.limits.micro_batches))
         for sequence in list(self.running):
-            if len(planned) >= max_rows:
+            if len(planned) >= max_rows or self._budget(planned) == 0:
                 return
             if sequence.num_pending == 1 and sequence.num_scheduled > 0:
                 self._plan_row(sequence, 1, planned, grants)

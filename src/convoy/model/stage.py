@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from convoy.errors import ModelError, StepError
+from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.attention import LayerBatch
 from convoy.model.kv import BlockTables, KvPool, StagedStep
 from convoy.model.load import LoadedModules, LoadProgress, load_modules
@@ -82,7 +82,7 @@ class Stage:
         return cls(source, assignment, options, modules)
 
     def make_pools(self, num_blocks: int) -> None:
-        """Forget all sequences and make K/V pools of ``num_blocks`` blocks."""
+        """Forget all sequences and make K/V pools of ``num_blocks`` blocks. Raises StepError, PlanError."""
         if num_blocks < 1:
             raise StepError(f"pools of {num_blocks} blocks make no sense, expected at least 1")
         spec = self._spec
@@ -104,9 +104,16 @@ class Stage:
             max_context=spec.max_context,
         )
         self._pools = {}
-        for layer in self._modules.layers:
-            shape = self._shapes[self._layer_group[layer]]
-            self._pools[layer] = KvPool(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        try:
+            for layer in self._modules.layers:
+                shape = self._shapes[self._layer_group[layer]]
+                self._pools[layer] = KvPool(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        except (RuntimeError, MemoryError, TypeError) as error:  # what torch raises for too much
+            self._pools, self._tables = {}, None
+            raise PlanError(
+                f"{num_blocks} K/V blocks of {self.block_bytes} bytes do not fit in this machine's memory",
+                hint="lower num_blocks or memory_gb",
+            ) from error
 
     def apply(self, step: Step) -> None:
         """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""

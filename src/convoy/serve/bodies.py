@@ -178,4 +178,5 @@ def _in_words(text: str) -> tuple[str, str | None]:
         return " or ".join(_WORDS.get(kind, kind) for kind in kinds)
 
     plain = _TYPES.sub(words, plain)
-    return plain[:1].lower() + plain[1:], param or None
+    # "JSON is malformed" keeps its capitals.
+    return plain if plain[1:2].isupper() else plain[:1].lower() + plain[1:], param or None

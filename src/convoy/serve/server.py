@@ -82,21 +82,22 @@ def run_server(
     *,
     on_ready: Callable[[str], None] | None = None,
     stop: Stop | None = None,
+    listener: socket.socket | None = None,
 ) -> None:
     """Serve until `Stop.request`, SIGTERM or SIGINT (on the main thread), then drain for ``options.drain_s``.
 
     ``on_ready`` is called with the base URL (``http://127.0.0.1:8000``), on a thread of its own, once
-    requests are answered; what it raises ends the server. A second signal ends it at once. Raises
-    `ConfigError` before anything is served.
+    requests are answered; what it raises ends the server. ``listener`` is what `bind` made earlier. A second
+    signal ends it at once. Raises `ConfigError` before anything is served.
     """
     options.check()
     stop = stop or Stop()
     with (
-        bind(options) as listener,
+        listener or bind(options) as listening,
         asyncio.Runner(loop_factory=_loop_factory()) as runner,
         _signals(stop),
     ):
-        runner.run(_serve(service, options, listener, on_ready, stop))
+        runner.run(_serve(service, options, listening, on_ready, stop))
 
 
 async def _serve(

@@ -1,0 +1,156 @@
+"""Three members in a ring, and what one of them, or a stranger to the ring, may not do to the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.running import RunningCluster
+from convoy.engine.generation import generate
+from convoy.engine.request import GenerationRequest
+from convoy.errors import PeerRefused, StageLost
+from convoy.model.params import SamplingParams
+from convoy.model.source import ModelSource
+from convoy.transport.link import Link
+from convoy.transport.member import LocalMember
+from convoy.transport.network import MemoryNetwork
+from convoy.wire.tensor import WireTensor
+from support.cluster import MEMBER, PeerThread
+from support.members import make_local_members
+
+OPTIONS = HeadOptions(MEMBER, wait_s=5, num_blocks=32)
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    return MemoryNetwork()
+
+
+@pytest.fixture
+def members() -> tuple[LocalMember, ...]:
+    return make_local_members(["alpha", "beta", "gamma"])
+
+
+@pytest.fixture
+def peers(members: tuple[LocalMember, ...], network: MemoryNetwork) -> Iterator[list[PeerThread]]:
+    threads = [PeerThread(me, PeerOptions(MEMBER), network) for me in members[1:]]
+    yield threads
+    for thread in threads:
+        thread.stop()
+
+
+@pytest.fixture
+def cluster(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peers: list[PeerThread]
+) -> Iterator[RunningCluster]:
+    running = RunningCluster.start(members[0], ModelSource.resolve("demo-mini"), OPTIONS, network=network)
+    yield running
+    running.close()
+
+
+def ask(cluster: RunningCluster) -> str:
+    prompt = [{"role": "user", "content": "What is 8+9? Answer with just the number."}]
+    ids = tuple(cluster.tokenizer.encode_chat(prompt))
+    return generate(cluster.engine, GenerationRequest(ids, SamplingParams(temperature=0.0), 8)).text
+
+
+def open_link(network: MemoryNetwork, me: LocalMember, to: LocalMember) -> tuple[Link, threading.Event]:
+    link = network.dial(me, to.member, 5)
+    ended = threading.Event()
+    link.start(lambda _link, _item: None, lambda _link, _error: ended.set(), frozenset())
+    return link, ended
+
+
+def hidden_state(num_rows: int = 1) -> WireTensor:
+    return WireTensor("float32", (num_rows, 192), bytes(num_rows * 192 * 4))
+
+
+@pytest.mark.parametrize("same_generation", [True, False])
+def test_a_member_that_is_not_the_predecessor_cannot_end_a_plan(
+    cluster: RunningCluster,
+    members: tuple[LocalMember, ...],
+    network: MemoryNetwork,
+    same_generation: bool,
+) -> None:
+    granted = cluster.head.granted
+    assert granted is not None
+    link, ended = open_link(network, members[2], members[1])
+    generation = granted.plan.generation if same_generation else 99
+    link.send_tensor(hidden_state(), generation=generation, step=1, boundary=granted.plan.stages[1].start)
+    if same_generation:
+        assert ended.wait(10), "the offending link must end"
+    link.close("done")
+    assert ask(cluster) == "17"
+
+
+def test_a_second_link_of_a_neighbour_that_ends_ends_nothing(
+    cluster: RunningCluster, members: tuple[LocalMember, ...], network: MemoryNetwork
+) -> None:
+    for _ in range(3):
+        link, _ended = open_link(network, members[1], members[2])
+        link.close("never mind")
+    assert ask(cluster) == "17"
+
+
+def test_a_peer_cannot_answer_the_head_in_place_of_the_last_stage(
+    cluster: RunningCluster, peers: list[PeerThread]
+) -> None:
+    granted = cluster.head.granted
+    assert granted is not None
+    beta = peers[0].peer
+    loaded = beta._loaded
+    assert loaded is not None
+    assert loaded.loop is not None
+    assert beta._head is not None
+    # beta sends what it computed straight to the head, under gamma's boundary
+    real, head_link, last = loaded.loop._successor, beta._head, granted.plan.stages[-1].end
+
+    class Shortcut:
+        def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
+            assert boundary != last
+            head_link.send_tensor(tensor, generation=generation, step=step, boundary=last)
+
+    loaded.loop._successor = Shortcut()  # type: ignore[assignment]
+    with pytest.raises(StageLost, match="a member that is not the last stage"):
+        ask(cluster)
+    loaded.loop._successor = real
+
+
+def test_restarting_the_head_leaves_no_link_and_no_thread_behind(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peers: list[PeerThread]
+) -> None:
+    counts = []
+    for _ in range(4):
+        cluster = RunningCluster.start(members[0], ModelSource.resolve("demo-mini"), OPTIONS, network=network)
+        assert ask(cluster) == "17"
+        cluster.close()
+        for peer in peers:
+            peer.wait_for("lost")
+        for thread in threading.enumerate():
+            if thread.name.startswith(("receive", "send")):
+                thread.join(10)
+        counts.append(threading.active_count())
+    assert len(set(counts)) == 1, counts
+
+
+def test_a_successor_that_cannot_be_reached_is_told_to_the_head_at_once(
+    members: tuple[LocalMember, ...],
+    network: MemoryNetwork,
+    peers: list[PeerThread],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from convoy.errors import PeerUnreachable
+
+    real = MemoryNetwork.dial
+
+    def dial(self: MemoryNetwork, me: LocalMember, peer: object, timeout_s: float) -> Link:
+        if me.name == "beta":
+            raise PeerUnreachable("gamma at 127.0.0.1:7002 could not be reached: cut cable")
+        return real(self, me, peer, timeout_s)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MemoryNetwork, "dial", dial)
+    with pytest.raises(PeerRefused, match=r"beta refused the plan: gamma at 127\.0\.0\.1:7002 could not"):
+        RunningCluster.start(members[0], ModelSource.resolve("demo-mini"), OPTIONS, network=network)
