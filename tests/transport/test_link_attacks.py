@@ -315,8 +315,8 @@ def huge_descriptor() -> bytes:
     ("kind", "payload", "flags", "record", "named"),
     [
         (FrameType.STEP, b"nonsense", 1, 0, "is not the message its type says"),
-        (FrameType.STEP, b"nonsense", 0, 0, "flags and record of a tensor"),
-        (FrameType.STEP, b"nonsense", 1, 3, "flags and record of a tensor"),
+        (FrameType.STEP, b"nonsense", 0, 0, "flags, boundary or record of a tensor"),
+        (FrameType.STEP, b"nonsense", 1, 3, "flags, boundary or record of a tensor"),
         (FrameType.HIDDEN, b"", 1, 0, "fewer than 64"),
         (FrameType.HIDDEN, huge_descriptor(), 0, 0, "claims 4398046511104 bytes, and the limit is 1048576"),
         (FrameType.HIDDEN, bytes(64), 1, 0, "dtype 0"),

@@ -7,6 +7,9 @@ import os
 import queue
 import socket
 import ssl
+import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +25,7 @@ from convoy.errors import (
     ConvoyError,
     FrameTooLong,
     HandshakeError,
+    IdentityError,
     Incompatible,
     LinkBroken,
     PeerError,
@@ -33,6 +37,7 @@ from convoy.transport.establish import TO_DIALLER, TO_LISTENER, establish_initia
 from convoy.transport.link import Link, LinkOptions
 from convoy.transport.listener import Listener
 from convoy.transport.member import LocalMember
+from convoy.transport.stream import Stream
 from convoy.transport.tcp import TlsStream, client_context, server_context, start_tls_client
 from convoy.wire.frame import encode_handshake
 from convoy.wire.messages import FrameType, Row, Step
@@ -372,3 +377,250 @@ def test_ten_links_come_up_at_once(members: tuple[LocalMember, ...]) -> None:
         for _ in range(10):
             links.get(timeout=WAIT_S).close()
             door.links.get(timeout=WAIT_S).close()
+
+
+@pytest.mark.parametrize("how", ["end", "reset"])
+def test_a_listener_that_hangs_up_before_tls_may_be_tried_again(
+    members: tuple[LocalMember, ...], how: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            sock, _ = server.accept()
+            if how == "reset":
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(PeerUnreachable, match=r"beta at .* hung up before the TLS handshake ended"):
+            dial(server.getsockname(), me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        thread.join()
+
+
+def test_a_full_listener_is_unreachable_and_not_a_failed_handshake(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[1], LinkOptions(max_half_open=2)) as door:
+        held = [socket.create_connection(door.address) for _ in range(2)]
+        while door.listener._slots._value:
+            time.sleep(0.001)
+        with pytest.raises(PeerUnreachable, match="hung up"):
+            dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        for sock in held:
+            sock.close()
+            door.refusal()
+        dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S).close()
+
+
+def test_a_dialler_whose_proof_is_refused_learns_it_by_name(
+    members: tuple[LocalMember, ...], tmp_path: Path
+) -> None:
+    thief = object.__new__(LocalMember)
+    stolen = Identity(
+        Identity.generate()._key,
+        members[0].identity._tls_key,
+        members[0].identity.tls_certificate_der,
+        tmp_path / "alpha",
+    )
+    for name, value in (("name", "alpha"), ("identity", stolen), ("roster", members[0].roster)):
+        object.__setattr__(thief, name, value)
+    with opened(members[1]) as door:
+        end = End(dial(door.address, me=thief, peer_name="beta", timeout_s=WAIT_S)).start()
+        error = end.error()
+        assert isinstance(error, HandshakeError)
+        assert error.message == "beta refused the handshake"
+        assert "identity key of alpha" in door.refusal().message
+
+
+def test_a_cipher_with_a_short_tag_is_refused(members: tuple[LocalMember, ...], tmp_path: Path) -> None:
+    config = tmp_path / "openssl.cnf"
+    config.write_text(
+        "openssl_conf = d\n[d]\nssl_conf = s\n[s]\nsystem_default = x\n[x]\n"
+        "Ciphersuites = TLS_AES_128_CCM_8_SHA256\n"
+    )
+    ending = "from support.links import tls_link_pair; from support.members import make_local_members\n"
+    script = (
+        f"import pathlib; {ending}"
+        "from convoy.errors import HandshakeError\n"
+        "members = make_local_members(['alpha', 'beta'], pathlib.Path(__import__('sys').argv[1]))\n"
+        "try:\n    tls_link_pair(*members)\n"
+        "except HandshakeError as error:\n    print(error.message)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "members")],
+        env={
+            "OPENSSL_CONF": str(config),
+            "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root / "tests")]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "TLS chose TLS_AES_128_CCM_8_SHA256, expected one of" in done.stdout
+
+
+def test_a_key_that_vanished_after_the_start_is_an_identity_error(
+    members: tuple[LocalMember, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "alpha" / "tls.key").unlink()
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(IdentityError, match=r"tls\.key"):
+        dial(server.getsockname(), me=members[0], peer_name="beta", timeout_s=WAIT_S)
+    with pytest.raises(IdentityError, match=r"tls\.key"):
+        Listener(("127.0.0.1", 0), members[0], lambda _link: None)
+
+
+def test_a_roster_that_tls_cannot_load_is_a_roster_error(members: tuple[LocalMember, ...]) -> None:
+    alpha, beta = (members[0].roster.member(name) for name in ("alpha", "beta"))
+    broken = with_roster(
+        members[0], replace(members[0].roster, members=(alpha, replace(beta, certificate_der=b"\x30\x01")))
+    )
+    with pytest.raises(RosterError, match="certificates cannot be loaded"):
+        client_context(broken)
+
+
+@pytest.mark.parametrize(
+    "address", [("a" * 64, 7000), ("a..b", 7000), (".", 7000), ("h", 2**64), ("127.0.0.1", 70000)]
+)
+def test_an_impossible_address_is_an_error_with_a_name(
+    members: tuple[LocalMember, ...], address: tuple[str, int]
+) -> None:
+    with pytest.raises(PeerUnreachable, match="could not be reached"):
+        dial(address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        Listener(address, members[1], lambda _link: None)
+
+
+def test_the_time_of_a_dial_is_total_over_all_addresses_of_a_name(
+    members: tuple[LocalMember, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    class Deaf(socket.socket):
+        def connect(self, address: object) -> None:
+            waited.append(self.gettimeout() or 0.0)
+            time.sleep(waited[-1])
+            raise TimeoutError
+
+    places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (f"192.0.2.{i}", 7000)) for i in range(1, 5)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_more: places)
+    monkeypatch.setattr(socket, "socket", Deaf)
+    with pytest.raises(PeerUnreachable, match="did not answer in time"):
+        dial(("many.example", 7000), me=members[0], peer_name="beta", timeout_s=0.2)
+    assert len(waited) == 4
+    assert sum(waited) <= 0.21
+
+
+def test_sockets_notice_a_silent_host(members: tuple[LocalMember, ...]) -> None:
+    for link in tls_link_pair(*members[:2]):
+        for stream in link._streams:
+            assert isinstance(stream, TlsStream)
+            assert stream._sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            assert stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
+            stream.close()
+
+
+def test_a_closed_listener_hands_over_no_link_whose_handshake_was_under_way(
+    members: tuple[LocalMember, ...],
+) -> None:
+    with opened(members[1]) as door:
+        streams = tuple(half(members[0], door, d, b"l" * 16) for d in (TO_LISTENER, TO_DIALLER))
+        while door.listener._slots._value < LinkOptions().max_half_open - 1 or door.listener._halves:
+            time.sleep(0.001)
+        door.listener.close()
+        peer = members[0].roster.member("beta")
+        link = establish_initiator(members[0], peer, b"l" * 16, (streams[0], streams[1]), LinkOptions())
+        error = End(link).start().error()
+        assert "no longer listening" in error.message
+        assert door.links.empty()
+
+
+def test_a_thread_that_cannot_start_costs_one_connection_and_no_more(
+    members: tuple[LocalMember, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "handshake":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with opened(members[1], LinkOptions(max_half_open=2)) as door:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            for _ in range(3):
+                with socket.create_connection(door.address) as sock:
+                    sock.settimeout(WAIT_S)
+                    assert sock.recv(1) == b""
+        assert "can't start new thread" in caplog.text
+        dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S).close()
+
+
+def test_a_refusal_is_logged_with_where_it_came_from(
+    members: tuple[LocalMember, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(members[1]) as door:
+        with socket.create_connection(door.address) as sock:
+            port = sock.getsockname()[1]
+            sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            door.refusal()
+        assert f"refused a connection from 127.0.0.1 port {port}: " in caplog.text
+
+
+def test_the_second_connection_of_a_link_is_waited_for_as_long_as_the_page_says() -> None:
+    assert LinkOptions().handshake_timeout_s == 5.0
+    assert LinkOptions().max_half_open == 64
+
+
+def test_a_connection_without_its_other_is_given_up_at_the_handshakes_deadline(
+    members: tuple[LocalMember, ...],
+) -> None:
+    started_s = time.monotonic()
+    with opened(members[1], LinkOptions(handshake_timeout_s=0.3)) as door:
+        stream = half(members[0], door, TO_LISTENER, b"l" * 16)
+        assert "the other never came" in door.refusal().message
+        assert 0.2 < time.monotonic() - started_s < 5
+        stream.close()
+
+
+@pytest.mark.parametrize("fails", ["wrap", "sign"])
+def test_a_dial_that_fails_by_a_bug_leaves_no_connection_open(
+    members: tuple[LocalMember, ...], fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Stream] = []
+
+    def wrap(stream: Stream) -> Stream:
+        made.append(stream)
+        if fails == "wrap" and len(made) == 2:
+            raise ZeroDivisionError
+        return stream
+
+    def sign(_self: Identity, _data: bytes) -> bytes:
+        raise ZeroDivisionError
+
+    with opened(members[1]) as door:
+        if fails == "sign":
+            # Only the dialler's half of the handshake is broken: the listener signs M2 with the true one.
+            true_sign = Identity.sign
+            monkeypatch.setattr(
+                Identity,
+                "sign",
+                lambda self, data: (sign if self is members[0].identity else true_sign)(self, data),
+            )
+        with pytest.raises(ZeroDivisionError):
+            dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S, wrap=wrap)
+        assert len(made) == 2
+        assert all(stream._sock.fileno() == -1 for stream in made if isinstance(stream, TlsStream))
+
+
+def test_a_send_that_nobody_takes_stalls_out_without_a_deadline(tmp_path: Path) -> None:
+    alpha, beta = make_local_members(["alpha", "beta"], tmp_path)
+    mine, theirs = tls_link_pair(alpha, beta, options=LinkOptions(stall_timeout_s=0.2))
+    stream = mine._streams[0]
+    with pytest.raises(LinkBroken, match="took nothing before the deadline"):  # noqa: PT012 - buffers fill first
+        while True:
+            stream.send_all(bytes(1 << 20))
+    for link in (mine, theirs):
+        for each in link._streams:
+            each.close()

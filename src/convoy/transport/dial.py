@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from convoy.crypto.handshake import LINK_ID_BYTES
-from convoy.errors import ConvoyError, HandshakeError, LinkBroken, PeerUnreachable, RosterError
+from convoy.errors import HandshakeError, LinkBroken, PeerUnreachable, RosterError
 from convoy.transport.establish import TO_DIALLER, TO_LISTENER, establish_initiator, send_opening
 from convoy.transport.link import Link
 from convoy.transport.member import LocalMember, Member
@@ -29,11 +29,12 @@ def dial(
     options: LinkOptions | None = None,
     wrap: Wrap | None = None,
 ) -> Link:
-    """A link to ``peer_name`` at ``address``, not yet started; all of it within ``timeout_s``.
+    """A link to ``peer_name`` at ``address``, not yet started; all of it within ``timeout_s``, whatever the
+    number of addresses behind a name (looking the name up is the system's, and not in it).
 
-    Raises `PeerUnreachable` naming peer and address, `HandshakeError`, `Incompatible`, or `RosterError` if
-    our own roster is not valid now or does not list the peer. ``wrap`` puts something between the two layers;
-    tests record there.
+    Raises `PeerUnreachable` naming peer and address, `HandshakeError`, `Incompatible`, `IdentityError` if our
+    own keys cannot be read, or `RosterError` if our own roster is not valid now or does not list the peer.
+    ``wrap`` puts something between the two layers; tests record there.
     """
     options = options or LinkOptions()
     if peer_name == me.name:
@@ -46,12 +47,13 @@ def dial(
     try:
         for direction in (TO_LISTENER, TO_DIALLER):
             stream = _connect(address, me, peer, deadline_s, options)
-            stream = wrap(stream) if wrap is not None else stream
             streams.append(stream)
+            if wrap is not None:
+                streams[-1] = stream = wrap(stream)
             stream.set_deadline(min(deadline_s, time.monotonic() + options.handshake_timeout_s))
             send_opening(stream, direction, link_id)
         return establish_initiator(me, peer, link_id, (streams[0], streams[1]), options)
-    except ConvoyError as error:
+    except BaseException as error:
         for stream in streams:
             stream.close()
         if isinstance(error, LinkBroken):
@@ -63,18 +65,19 @@ def _connect(
     address: tuple[str, int], me: LocalMember, peer: Member, deadline_s: float, options: LinkOptions
 ) -> Stream:
     where = f"{peer.name} at {address[0]}:{address[1]}"
+    context = client_context(me)
     try:
-        sock = socket.create_connection(address, timeout=max(0.001, deadline_s - time.monotonic()))
-    except OSError as error:
-        reason = "did not answer in time" if isinstance(error, TimeoutError) else _reason(error)
+        sock = _connect_tcp(address, deadline_s)
+    except (OSError, UnicodeError, OverflowError) as error:
+        reason = "did not answer in time" if isinstance(error, TimeoutError) else address_error(error)
         raise PeerUnreachable(
             f"{where} could not be reached: {reason}", hint="is it started there, and is the address right?"
         ) from error
     until_s = min(deadline_s, time.monotonic() + options.handshake_timeout_s)
     try:
-        secured = start_tls_client(sock, client_context(me), until_s)
-    except PeerUnreachable:
-        raise PeerUnreachable(f"{where} took the connection, but did not answer in time") from None
+        secured = start_tls_client(sock, context, until_s)
+    except PeerUnreachable as error:
+        raise PeerUnreachable(f"{where} took the connection, but {error.message}") from error
     except HandshakeError as error:
         raise HandshakeError(f"{where}: {error.message}", hint=error.hint) from error
     if peer_certificate(secured) != peer.certificate_der:
@@ -83,5 +86,30 @@ def _connect(
     return TlsStream(secured, options.stall_timeout_s)
 
 
-def _reason(error: OSError) -> str:
+def _connect_tcp(address: tuple[str, int], deadline_s: float) -> socket.socket:
+    """`socket.create_connection` gives each address of a name the whole time; here each gets an equal share
+    of what is left.
+    """
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    failed: OSError = OSError("the name has no address")
+    for index, (family, kind, protocol, _, place) in enumerate(found):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(max(0.001, (deadline_s - time.monotonic()) / (len(found) - index)))
+            sock.connect(place)
+        except OSError as error:
+            sock.close()
+            failed = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failed
+
+
+def address_error(error: OSError | UnicodeError | OverflowError) -> str:
+    """Why a socket could not take an address: the system's words, or that the address makes no sense."""
+    if isinstance(error, UnicodeError | OverflowError):
+        return "no such address can exist"
     return (error.strerror or type(error).__name__).lower()

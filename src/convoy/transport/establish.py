@@ -6,8 +6,9 @@ stays here.
 
 from __future__ import annotations
 
+import contextlib
 import struct
-import time
+from typing import NoReturn
 
 from convoy.crypto.cipher import local_ciphers
 from convoy.crypto.handshake import (
@@ -73,9 +74,12 @@ def establish_initiator(
         handshake.consume_2(_expect(FrameType.HANDSHAKE_2, streams[1], context, peer.name))
         message_3, secrets = handshake.create_3()
         streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_3, message_3))
+        return _link(peer, context, streams, secrets, options)
     except ConvoyError as error:
         raise _refuse(streams, context, peer.name, error) from error
-    return _link(peer, context, streams, secrets, options)
+    except BaseException:
+        _close(streams)
+        raise
 
 
 def establish_responder(
@@ -97,9 +101,12 @@ def establish_responder(
         handshake.consume_1(_expect(FrameType.HANDSHAKE_1, streams[1], context, peer.name))
         streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_2, handshake.create_2()))
         secrets = handshake.consume_3(_expect(FrameType.HANDSHAKE_3, streams[1], context, peer.name))
+        return _link(peer, context, streams, secrets, options)
     except ConvoyError as error:
         raise _refuse(streams, context, peer.name, error) from error
-    return _link(peer, context, streams, secrets, options)
+    except BaseException:
+        _close(streams)
+        raise
 
 
 def _context(me: LocalMember, initiator: Member, responder: Member, link_id: bytes, version: int) -> Context:
@@ -132,6 +139,7 @@ def _link(
         streams=streams,
         sealing=sealing,
         options=options,
+        read_end=lambda payload: _read_end(payload, context, peer.name),
     )
 
 
@@ -155,7 +163,7 @@ def _expect(kind: FrameType, stream: Stream, context: Context, peer: str) -> byt
     return payload
 
 
-def _read_end(payload: bytes, context: Context, peer: str) -> None:
+def _read_end(payload: bytes, context: Context, peer: str) -> NoReturn:
     """Raise what END lets us know: another version, another roster, or just that the peer refused."""
     version = claimed_version(payload)
     if version != context.version:
@@ -167,15 +175,19 @@ def _read_end(payload: bytes, context: Context, peer: str) -> None:
 
 
 def _refuse(streams: tuple[Stream, Stream], context: Context, peer: str, error: ConvoyError) -> ConvoyError:
-    """Tell the other end that it is over, but not why; close; and return the error for this end's caller."""
+    """Tell the other end that it is over, but not why; close; and return the error for this end's caller.
+
+    Within the deadline of the handshake: once that has passed, nothing is said.
+    """
     end = _END.pack(context.version, context.roster_epoch, context.roster_digest)
-    try:
-        streams[0].set_deadline(time.monotonic() + 0.5)
+    with contextlib.suppress(LinkBroken):  # gone already; the caller has the cause
         streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_END, end))
-    except LinkBroken:
-        pass  # gone already; the caller has the cause
-    for stream in streams:
-        stream.close()
+    _close(streams)
     if isinstance(error, LinkBroken):
         return HandshakeError(f"the handshake with {peer} broke off: {error.message}")
     return type(error)(error.message, hint=error.hint)
+
+
+def _close(streams: tuple[Stream, Stream]) -> None:
+    for stream in streams:
+        stream.close()

@@ -7,7 +7,9 @@ before it opened.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 
@@ -17,7 +19,15 @@ from convoy.errors import FrameError, LinkBroken, SealError
 from convoy.transport.options import LinkOptions
 from convoy.transport.stream import Stream
 from convoy.wire.codec import decode_message
-from convoy.wire.frame import HEADER_BYTES, RECORD_BYTES, FrameHeader, decode_header
+from convoy.wire.frame import (
+    HANDSHAKE_MAGIC,
+    HANDSHAKE_PREAMBLE_BYTES,
+    HEADER_BYTES,
+    RECORD_BYTES,
+    FrameHeader,
+    decode_header,
+    decode_preamble,
+)
 from convoy.wire.messages import FrameType, Message
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, decode_descriptor
 
@@ -45,16 +55,28 @@ class ReceivedTensor:
 
 
 Received = ReceivedMessage | ReceivedTensor
+ReadEnd = Callable[[bytes], NoReturn]
 
 
 class Incoming:
-    """Owns one stream's receiving direction and its opener. For one thread."""
+    """Owns one stream's receiving direction and its opener. For one thread.
 
-    def __init__(self, stream: Stream, opener: FrameOpener, cluster: bytes, options: LinkOptions) -> None:
+    ``read_end`` raises for the payload of a HANDSHAKE_END that comes in place of the first frame.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        opener: FrameOpener,
+        cluster: bytes,
+        options: LinkOptions,
+        read_end: ReadEnd,
+    ) -> None:
         self._stream = stream
         self._opener = opener
         self._cluster = cluster
         self._options = options
+        self._read_end = read_end
         self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._start = 0
         self._end = 0
@@ -64,13 +86,14 @@ class Incoming:
     def receive(self, allowed: frozenset[FrameType]) -> Received:
         """The next message or whole tensor.
 
-        Raises `LinkBroken`, `FrameError` or `SealError`; all of them end the link.
+        Raises `LinkBroken`, `FrameError` or `SealError`, and for the first frame `HandshakeError` or
+        `Incompatible`; all of them end the link.
         """
         header = self._next_header(allowed)
         if header.type is FrameType.HIDDEN:
             return ReceivedTensor(header.generation, header.step, header.boundary, self._tensor(header))
-        if not header.last or header.record != 0:
-            raise FrameError(f"a {header.type.name} has flags and record of a tensor")
+        if not header.last or header.record != 0 or header.boundary != 0:
+            raise FrameError(f"a {header.type.name} has flags, boundary or record of a tensor")
         payload = memoryview(bytearray(header.length - TAG_BYTES))
         self._open(header, payload)
         return ReceivedMessage(header.generation, header.step, decode_message(header.type, payload))
@@ -117,6 +140,8 @@ class Incoming:
 
     def _next_header(self, allowed: frozenset[FrameType]) -> FrameHeader:
         self._fill(HEADER_BYTES)
+        if self.num_frames == 0:
+            self._raise_if_refused()
         header = decode_header(self._view, self._start)
         if header.type not in allowed:
             raise FrameError(f"the peer sent {header.type.name}, which it may not send here")
@@ -125,6 +150,20 @@ class Incoming:
                 f"frame {header.sequence} is of another cluster, or of a tensor that nobody knows"
             )
         return header
+
+    def _raise_if_refused(self) -> None:
+        """The end that dialled sends M3 and knows no more: a listener that refuses M3 answers it with END.
+
+        No sealed frame begins with the magic, and END is longer than a header, so there was enough to read.
+        """
+        if self._view[self._start : self._start + len(HANDSHAKE_MAGIC)] != HANDSHAKE_MAGIC:
+            return
+        kind, length = decode_preamble(self._view[self._start : self._start + HANDSHAKE_PREAMBLE_BYTES])
+        if kind is not FrameType.HANDSHAKE_END:
+            raise FrameError(f"the peer sent {kind.name} after the handshake")
+        self._fill(HANDSHAKE_PREAMBLE_BYTES + length)
+        start = self._start + HANDSHAKE_PREAMBLE_BYTES
+        self._read_end(bytes(self._view[start : start + length]))
 
     def _open(self, header: FrameHeader, out: memoryview) -> None:
         size = HEADER_BYTES + header.length

@@ -16,6 +16,7 @@ from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerUnreachable
 from convoy.transport.incoming import (
     LINK_TYPES,
     Incoming,
+    ReadEnd,
     Received,
     ReceivedMessage,
     ReceivedTensor,
@@ -53,6 +54,7 @@ class Link:
         streams: tuple[Stream, Stream],
         sealing: tuple[FrameSealer, FrameOpener],
         options: LinkOptions,
+        read_end: ReadEnd,
     ) -> None:
         self.peer = peer
         self.cipher = cipher
@@ -60,7 +62,7 @@ class Link:
         self._streams = streams
         cluster = cluster_tag(cluster_id)
         self._outgoing = Outgoing(streams[0], sealing[0], cluster, options, self._end)
-        self._incoming = Incoming(streams[1], sealing[1], cluster, options)
+        self._incoming = Incoming(streams[1], sealing[1], cluster, options, read_end)
         self._lock = threading.Lock()
         self._error: ConvoyError | None = None
         self._closing: LinkClosed | None = None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from convoy.errors import ConfigError, ConvoyError, HandshakeError, LinkBroken
-from convoy.transport.dial import Wrap
+from convoy.transport.dial import Wrap, address_error
 from convoy.transport.establish import TO_LISTENER, establish_responder, receive_opening
 from convoy.transport.link import Link
 from convoy.transport.member import LocalMember, Member
@@ -44,7 +44,8 @@ class Listener:
     thread.
 
     ``on_refused`` gets the cause of each handshake that failed; it is logged in any case. Raises
-    `ConfigError` if the port is taken or the address is not of this machine.
+    `ConfigError` if the port is taken or the address is not of this machine, `IdentityError` if our own keys
+    cannot be read.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop accepting. Links that stand already live on."""
-        self._closed.set()
+        """Stop accepting; a handshake under way ends without a link. Links that stand already live on."""
+        with self._lock:
+            self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept() on Linux; elsewhere its timeout does
         if threading.current_thread() is not self._thread:
@@ -86,7 +88,7 @@ class Listener:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                sock, _address = self._socket.accept()
+                sock, address = self._socket.accept()
             except TimeoutError:
                 continue
             except OSError:
@@ -94,22 +96,40 @@ class Listener:
                     return
                 continue  # out of descriptors: some come back
             if not self._slots.acquire(blocking=False):
-                _log.warning("refused a connection: %d handshakes are under way", self._options.max_half_open)
+                busy = self._options.max_half_open
+                _log.warning(
+                    "refused a connection from %s: %d handshakes are under way", _text(address), busy
+                )
                 sock.close()
                 continue
-            threading.Thread(target=self._judge, args=(sock,), name="handshake", daemon=True).start()
+            judge = threading.Thread(
+                target=self._judge, args=(sock, _text(address)), name="handshake", daemon=True
+            )
+            try:
+                judge.start()
+            except RuntimeError as error:  # no thread to be had: some come back
+                _log.warning("refused a connection from %s: %s", _text(address), error)
+                self._slots.release()
+                sock.close()
 
-    def _judge(self, sock: socket.socket) -> None:
+    def _judge(self, sock: socket.socket, where: str) -> None:
         try:
             link = self._handshake(sock)
         except ConvoyError as error:
-            _log.warning("refused a connection: %s", error.message)
+            _log.warning("refused a connection from %s: %s", where, error.message)
             if self._on_refused is not None:
                 self._on_refused(error)
             return
         finally:
             self._slots.release()
-        if link is None:
+        if link is not None:
+            self._hand_over(link)
+
+    def _hand_over(self, link: Link) -> None:
+        with self._lock:
+            late = self._closed.is_set()
+        if late:
+            link.close("not taken: no longer listening")
             return
         try:
             self._on_link(link)
@@ -125,14 +145,14 @@ class Listener:
         deadline_s = time.monotonic() + self._options.handshake_timeout_s
         secured = start_tls_server(sock, self._context, deadline_s)
         stream: Stream = TlsStream(secured, self._options.stall_timeout_s)
-        if self._wrap is not None:
-            stream = self._wrap(stream)
-        stream.set_deadline(deadline_s)
         try:
+            if self._wrap is not None:
+                stream = self._wrap(stream)
+            stream.set_deadline(deadline_s)
             member = self._member_of(peer_certificate(secured))
             direction, link_id = receive_opening(stream)
             other = self._pair(member, link_id, direction, stream, deadline_s)
-        except ConvoyError as error:
+        except BaseException as error:
             stream.close()
             if isinstance(error, LinkBroken):
                 raise HandshakeError(f"a connection broke off: {error.message}") from error
@@ -176,13 +196,19 @@ class Listener:
         raise HandshakeError(f"{member.name} opened one connection of a link, and the other never came")
 
 
+def _text(address: object) -> str:
+    """What accept() gives: (host, port, ...)."""
+    host, port = address[:2] if isinstance(address, tuple) else (address, "")
+    return f"{host} port {port}"
+
+
 def _bind(bind: tuple[str, int]) -> socket.socket:
     host, port = bind
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
+    except (OSError, UnicodeError, OverflowError) as error:
+        reason = address_error(error)
         raise ConfigError(
             f"cannot listen on {host}:{port}: {reason}",
             hint="another process has the port, or the address is not of this machine",

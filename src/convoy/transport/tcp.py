@@ -13,22 +13,28 @@ import sys
 import threading
 import time
 
-from convoy.errors import HandshakeError, LinkBroken, PeerUnreachable
+from convoy.errors import HandshakeError, IdentityError, LinkBroken, PeerUnreachable, RosterError
 from convoy.transport.member import LocalMember
 
 _KEEPALIVE_IDLE_S = 10
 _KEEPALIVE_INTERVAL_S = 5
 _KEEPALIVE_PROBES = 3
+
+# All of TLS 1.3's suites but the CCM ones, whose short form has an 8-byte tag.
+_CIPHERS = frozenset({"TLS_AES_256_GCM_SHA384", "TLS_AES_128_GCM_SHA256", "TLS_CHACHA20_POLY1305_SHA256"})
 _DARWIN_TCP_KEEPALIVE = 0x10  # netinet/tcp.h; Python 3.11 has no name for it there
 
 
 def client_context(me: LocalMember) -> ssl.SSLContext:
-    """For dialling."""
+    """For dialling. Raises `IdentityError` or `RosterError` for keys or anchors that do not load."""
     return _restrict(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), me)
 
 
 def server_context(me: LocalMember) -> ssl.SSLContext:
-    """For listening. Without tickets there is no resumption: every connection proves both ends anew."""
+    """For listening; raises as `client_context`.
+
+    Without tickets there is no resumption: every connection proves both ends anew.
+    """
     context = _restrict(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), me)
     context.num_tickets = 0
     return context
@@ -42,8 +48,17 @@ def _restrict(context: ssl.SSLContext, me: LocalMember) -> ssl.SSLContext:
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags = ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_TRUSTED_FIRST
     certificate, key = me.identity.tls_files
-    context.load_cert_chain(certificate, key)
-    context.load_verify_locations(cadata=b"".join(member.certificate_der for member in me.roster.members))
+    try:
+        context.load_cert_chain(certificate, key)
+    except OSError as error:  # ssl.SSLError is one
+        raise IdentityError(
+            f"{certificate} and {key} cannot be loaded: {_explain(error)}",
+            hint="were they moved or changed after the start?",
+        ) from error
+    try:
+        context.load_verify_locations(cadata=b"".join(member.certificate_der for member in me.roster.members))
+    except (OSError, ValueError) as error:
+        raise RosterError(f"the roster's certificates cannot be loaded: {_explain(error)}") from error
     return context
 
 
@@ -106,7 +121,11 @@ class TlsStream:
 
 
 def start_tls_client(sock: socket.socket, context: ssl.SSLContext, deadline_s: float) -> ssl.SSLSocket:
-    """The TLS handshake of a dialler, within the deadline. Raises `HandshakeError` or `PeerUnreachable`."""
+    """The TLS handshake of a dialler, within the deadline.
+
+    Raises `PeerUnreachable` if the other end says nothing or hangs up (a full listener does that), otherwise
+    `HandshakeError`.
+    """
     return _start_tls(sock, context, deadline_s, server_side=False)
 
 
@@ -124,16 +143,39 @@ def _start_tls(
         wrapped = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
     except OSError as error:
         sock.close()
-        raise HandshakeError(f"TLS could not start: {_explain(error)}") from error
+        raise _start_error(error, "TLS could not start", server_side) from error
     try:
         wrapped.do_handshake()
     except TimeoutError:
         wrapped.close()
-        raise PeerUnreachable("the TLS handshake did not end in time") from None
+        raise PeerUnreachable("it did not answer in time") from None
     except (OSError, ValueError) as error:
         wrapped.close()
-        raise HandshakeError(f"the TLS handshake failed: {_explain(error)}") from error
+        raise _start_error(error, "the TLS handshake failed", server_side) from error
+    _require_cipher(wrapped)
     return wrapped
+
+
+def _start_error(
+    error: OSError | ValueError, what: str, server_side: bool
+) -> HandshakeError | PeerUnreachable:
+    # A listener with no room hangs up before it has read anything, so the dialler's caller should try again.
+    hung_up = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
+    if not server_side and isinstance(error, OSError) and (hung_up or not isinstance(error, ssl.SSLError)):
+        return PeerUnreachable("it hung up before the TLS handshake ended")
+    return HandshakeError(f"{what}: {_explain(error)}")
+
+
+def _require_cipher(sock: ssl.SSLSocket) -> None:
+    """A system's OpenSSL configuration can offer other suites, and Python has no call to choose them."""
+    chosen = sock.cipher()
+    if chosen is None or chosen[0] not in _CIPHERS:
+        sock.close()
+        named = "no cipher" if chosen is None else chosen[0]
+        raise HandshakeError(
+            f"TLS chose {named}, expected one of {', '.join(sorted(_CIPHERS))}",
+            hint="look for Ciphersuites in OpenSSL's configuration (OPENSSL_CONF) of both machines",
+        )
 
 
 def peer_certificate(sock: ssl.SSLSocket) -> bytes:

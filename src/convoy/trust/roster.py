@@ -306,7 +306,9 @@ def _get(table: Mapping[str, Any], key: str, kind: type) -> Any:
     value = table[key]
     if type(value) is not kind:  # bool is an int to isinstance
         raise RosterError(f"{key} in the roster is a {type(value).__name__}, expected {kind.__name__}")
-    if kind is int and not -(2**63) <= value < 2**63:  # a longer one cannot even be printed
+    if (
+        kind is int and isinstance(value, int) and not -(2**63) <= value < 2**63
+    ):  # a longer one cannot even be printed
         raise RosterError(f"{key} in the roster does not fit 64 bits")
     return value
 

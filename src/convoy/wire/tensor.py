@@ -20,7 +20,8 @@ DTYPES: dict[str, tuple[int, int]] = {  # name: (number on the wire, bytes per e
     "float16": (3, 2),
 }
 _BY_NUMBER = {number: (name, size) for name, (number, size) in DTYPES.items()}
-_DESCRIPTOR = struct.Struct("<BB6xQ6Q")
+_DESCRIPTOR = struct.Struct("<BB6sQ6Q")
+_PADDING = bytes(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 def encode_descriptor(tensor: WireTensor) -> bytes:
     """DESCRIPTOR_BYTES that go in front of the data, inside the first sealed record."""
     sizes = [*tensor.shape, *([0] * (MAX_DIMENSIONS - len(tensor.shape)))]
-    return _DESCRIPTOR.pack(DTYPES[tensor.dtype][0], len(tensor.shape), tensor.nbytes, *sizes)
+    return _DESCRIPTOR.pack(DTYPES[tensor.dtype][0], len(tensor.shape), _PADDING, tensor.nbytes, *sizes)
 
 
 def decode_descriptor(
@@ -69,9 +70,11 @@ def decode_descriptor(
     """
     if len(data) < DESCRIPTOR_BYTES:
         raise FrameError(f"a tensor's first record has {len(data)} bytes, fewer than {DESCRIPTOR_BYTES}")
-    number, num_dimensions, nbytes, *sizes = _DESCRIPTOR.unpack_from(data)
+    number, num_dimensions, padding, nbytes, *sizes = _DESCRIPTOR.unpack_from(data)
     if number not in _BY_NUMBER or num_dimensions > MAX_DIMENSIONS or any(sizes[num_dimensions:]):
         raise FrameError(f"a tensor descriptor has dtype {number} and {num_dimensions} dimensions")
+    if padding != _PADDING:
+        raise FrameError("a tensor descriptor has other bytes than 0 where it has no field")
     dtype = _BY_NUMBER[number][0]
     shape = tuple(sizes[:num_dimensions])
     expected = tensor_bytes(dtype, shape)
