@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from convoy.errors import ConvoyError, FrameError, FrameTooLong, LinkBroken, Lin
 from convoy.transport.link import Link, LinkOptions, Received, ReceivedMessage, ReceivedTensor
 from convoy.transport.memory import Stall
 from convoy.transport.memory_link import memory_link_pair
+from convoy.transport.stream import Stream
 from convoy.wire.frame import RECORD_BYTES
 from convoy.wire.messages import Activate, FrameType, Refuse, Row, Step
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor
@@ -276,15 +278,85 @@ def test_a_peer_that_takes_nothing_for_too_long_breaks_the_link() -> None:
                 here.link.send(STEP)
         return caught.value.message
 
-    blocked = threading.Thread(target=send_until, args=(LinkClosed,))
+    blocked = threading.Thread(target=send_until, args=(LinkBroken,))
     blocked.start()
     while not here.link._outgoing._busy:
         pass
     assert "took nothing for 0" in send_until(LinkBroken)
-    here.link.close()
     blocked.join(10)
     assert not blocked.is_alive()
-    assert isinstance(here.error(), LinkClosed)
+    # Not the one send alone: a frame that was dropped would be missing for good.
+    assert "took nothing for 0" in here.error().message
+    with pytest.raises(LinkBroken, match="took nothing"):
+        here.link.send(STEP)
+
+
+class Slow:
+    """A stream whose every write takes a while, but comes to its end."""
+
+    def __init__(self, stream: Stream, seconds: float) -> None:
+        self._stream = stream
+        self._seconds = seconds
+
+    def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        time.sleep(self._seconds)
+        self._stream.send_all(data)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        return self._stream.recv_into(buffer)
+
+    def set_deadline(self, at_s: float | None) -> None:
+        self._stream.set_deadline(at_s)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def test_a_full_queue_that_moves_is_no_stall_and_loses_nothing() -> None:
+    options = LinkOptions(max_queued_frames=1, stall_timeout_s=0.3)
+    links = memory_link_pair(ALPHA, BETA, options=options)
+    links[0]._outgoing._stream = Slow(links[0]._outgoing._stream, 0.03)
+    here, there = End(links[0]).start(), End(links[1]).start()
+    started_s = time.monotonic()
+    for number in range(4):  # twenty records each: one tensor takes longer than the time of a stall
+        here.link.send_tensor(tensor(20 * RECORD_BYTES), generation=1, step=number, boundary=1)
+    assert time.monotonic() - started_s > 2 * options.stall_timeout_s
+    assert [there.next().step for _ in range(4)] == list(range(4))
+    here.link.close()
+
+
+def test_a_ping_gives_up_in_time_even_if_the_queue_is_full() -> None:
+    stall = Stall(2)
+    links = memory_link_pair(ALPHA, BETA, faults=[stall], options=LinkOptions(max_queued_frames=1))
+    here = End(links[0]).start()
+
+    def send_until_the_end() -> None:
+        with pytest.raises(ConvoyError):  # noqa: PT012 - which one is a matter of timing
+            for _ in range(5):
+                here.link.send(STEP)
+
+    blocked = threading.Thread(target=send_until_the_end)
+    blocked.start()
+    while not here.link._outgoing._queue and not here.link._outgoing._busy:
+        pass
+    started_s = time.monotonic()
+    for _ in range(3):
+        with pytest.raises(PeerUnreachable, match="did not answer a ping"):
+            here.link.ping(0.05)
+    assert time.monotonic() - started_s < 5
+    here.link._end(LinkBroken("the test is over"))
+    blocked.join(10)
+    assert not blocked.is_alive()
+
+
+def test_a_tensor_over_the_limit_is_refused_at_the_sender() -> None:
+    links = memory_link_pair(ALPHA, BETA, options=LinkOptions(max_tensor_bytes=1000))
+    here, there = End(links[0]).start(), End(links[1]).start()
+    with pytest.raises(FrameTooLong, match="a tensor of 1002 bytes is over the limit of 1000"):
+        here.link.send_tensor(tensor(1002), generation=1, step=1, boundary=1)
+    here.link.send_tensor(tensor(1000), generation=1, step=2, boundary=1)
+    assert there.next().step == 2
+    here.link.close()
 
 
 def test_a_ping_that_nobody_answers_gives_up_in_time() -> None:

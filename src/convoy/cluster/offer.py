@@ -30,7 +30,7 @@ def make_hello(options: MemberOptions) -> Hello:
 
 
 def _memory_bytes(granted: int) -> int:
-    """What the operator granted, at most what the machine has; without a word of theirs, most of what is free."""
+    """What the operator granted, at most what the machine has; 0 is most of what is free."""
     memory = psutil.virtual_memory()
     return min(granted, int(memory.total)) if granted else int(memory.available * _MEMORY_SHARE)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from convoy.crypto.seal import FrameOpener, FrameSealer
-from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerUnreachable
+from convoy.errors import ConvoyError, FrameTooLong, LinkBroken, LinkClosed, PeerUnreachable
 from convoy.transport.incoming import (
     LINK_TYPES,
     Incoming,
@@ -112,9 +112,13 @@ class Link:
     def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
         """Send a hidden state that goes into layer ``boundary``.
 
-        Its memory must not change afterwards: it may be queued.
+        Its memory must not change afterwards: it may be queued. Raises `FrameTooLong` over
+        ``max_tensor_bytes``, and what `send` raises.
         """
         _check_position(generation, step, boundary)
+        limit = self._options.max_tensor_bytes
+        if tensor.nbytes > limit:
+            raise FrameTooLong(f"a tensor of {tensor.nbytes} bytes is over the limit of {limit}")
         self._outgoing.send(Parcel(FrameType.HIDDEN, generation, step, boundary, tensor=tensor))
 
     def ping(self, timeout_s: float) -> float:
@@ -126,10 +130,12 @@ class Link:
             token = self._next_ping
             self._next_ping += 1
             waiting = self._pings[token] = _Waiting()
+        parcel = message_parcel(FrameType.PING, encode_message(Ping(token)), 0, 0)
+        deadline_s = time.monotonic() + timeout_s
         try:
             started_s = time.perf_counter()
-            self.send(Ping(token))
-            if not waiting.event.wait(timeout_s):
+            queued = self._outgoing.post(parcel, deadline_s)
+            if not queued or not waiting.event.wait(max(0.0, deadline_s - time.monotonic())):
                 raise PeerUnreachable(f"{self.peer} did not answer a ping within {timeout_s:g} s")
             if waiting.at_s is None:
                 raise LinkBroken(f"the link to {self.peer} ended before it answered a ping")

@@ -77,22 +77,36 @@ class Outgoing:
         self._buffer = bytearray(_FRAME_BYTES)
         self._view = memoryview(self._buffer)
         self._filled = 0
+        self._progress_s = time.monotonic()
         self.num_frames = 0
         self.num_bytes = 0
 
     def send(self, parcel: Parcel) -> None:
         """Send now if nothing is before it, otherwise queue; blocks while the queue is full.
 
-        Raises `ConvoyError`.
+        Raises `ConvoyError`; the link has ended then, or is being closed.
         """
         with self._changed:
             self._raise_if_over()
-            if self._busy or self._queue:
-                self._enqueue(parcel)
+            idle = not self._busy and not self._queue
+            if idle:
+                self._begin()
+            elif self._enqueue(parcel, None):
                 return
-            self._busy = True
-        if not self._work((parcel,)):
+        if not idle:
+            stalled_s = self._options.stall_timeout_s
+            self._fail(LinkBroken(f"the peer took nothing for {stalled_s:g} s"))
+        if not idle or not self._work((parcel,)):
             self._raise_if_over()
+
+    def post(self, parcel: Parcel, deadline_s: float) -> bool:
+        """Queue for the sender thread, so that a write that blocks does not hold the caller.
+
+        False if the queue was full until the deadline. Raises `ConvoyError` if the link is over.
+        """
+        with self._changed:
+            self._raise_if_over()
+            return self._enqueue(parcel, deadline_s)
 
     def post_pong(self, parcel: Parcel) -> None:
         """Queue without ever waiting: receivers must not wait for senders, or two ends could wait for each
@@ -116,7 +130,7 @@ class Outgoing:
                 batch = tuple(self._queue)
                 self._queue.clear()
                 self._queued_bytes = 0
-                self._busy = True
+                self._begin()
                 self._changed.notify_all()
             self._work(batch)
 
@@ -132,7 +146,7 @@ class Outgoing:
                 self._changed.wait(left_s)
             if self._error is not None:
                 return
-            self._busy = True
+            self._begin()
         self._stream.set_deadline(deadline_s)
         self._work((last,))
 
@@ -144,17 +158,28 @@ class Outgoing:
                 self._queue.clear()
             self._changed.notify_all()
 
-    def _enqueue(self, parcel: Parcel) -> None:
-        deadline_s = time.monotonic() + self._options.stall_timeout_s
+    def _begin(self) -> None:
+        """The calling thread becomes the one that writes."""
+        self._busy = True
+        self._progress_s = time.monotonic()
+
+    def _enqueue(self, parcel: Parcel, deadline_s: float | None) -> bool:
+        """False if there is no room by the deadline; without one, once the peer took nothing for too long.
+
+        A queue that stays full is no stall as long as writes in front of it come to their end.
+        """
+        began_s = time.monotonic()
         while self._full(parcel):
-            left_s = deadline_s - time.monotonic()
+            stalled_s = max(began_s, self._progress_s) + self._options.stall_timeout_s
+            left_s = (stalled_s if deadline_s is None else deadline_s) - time.monotonic()
             if left_s <= 0:
-                raise LinkBroken(f"the peer took nothing for {self._options.stall_timeout_s:g} s")
+                return False
             self._changed.wait(left_s)
             self._raise_if_over()
         self._queue.append(parcel)
         self._queued_bytes += parcel.nbytes
         self._changed.notify_all()
+        return True
 
     def _full(self, parcel: Parcel) -> bool:
         options = self._options
@@ -241,13 +266,17 @@ class Outgoing:
         if view is self._view:
             self._filled += size
         else:
-            self._stream.send_all(view)
+            self._write(view)
 
     def _flush(self) -> None:
         if self._filled:
             view = self._view[: self._filled]
             self._filled = 0
-            self._stream.send_all(view)
+            self._write(view)
+
+    def _write(self, view: memoryview) -> None:
+        self._stream.send_all(view)
+        self._progress_s = time.monotonic()
 
 
 def message_parcel(kind: FrameType, payload: bytes, generation: int, step: int) -> Parcel:
