@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -42,6 +43,24 @@ def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "id").mkdir(mode=0o755)
     with pytest.raises(IdentityError, match="mode 0755, expected 0700"):
         Identity.generate().save(tmp_path / "id")
+
+
+def test_a_directory_that_others_can_enter_is_refused_at_every_start(tmp_path: Path) -> None:
+    Identity.generate().save(tmp_path / "id")
+    OperatorKey.generate().save(tmp_path / "id")
+    (tmp_path / "id").chmod(0o750)
+    for load in (Identity.load, OperatorKey.load):
+        with pytest.raises(IdentityError, match="mode 0750, expected 0700"):
+            load(tmp_path / "id")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to somebody else")
+@pytest.mark.parametrize("name", ["identity.key", "tls.key", "tls.crt", "."])
+def test_a_key_of_another_user_is_refused(tmp_path: Path, name: str) -> None:
+    Identity.generate().save(tmp_path / "id")
+    os.chown(tmp_path / "id" / name, os.getuid() + 1, -1)
+    with pytest.raises(IdentityError, match=f"belongs to user {os.getuid() + 1}, expected {os.getuid()}"):
+        Identity.load(tmp_path / "id")
 
 
 def test_an_existing_key_is_never_overwritten(tmp_path: Path) -> None:

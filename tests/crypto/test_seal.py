@@ -120,3 +120,29 @@ def test_a_number_is_spent_even_if_sealing_fails() -> None:
     with pytest.raises(ValueError, match="buffer"):
         sealer.seal_into(b"h", b"text", memoryview(bytearray(3)))
     assert sealer.sequence == 1
+
+
+def test_the_key_limits_are_those_of_the_protocol_page() -> None:
+    assert KeyLimits() == KeyLimits(max_records=2**22, max_bytes=2**34)
+
+
+@pytest.mark.parametrize("cipher", CIPHERS)
+def test_the_ratchet_turns_at_the_frame_that_reaches_the_bytes_and_counts_anew(cipher: Cipher) -> None:
+    # Frames of 40 sealed bytes: the third reaches 120, and then the sixth does.
+    limits = KeyLimits(max_bytes=120)
+    sealer, opener = Sealer(SECRET, cipher, limits), Opener(SECRET, cipher, limits)
+    turns = []
+    for index in range(7):
+        open_(opener, index, b"h", seal(sealer, b"h", bytes(40 - TAG_BYTES)))
+        assert sealer._key.prefix == opener._key.prefix
+        turns.append(int.from_bytes(sealer._key.prefix, "big"))
+    assert turns == [0, 0, 1, 1, 1, 2, 2]
+
+
+def test_the_ratchet_turns_at_the_frame_that_reaches_the_records() -> None:
+    sealer = Sealer(SECRET, Cipher.AES_256_GCM, KeyLimits(max_records=3))
+    turns = []
+    for _ in range(7):
+        seal(sealer, b"h", b"")
+        turns.append(int.from_bytes(sealer._key.prefix, "big"))
+    assert turns == [0, 0, 1, 1, 1, 2, 2]

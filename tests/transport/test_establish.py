@@ -11,7 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convoy.errors import ConvoyError, HandshakeError, Incompatible, PeerError
+from convoy.crypto.cipher import local_ciphers
+from convoy.crypto.handshake import Initiator
+from convoy.crypto.identity import Identity
+from convoy.errors import ConvoyError, HandshakeError, Incompatible, LinkBroken, PeerError
+from convoy.transport import establish
 from convoy.transport.establish import (
     establish_initiator,
     establish_responder,
@@ -184,3 +188,45 @@ def test_an_opening_says_link_and_direction() -> None:
     near, far = memory_stream_pair()
     send_opening(near, 1, b"l" * 16)
     assert receive_opening(far) == (1, b"l" * 16)
+
+
+@pytest.mark.parametrize("end", ["dialling", "listening"])
+def test_a_refusal_takes_no_time_beyond_the_deadline_of_the_handshake(end: str) -> None:
+    class Deaf:
+        """Nothing comes and nothing leaves; the deadline that was given stands."""
+
+        def __init__(self) -> None:
+            self.num_closed = 0
+
+        def send_all(self, _data: bytes | bytearray | memoryview) -> None:
+            raise LinkBroken("the other end took nothing before the deadline")
+
+        def recv_into(self, _buffer: memoryview) -> int:
+            raise LinkBroken("nothing came before the deadline")
+
+        def set_deadline(self, at_s: float | None) -> None:
+            raise AssertionError(f"the deadline was moved to {at_s}")
+
+        def close(self) -> None:
+            self.num_closed += 1
+
+    streams = (Deaf(), Deaf())
+    begin, peer = (establish_initiator, BETA) if end == "dialling" else (establish_responder, GAMMA)
+    with pytest.raises(HandshakeError, match="broke off"):
+        begin(ALPHA, peer.member, b"i" * 16, streams, OPTIONS)
+    assert [stream.num_closed for stream in streams] == [1, 1]
+
+
+def test_a_bug_in_the_handshake_closes_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sign(_self: Identity, _data: bytes) -> bytes:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Identity, "sign", sign)
+    there, back = memory_stream_pair(), memory_stream_pair()
+    context = establish._context(ALPHA, ALPHA.member, BETA.member, b"i" * 16, 1)
+    m1 = Initiator(context, ALPHA.identity.sign, local_ciphers()).create_1()
+    there[0].send_all(encode_handshake(FrameType.HANDSHAKE_1, m1))
+    with pytest.raises(ZeroDivisionError):
+        establish_responder(BETA, ALPHA.member, b"i" * 16, (back[1], there[1]), OPTIONS)
+    for stream in (there[0], back[0]):
+        assert stream.recv_into(memoryview(bytearray(1))) == 0

@@ -5,12 +5,21 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convoy.errors import ConvoyError, FrameError, FrameTooLong, LinkBroken, PeerError, SealError
+from convoy.errors import (
+    ConvoyError,
+    FrameError,
+    FrameTooLong,
+    Incompatible,
+    LinkBroken,
+    PeerError,
+    SealError,
+)
 from convoy.transport.establish import establish_initiator, establish_responder
 from convoy.transport.link import Link, LinkOptions, ReceivedTensor
 from convoy.transport.memory import (
@@ -26,7 +35,15 @@ from convoy.transport.memory import (
 )
 from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.stream import Stream
-from convoy.wire.frame import HEADER_BYTES, MAX_PAYLOAD_BYTES, RECORD_BYTES
+from convoy.wire.codec import encode_message
+from convoy.wire.frame import (
+    HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    RECORD_BYTES,
+    FrameHeader,
+    encode_handshake,
+    encode_header_into,
+)
 from convoy.wire.messages import FrameType, Row, Step
 from convoy.wire.tensor import WireTensor, encode_descriptor
 from support.links import End
@@ -302,6 +319,96 @@ def sealed_nonsense(kind: FrameType, payload: bytes, *, flags: int = 1, record: 
 
 def mine_header(cluster: bytes, kind: FrameType, flags: int, length: int, record: int) -> bytes:
     return struct.pack(">BBHI8sQQQII", kind, flags, 0, length, cluster, 0, 0, 0, 0, record)
+
+
+def well_sealed(*frames: tuple[dict[str, Any], bytes]) -> ConvoyError:
+    """How a link ends by frames of a valid member whose headers say what they like."""
+    here, there, mine, _ = tapped_pair()
+    outgoing = here.link._outgoing
+    for fields, payload in frames:
+        header = FrameHeader(
+            FrameType.HIDDEN,
+            flags=0,
+            boundary=4,
+            length=len(payload) + 16,
+            cluster=outgoing._cluster,
+            generation=1,
+            step=2,
+            sequence=outgoing._sealer.sequence,
+            tensor=0,
+            record=0,
+        )._replace(**fields)
+        frame = memoryview(bytearray(HEADER_BYTES + len(payload) + 16))
+        encode_header_into(frame, 0, header)
+        outgoing._sealer.seal_into(frame[:HEADER_BYTES], payload, frame[HEADER_BYTES:])
+        mine.inject(bytes(frame))
+    mine.close()
+    error = there.error()
+    assert there.arrived.empty()
+    return error
+
+
+BEGIN: tuple[dict[str, Any], bytes] = ({}, encode_descriptor(LARGE))
+RECORD = bytes(RECORD_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("frames", "named"),
+    [
+        ([BEGIN, ({"record": 2}, RECORD)], "record 2 of a tensor does not continue it, expected 1"),
+        ([BEGIN, ({"record": 0}, RECORD)], "record 0 of a tensor does not continue it, expected 1"),
+        ([BEGIN, ({"record": 1}, RECORD), ({"record": 1}, RECORD)], "expected 2"),
+        ([BEGIN, ({"record": 1, "boundary": 5}, RECORD)], "does not continue it"),
+        ([BEGIN, ({"record": 1, "generation": 9}, RECORD)], "does not continue it"),
+        ([BEGIN, ({"record": 1, "step": 3}, RECORD)], "does not continue it"),
+        ([BEGIN, ({"record": 1, "flags": 1}, RECORD)], "does not continue it"),
+        ([BEGIN, ({"record": 1}, RECORD[1:])], "does not continue it"),
+        ([BEGIN, ({"record": 1}, RECORD), ({"record": 2}, RECORD)], "does not continue it"),
+        ([BEGIN, BEGIN], "record 0 of a tensor does not continue it, expected 1"),
+        ([BEGIN, ({"type": FrameType.STEP, "flags": 1, "boundary": 0}, b"")], "which it may not send here"),
+    ],
+)
+def test_records_of_a_tensor_that_do_not_continue_it_are_refused(
+    frames: list[tuple[dict[str, Any], bytes]], named: str
+) -> None:
+    error = well_sealed(*frames)
+    assert isinstance(error, FrameError)
+    assert named in error.message
+
+
+@pytest.mark.parametrize("fields", [{"cluster": b"anothers"}, {"tensor": 1}])
+def test_a_well_sealed_frame_of_another_cluster_or_tensor_is_refused(fields: dict[str, Any]) -> None:
+    error = well_sealed(({"flags": 1, **fields}, SMALL))
+    assert isinstance(error, SealError)
+    assert "of another cluster" in error.message
+
+
+def test_a_message_with_a_layer_boundary_is_refused() -> None:
+    error = well_sealed(({"type": FrameType.STEP, "flags": 1, "boundary": 777}, encode_message(STEP)))
+    assert isinstance(error, FrameError)
+    assert "flags, boundary or record of a tensor" in error.message
+
+
+def test_the_end_of_a_handshake_is_read_in_place_of_the_first_frame_alone() -> None:
+    end = encode_handshake(FrameType.HANDSHAKE_END, bytes(42))
+    _, there, mine, _ = tapped_pair()
+    mine.inject(end)
+    error = there.error()
+    assert isinstance(error, Incompatible)
+    assert "alpha speaks protocol version 0" in error.message
+    here, there, mine, _ = tapped_pair()
+    here.link.send(STEP)
+    there.next()
+    mine.inject(end)
+    assert "0x43 is not the type of a sealed frame" in there.error().message
+
+
+def test_another_handshake_frame_in_place_of_the_first_is_refused() -> None:
+    _, there, mine, _ = tapped_pair()
+    mine.inject(encode_handshake(FrameType.HANDSHAKE_1, bytes(100)))
+    error = there.error()
+    assert isinstance(error, FrameError)
+    assert "sent HANDSHAKE_1 after the handshake" in error.message
 
 
 SMALL = encode_descriptor(WireTensor("float32", (2,), bytes(8))) + bytes(8)

@@ -63,6 +63,7 @@ def test_a_tensor_over_the_limit_is_refused_before_memory_is_taken() -> None:
         descriptor(1, 1, 5, 1),
         descriptor(1, 1, 4, 1, 1),
         descriptor(1, 2, 0, 2**63, 2),
+        descriptor(1, 1, 4, 1)[:2] + b"\0\0\0\0\0\1" + descriptor(1, 1, 4, 1)[8:],
         b"",
         bytes(63),
     ],

@@ -15,7 +15,12 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from convoy.crypto.certificate import certificate_key, from_pem, make_certificate, to_pem
-from convoy.crypto.keyfile import make_private_directory, read_private, write_private
+from convoy.crypto.keyfile import (
+    check_private_directory,
+    make_private_directory,
+    read_private,
+    write_private,
+)
 from convoy.errors import HandshakeError, IdentityError
 
 IDENTITY_KEY = "identity.key"
@@ -55,7 +60,12 @@ class Identity:
 
     @classmethod
     def load(cls, directory: Path) -> Identity:
-        """Read the three files. Raises `IdentityError` if one is missing, malformed or readable by others."""
+        """Read the three files.
+
+        Raises `IdentityError` if one is missing, malformed or readable by others, or others may enter the
+        directory.
+        """
+        check_private_directory(directory)
         key = _load_key(directory / IDENTITY_KEY)
         tls_key = _load_key(directory / TLS_KEY)
         return cls(key, tls_key, from_pem(read_private(directory / TLS_CERTIFICATE)), directory)
@@ -99,7 +109,8 @@ class OperatorKey:
 
     @classmethod
     def load(cls, directory: Path) -> OperatorKey:
-        """Read ``operator.key``. Raises `IdentityError`."""
+        """Read ``operator.key``; raises as `Identity.load`."""
+        check_private_directory(directory)
         return cls(_load_key(directory / OPERATOR_KEY))
 
     def save(self, directory: Path) -> None:

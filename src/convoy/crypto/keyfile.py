@@ -17,7 +17,18 @@ def make_private_directory(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise IdentityError(f"cannot make directory {path}: {error.strerror}") from error
-    _check_mode(path, path.stat(), "directory")
+    check_private_directory(path)
+
+
+def check_private_directory(path: Path) -> None:
+    """Raises `IdentityError` if ``path`` is missing, of another user, or others may enter it."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise IdentityError(
+            f"cannot read {path}: {error.strerror}", hint="make one with `convoy identity`"
+        ) from error
+    _check_mode(path, status, "directory")
 
 
 def write_private(path: Path, data: bytes) -> None:
