@@ -11,12 +11,12 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from convoy.serve.answers import Health, ModelCard, ModelList
+from convoy.serve.asked import read_chat, read_completion
 from convoy.serve.bodies import ChatBody, CompletionBody
 from convoy.serve.chat_answer import ChatAnswer
 from convoy.serve.completion_answer import CompletionAnswer
 from convoy.serve.generate import Generate
 from convoy.serve.guard import Guard
-from convoy.serve.job import chat_job, completion_job
 from convoy.serve.lifecycle import Lifecycle
 from convoy.serve.options import ServeOptions
 from convoy.serve.service import ServedModel, Service
@@ -28,9 +28,9 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     """
     life = lifecycle or Lifecycle()
     # Tokenising competes with the engine for the processor: a few at a time.
-    workers = anyio.CapacityLimiter(4)
-    chat = Generate(service, options, life, workers, ChatBody, chat_job, ChatAnswer)
-    completion = Generate(service, options, life, workers, CompletionBody, completion_job, CompletionAnswer)
+    threads = anyio.CapacityLimiter(4)
+    chat = Generate(service, options, life, threads, ChatBody, read_chat, ChatAnswer)
+    completion = Generate(service, options, life, threads, CompletionBody, read_completion, CompletionAnswer)
     about = _About(service, life)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),

@@ -14,7 +14,7 @@ from convoy.serve.answers import (
     ChunkChoice,
     Delta,
 )
-from convoy.serve.job import Job
+from convoy.serve.asked import Asked
 from convoy.serve.pieces import Pieces
 from convoy.serve.tally import Tally
 
@@ -29,10 +29,10 @@ class _Message:
 class ChatAnswer:
     """Implements `Answer` for chat."""
 
-    def __init__(self, job: Job) -> None:
-        self.tally = Tally(job, "chatcmpl-")
-        self._pieces = Pieces(job.model.tokenizer)
-        self._wants_logprobs = job.requests[0].params.logprobs is not None
+    def __init__(self, asked: Asked) -> None:
+        self.tally = Tally(asked, "chatcmpl-")
+        self._pieces = Pieces(asked.model.tokenizer)
+        self._wants_logprobs = asked.requests[0].params.logprobs is not None
         self._messages = [_Message() for _ in range(self.tally.num_choices)]
 
     def opening(self) -> list[ChatChunk]:
@@ -72,13 +72,17 @@ class ChatAnswer:
         ]
         tally = self.tally
         return ChatCompletion(
-            id=tally.id, created=tally.created, model=tally.job.model.name, choices=choices, usage=tally.usage
+            id=tally.id,
+            created=tally.created,
+            model=tally.asked.model.name,
+            choices=choices,
+            usage=tally.usage,
         )
 
     def usage_event(self) -> ChatChunk:
         tally = self.tally
         return ChatChunk(
-            id=tally.id, created=tally.created, model=tally.job.model.name, choices=[], usage=tally.usage
+            id=tally.id, created=tally.created, model=tally.asked.model.name, choices=[], usage=tally.usage
         )
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs:
@@ -91,7 +95,7 @@ class ChatAnswer:
         return ChatChunk(
             id=tally.id,
             created=tally.created,
-            model=tally.job.model.name,
+            model=tally.asked.model.name,
             choices=[ChunkChoice(choice, delta, logprobs, reason)],
             usage=tally.event_usage,
         )

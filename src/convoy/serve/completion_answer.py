@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
 from convoy.serve.answers import TextChoice, TextCompletion, TextLogprobs
-from convoy.serve.job import Job
+from convoy.serve.asked import Asked
 from convoy.serve.pieces import Pieces, TextLogprobWriter
 from convoy.serve.tally import Tally
 
@@ -27,21 +27,21 @@ class _Text:
 class CompletionAnswer:
     """Implements `Answer` for completions."""
 
-    def __init__(self, job: Job) -> None:
-        self.tally = Tally(job, "cmpl-")
-        pieces = Pieces(job.model.tokenizer)
-        self._wants_logprobs = job.requests[0].params.logprobs is not None
+    def __init__(self, asked: Asked) -> None:
+        self.tally = Tally(asked, "cmpl-")
+        pieces = Pieces(asked.model.tokenizer)
+        self._wants_logprobs = asked.requests[0].params.logprobs is not None
         self._choices = [_Text(pieces) for _ in range(self.tally.num_choices)]
         # Requests whose scored prompt is still to come, and what came before it.
         self._held: dict[int, list[Output]] = {
-            index: [] for index, request in enumerate(job.requests) if request.prompt_logprobs is not None
+            index: [] for index, request in enumerate(asked.requests) if request.prompt_logprobs is not None
         }
 
     def opening(self) -> list[TextCompletion]:
         """The echoed prompts that need no score from the engine."""
         events = []
-        for index in range(len(self.tally.job.requests)):
-            if self.tally.job.echo and index not in self._held:
+        for index in range(len(self.tally.asked.requests)):
+            if self.tally.asked.echo and index not in self._held:
                 events += self._prompt_events(index, (None,))
         return events
 
@@ -75,9 +75,9 @@ class CompletionAnswer:
 
     def whole(self) -> TextCompletion:
         tally = self.tally
-        for index in range(len(tally.job.requests)):
-            scored_by_engine = tally.job.requests[index].prompt_logprobs is not None
-            if tally.job.echo and not scored_by_engine:
+        for index in range(len(tally.asked.requests)):
+            scored_by_engine = tally.asked.requests[index].prompt_logprobs is not None
+            if tally.asked.echo and not scored_by_engine:
                 self._put_prompt(index, (None,))
         choices = [
             TextChoice(
@@ -89,34 +89,38 @@ class CompletionAnswer:
             for number, choice in enumerate(self._choices)
         ]
         return TextCompletion(
-            id=tally.id, created=tally.created, model=tally.job.model.name, choices=choices, usage=tally.usage
+            id=tally.id,
+            created=tally.created,
+            model=tally.asked.model.name,
+            choices=choices,
+            usage=tally.usage,
         )
 
     def usage_event(self) -> TextCompletion:
         tally = self.tally
         return TextCompletion(
-            id=tally.id, created=tally.created, model=tally.job.model.name, choices=[], usage=tally.usage
+            id=tally.id, created=tally.created, model=tally.asked.model.name, choices=[], usage=tally.usage
         )
 
     def _put_prompt(self, index: int, logprobs: Sequence[TokenLogprob | None]) -> None:
         for number in self._choices_of(index):
             choice = self._choices[number]
-            choice.texts.insert(0, self.tally.job.prompt_texts[index])
+            choice.texts.insert(0, self.tally.asked.prompt_texts[index])
             if self._wants_logprobs:
                 choice.tokens[:0] = self._scored_prompt(index, logprobs)
 
     def _prompt_events(self, index: int, logprobs: Sequence[TokenLogprob | None]) -> list[TextCompletion]:
-        text = self.tally.job.prompt_texts[index]
+        text = self.tally.asked.prompt_texts[index]
         tokens = self._scored_prompt(index, logprobs) if self._wants_logprobs else None
         return [self._chunk(number, text, tokens) for number in self._choices_of(index)]
 
     def _scored_prompt(
         self, index: int, logprobs: Sequence[TokenLogprob | None]
     ) -> list[tuple[int, TokenLogprob | None]]:
-        return list(zip(self.tally.job.requests[index].prompt_ids, logprobs, strict=True))
+        return list(zip(self.tally.asked.requests[index].prompt_ids, logprobs, strict=True))
 
     def _choices_of(self, index: int) -> range:
-        num = self.tally.job.num_choices
+        num = self.tally.asked.num_choices
         return range(index * num, (index + 1) * num)
 
     def _answer_events(self, number: int, output: TokenOutput | FinishOutput) -> list[TextCompletion]:
@@ -131,8 +135,12 @@ class CompletionAnswer:
         ]
 
     def _text(self, choice: _Text, output: TokenOutput | FinishOutput) -> str:
-        job = self.tally.job
-        if job.scoring and isinstance(output, TokenOutput) and output.token_id in job.model.tokenizer.eos_ids:
+        asked = self.tally.asked
+        if (
+            asked.scoring
+            and isinstance(output, TokenOutput)
+            and output.token_id in asked.model.tokenizer.eos_ids
+        ):
             choice.ended = True
         return "" if choice.ended else output.text
 
@@ -150,7 +158,7 @@ class CompletionAnswer:
         return TextCompletion(
             id=tally.id,
             created=tally.created,
-            model=tally.job.model.name,
+            model=tally.asked.model.name,
             choices=[TextChoice(number, text, logprobs, reason)],
             usage=tally.event_usage,
         )

@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 from convoy.engine.outputs import ErrorOutput, FinishOutput
 from convoy.errors import ConvoyError, Unavailable
 from convoy.serve.arrival import read_body
+from convoy.serve.asked import Asked
 from convoy.serve.bodies import Body, decode_body
 from convoy.serve.exchange import Exchange
 from convoy.serve.generation import Batch, Generation
-from convoy.serve.job import Job
 from convoy.serve.lifecycle import Lifecycle
 from convoy.serve.options import ServeOptions
 from convoy.serve.problem import body_for
@@ -37,10 +37,10 @@ class Generate(Generic[Body]):
     service: Service
     options: ServeOptions
     lifecycle: Lifecycle
-    workers: anyio.CapacityLimiter
+    threads: anyio.CapacityLimiter
     body: type[Body]
-    translate: Callable[[Body, Service, ServeOptions], Job]
-    answer: Callable[[Job], Answer]
+    translate: Callable[[Body, Service, ServeOptions], Asked]
+    answer: Callable[[Asked], Answer]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
@@ -50,13 +50,13 @@ class Generate(Generic[Body]):
 
     async def _run(self, data: bytes, exchange: Exchange) -> None:
         began_s = time.monotonic()
-        job = await anyio.to_thread.run_sync(self._prepare, data, limiter=self.workers)
-        answer = self.answer(job)
-        generation = Generation(job.model.engine, job.requests)
+        asked = await anyio.to_thread.run_sync(self._prepare, data, limiter=self.threads)
+        answer = self.answer(asked)
+        generation = Generation(asked.model.engine, asked.requests)
         try:
             with self.lifecycle.generating(generation):
                 async with generation:
-                    if job.stream:
+                    if asked.stream:
                         await self._stream(exchange, generation, answer)
                     else:
                         await self._whole(exchange, generation, answer)
@@ -68,7 +68,7 @@ class Generate(Generic[Body]):
         finally:
             _report(exchange, answer, began_s)
 
-    def _prepare(self, data: bytes) -> Job:
+    def _prepare(self, data: bytes) -> Asked:
         return self.translate(decode_body(data, self.body), self.service, self.options)
 
     async def _whole(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
@@ -77,7 +77,7 @@ class Generate(Generic[Body]):
             for index, output in batch:
                 answer.add(index, output)
         # A scored prompt has thousands of tokens to spell out.
-        body = await anyio.to_thread.run_sync(answer.whole, limiter=self.workers)
+        body = await anyio.to_thread.run_sync(answer.whole, limiter=self.threads)
         await exchange.send_json(200, body)
 
     async def _stream(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
@@ -97,7 +97,7 @@ class Generate(Generic[Body]):
             await exchange.send_events([body_for(error)])
             await exchange.end_events()
             return
-        if answer.tally.job.include_usage:
+        if answer.tally.asked.include_usage:
             await exchange.send_events([answer.usage_event()])
         await exchange.send_events([], b"data: [DONE]\n\n")
         await exchange.end_events()
@@ -120,9 +120,9 @@ def _report(exchange: Exchange, answer: Answer, began_s: float) -> None:
         "first_s=%s total_s=%.3f",
         exchange.id,
         exchange.outcome,
-        len(tally.job.requests),
+        len(tally.asked.requests),
         tally.num_choices,
-        tally.job.num_prompt_tokens,
+        tally.asked.num_prompt_tokens,
         tally.completion_tokens,
         first_s,
         now_s - began_s,

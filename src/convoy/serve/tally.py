@@ -12,7 +12,7 @@ import msgspec
 
 from convoy.engine.outputs import FinishOutput, Output, TokenOutput
 from convoy.serve.answers import Usage
-from convoy.serve.job import Job
+from convoy.serve.asked import Asked
 
 
 class Answer(Protocol):
@@ -46,7 +46,7 @@ class Answer(Protocol):
 class Tally:
     """Counts of one answer."""
 
-    job: Job
+    asked: Asked
     prefix: str
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -65,20 +65,20 @@ class Tally:
 
     def choice_of(self, index: int, output: TokenOutput | FinishOutput) -> int:
         """The number of a choice among all prompts' choices."""
-        return index * self.job.num_choices + output.choice
+        return index * self.asked.num_choices + output.choice
 
     @property
     def num_choices(self) -> int:
-        return len(self.job.requests) * self.job.num_choices
+        return len(self.asked.requests) * self.asked.num_choices
 
     @property
     def usage(self) -> Usage:
-        prompt = self.job.num_prompt_tokens
+        prompt = self.asked.num_prompt_tokens
         return Usage(prompt, self.completion_tokens, prompt + self.completion_tokens)
 
     @property
     def event_usage(self) -> Usage | msgspec.UnsetType | None:
         """What a chunk's ``usage`` is: the count so far, null where a usage event will come, or absent."""
-        if self.job.continuous_usage:
+        if self.asked.continuous_usage:
             return self.usage
-        return None if self.job.include_usage else msgspec.UNSET
+        return None if self.asked.include_usage else msgspec.UNSET

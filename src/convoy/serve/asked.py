@@ -1,6 +1,6 @@
 """From a body to what the engine is asked: limits checked, text made into token ids, choices counted.
 
-Tokenising a large body takes a while, so the server calls these on a worker thread.
+Tokenising a large body takes a while, so the server calls these on a thread of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_STOPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Asked:
     """One HTTP request as the engine sees it: a `GenerationRequest` per prompt, choices numbered prompt-
     major.
 
@@ -48,7 +48,7 @@ class Job:
         return sum(len(request.prompt_ids) for request in self.requests)
 
 
-def chat_job(body: ChatBody, service: Service, options: ServeOptions) -> Job:
+def read_chat(body: ChatBody, service: Service, options: ServeOptions) -> Asked:
     """Raises `RequestError` or `UnknownModel`."""
     model = service.model(body.model)
     if not body.messages:
@@ -63,10 +63,10 @@ def chat_job(body: ChatBody, service: Service, options: ServeOptions) -> Job:
     params = _params(body, (body.top_logprobs or 0) if body.logprobs else None)
     max_tokens = _max_tokens(body, body.max_completion_tokens)
     prompt_ids = model.tokenizer.encode_chat(messages)
-    return _job(body, model, options, prompts=[prompt_ids], params=params, max_tokens=max_tokens)
+    return _read(body, model, options, prompts=[prompt_ids], params=params, max_tokens=max_tokens)
 
 
-def completion_job(body: CompletionBody, service: Service, options: ServeOptions) -> Job:
+def read_completion(body: CompletionBody, service: Service, options: ServeOptions) -> Asked:
     """Raises `RequestError` or `UnknownModel`."""
     model = service.model(body.model)
     _check_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)
@@ -77,10 +77,10 @@ def completion_job(body: CompletionBody, service: Service, options: ServeOptions
     texts: tuple[str, ...] = ()
     if body.echo:
         texts = tuple(p if isinstance(p, str) else model.tokenizer.decode(p) for p in prompts)
-    return _job(body, model, options, prompts=ids, params=params, max_tokens=max_tokens, texts=texts)
+    return _read(body, model, options, prompts=ids, params=params, max_tokens=max_tokens, texts=texts)
 
 
-def _job(
+def _read(
     body: GenerationBody,
     model: ServedModel,
     options: ServeOptions,
@@ -89,7 +89,7 @@ def _job(
     params: SamplingParams,
     max_tokens: int | None,
     texts: tuple[str, ...] = (),
-) -> Job:
+) -> Asked:
     params.check_vocabulary(model.tokenizer.vocab_size)
     num_choices = 1 if body.n is None else body.n
     _check_range("n", num_choices, 1, options.max_choices)
@@ -110,7 +110,7 @@ def _job(
         for ids in prompts
     )
     asked = body.stream_options or StreamOptions()
-    return Job(
+    return Asked(
         model=model,
         requests=requests,
         num_choices=num_choices,
