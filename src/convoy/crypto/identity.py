@@ -65,8 +65,8 @@ class Identity:
         Raises `IdentityError` if one is missing, malformed or readable by others, or others may enter the
         directory.
         """
-        check_private_directory(directory)
         key = _load_key(directory / IDENTITY_KEY)
+        check_private_directory(directory)
         tls_key = _load_key(directory / TLS_KEY)
         return cls(key, tls_key, from_pem(read_private(directory / TLS_CERTIFICATE)), directory)
 
@@ -110,8 +110,9 @@ class OperatorKey:
     @classmethod
     def load(cls, directory: Path) -> OperatorKey:
         """Read ``operator.key``; raises as `Identity.load`."""
+        key = _load_key(directory / OPERATOR_KEY)
         check_private_directory(directory)
-        return cls(_load_key(directory / OPERATOR_KEY))
+        return cls(key)
 
     def save(self, directory: Path) -> None:
         """Write ``operator.key``, 0600 in a 0700 directory. Raises `IdentityError` if one is there."""
