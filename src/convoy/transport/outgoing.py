@@ -275,8 +275,9 @@ class Outgoing:
             self._write(view)
 
     def _write(self, view: memoryview) -> None:
-        self._stream.send_all(view)
-        self._progress_s = time.monotonic()
+        for start in range(0, len(view), _FRAME_BYTES):  # in pieces, so that a long message shows its progress
+            self._stream.send_all(view[start : start + _FRAME_BYTES])
+            self._progress_s = time.monotonic()
 
 
 def message_parcel(kind: FrameType, payload: bytes, generation: int, step: int) -> Parcel:
