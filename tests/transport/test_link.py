@@ -318,10 +318,18 @@ def test_a_full_queue_that_moves_is_no_stall_and_loses_nothing() -> None:
     links[0]._outgoing._stream = Slow(links[0]._outgoing._stream, 0.03)
     here, there = End(links[0]).start(), End(links[1]).start()
     started_s = time.monotonic()
-    for number in range(4):  # twenty records each: one tensor takes longer than the time of a stall
-        here.link.send_tensor(tensor(20 * RECORD_BYTES), generation=1, step=number, boundary=1)
+
+    def send_two(first: int) -> None:
+        for number in (first, first + 1):  # twenty records each: one tensor takes longer than a stall may
+            here.link.send_tensor(tensor(20 * RECORD_BYTES), generation=1, step=number, boundary=1)
+
+    threads = [threading.Thread(target=send_two, args=(first,)) for first in (0, 2, 4)]
+    for thread in threads:
+        thread.start()
+    assert sorted(there.next().step for _ in range(6)) == list(range(6))
     assert time.monotonic() - started_s > 2 * options.stall_timeout_s
-    assert [there.next().step for _ in range(4)] == list(range(4))
+    for thread in threads:
+        thread.join()
     here.link.close()
 
 

@@ -275,7 +275,7 @@ class Outgoing:
             self._write(view)
 
     def _write(self, view: memoryview) -> None:
-        for start in range(0, len(view), _FRAME_BYTES):  # in pieces, so that a long message shows its progress
+        for start in range(0, len(view), _FRAME_BYTES):  # so that a long message shows its progress
             self._stream.send_all(view[start : start + _FRAME_BYTES])
             self._progress_s = time.monotonic()
 
