@@ -48,10 +48,10 @@ class ClusterConfig(msgspec.Struct, frozen=True):
 
 
 class ListenConfig(msgspec.Struct, frozen=True):
-    """Where peers reach this member: an address of this machine, or 0.0.0.0 for all of them."""
+    """Where peers reach this member: an address of this machine, or 0.0.0.0; no port is the roster's."""
 
     host: Name = "0.0.0.0"  # noqa: S104 - nothing is said here to anyone who is not in the roster
-    port: Port = DEFAULT_PEER_PORT
+    port: Port | None = None
 
 
 class ServeConfig(msgspec.Struct, frozen=True):

@@ -40,7 +40,8 @@ def join(
     me = load_member(settings)
     show = _show_json if as_json else _show
     peer = Peer(me, peer_options(settings, model, exit_with_head=exit_with_head), show)
-    _run_until_asked(peer, (settings.listen.host, settings.listen.port), until_stdin_closes)
+    port = me.member.address[1] if settings.listen.port is None else settings.listen.port
+    _run_until_asked(peer, (settings.listen.host, port), until_stdin_closes)
 
 
 def _show(event: PeerEvent) -> None:

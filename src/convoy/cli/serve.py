@@ -56,12 +56,9 @@ def serve_cluster(
 
     options = serve_options(settings)
     options.check()
-    listener = bind(options)  # a port in use is said before anything is loaded
-    try:
-        cluster = start_cluster(settings, model, quiet=as_json, watch=watch)
-    except BaseException:
-        listener.close()
-        raise
+    # A port in use is said before anything is loaded; until there is something to serve, nobody listens.
+    bind(options).close()
+    cluster = start_cluster(settings, model, quiet=as_json, watch=watch)
     try:
         granted = cluster.head.granted
         assert granted is not None
@@ -76,7 +73,7 @@ def serve_cluster(
                 print_picture(cluster.status())
                 print_note(f"serving {served.name} at {url}/v1")
 
-        run_server(service, options, on_ready=on_ready, listener=listener)
+        run_server(service, options, on_ready=on_ready)
     finally:
         cluster.close()
 

@@ -87,7 +87,7 @@ def _require_ours(certificate: x509.Certificate, key: Ed25519PublicKey, certific
         raise IdentityError(
             "the certificate has another subject, issuer, key identifier or extension than convoy derives "
             "from its key",
-            hint="make one with `convoy identity`",
+            hint="is this the directory of the keys? `convoy identity new NAME` makes new ones",
         )
     try:
         key.verify(certificate_der[-_SIGNATURE_BYTES:], tbs)

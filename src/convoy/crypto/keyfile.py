@@ -26,7 +26,8 @@ def check_private_directory(path: Path) -> None:
         status = path.stat()
     except OSError as error:
         raise IdentityError(
-            f"cannot read {path}: {error.strerror}", hint="make one with `convoy identity`"
+            f"cannot read {path}: {error.strerror}",
+            hint="is this the directory of the keys? `convoy identity new NAME` makes new ones",
         ) from error
     _check_mode(path, status, "directory")
 
@@ -58,7 +59,8 @@ def read_private(path: Path) -> bytes:
             data = file.read(MAX_KEYFILE_BYTES + 1)
     except OSError as error:
         raise IdentityError(
-            f"cannot read {path}: {error.strerror}", hint="make one with `convoy identity`"
+            f"cannot read {path}: {error.strerror}",
+            hint="is this the directory of the keys? `convoy identity new NAME` makes new ones",
         ) from error
     if len(data) > MAX_KEYFILE_BYTES:
         raise IdentityError(f"{path} is longer than {MAX_KEYFILE_BYTES} bytes, so it is no key of ours")

@@ -191,7 +191,7 @@ class Engine:
         except ConvoyError as error:
             with self._changed:
                 if not self._closing:
-                    _log.error("the engine stopped: %s", type(error).__name__)
+                    _log.error("the engine stopped: %s", error.message)
                 self._fail(error)
         except Exception:
             with self._changed:

@@ -85,7 +85,8 @@ class PipelineExecutor:
     def lost(self, link: Link, error: ConvoyError) -> None:
         """A link ended."""
         lost = StageLost(
-            f"the link to {link.peer} ended: {error.message}", hint="start that member again, then the head"
+            f"the link to {link.peer} ended: {error.message}",
+            hint="start that member again, then the head: `convoy serve`",
         )
         lost.__cause__ = error
         self._arrivals.put(lost)

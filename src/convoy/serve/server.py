@@ -82,18 +82,17 @@ def run_server(
     *,
     on_ready: Callable[[str], None] | None = None,
     stop: Stop | None = None,
-    listener: socket.socket | None = None,
 ) -> None:
     """Serve until `Stop.request`, SIGTERM or SIGINT (on the main thread), then drain for ``options.drain_s``.
 
     ``on_ready`` is called with the base URL (``http://127.0.0.1:8000``), on a thread of its own, once
-    requests are answered; what it raises ends the server. ``listener`` is what `bind` made earlier. A second
+    requests are answered; what it raises ends the server. A second
     signal ends it at once. Raises `ConfigError` before anything is served.
     """
     options.check()
     stop = stop or Stop()
     with (
-        listener or bind(options) as listening,
+        bind(options) as listening,
         asyncio.Runner(loop_factory=_loop_factory()) as runner,
         _signals(stop),
     ):
