@@ -5,6 +5,7 @@ Waits for the head, holds the layers it plans, and waits again when it is gone.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import sys
@@ -20,6 +21,9 @@ from convoy.cli.output import JsonFlag, print_json_line, print_note
 
 if TYPE_CHECKING:
     from convoy.cluster.peer import Peer, PeerEvent
+
+
+_LOOK_UP_S = 0.5
 
 
 def join(
@@ -76,8 +80,15 @@ def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool
     running.start()
     if until_stdin_closes:
         threading.Thread(target=read_to_end, daemon=True).start()
-    error = ends.get()
+    error = _first(ends)
     peer.stop()
     running.join()
     if error is not None:
         raise error
+
+
+def _first(ends: queue.SimpleQueue[BaseException | None]) -> BaseException | None:
+    """What comes first. Looks up now and then: a signal just before a wait begins does not end it."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return ends.get(timeout=_LOOK_UP_S)
