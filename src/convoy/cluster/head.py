@@ -90,10 +90,6 @@ class Head:
         self.executor: Executor | None = None
         self.granted: Granted | None = None
 
-    @property
-    def source(self) -> ModelSource:
-        return self._source
-
     def bring_up(self, on_load: LoadProgress | None = None) -> Granted:
         """Everything up to the first step.
 

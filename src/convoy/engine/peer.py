@@ -40,7 +40,6 @@ class StageLoop:
         self._steps: deque[Step] = deque()
         self._hidden: dict[int, torch.Tensor] = {}
         self._next_step = 0
-        self.num_steps = 0
 
     def accept_step(self, step: Step, generation: int) -> None:
         """A composition from the head. One of an old generation is dropped."""
@@ -96,4 +95,3 @@ class StageLoop:
             step=step.number,
             boundary=self._route.assignment.end,
         )
-        self.num_steps += 1
