@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from convoy.errors import PlanError
 from convoy.plan.partition import consecutive
@@ -33,30 +33,50 @@ def check_memory(
         raise PlanError("; ".join(refusals), hint="add a member, or move layers to one with more memory")
 
 
-def relieve(
+def fits(
     spec: ModelSpec, owners: Sequence[tuple[str, Span]], memory_bytes: Mapping[str, int], dtype: str
+) -> bool:
+    """Whether `check_memory` would pass."""
+    return all(stage_bytes(spec, span, dtype) <= memory_bytes[member] for member, span in owners)
+
+
+def relieve(
+    spec: ModelSpec,
+    owners: Sequence[tuple[str, Span]],
+    memory_bytes: Mapping[str, int],
+    dtype: str,
+    allowed: Callable[[Sequence[tuple[str, Span]]], bool] = lambda _owners: True,
 ) -> list[tuple[str, Span]]:
     """Shift layers, one at a time, from stages that do not fit to the member with most room left.
 
     Embedding and output weigh on two members only, so shares by memory alone may overfill those while
-    others have room. Returns consecutive owners of the same layers; they may still not fit.
+    others have room. ``allowed`` says which shifts may be made; one that may not goes to the member with
+    next most room. Returns consecutive owners of the same layers; they may still not fit.
     """
     current = list(owners)
-    first = owners[0][1].start
     for _ in range(spec.num_layers):
         room = [memory_bytes[member] - stage_bytes(spec, span, dtype) for member, span in current]
-        fullest, roomiest = room.index(min(room)), room.index(max(room))
-        counts = [span.end - span.start for _, span in current]
-        if room[fullest] >= 0 or room[roomiest] <= 0 or counts[fullest] == 1:
+        fullest = room.index(min(room))
+        if room[fullest] >= 0 or current[fullest][1].end - current[fullest][1].start == 1:
             break
-        counts[fullest] -= 1
-        counts[roomiest] += 1
-        runs = consecutive(counts, first)
-        current = [
-            (member, Span(start, end, span.output))
-            for (member, span), (start, end) in zip(current, runs, strict=True)
-        ]
+        by_room = sorted((i for i in range(len(room)) if room[i] > 0), key=lambda i: -room[i])
+        shifted = (_shift(current, fullest, roomy) for roomy in by_room)
+        better = next((owners for owners in shifted if allowed(owners)), None)
+        if better is None:
+            break
+        current = better
     return current
+
+
+def _shift(owners: Sequence[tuple[str, Span]], giver: int, taker: int) -> list[tuple[str, Span]]:
+    """One layer more for one and less for the other; those between them move along."""
+    counts = [span.end - span.start for _, span in owners]
+    counts[giver] -= 1
+    counts[taker] += 1
+    return [
+        (member, Span(start, end, span.output))
+        for (member, span), (start, end) in zip(owners, consecutive(counts, owners[0][1].start), strict=True)
+    ]
 
 
 def format_bytes(num_bytes: int, digits: int = 1) -> str:

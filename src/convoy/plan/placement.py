@@ -1,8 +1,9 @@
-"""Which member owns which layers: as a person says, or in proportion to memory; or the reason why not.
+"""Which member owns which layers: as a person says, or by memory, under a policy; or the reason why not.
 
 In this version the output belongs to the head. So the head owns the first layers and the output
 (`0:K,output`, the default), the last layers and the output (`K:output`, reverse), or everything; peers
-share the rest in any way.
+share the rest in any way. A policy's placement rules bind spans and shares alike; `plan.rules` has their
+words.
 """
 
 from __future__ import annotations
@@ -12,21 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.errors import PlanError, SpanError
-from convoy.plan.memory import check_memory, relieve
-from convoy.plan.partition import consecutive, shares
+from convoy.plan.memory import check_memory
+from convoy.plan.offer import MemberOffer
 from convoy.plan.route import Route, missing_layers
+from convoy.plan.sharing import check_rules, share
 from convoy.plan.span import Span, format_span, layers_text, parse_span
 from convoy.plan.spec import ModelSpec
+from convoy.trust.policy import PlacementRule
 from convoy.wire.messages import StageAssignment
 
-
-@dataclass(frozen=True)
-class MemberOffer:
-    """What a member brings to a plan; offers come in roster order."""
-
-    name: str
-    memory_bytes: int  # for weights and K/V
-    head: bool = False
+__all__ = ["MemberOffer", "Placement", "place"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +34,8 @@ class Placement:
     head: str
     dtype: str  # in which stages hold weights, K/V and hidden state
     memory_bytes: Mapping[str, int]
+    members: tuple[MemberOffer, ...] = ()
+    rules: tuple[PlacementRule, ...] = ()  # all of them hold
 
     @property
     def route(self) -> Route:
@@ -49,26 +47,28 @@ def place(
     spec: ModelSpec,
     members: Sequence[MemberOffer],
     spans: Mapping[str, str] | None = None,
+    rules: Sequence[PlacementRule] = (),
     *,
     dtype: str = "float32",
 ) -> Placement:
     """Give every member a stage.
 
-    ``spans`` maps member names to span texts; who is not in it shares the layers left over, by memory.
-    Raises SpanError for spans that are wrong, alone or together, and PlanError where there are too many
-    members or too little memory.
+    ``spans`` maps member names to span texts; who is not in it shares the layers left over, by memory and as
+    ``rules`` allow. Raises SpanError for spans that are wrong, alone or together, or break a rule; PlanError
+    where there are too many members or too little memory, or no way to share the layers keeps the rules.
     """
     head = _find_head(members)
     memory_bytes = {member.name: member.memory_bytes for member in members}
     given = _parse(spec, memory_bytes, spans or {})
-    rest = _share_rest(spec, members, given, memory_bytes, dtype)
+    rest = _share_rest(spec, members, given, rules, dtype)
     owners = sorted([*given.items(), *rest], key=lambda owner: (owner[1], owner[0]))
     _check_layers(spec, owners)
     _check_output(spec, owners, head)
     _check_cuts(spec, owners)
+    check_rules(spec, members, owners, rules, given)
     check_memory(spec, owners, memory_bytes, dtype)
     stages = tuple(StageAssignment(name, s.start, s.end, s.embed, s.output) for name, s in owners)
-    return Placement(spec, stages, head, dtype, memory_bytes)
+    return Placement(spec, stages, head, dtype, memory_bytes, tuple(members), tuple(rules))
 
 
 def _find_head(members: Sequence[MemberOffer]) -> str:
@@ -103,29 +103,31 @@ def _share_rest(
     spec: ModelSpec,
     members: Sequence[MemberOffer],
     given: Mapping[str, Span],
-    memory_bytes: Mapping[str, int],
+    rules: Sequence[PlacementRule],
     dtype: str,
 ) -> list[tuple[str, Span]]:
     without = [member for member in members if member.name not in given]
     if not without:
         return []
-    names = ", ".join(member.name for member in without)
-    gaps = missing_layers(spec.num_layers, [(span.start, span.end) for span in given.values()])
-    if not gaps:
-        raise SpanError(f"no layer is left for {names}, expected at least one for each member")
-    if len(gaps) > 1:
-        runs = " and ".join(layers_text(start, end) for start, end in gaps)
-        raise SpanError(
-            f"{runs} are left over for {names}, expected one run", hint="give every member a span"
-        )
-    (start, end) = gaps[0]
+    (start, end) = _left_over(spec, [member.name for member in without], given)
     # The head comes first, for the default layout, unless the first layers are taken: then last, for the
     # reverse.
     without.sort(key=lambda member: member.head is not (start == 0))
-    counts = shares(end - start, [member.memory_bytes for member in without])
-    runs_of = zip(without, consecutive(counts, start), strict=True)
-    owners = [(member.name, Span(first, last, output=member.head)) for member, (first, last) in runs_of]
-    return relieve(spec, owners, memory_bytes, dtype)
+    return share(spec, without, (start, end), rules, dtype)
+
+
+def _left_over(spec: ModelSpec, names: Sequence[str], given: Mapping[str, Span]) -> tuple[int, int]:
+    """The one run of layers that no span claims. Raises SpanError if there is none, or more than one."""
+    listed = ", ".join(names)
+    gaps = missing_layers(spec.num_layers, [(span.start, span.end) for span in given.values()])
+    if not gaps:
+        raise SpanError(f"no layer is left for {listed}, expected at least one for each member")
+    if len(gaps) > 1:
+        runs = " and ".join(layers_text(start, end) for start, end in gaps)
+        raise SpanError(
+            f"{runs} are left over for {listed}, expected one run", hint="give every member a span"
+        )
+    return gaps[0]
 
 
 def _check_layers(spec: ModelSpec, owners: Sequence[tuple[str, Span]]) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
+from convoy.plan.offer import MemberOffer
 from convoy.plan.placement import Placement
+from convoy.plan.rules import breaches, keep_text, place_text, satisfies
 from convoy.plan.span import Span, format_span
+from convoy.plan.spec import ModelSpec
+from convoy.trust.policy import PlacementRule
 from convoy.wire.messages import StageAssignment
 
 
@@ -36,6 +42,24 @@ class HopReport(msgspec.Struct, frozen=True):
     bytes_per_token: int
 
 
+class ExcludedReport(msgspec.Struct, frozen=True):
+    """A member that a rule keeps from something, and the level that is not enough."""
+
+    member: str
+    level: str
+    reason: str
+
+
+class RuleReport(msgspec.Struct, frozen=True):
+    """A placement rule of the policy, and what it does to these members; ``number`` counts from 1."""
+
+    number: int
+    keeps: str
+    on: str
+    satisfied_by: list[str]
+    excluded: list[ExcludedReport]
+
+
 class PlanReport(msgspec.Struct, frozen=True):
     """A whole plan. ``peers_seeing_token_ids`` is empty in the default layout."""
 
@@ -53,6 +77,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     kv_bytes_per_token: int
     hop_bytes_per_token: int  # over all hops, for one decoded token
     max_kv_tokens: int  # of the tightest member
+    rules: list[RuleReport] = []  # those of the policy; all of them hold
 
 
 def report(placement: Placement) -> PlanReport:
@@ -77,6 +102,30 @@ def report(placement: Placement) -> PlanReport:
         kv_bytes_per_token=sum(stage.kv_bytes_per_token for stage in stages),
         hop_bytes_per_token=sum(hop.bytes_per_token for hop in hops),
         max_kv_tokens=min(stage.max_kv_tokens for stage in stages),
+        rules=rule_reports(spec, placement.members, placement.rules),
+    )
+
+
+def rule_reports(
+    spec: ModelSpec, members: Sequence[MemberOffer], rules: Sequence[PlacementRule]
+) -> list[RuleReport]:
+    """Which rule excludes whom: the same whether or not a placement exists."""
+    return [_rule(spec, members, number, rule) for number, rule in enumerate(rules, start=1)]
+
+
+def _rule(spec: ModelSpec, members: Sequence[MemberOffer], number: int, rule: PlacementRule) -> RuleReport:
+    whole = Span(0, spec.num_layers, output=True)
+    out = [member for member in members if not satisfies(rule, member)]
+    return RuleReport(
+        number=number,
+        keeps=keep_text(rule, spec.num_layers),
+        on=place_text(rule),
+        satisfied_by=[member.name for member in members if satisfies(rule, member)],
+        excluded=[
+            ExcludedReport(member.name, member.level.text, str(breach))
+            for member in out
+            for breach in breaches(spec, [rule], [(member, whole)], first_number=number)
+        ],
     )
 
 

@@ -1,0 +1,17 @@
+"""What one member brings to a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from convoy.trust.level import Level
+
+
+@dataclass(frozen=True)
+class MemberOffer:
+    """Offers come in roster order. ``level`` is what was proved of the member, none where nobody looked."""
+
+    name: str
+    memory_bytes: int  # for weights and K/V
+    head: bool = False
+    level: Level = Level.NONE
