@@ -100,3 +100,80 @@ def test_a_configuration_gives_model_members_and_spans(folder: Path) -> None:
         ("mac", "1:5"),
     ]
     assert "unknown" in done.stderr
+
+
+POLICY = """
+[[placement]]
+keep = ["embedding", "output", "first:2", "last:1"]
+on = "hardware"
+
+[[placement]]
+keep = ["last:1"]
+members = ["gamma"]
+"""
+
+
+@pytest.fixture
+def policy(folder: Path) -> Path:
+    file = folder / "policy.toml"
+    file.write_text(POLICY, encoding="utf-8")
+    return folder
+
+
+def test_a_plan_says_which_rule_excludes_whom(policy: Path) -> None:
+    levels = ["--level", "alpha=hardware", "--level", "gamma=hardware", "--level", "beta=self_signed"]
+    flags = ["plan", "odd", "--members", "3", "--policy", "policy.toml", *levels]
+    shown = run_convoy(flags, policy)
+    assert shown.returncode == 0, shown.stderr
+    first, second = shown.stdout.splitlines()[-4:-2]
+    assert "the embedding, layers 0-1, layer 5 and the output" in first
+    assert first.endswith("alpha, gamma  beta (self_signed)")
+    assert second.endswith("gamma         alpha (hardware), beta (self_signed)")
+    plan = json.loads(run_convoy([*flags, "--json"], policy).stdout)
+    assert [(s["member"], s["start"], s["end"]) for s in plan["stages"]] == [
+        ("alpha", 0, 2),
+        ("beta", 2, 4),
+        ("gamma", 4, 6),
+    ]
+    assert plan["rules"][0]["excluded"] == [
+        {
+            "member": "beta",
+            "level": "self_signed",
+            "reason": "rule 1: the embedding, layers 0-1, layer 5 and the output must be on members of level "
+            "hardware, and beta has self_signed",
+        }
+    ]
+
+
+def test_a_plan_that_rules_forbid_shows_the_rules_and_names_the_member(policy: Path) -> None:
+    done = run_convoy(["plan", "odd", "--policy", "policy.toml", "--level", "alpha=hardware"], policy)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[0].split()[:3] == ["rule", "keeps", "on"]
+    assert "rule 1: layer 5 must be on members of level hardware, and beta has none" in done.stderr
+    assert "hint: alpha, the head, holds the other end" in done.stderr
+    as_json = run_convoy(["plan", "odd", "--policy", "policy.toml", "--json"], policy)
+    assert json.loads(as_json.stdout)["error"]["type"] == "PlanError"
+
+
+def test_members_below_the_minimum_get_no_stage_and_are_named(folder: Path) -> None:
+    (folder / "strict.toml").write_text('[attestation]\nminimum = "hardware"\n', encoding="utf-8")
+    flags = ["plan", "odd", "--members", "3", "--policy", "strict.toml", "--level", "gamma=hardware"]
+    shown = run_convoy(flags, folder)
+    assert shown.stdout.splitlines()[-2] == "no stage: beta has none, and the policy's minimum is hardware"
+    plan = json.loads(run_convoy([*flags, "--json"], folder).stdout)
+    assert [stage["member"] for stage in plan["stages"]] == ["alpha", "gamma"]
+    assert [out["member"] for out in plan["left_out"]] == ["beta"]
+
+
+@pytest.mark.parametrize(
+    ("level", "message"),
+    [
+        ("zeta=hardware", "--level zeta=hardware names no member, expected NAME=LEVEL for alpha, beta"),
+        ("alpha=gold", "--level alpha=gold: there is no level 'gold', expected none, self_signed, hardware"),
+        ("alpha", "--level alpha names no member"),
+    ],
+)
+def test_a_level_that_makes_no_sense_is_wrong_usage(folder: Path, level: str, message: str) -> None:
+    done = run_convoy(["plan", "odd", "--level", level], folder)
+    assert done.returncode == 2
+    assert message in done.stderr

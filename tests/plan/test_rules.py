@@ -298,8 +298,8 @@ def exists(members: list[MemberOffer], num_layers: int, rules: list[PlacementRul
     return False
 
 
-@settings(derandomize=True, max_examples=300, deadline=None)
-@given(members_of_clusters, some_rules, st.integers(8, 9))
+@settings(derandomize=True, max_examples=1500, deadline=None)
+@given(members_of_clusters, some_rules, st.integers(5, 8))
 def test_whatever_way_there_is_is_found(
     members: list[MemberOffer], rules: list[PlacementRule], num_layers: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,11 +18,13 @@ from convoy.cli.output import (
     print_note,
     print_table,
 )
-from convoy.errors import ConfigError, UsageError
+from convoy.errors import ConfigError, PlanError, SpanError, UsageError
 
 if TYPE_CHECKING:
-    from convoy.plan.placement import MemberOffer
-    from convoy.plan.report import PlanReport
+    from convoy.plan.offer import MemberOffer
+    from convoy.plan.report import ExcludedReport, PlanReport, RuleReport
+    from convoy.trust.level import Level
+    from convoy.trust.policy import Policy
 
 
 def plan(
@@ -30,33 +33,93 @@ def plan(
         str | None, typer.Option(help="How many on this machine, or NAME=GB,NAME=GB; the first is the head.")
     ] = None,
     layers: LayersFlag = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="A policy file with [[placement]] rules.  [default: the config's]")
+    ] = None,
+    level: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME=LEVEL: suppose that this was proved of a member: none, self_signed, hardware."
+        ),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A convoy.toml: model, roster and spans.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show who would hold which layers, and who sees token ids. Runs nothing."""
+    """Show who would hold which layers, who sees token ids, and which rule excludes whom. Runs nothing."""
     from convoy.plan.placement import place
-    from convoy.plan.report import report
+    from convoy.plan.report import report, rule_reports
 
     settings = load_config(config)
     named = model or settings.model_name()
     if named is None:
         raise UsageError("no model is named", hint="give MODEL, or --config with a [model]")
-    offers = _offers(settings, members)
+    demands = _policy(policy)
+    offers = _with_levels(_offers(settings, members), level or [])
     spans = spans_by_name(layers, [offer.name for offer in offers]) or settings.plan.layers
+    offers, left_out = _above(demands.minimum, offers)
     # Last, because it takes the seconds that torch takes to load.
     from convoy.model.source import ModelSource
 
     source = ModelSource.resolve(named)
-    found = report(place(source.spec, offers, spans))
+    try:
+        placement = place(source.spec, offers, spans, demands.placement)
+    except (PlanError, SpanError):
+        if not as_json:
+            print_rules(rule_reports(source.spec, offers, demands.placement))
+        raise
+    found = report(placement, left_out)
     if as_json:
         print_json(found)
     else:
         _print(found)
 
 
+def _policy(file: Path | None) -> Policy:
+    """What the policy file demands; nothing without one."""
+    from convoy.cli.files import read_bytes
+    from convoy.trust.policy import MAX_POLICY_BYTES, Policy, parse_policy
+
+    if file is None:
+        return Policy()
+    return parse_policy(read_bytes(file, max_bytes=MAX_POLICY_BYTES), str(file))
+
+
+def _with_levels(offers: list[MemberOffer], levels: list[str]) -> list[MemberOffer]:
+    """The offers as if these levels had been proved; a plan asks nobody for evidence. Raises UsageError."""
+    from convoy.trust.level import Level
+
+    names = [offer.name for offer in offers]
+    supposed: dict[str, Level] = {}
+    for text in levels:
+        name, equals, word = text.partition("=")
+        if not equals or name not in names:
+            raise UsageError(f"--level {text} names no member, expected NAME=LEVEL for {', '.join(names)}")
+        try:
+            supposed[name] = Level.from_text(word)
+        except ValueError as error:
+            raise UsageError(f"--level {text}: {error}") from None
+    return [dataclasses.replace(offer, level=supposed.get(offer.name, offer.level)) for offer in offers]
+
+
+def _above(minimum: Level, offers: list[MemberOffer]) -> tuple[list[MemberOffer], list[ExcludedReport]]:
+    """Those that may have a stage at all: the head, which judges, and peers of at least the minimum."""
+    from convoy.plan.report import ExcludedReport
+
+    out = [offer for offer in offers if not offer.head and offer.level < minimum]
+    reports = [
+        ExcludedReport(
+            offer.name,
+            offer.level.text,
+            f"{offer.name} has {offer.level.text}, and the policy's minimum is {minimum.text}",
+        )
+        for offer in out
+    ]
+    return [offer for offer in offers if offer not in out], reports
+
+
 def _offers(settings: Config, members: str | None) -> list[MemberOffer]:
     """Those of ``--members``, else of the roster, else two. Others' memory is unknown until they answer."""
-    from convoy.plan.placement import MemberOffer
+    from convoy.plan.offer import MemberOffer
 
     if members is None and settings.cluster.roster is not None:
         names = _roster_names(settings)
@@ -119,4 +182,27 @@ def _print(found: PlanReport) -> None:
         ],
     )
     print()
+    print_rules(found.rules)
+    for out in found.left_out:
+        print(f"no stage: {out.reason}")
     print(f"token ids are seen by: {', '.join(found.token_id_members)}")
+
+
+def print_rules(rules: list[RuleReport]) -> None:
+    """A row for each rule of the policy and each member that it excludes; nothing without rules."""
+    if not rules:
+        return
+    print_table(
+        ["rule", "keeps", "on", "satisfied by", "excludes"],
+        [
+            (
+                rule.number,
+                rule.keeps,
+                rule.on,
+                ", ".join(rule.satisfied_by) or "nobody",
+                ", ".join(f"{out.member} ({out.level})" for out in rule.excluded) or "nobody",
+            )
+            for rule in rules
+        ],
+    )
+    print()

@@ -78,10 +78,11 @@ class PlanReport(msgspec.Struct, frozen=True):
     hop_bytes_per_token: int  # over all hops, for one decoded token
     max_kv_tokens: int  # of the tightest member
     rules: list[RuleReport] = []  # those of the policy; all of them hold
+    left_out: list[ExcludedReport] = []  # members below the policy's minimum, which get no stage
 
 
-def report(placement: Placement) -> PlanReport:
-    """The numbers of a placement."""
+def report(placement: Placement, left_out: Sequence[ExcludedReport] = ()) -> PlanReport:
+    """The numbers of a placement, and who was ``left_out`` of it before it was made."""
     spec, dtype, route = placement.spec, placement.dtype, placement.route
     stages = [_stage(placement, stage) for stage in placement.stages]
     token_bytes = spec.boundary_bytes(dtype)
@@ -103,6 +104,7 @@ def report(placement: Placement) -> PlanReport:
         hop_bytes_per_token=sum(hop.bytes_per_token for hop in hops),
         max_kv_tokens=min(stage.max_kv_tokens for stage in stages),
         rules=rule_reports(spec, placement.members, placement.rules),
+        left_out=list(left_out),
     )
 
 
