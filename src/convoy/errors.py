@@ -6,6 +6,7 @@ ConvoyError                     carries a message and, where there is one, a hin
 │   ├── ConfigError             convoy.toml, an address, a port
 │   ├── IdentityError           a key or certificate on disk
 │   ├── RosterError             unsigned, expired, foreign, without this member
+│   ├── InviteError             an invitation that is malformed, expired, used up or declined
 │   ├── SpanError               layer spans that overlap, leave a gap or own no output
 │   ├── ModelError              a model directory that cannot be run
 │   └── RequestError            a request of a client (HTTP 400); names the parameter
@@ -60,6 +61,10 @@ class IdentityError(InputError):
 
 class RosterError(InputError):
     """The roster is unsigned, expired, for another cluster or without this member."""
+
+
+class InviteError(InputError):
+    """An invitation cannot be used: malformed, expired, used up, or its operator said no."""
 
 
 class SpanError(InputError):

@@ -95,6 +95,13 @@ class Identity:
         """
         return self._key.sign(data)
 
+    def sign_with_tls_key(self, data: bytes) -> bytes:
+        """Ed25519 signature (64 bytes) under the TLS key, for a newcomer to prove that it has that one too.
+
+        TLS 1.3 signs nothing that begins with a length, so no signature of one kind passes as the other.
+        """
+        return self._tls_key.sign(data)
+
 
 class OperatorKey:
     """The key that signs rosters. It stays with the operator; members know its public half alone."""

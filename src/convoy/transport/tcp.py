@@ -40,11 +40,17 @@ def server_context(me: LocalMember) -> ssl.SSLContext:
     return context
 
 
-def _restrict(context: ssl.SSLContext, me: LocalMember) -> ssl.SSLContext:
+def restrict_tls(context: ssl.SSLContext) -> ssl.SSLContext:
+    """TLS 1.3 alone, without tickets and names."""
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.maximum_version = ssl.TLSVersion.TLSv1_3
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_COMPRESSION
     context.check_hostname = False  # the exact certificate is compared instead, and no name goes out as SNI
+    return context
+
+
+def _restrict(context: ssl.SSLContext, me: LocalMember) -> ssl.SSLContext:
+    restrict_tls(context)
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags = ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_TRUSTED_FIRST
     certificate, key = me.identity.tls_files

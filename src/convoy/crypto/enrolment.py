@@ -1,0 +1,150 @@
+"""Enrolment: what a newcomer and an inviting operator compute over an invitation; pure functions over bytes.
+
+In order: `commit` -> `transcript` -> `Proof` by the newcomer, `check_proof` by the inviter -> `code` on both
+screens -> `listener_mac` back. Normative text: docs/protocol.md, "Enrolment".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from convoy.crypto.certificate import make_certificate, to_pem
+from convoy.crypto.identity import Identity, verify
+from convoy.crypto.keys import prefixed
+from convoy.errors import HandshakeError
+
+LABEL = b"convoy enrolment v1"
+SECRET_BYTES = 16
+NONCE_BYTES = 32
+HASH_BYTES = 32
+SIGNATURE_BYTES = 64
+CODE_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What both ends hold of one invitation when they meet.
+
+    ``invitation``: hash of all that the token says but its secret. ``fingerprint``: SHA-256 of the listener's
+    certificate as this end saw it in TLS.
+    """
+
+    secret: bytes = field(repr=False)
+    invitation: bytes
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The newcomer's second message, apart from its card."""
+
+    nonce: bytes
+    identity_signature: bytes
+    tls_signature: bytes
+    mac: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OneTimeCertificate:
+    """A certificate and key for one invitation. The key is in memory only."""
+
+    certificate_der: bytes
+    certificate_pem: bytes = field(repr=False)
+    key_pem: bytes = field(repr=False)
+
+    @classmethod
+    def generate(cls) -> OneTimeCertificate:
+        key = Ed25519PrivateKey.generate()
+        certificate = make_certificate(key)
+        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return cls(certificate, to_pem(certificate), pem)
+
+
+def commit(nonce: bytes, card: bytes) -> bytes:
+    """Fixes the newcomer's nonce and card before it sees the inviter's nonce, and shows neither."""
+    return _hash(b"commitment", nonce, card)
+
+
+def transcript(terms: Terms, commitment: bytes, inviter_nonce: bytes, nonce: bytes, card: bytes) -> bytes:
+    """All that both ends said, and which certificate carried it."""
+    return _hash(
+        b"transcript", terms.invitation, terms.fingerprint, commitment, inviter_nonce, nonce, card
+    )
+
+
+def make_proof(terms: Terms, identity: Identity, nonce: bytes, spoken: bytes) -> Proof:
+    """Both keys sign the transcript ``spoken``, and the secret covers all of it without being sent."""
+    by_identity = identity.sign(to_sign(b"identity", spoken))
+    by_tls_key = identity.sign_with_tls_key(to_sign(b"tls", spoken))
+    mac = newcomer_mac(terms.secret, spoken, by_identity, by_tls_key)
+    return Proof(nonce, by_identity, by_tls_key, mac)
+
+
+def check_proof(secret: bytes, spoken: bytes, proof: Proof, identity_key: bytes, tls_key: bytes) -> None:
+    """Raises `HandshakeError` for a wrong MAC first: strangers cost one HMAC, and no signature."""
+    expected = newcomer_mac(secret, spoken, proof.identity_signature, proof.tls_signature)
+    if not hmac.compare_digest(expected, proof.mac):
+        raise HandshakeError("a newcomer does not hold this invitation's secret, or spoke to another listener")
+    verify(identity_key, proof.identity_signature, to_sign(b"identity", spoken))
+    verify(tls_key, proof.tls_signature, to_sign(b"tls", spoken))
+
+
+def check_commitment(commitment: bytes, nonce: bytes, card: bytes) -> None:
+    """Raises `HandshakeError` if the newcomer changed its mind after it saw the inviter's nonce."""
+    if not hmac.compare_digest(commit(nonce, card), commitment):
+        raise HandshakeError("a newcomer's card or nonce is not what it committed to")
+
+
+def to_sign(key: bytes, spoken: bytes) -> bytes:
+    """What the ``identity`` or the ``tls`` key signs."""
+    return prefixed(LABEL, b"signature", key, spoken)
+
+
+def newcomer_mac(secret: bytes, spoken: bytes, identity_signature: bytes, tls_signature: bytes) -> bytes:
+    """Shows that the newcomer holds the secret; over the signatures too."""
+    return _mac(secret, b"newcomer", spoken, identity_signature, tls_signature)
+
+
+def listener_mac(secret: bytes, spoken: bytes, said: bytes) -> bytes:
+    """Shows that the inviter holds the secret. ``said``: ``pending``, or the signed roster."""
+    return _mac(secret, b"inviter", spoken, hashlib.sha256(said).digest())
+
+
+def check_listener_mac(secret: bytes, spoken: bytes, said: bytes, mac: bytes) -> None:
+    """Raises `HandshakeError`."""
+    if not hmac.compare_digest(listener_mac(secret, spoken, said), mac):
+        raise HandshakeError("the inviting machine does not hold this invitation's secret")
+
+
+def code(secret: bytes, spoken: bytes) -> str:
+    """The digits that both screens show, in two groups.
+
+    The commitment leaves a man in the middle one guess in 10^8 for each invitation, because a valid proof
+    uses it up.
+    """
+    digest = _mac(secret, b"code", spoken)
+    digits = f"{int.from_bytes(digest, 'big') % 10**CODE_DIGITS:0{CODE_DIGITS}d}"
+    return f"{digits[: CODE_DIGITS // 2]} {digits[CODE_DIGITS // 2 :]}"
+
+
+def invitation_id(secret: bytes, invitation: bytes) -> str:
+    """32 hex digits that name an invitation in files and logs, and tell nothing of its secret."""
+    return _mac(secret, b"id", invitation)[:16].hex()
+
+
+def _mac(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+    root = hmac.digest(LABEL, secret, "sha256")  # HKDF-Extract, salt LABEL
+    info = prefixed(LABEL, b"mac", role)
+    key = HKDFExpand(algorithm=SHA256(), length=HASH_BYTES, info=info).derive(root)
+    return hmac.digest(key, prefixed(LABEL, role, *parts), "sha256")
+
+
+def _hash(*parts: bytes) -> bytes:
+    return hashlib.sha256(prefixed(LABEL, *parts)).digest()

@@ -1,0 +1,87 @@
+"""That an invitation is used once is a fact on disk: a file whose creation is the use itself.
+
+``<id>.used`` is created exclusively and reaches the disk before anybody is answered; ``<id>.ended`` says later
+what came of it. So after a crash at any point an invitation is either unused or used, never both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from convoy.crypto.keyfile import make_private_directory, write_private
+from convoy.errors import IdentityError, InviteError
+
+USED = ".used"
+ENDED = ".ended"
+ENROLLED = "enrolled"
+DECLINED = "declined"
+
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Consumption:
+    """The durable state of one invitation, in a private directory of the operator's."""
+
+    directory: Path
+    invitation_id: str
+
+    @property
+    def used(self) -> bool:
+        return self._file(USED).exists()
+
+    def consume(self, who: str) -> None:
+        """Use the invitation up for ``who`` (text for people). Raises `InviteError` if it is used already.
+
+        Two processes that hold the same invitation cannot both get through.
+        """
+        make_private_directory(self.directory)
+        try:
+            write_private(self._file(USED), f"{who}\n".encode())
+        except IdentityError as error:
+            if not self.used:
+                raise
+            raise InviteError(
+                "the invitation is used up", hint="make a new one with `convoy invite`"
+            ) from error
+        _sync(self.directory)
+
+    def end(self, outcome: str) -> None:
+        """Write down what came of it: `ENROLLED` or `DECLINED`."""
+        write_private(self._file(ENDED), f"{outcome}\n".encode())
+        _sync(self.directory)
+
+    def _file(self, suffix: str) -> Path:
+        return self.directory / f"{self.invitation_id}{suffix}"
+
+
+def unfinished(directory: Path) -> list[str]:
+    """For whom invitations were used up without an outcome: their process ended in between."""
+    try:
+        used = sorted(directory.glob(f"*{USED}"))
+    except OSError:
+        return []
+    return [
+        file.read_text(encoding="utf-8", errors="replace").strip()[:200]
+        for file in used
+        if _ID.fullmatch(file.stem) and not file.with_suffix(ENDED).exists()
+    ]
+
+
+def forget(directory: Path) -> None:
+    """Give every invitation without an outcome the outcome ``interrupted``, once that has been said."""
+    for file in directory.glob(f"*{USED}"):
+        if _ID.fullmatch(file.stem) and not file.with_suffix(ENDED).exists():
+            Consumption(directory, file.stem).end("interrupted")
+
+
+def _sync(directory: Path) -> None:
+    # A new name is on disk once its directory is.
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
