@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from convoy.crypto.cipher import TAG_BYTES
 from convoy.crypto.seal import FrameSealer
@@ -22,7 +22,6 @@ from convoy.wire.frame import (
     FLAG_LAST,
     HEADER_BYTES,
     RECORD_BYTES,
-    FrameHeader,
     check_payload,
     encode_header_into,
 )
@@ -33,8 +32,7 @@ _FRAME_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
 _MAX_PONGS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """One message (``payload``) or one tensor on its way out.
 
     The memory behind it must not change until it left.
@@ -68,7 +66,8 @@ class Outgoing:
         self._cluster = cluster
         self._options = options
         self._on_error = on_error
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # notified only where somebody may wait
         self._queue: deque[Parcel] = deque()
         self._queued_bytes = 0
         self._busy = False
@@ -86,7 +85,7 @@ class Outgoing:
 
         Raises `ConvoyError`; the link has ended then, or is being closed.
         """
-        with self._changed:
+        with self._lock:
             self._raise_if_over()
             idle = not self._busy and not self._queue
             if idle:
@@ -118,6 +117,11 @@ class Outgoing:
                 self._queue.append(parcel)
                 self._queued_bytes += parcel.nbytes
                 self._changed.notify_all()
+
+    @property
+    def sent_s(self) -> float:
+        """When the last write began or ended (``time.monotonic``)."""
+        return self._progress_s
 
     def run(self) -> None:
         """The sender thread: whatever is queued, until the link ends."""
@@ -212,7 +216,7 @@ class Outgoing:
             self._fail(LinkBroken(f"this side failed while it sent: {type(bug).__name__}"))
             raise
         finally:
-            with self._changed:
+            with self._lock:
                 self._busy = False
                 if self._queue or self._closing:
                     self._changed.notify_all()
@@ -246,19 +250,22 @@ class Outgoing:
         start, view = self._filled, self._view
         if size > len(self._buffer):
             view = memoryview(bytearray(size))  # a long control message: rare, and not worth a larger pool
-        header = FrameHeader(
-            parcel.type,
-            flags,
-            parcel.boundary,
-            length,
-            self._cluster,
-            parcel.generation,
-            parcel.step,
-            self._sealer.sequence,
-            0,
-            record,
+        encode_header_into(
+            view,
+            start,
+            (
+                parcel.type,
+                flags,
+                parcel.boundary,
+                length,
+                self._cluster,
+                parcel.generation,
+                parcel.step,
+                self._sealer.sequence,
+                0,
+                record,
+            ),
         )
-        encode_header_into(view, start, header)
         body = start + HEADER_BYTES
         self._sealer.seal_into(view[start:body], payload, view[body : start + size])
         self.num_frames += 1
