@@ -115,7 +115,7 @@ def open_roster(
 
 
 def verify_roster(data: bytes, *, operator_key: bytes) -> SignedRoster:
-    """As `open_roster`, whatever the time is: to look at a roster, never to trust one. Raises `RosterError`."""
+    """As `open_roster`, at any time: to look at a roster, never to trust one. Raises `RosterError`."""
     roster = _parse(_verified_body(data, operator_key))
     return SignedRoster(roster, roster.digest, data)
 
