@@ -322,18 +322,28 @@ def test_silent_connections_neither_block_nor_outlive_a_deadline(
 
 def test_half_open_connections_are_bounded(members: tuple[LocalMember, ...]) -> None:
     with opened(members[1], LinkOptions(handshake_timeout_s=2.0, max_half_open=4)) as door:
-        held = [socket.create_connection(door.address) for _ in range(4)]
-        while door.listener._slots._value:
-            time.sleep(0.001)
-        with socket.create_connection(door.address) as extra:
-            extra.settimeout(WAIT_S)
-            assert extra.recv(1) == b""
-        for sock in held:
-            sock.close()
+        held = [half(members[0], door, TO_LISTENER, os.urandom(16)) for _ in range(4)]
+        with pytest.raises(PeerUnreachable, match="hung up"):
+            half(members[0], door, TO_LISTENER, os.urandom(16))
+        for stream in held:
+            stream.close()
         for _ in held:
             door.refusal()
         link = dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
         link.close()
+
+
+def test_a_half_open_connection_that_proved_nothing_gives_way(members: tuple[LocalMember, ...]) -> None:
+    with opened(members[1], LinkOptions(max_half_open=4)) as door:
+        held = [socket.create_connection(door.address) for _ in range(4)]
+        while door.listener.admission.num_half_open < 4:
+            time.sleep(0.001)
+        link = dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        held[0].settimeout(WAIT_S)
+        assert held[0].recv(1) == b""
+        link.close()
+        for sock in held:
+            sock.close()
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -399,14 +409,12 @@ def test_a_listener_that_hangs_up_before_tls_may_be_tried_again(
 
 
 def test_a_full_listener_is_unreachable_and_not_a_failed_handshake(members: tuple[LocalMember, ...]) -> None:
-    with opened(members[1], LinkOptions(max_half_open=2)) as door:
-        held = [socket.create_connection(door.address) for _ in range(2)]
-        while door.listener._slots._value:
-            time.sleep(0.001)
+    with opened(members[1], LinkOptions(max_half_open=2, handshake_timeout_s=1.0)) as door:
+        held = [half(members[0], door, TO_LISTENER, os.urandom(16)) for _ in range(2)]
         with pytest.raises(PeerUnreachable, match="hung up"):
             dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
-        for sock in held:
-            sock.close()
+        for stream in held:
+            stream.close()
             door.refusal()
         dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S).close()
 
@@ -526,7 +534,7 @@ def test_a_closed_listener_hands_over_no_link_whose_handshake_was_under_way(
 ) -> None:
     with opened(members[1]) as door:
         streams = tuple(half(members[0], door, d, b"l" * 16) for d in (TO_LISTENER, TO_DIALLER))
-        while door.listener._slots._value < LinkOptions().max_half_open - 1 or door.listener._halves:
+        while door.listener.admission.num_half_open > 1 or door.listener._halves:
             time.sleep(0.001)
         door.listener.close()
         peer = members[0].roster.member("beta")

@@ -7,9 +7,9 @@ before it opened.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -35,8 +35,7 @@ _BUFFER_BYTES = 2 * (HEADER_BYTES + RECORD_BYTES + TAG_BYTES)
 LINK_TYPES = frozenset({FrameType.PING, FrameType.PONG, FrameType.BYE})
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedMessage:
+class ReceivedMessage(NamedTuple):
     """A message and the plan generation and step that its header names."""
 
     generation: int
@@ -44,8 +43,7 @@ class ReceivedMessage:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedTensor:
+class ReceivedTensor(NamedTuple):
     """A hidden state for the layer ``boundary``; its memory belongs to whoever receives it."""
 
     generation: int
@@ -56,6 +54,45 @@ class ReceivedTensor:
 
 Received = ReceivedMessage | ReceivedTensor
 ReadEnd = Callable[[bytes], NoReturn]
+
+
+class Patience:
+    """How long this end has waited for the peer: written by the receiver, judged by the link's watch.
+
+    Attributes are set whole, so no lock is needed; reading one too early or late moves a verdict by a moment.
+    """
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None  # None: the receiver is busy here, and waits for nobody
+        self.extra_s = 0.0
+        self.over = False
+        self._whole: tuple[float, float, int] | None = None
+
+    def begin(self) -> None:
+        """Something came, or the receiver is back from where it was busy."""
+        self.since_s = time.monotonic()
+        self.extra_s = 0.0
+
+    def extend(self, by_s: float) -> None:
+        """What is under way is long."""
+        self.extra_s = by_s
+
+    def suspend(self) -> None:
+        """The receiver is busy here."""
+        self.since_s = None
+
+    def whole_by(self, within_s: float | None, nbytes: int) -> None:
+        """A tensor of ``nbytes`` has to be whole within this time, however its bytes are spread over it."""
+        self._whole = None if within_s is None else (time.monotonic() + within_s, within_s, nbytes)
+
+    def verdict(self, now_s: float, gone_after_s: float) -> str | None:
+        """What the peer has done wrong, or None."""
+        whole, since_s = self._whole, self.since_s
+        if whole is not None and now_s > whole[0]:
+            return f"a tensor of {whole[2]} bytes did not come whole within {whole[1]:.3g} s"
+        if since_s is not None and now_s - since_s > gone_after_s + self.extra_s:
+            return f"nothing came for {gone_after_s + self.extra_s:.3g} s"
+        return None
 
 
 class Incoming:
@@ -82,6 +119,7 @@ class Incoming:
         self._end = 0
         self.num_frames = 0
         self.num_bytes = 0
+        self.patience = Patience()
 
     def receive(self, allowed: frozenset[FrameType]) -> Received:
         """The next message or whole tensor.
@@ -89,11 +127,14 @@ class Incoming:
         Raises `LinkBroken`, `FrameError` or `SealError`, and for the first frame `HandshakeError` or
         `Incompatible`; all of them end the link.
         """
+        self.patience.begin()
         header = self._next_header(allowed)
         if header.type is FrameType.HIDDEN:
             return ReceivedTensor(header.generation, header.step, header.boundary, self._tensor(header))
         if not header.last or header.record != 0 or header.boundary != 0:
             raise FrameError(f"a {header.type.name} has flags, boundary or record of a tensor")
+        if header.length > RECORD_BYTES:
+            self.patience.extend(header.length / self._options.floor_bytes_per_s)
         payload = memoryview(bytearray(header.length - TAG_BYTES))
         self._open(header, payload)
         return ReceivedMessage(header.generation, header.step, decode_message(header.type, payload))
@@ -116,11 +157,34 @@ class Incoming:
             raise FrameError(f"the first record of a tensor of {nbytes} bytes has {len(first)} bytes")
         if single:
             return WireTensor(dtype, shape, first[DESCRIPTOR_BYTES:])
-        data = _memory(nbytes)
-        for record, start in enumerate(range(0, nbytes, RECORD_BYTES), start=1):
-            end = min(start + RECORD_BYTES, nbytes)
-            self._record(header, record, data[start:end], last=end == nbytes)
-        return WireTensor(dtype, shape, data)
+        return WireTensor(dtype, shape, self._records(header, nbytes))
+
+    def _records(self, first: FrameHeader, nbytes: int) -> memoryview:
+        """The data of a tensor over one record; its memory counts in the budget until it is whole."""
+        self._take(nbytes)
+        options, patience = self._options, self.patience
+        try:
+            patience.whole_by(options.stall_timeout_s + nbytes / options.floor_bytes_per_s, nbytes)
+            data = _memory(nbytes)
+            for record, start in enumerate(range(0, nbytes, RECORD_BYTES), start=1):
+                end = min(start + RECORD_BYTES, nbytes)
+                self._record(first, record, data[start:end], last=end == nbytes)
+                patience.begin()
+            return data
+        finally:
+            patience.whole_by(None, 0)
+            options.tensor_budget.give(nbytes)
+
+    def _take(self, nbytes: int) -> None:
+        budget, patience = self._options.tensor_budget, self.patience
+        patience.suspend()
+        # Half of what the sender has: then it is this end that says what was wrong.
+        if not budget.take(nbytes, self._options.stall_timeout_s / 2, lambda: patience.over):
+            raise LinkBroken(
+                f"no memory for a tensor of {nbytes} bytes: {budget.taken_bytes} of {budget.max_bytes} bytes "
+                "are taken by tensors that have not come whole"
+            )
+        patience.begin()
 
     def _record(self, first: FrameHeader, record: int, out: memoryview, *, last: bool) -> None:
         header = self._next_header(frozenset({FrameType.HIDDEN}))
@@ -139,7 +203,8 @@ class Incoming:
         self._open(header, out)
 
     def _next_header(self, allowed: frozenset[FrameType]) -> FrameHeader:
-        self._fill(HEADER_BYTES)
+        if self._end - self._start < HEADER_BYTES:
+            self._fill(HEADER_BYTES)
         if self.num_frames == 0:
             self._raise_if_refused()
         header = decode_header(self._view, self._start)

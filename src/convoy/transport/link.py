@@ -6,6 +6,7 @@ connection, key and counter.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -64,6 +65,7 @@ class Link:
         self._outgoing = Outgoing(streams[0], sealing[0], cluster, options, self._end)
         self._incoming = Incoming(streams[1], sealing[1], cluster, options, read_end)
         self._lock = threading.Lock()
+        self._over = threading.Event()
         self._error: ConvoyError | None = None
         self._closing: LinkClosed | None = None
         self._pings: dict[int, _Waiting] = {}
@@ -86,6 +88,16 @@ class Link:
     def received_frames(self) -> int:
         return self._incoming.num_frames
 
+    @property
+    def is_over(self) -> bool:
+        return self._error is not None
+
+    @property
+    def heard_s(self) -> float:
+        """When the last frame came (``time.monotonic``); now, while one is being worked on."""
+        since_s = self._incoming.patience.since_s
+        return time.monotonic() if since_s is None else since_s
+
     def start(self, deliver: Deliver, ended: Ended, allowed: frozenset[FrameType]) -> None:
         """Begin to receive. ``deliver`` runs on the receiver thread, and by blocking holds the peer back.
 
@@ -96,7 +108,11 @@ class Link:
         receive = threading.Thread(
             target=self._receive, args=(deliver, ended, allowed | LINK_TYPES), name=f"receive {self.peer}"
         )
-        self._threads = [receive, threading.Thread(target=self._outgoing.run, name=f"send {self.peer}")]
+        self._threads = [
+            receive,
+            threading.Thread(target=self._outgoing.run, name=f"send {self.peer}"),
+            threading.Thread(target=self._watch, name=f"watch {self.peer}"),
+        ]
         for thread in self._threads:
             thread.daemon = True
             thread.start()
@@ -172,10 +188,37 @@ class Link:
                 self._error = self._closing or error
             pings = list(self._pings.values())
         self._outgoing.end(self._error)
+        self._incoming.patience.over = True
+        self._over.set()
         for stream in self._streams:
             stream.close()
         for waiting in pings:
             waiting.event.set()
+
+    # The watch thread: so that neither a blocked send nor a blocked ``deliver`` keeps it from looking.
+
+    def _watch(self) -> None:
+        """Send something at least every ``ping_after_s``, and end the link once nothing comes for too long.
+
+        TCP's keepalive does not see a loss on one of the two connections only, nor a peer that hangs.
+        """
+        options = self._options
+        period_s = min(options.ping_after_s, options.gone_after_s, options.stall_timeout_s) / 4
+        while not self._over.wait(period_s):
+            now_s = time.monotonic()
+            wrong = None if self._closing else self._incoming.patience.verdict(now_s, options.gone_after_s)
+            if wrong is not None:
+                self._end(LinkBroken(f"{self.peer} is gone: {wrong}"))
+                return
+            if now_s - self._outgoing.sent_s >= options.ping_after_s:
+                self._ping_unasked()
+
+    def _ping_unasked(self) -> None:
+        with self._lock:
+            token = self._next_ping
+            self._next_ping += 1
+        with contextlib.suppress(ConvoyError):  # it is over, and whoever waits for it is told
+            self._outgoing.post(message_parcel(FrameType.PING, encode_message(Ping(token)), 0, 0), 0.0)
 
     # The receiver thread.
 
@@ -196,6 +239,7 @@ class Link:
             if isinstance(received, ReceivedMessage) and self._is_ours(received.message):
                 continue
             if self._closing is None:
+                self._incoming.patience.suspend()
                 deliver(self, received)
         if self._error is None:
             self._incoming.discard_until_end()

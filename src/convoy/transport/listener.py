@@ -1,7 +1,7 @@
 """Accept links from other members: each connection is judged in a thread of its own, never in the accept
 loop.
 
-A connection counts as half-open until its link stands; beyond ``max_half_open`` new ones are closed at once.
+A connection counts as half-open until its link stands; `Admission` says how many may be, and from where.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from convoy.errors import ConfigError, ConvoyError, HandshakeError, LinkBroken
+from convoy.transport.admission import Admission, Refusal, Ticket
 from convoy.transport.dial import Wrap, address_error
 from convoy.transport.establish import TO_LISTENER, establish_responder, receive_opening
 from convoy.transport.link import Link
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.options import LinkOptions
+from convoy.transport.quiet import QuietLog
 from convoy.transport.stream import Stream
 from convoy.transport.tcp import TlsStream, peer_certificate, server_context, start_tls_server
 
 _log = logging.getLogger(__name__)
 
-_BACKLOG = 128
+_BACKLOG = 512
 _ACCEPT_POLL_S = 1.0
 
 
@@ -64,8 +66,13 @@ class Listener:
         self._wrap = wrap
         self._on_refused = on_refused
         self._context = server_context(me)
-        self._slots = threading.Semaphore(self._options.max_half_open)
+        self.admission = Admission(self._options.admission, self._options.max_half_open)
+        self.admission.list_addresses(member.address[0] for member in me.roster.members)
+        self._refused = QuietLog(_log)
         self._lock = threading.Lock()
+        self._handed_over = threading.Condition(self._lock)
+        self._handing_over: set[int] = set()  # threads that are inside on_link
+        self._standing: dict[str, list[Link]] = {}
         self._halves: dict[tuple[str, bytes], _Half] = {}
         self._closed = threading.Event()
         self._socket = _bind(bind)
@@ -76,58 +83,84 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop accepting; a handshake under way ends without a link. Links that stand already live on."""
+        """Stop accepting; a handshake under way ends without a link. Links that stand already live on.
+
+        No ``on_link`` begins after this returns, and one under way was waited for (not by itself, and for
+        ``close_timeout_s`` at most).
+        """
         with self._lock:
             self._closed.set()
+            mine = {threading.get_ident()}
+            self._handed_over.wait_for(lambda: self._handing_over <= mine, self._options.close_timeout_s)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes accept() on Linux; elsewhere its timeout does
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * _ACCEPT_POLL_S)
         self._socket.close()
+        self._refused.flush(everything=True)
 
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
                 sock, address = self._socket.accept()
             except TimeoutError:
+                self._refused.flush()
                 continue
             except OSError:
                 if self._closed.wait(0.05):
                     return
                 continue  # out of descriptors: some come back
-            if not self._slots.acquire(blocking=False):
-                busy = self._options.max_half_open
-                _log.warning(
-                    "refused a connection from %s: %d handshakes are under way", _text(address), busy
-                )
-                sock.close()
-                continue
-            judge = threading.Thread(
-                target=self._judge, args=(sock, _text(address)), name="handshake", daemon=True
-            )
-            try:
-                judge.start()
-            except RuntimeError as error:  # no thread to be had: some come back
-                _log.warning("refused a connection from %s: %s", _text(address), error)
-                self._slots.release()
-                sock.close()
+            self._admit(sock, address)
 
-    def _judge(self, sock: socket.socket, where: str) -> None:
+    def _admit(self, sock: socket.socket, address: object) -> None:
+        where = _text(address)
         try:
-            link = self._handshake(sock)
+            # A handle of its own: the TLS socket may be closed, and its descriptor be another's by then.
+            cut = _Cut(sock.dup())
+        except OSError:
+            sock.close()
+            return
+        ticket = self.admission.admit(where[0], cut.cut)
+        if isinstance(ticket, Refusal):
+            cut.close()
+            sock.close()
+            self._refuse(where, ticket.value, ticket.value)
+            return
+        judge = threading.Thread(
+            target=self._judge, args=(sock, where, ticket, cut), name="handshake", daemon=True
+        )
+        try:
+            judge.start()
+        except RuntimeError as error:  # no thread to be had: some come back
+            ticket.release()
+            cut.close()
+            sock.close()
+            self._refuse(where, "no thread", str(error))
+
+    def _refuse(self, where: tuple[str, int], cause: str, text: str) -> None:
+        self._refused.warning(cause, f"refused a connection from {where[0]} port {where[1]}: {text}")
+
+    def _judge(self, sock: socket.socket, where: tuple[str, int], ticket: Ticket, cut: _Cut) -> None:
+        try:
+            link = self._handshake(sock, ticket, cut)
+            if link is not None:
+                self.admission.welcome(where[0])
+                self._hand_over(link)
         except ConvoyError as error:
-            _log.warning("refused a connection from %s: %s", where, error.message)
+            self._refuse(where, type(error).__name__, error.message)
             if self._on_refused is not None:
                 self._on_refused(error)
-            return
         finally:
-            self._slots.release()
-        if link is not None:
-            self._hand_over(link)
+            cut.close()
+            ticket.release()
 
     def _hand_over(self, link: Link) -> None:
+        me = threading.get_ident()
         with self._lock:
             late = self._closed.is_set()
+            surplus = None if late else self._count(link)
+            if not late:
+                self._handing_over.add(me)
         if late:
             link.close("not taken: no longer listening")
             return
@@ -139,8 +172,33 @@ class Listener:
         except BaseException:
             link.close("not taken")
             raise
+        finally:
+            with self._lock:
+                self._handing_over.discard(me)
+                self._handed_over.notify_all()
+        if surplus is not None:
+            self._refused.warning("surplus links", f"{link.peer} has too many links: the most silent ends")
+            surplus.close("too many links of one member")
 
-    def _handshake(self, sock: socket.socket) -> Link | None:
+    def _count(self, link: Link) -> Link | None:
+        """One more standing link of a member; the one to end if that is too many.
+
+        That is the one that has been silent for longest: a member that comes back after its machine or
+        network failed must get in, and what it left behind is silent, while a living link is pinged.
+        """
+        for name, links in list(self._standing.items()):
+            self._standing[name] = [other for other in links if not other.is_over]
+            if not self._standing[name]:
+                del self._standing[name]
+        standing = self._standing.setdefault(link.peer, [])
+        surplus = None
+        if len(standing) >= self._options.max_links_per_member:
+            surplus = min(standing, key=lambda other: other.heard_s)
+            standing.remove(surplus)
+        standing.append(link)
+        return surplus
+
+    def _handshake(self, sock: socket.socket, ticket: Ticket, cut: _Cut) -> Link | None:
         """The link, if this connection completes one; None if another thread takes this connection over."""
         deadline_s = time.monotonic() + self._options.handshake_timeout_s
         secured = start_tls_server(sock, self._context, deadline_s)
@@ -150,6 +208,9 @@ class Listener:
                 stream = self._wrap(stream)
             stream.set_deadline(deadline_s)
             member = self._member_of(peer_certificate(secured))
+            if not ticket.prove(member.name):
+                raise HandshakeError(f"{member.name} has too many handshakes under way")
+            cut.close()  # from here on it gives way to nobody
             direction, link_id = receive_opening(stream)
             other = self._pair(member, link_id, direction, stream, deadline_s)
         except BaseException as error:
@@ -196,10 +257,29 @@ class Listener:
         raise HandshakeError(f"{member.name} opened one connection of a link, and the other never came")
 
 
-def _text(address: object) -> str:
-    """What accept() gives: (host, port, ...)."""
-    host, port = address[:2] if isinstance(address, tuple) else (address, "")
-    return f"{host} port {port}"
+class _Cut:
+    """A second handle on a connection, to end it from any thread while it proves itself."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = sock
+
+    def cut(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if self._sock is not None:
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self._lock:
+            sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+
+
+def _text(address: object) -> tuple[str, int]:
+    """Host and port of what accept() gives: (host, port, ...)."""
+    host, port = address[:2] if isinstance(address, tuple) else (str(address), 0)
+    return host, port
 
 
 def _bind(bind: tuple[str, int]) -> socket.socket:

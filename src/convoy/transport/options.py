@@ -6,13 +6,18 @@ from dataclasses import dataclass, field
 
 from convoy.crypto.cipher import Cipher
 from convoy.crypto.seal import KeyLimits
+from convoy.transport.admission import AdmissionLimits
+from convoy.transport.budget import ByteBudget
 
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
     """``ciphers`` None: what this machine's CPU says.
 
-    ``stall_timeout_s``: a peer that takes nothing for so long is gone.
+    ``stall_timeout_s``: a peer that takes nothing for so long is gone. ``ping_after_s``: an end that sent
+    nothing for so long sends a PING. ``gone_after_s``: a peer of which no frame came for so long is gone.
+    ``floor_bytes_per_s``: what is long gets this much more time, and no more. ``tensor_budget``: memory for
+    tensors that have not come whole, shared by all links that are made with this value.
     """
 
     handshake_timeout_s: float = 5.0
@@ -22,5 +27,11 @@ class LinkOptions:
     max_queued_bytes: int = 64 * 1024 * 1024
     max_tensor_bytes: int = 256 * 1024 * 1024
     max_half_open: int = 64
+    max_links_per_member: int = 4
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    ping_after_s: float = 10.0
+    gone_after_s: float = 30.0
+    floor_bytes_per_s: float = 256.0 * 1024
+    tensor_budget: ByteBudget = field(default_factory=ByteBudget, compare=False)
     ciphers: tuple[Cipher, ...] | None = None
     key_limits: KeyLimits = field(default_factory=KeyLimits)

@@ -1,0 +1,221 @@
+"""Who may begin a handshake: rates per address and in all, half-open connections per address, member and in
+all.
+
+Nothing here waits or reads: `Admission.admit` is called in the accept loop. Strangers use up what strangers
+get, and no more: addresses of the roster, and those a member came from before, have shares of their own.
+Half-open connections that proved nothing give way to new ones, the oldest first, so that silence holds no
+place.
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionLimits:
+    """Rates are connections per second; a link takes two. ``address``: an IPv4 address or an IPv6 /64.
+
+    A known address is in the roster, or a member came from it; it gets ``known_factor`` times what a
+    stranger's gets, because several members may share it.
+    """
+
+    address_rate: float = 32.0
+    address_burst: int = 64
+    known_factor: int = 4
+    strangers_rate: float = 128.0
+    strangers_burst: int = 256
+    max_half_open_per_address: int = 16
+    max_half_open_per_member: int = 24
+    max_addresses: int = 1024
+
+
+class Refusal(enum.Enum):
+    """Why a connection was closed before anything was read from it."""
+
+    ADDRESS_RATE = "too many connections a second from its address"
+    RATE = "too many connections a second"
+    FULL = "too many handshakes are under way"
+
+
+class TokenBucket:
+    """``burst`` at once, then ``rate`` a second."""
+
+    __slots__ = ("_at_s", "_burst", "_rate", "_tokens")
+
+    def __init__(self, rate: float, burst: float, now_s: float) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._tokens = float(burst)
+        self._at_s = now_s
+
+    def take(self, now_s: float) -> bool:
+        """One token, if there is one."""
+        self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate)
+        self._at_s = now_s
+        if self._tokens < 1.0:
+            return False
+        self._tokens -= 1.0
+        return True
+
+
+class Ticket:
+    """The place of one half-open connection. ``release`` gives it back; twice is allowed."""
+
+    __slots__ = ("_admission", "_cut", "known", "member", "place")
+
+    def __init__(self, admission: Admission, place: str, known: bool, cut: Callable[[], None]) -> None:
+        self._admission = admission
+        self._cut = cut
+        self.place = place
+        self.known = known
+        self.member: str | None = None
+
+    def prove(self, member: str) -> bool:
+        """Its certificate is ``member``'s: it does not give way any more. False: it has too many already."""
+        return self._admission.prove(self, member)
+
+    def release(self) -> None:
+        self._admission.release(self)
+
+    def displace(self) -> None:
+        """Only for `Admission`: end the connection, so that its thread wakes and goes."""
+        self._cut()
+
+
+class Admission:
+    """The places of one listener. Thread-safe; its tables are bounded."""
+
+    def __init__(self, limits: AdmissionLimits, max_half_open: int, *, clock: Clock = time.monotonic) -> None:
+        self._limits = limits
+        self._max_half_open = max_half_open
+        self._max_strangers = max_half_open - max_half_open // 4
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._strangers = TokenBucket(limits.strangers_rate, limits.strangers_burst, clock())
+        self._buckets: OrderedDict[str, TokenBucket] = OrderedDict()
+        self._listed: frozenset[str] = frozenset()
+        self._welcome: OrderedDict[str, None] = OrderedDict()
+        self._tickets: OrderedDict[Ticket, None] = OrderedDict()  # oldest first
+
+    @property
+    def num_half_open(self) -> int:
+        return len(self._tickets)
+
+    @property
+    def num_addresses(self) -> int:
+        """How many addresses the tables remember."""
+        return len(self._buckets) + len(self._welcome)
+
+    def list_addresses(self, hosts: Iterable[str]) -> None:
+        """The roster's addresses, in place of those before; host names among them are not looked up."""
+        listed = frozenset(place for host in hosts if (place := place_of(host)) is not None)
+        with self._lock:
+            self._listed = listed
+
+    def admit(self, host: str, cut: Callable[[], None]) -> Ticket | Refusal:
+        """A place for a connection from ``host``, or why there is none.
+
+        ``cut`` ends that connection without waiting, should it have to give way; any thread may call it.
+        """
+        place = place_of(host) or host
+        with self._lock:
+            known = place in self._listed or place in self._welcome
+            refusal = self._spend(place, known)
+            if refusal is not None:
+                return refusal
+            loser = self._in_the_way(place, known)
+            if isinstance(loser, Refusal):
+                return loser
+            if loser is not None:
+                del self._tickets[loser]
+            ticket = Ticket(self, place, known, cut)
+            self._tickets[ticket] = None
+        if loser is not None:
+            loser.displace()
+        return ticket
+
+    def prove(self, ticket: Ticket, member: str) -> bool:
+        with self._lock:
+            holds = sum(other.member == member for other in self._tickets)
+            if holds >= self._limits.max_half_open_per_member:
+                return False
+            ticket.member = member
+            return True
+
+    def welcome(self, host: str) -> None:
+        """A member's link came from there: its next ones find a place even in a flood of strangers."""
+        place = place_of(host) or host
+        with self._lock:
+            self._welcome[place] = None
+            self._welcome.move_to_end(place)
+            if len(self._welcome) > self._limits.max_addresses:
+                self._welcome.popitem(last=False)
+
+    def release(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._tickets.pop(ticket, None)
+
+    def _spend(self, place: str, known: bool) -> Refusal | None:
+        limits, now_s = self._limits, self._clock()
+        bucket = self._buckets.pop(place, None)
+        if bucket is None:
+            factor = limits.known_factor if known else 1
+            bucket = TokenBucket(limits.address_rate * factor, limits.address_burst * factor, now_s)
+        self._buckets[place] = bucket
+        if len(self._buckets) > limits.max_addresses:
+            self._buckets.popitem(last=False)
+        if not bucket.take(now_s):
+            return Refusal.ADDRESS_RATE
+        if not known and not self._strangers.take(now_s):
+            return Refusal.RATE
+        return None
+
+    def _in_the_way(self, place: str, known: bool) -> Ticket | Refusal | None:
+        """What has to give way for one more from ``place``: nothing, a connection, or the newcomer itself."""
+        limits = self._limits
+        here = [ticket for ticket in self._tickets if ticket.place == place]
+        if len(here) >= limits.max_half_open_per_address * (limits.known_factor // 2 if known else 1):
+            return _oldest_unproved(here)
+        strangers = [ticket for ticket in self._tickets if not ticket.known]
+        if not known and len(strangers) >= self._max_strangers:
+            return _oldest_unproved(_of_the_fullest_place(strangers))
+        if len(self._tickets) < self._max_half_open:
+            return None
+        loser = _oldest_unproved(_of_the_fullest_place(strangers))
+        return _oldest_unproved(here) if isinstance(loser, Refusal) and known else loser
+
+
+def place_of(host: str) -> str | None:
+    """The address that limits count by: IPv4 whole, IPv6 by its /64. None for what is no address."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
+    return str(address)
+
+
+def _of_the_fullest_place(tickets: list[Ticket]) -> list[Ticket]:
+    # Only what can give way counts: who proved itself has done what it should.
+    unproved = [ticket for ticket in tickets if ticket.member is None]
+    counts: dict[str, int] = {}
+    for ticket in unproved:
+        counts[ticket.place] = counts.get(ticket.place, 0) + 1
+    fullest = max(counts, key=counts.__getitem__, default=None)
+    return [ticket for ticket in unproved if ticket.place == fullest]
+
+
+def _oldest_unproved(tickets: list[Ticket]) -> Ticket | Refusal:
+    return next((ticket for ticket in tickets if ticket.member is None), Refusal.FULL)
