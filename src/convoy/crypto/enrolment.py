@@ -1,7 +1,7 @@
 """Enrolment: what a newcomer and an inviting operator compute over an invitation; pure functions over bytes.
 
-In order: `commit` -> `transcript` -> `Proof` by the newcomer, `check_proof` by the inviter -> `code` on both
-screens -> `listener_mac` back. Normative text: docs/protocol.md, "Enrolment".
+In order: `commit` -> `transcript` -> `make_proof` by the newcomer, `check_mac` and the others by the
+inviter -> `code` on both screens -> `listener_mac` back. Normative text: docs/protocol.md, "Enrolment".
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ def commit(nonce: bytes, card: bytes) -> bytes:
 
 def transcript(terms: Terms, commitment: bytes, inviter_nonce: bytes, nonce: bytes, card: bytes) -> bytes:
     """All that both ends said, and which certificate carried it."""
-    return _hash(
-        b"transcript", terms.invitation, terms.fingerprint, commitment, inviter_nonce, nonce, card
-    )
+    return _hash(b"transcript", terms.invitation, terms.fingerprint, commitment, inviter_nonce, nonce, card)
 
 
 def make_proof(terms: Terms, identity: Identity, nonce: bytes, spoken: bytes) -> Proof:
@@ -87,11 +85,18 @@ def make_proof(terms: Terms, identity: Identity, nonce: bytes, spoken: bytes) ->
     return Proof(nonce, by_identity, by_tls_key, mac)
 
 
-def check_proof(secret: bytes, spoken: bytes, proof: Proof, identity_key: bytes, tls_key: bytes) -> None:
-    """Raises `HandshakeError` for a wrong MAC first: strangers cost one HMAC, and no signature."""
+def check_mac(secret: bytes, spoken: bytes, proof: Proof) -> None:
+    """The first check: a stranger costs one HMAC, and nothing that it said is looked at.
+
+    Raises `HandshakeError`.
+    """
     expected = newcomer_mac(secret, spoken, proof.identity_signature, proof.tls_signature)
     if not hmac.compare_digest(expected, proof.mac):
-        raise HandshakeError("a newcomer does not hold this invitation's secret, or spoke to another listener")
+        raise HandshakeError("it does not hold this invitation's secret, or spoke to another listener")
+
+
+def check_signatures(spoken: bytes, proof: Proof, identity_key: bytes, tls_key: bytes) -> None:
+    """The newcomer holds both keys of its card. Raises `HandshakeError`."""
     verify(identity_key, proof.identity_signature, to_sign(b"identity", spoken))
     verify(tls_key, proof.tls_signature, to_sign(b"tls", spoken))
 
@@ -99,7 +104,7 @@ def check_proof(secret: bytes, spoken: bytes, proof: Proof, identity_key: bytes,
 def check_commitment(commitment: bytes, nonce: bytes, card: bytes) -> None:
     """Raises `HandshakeError` if the newcomer changed its mind after it saw the inviter's nonce."""
     if not hmac.compare_digest(commit(nonce, card), commitment):
-        raise HandshakeError("a newcomer's card or nonce is not what it committed to")
+        raise HandshakeError("its card or nonce is not what it committed to")
 
 
 def to_sign(key: bytes, spoken: bytes) -> bytes:

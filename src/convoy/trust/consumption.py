@@ -1,7 +1,7 @@
 """That an invitation is used once is a fact on disk: a file whose creation is the use itself.
 
-``<id>.used`` is created exclusively and reaches the disk before anybody is answered; ``<id>.ended`` says later
-what came of it. So after a crash at any point an invitation is either unused or used, never both.
+``<id>.used`` is created exclusively and reaches the disk before anybody is answered; ``<id>.ended`` says
+later what came of it. So after a crash at any point an invitation is either unused or used, never both.
 """
 
 from __future__ import annotations
@@ -41,13 +41,15 @@ class Consumption:
         make_private_directory(self.directory)
         try:
             write_private(self._file(USED), f"{who}\n".encode())
+            _sync(self.directory)
+        except OSError as error:  # a full disk: the file counts if it is there, and nobody gets in
+            raise IdentityError(f"cannot write to {self.directory}: {error.strerror}") from error
         except IdentityError as error:
             if not self.used:
                 raise
             raise InviteError(
                 "the invitation is used up", hint="make a new one with `convoy invite`"
             ) from error
-        _sync(self.directory)
 
     def end(self, outcome: str) -> None:
         """Write down what came of it: `ENROLLED` or `DECLINED`."""

@@ -83,7 +83,7 @@ class Token:
         if seconds >= self.expires:
             raise InviteError(
                 f"the invitation expired at {_shown(self.expires)}, {clock}",
-                hint="make a new one with `convoy invite`; if that is not so, check the clocks of both machines",
+                hint="make a new one with `convoy invite`, or check the clocks of both machines",
             )
         made = self.expires - self.lifetime_s
         if seconds < made - MAX_SKEW_S:
@@ -179,7 +179,9 @@ def _encode_address(address: tuple[str, int]) -> bytes:
         ip = ipaddress.ip_address(host)
     except ValueError:
         return b"\0" + _short(host) + port.to_bytes(2, "big")
-    if isinstance(ip, ipaddress.IPv6Address) and ip.scope_id is not None:  # which only names an interface here
+    if (
+        isinstance(ip, ipaddress.IPv6Address) and ip.scope_id is not None
+    ):  # which only names an interface here
         return b"\0" + _short(host) + port.to_bytes(2, "big")
     return bytes([ip.version]) + ip.packed + port.to_bytes(2, "big")
 

@@ -7,6 +7,7 @@ Magic and types are not those of links, so that neither can be fed to the other.
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 from dataclasses import dataclass, field
 
@@ -101,7 +102,7 @@ def encode_proof(proof: Proof, card: bytes) -> bytes:
 def decode_proof(body: bytes) -> tuple[Proof, bytes]:
     """The proof and the card's bytes, of a body whose length was checked."""
     cuts = (0, NONCE_BYTES, NONCE_BYTES + SIGNATURE_BYTES, NONCE_BYTES + 2 * SIGNATURE_BYTES, _PROOF_BYTES)
-    parts = [bytes(body[start:end]) for start, end in zip(cuts[:-1], cuts[1:], strict=True)]
+    parts = [bytes(body[start:end]) for start, end in itertools.pairwise(cuts)]
     return Proof(*parts), bytes(body[_PROOF_BYTES:])
 
 

@@ -1,0 +1,50 @@
+"""What a newcomer's card makes of a roster: one more member, or a known one at a new address."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import replace
+
+from convoy.errors import RosterError
+from convoy.transport.member import Member, Roster
+from convoy.trust.roster import DEFAULT_LIFETIME, make_roster
+from convoy.wire.enrolment import EnrolmentCard, Refusal
+
+# The newcomer's clock may be behind the operator's, and it must be able to use the roster at once.
+SLACK = datetime.timedelta(minutes=10)
+
+
+def roster_with(roster: Roster, card: EnrolmentCard, now: datetime.datetime) -> Roster:
+    """The next epoch, with the newcomer in it. Raises `RosterError` for a card that no roster can hold.
+
+    A member that comes back with its identity keeps its name, its place and what it may do; its address and
+    certificate become those of the card.
+    """
+    return make_roster(
+        roster.cluster_id,
+        _members(roster, card),
+        epoch=roster.epoch + 1,
+        not_before=now - SLACK,
+        lifetime=DEFAULT_LIFETIME + SLACK,
+    )
+
+
+def why_not(roster: Roster, card: EnrolmentCard, now: datetime.datetime) -> Refusal | None:
+    """Why the card cannot come in, if it cannot; the invitation is not used up by that."""
+    known = any(member.identity_key == card.identity_key for member in roster.members)
+    if not known and any(member.name == card.name for member in roster.members):
+        return Refusal.NAME_TAKEN
+    try:
+        roster_with(roster, card, now)
+    except RosterError:
+        return Refusal.BAD_CARD
+    return None
+
+
+def _members(roster: Roster, card: EnrolmentCard) -> tuple[Member, ...]:
+    for index, member in enumerate(roster.members):
+        if member.identity_key == card.identity_key:
+            back = replace(member, address=card.address, certificate_der=card.certificate_der)
+            return (*roster.members[:index], back, *roster.members[index + 1 :])
+    newcomer = Member(card.name, card.identity_key, card.certificate_der, card.address)
+    return (*roster.members, newcomer)
