@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from convoy import __version__
-from convoy.cli import bench, chat, demo, identity, join, plan, roster, serve, status
+from convoy.cli import bench, chat, demo, doctor, identity, join, plan, roster, serve, status
 from convoy.cli import eval as eval_verb
 from convoy.cli import run as run_verb
 from convoy.cli.output import (
@@ -59,6 +59,7 @@ app.command("join")(join.join)
 app.command("plan")(plan.plan)
 app.add_typer(identity.app, name="identity")
 app.add_typer(roster.app, name="roster")
+app.command("doctor")(doctor.doctor)
 app.command("status")(status.status)
 app.command("chat")(chat.chat)
 app.command("eval")(eval_verb.evaluate)

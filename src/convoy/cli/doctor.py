@@ -1,0 +1,183 @@
+"""``convoy doctor``: what is wrong with this machine, this member and its links, and what mends it."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.config import Config
+from convoy.cli.output import EXIT_FAILURE, JsonFlag, one_line, print_json, print_note, styled
+from convoy.cli.patient import Patient
+from convoy.errors import ConvoyError
+
+if TYPE_CHECKING:
+    from convoy.cluster.finding import Check, Finding
+    from convoy.transport.member import LocalMember, Member, Roster
+
+_DIAL_WAIT_S = 5.0
+_LOOK_UP_S = 4.0
+_COLOURS = {"ok": "dim", "warn": "yellow", "fail": "red"}
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Option(help="A member's convoy.toml.  [default: the machine alone]")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Look at this machine, its keys, the roster and every peer. Exit 1 if something must be mended."""
+    from convoy.cluster.finding import examine
+
+    told: list[tuple[str, Finding]] = []
+    for check in _checks(config):
+        if check.wait is not None and not as_json:
+            print_note(check.wait)
+        for finding in examine(check):
+            told.append((check.name, finding))
+            if not as_json:
+                _print(check.name, finding)
+    counts = {level: sum(finding.level == level for _, finding in told) for level in _COLOURS}
+    if as_json:
+        rows = [
+            {"check": name, "level": found.level, "what": found.what, "mend": found.mend}
+            for name, found in told
+        ]
+        print_json({"healthy": not counts["fail"], "counts": counts, "findings": rows})
+    else:
+        print(f"{counts['ok']} ok, {counts['warn']} to look at, {counts['fail']} to mend")
+    if counts["fail"]:
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _print(name: str, finding: Finding) -> None:
+    level = styled(finding.level.ljust(4), _COLOURS[finding.level], sys.stdout)
+    print(f"{level}  {name.ljust(9)}  {one_line(finding.what)}", flush=True)
+    if finding.mend is not None:
+        print(f"{' ' * 6}{'mend'.ljust(9)}  {one_line(finding.mend)}", flush=True)
+
+
+def _checks(path: Path | None) -> Iterator[Check]:
+    """In the order in which one thing needs another; each reads what those before it found."""
+    from convoy.cluster.finding import Check
+
+    yield from _machine_checks()
+    if path is None:
+        return
+    patient = Patient(path)
+    yield Check("config", patient.read_config)
+    if patient.config is None:
+        return
+    yield from _member_checks(patient, patient.config)
+    yield from _network_checks(patient, patient.config)
+    yield Check("model", patient.look_at_model, "reading the model's headers ...")
+
+
+def _machine_checks() -> Iterator[Check]:
+    from convoy.cluster import machine_check as machine
+    from convoy.cluster.finding import Check
+
+    yield Check("python", machine.check_python)
+    yield Check("packages", machine.check_packages)
+    yield Check("ciphers", machine.check_ciphers)
+    yield Check("memory", machine.check_memory)
+    yield Check("disk", lambda: machine.check_disk(Path.cwd()))
+    yield Check("leaks", machine.check_leaks)
+    yield Check("extras", machine.check_extras)
+
+
+def _member_checks(patient: Patient, config: Config) -> Iterator[Check]:
+    from convoy.cluster import machine_check as machine
+    from convoy.cluster import member_check as member
+    from convoy.cluster.finding import Check
+
+    if config.model.memory_gb:
+        yield Check("memory", lambda: machine.check_memory(int(config.model.memory_gb * 10**9)))
+    yield Check("keys", lambda: member.check_keys(config.require_identity()))
+    yield Check("roster", patient.read_roster)
+    roster, identity = patient.roster, patient.load_identity()
+    if roster is None:
+        return
+    now = datetime.datetime.now(datetime.UTC)
+    yield Check("roster", lambda: member.check_roster(roster, now, None))
+    yield Check("clock", lambda: member.check_clock(roster, patient.files(), now))
+    if identity is not None:
+        yield Check("listed", lambda: member.check_listed(roster, config.require_name(), identity))
+    yield Check("plan", lambda: member.check_granted(config.plan.layers, roster))
+
+
+def _network_checks(patient: Patient, config: Config) -> Iterator[Check]:
+    from convoy.cluster import network_check as network
+    from convoy.cluster.finding import Check
+
+    roster, me = patient.roster, patient.local_member()
+    if roster is None:
+        return
+    name = config.cluster.name or ""
+    yield Check("address", lambda: _each_address(roster, name), "looking addresses up ...")
+    yield Check("address", lambda: network.check_loopback(roster, name))
+    if me is None:
+        yield Check("peers", _not_dialled)
+        return
+    yield Check("port", lambda: network.check_listen(me, config.listen.host, config.listen.port))
+    if me.member.head:
+        yield Check(
+            "http", lambda: network.check_http(config.serve.host, config.serve.port, _head_at(config))
+        )
+    others = [member for member in roster.members if member.name != name]
+    names = ", ".join(member.name for member in others)
+    yield Check("peers", lambda: _each_peer(me, others), f"dialling {names}, {_DIAL_WAIT_S:g} s at most ...")
+
+
+def _not_dialled() -> Iterator[Finding]:
+    from convoy.cluster.finding import warn
+
+    yield warn("nobody was dialled: keys and roster come first", "mend what stands above, and run this again")
+
+
+def _each_address(roster: Roster, name: str) -> list[Finding]:
+    from convoy.cluster.finding import Finding, Look, at_once
+    from convoy.cluster.network_check import check_address
+
+    def look(member: Member) -> tuple[Look, Finding]:
+        late = f"{member.address[0]} was not looked up within {_LOOK_UP_S:g} s"
+        return lambda: check_address(member, mine=member.name == name), Finding("fail", late, "mend DNS")
+
+    return at_once(_LOOK_UP_S, [look(member) for member in roster.members])
+
+
+def _each_peer(me: LocalMember, others: list[Member]) -> list[Finding]:
+    from convoy.cluster.finding import Finding, Look, at_once
+    from convoy.cluster.network_check import check_peer
+    from convoy.transport.network import TcpNetwork
+
+    def look(member: Member) -> tuple[Look, Finding]:
+        late = f"{member.name} was not reached within {2 * _DIAL_WAIT_S:g} s"
+        dial = TcpNetwork().dial
+        return (
+            lambda: check_peer(member, lambda peer: dial(me, peer, _DIAL_WAIT_S)),
+            Finding("fail", late, f"is {member.address[0]} looked up slowly?"),
+        )
+
+    return at_once(2 * _DIAL_WAIT_S, [look(member) for member in others])
+
+
+def _head_at(config: Config) -> Callable[[], bool]:
+    """Whether a head of Convoy answers HTTP where this one would serve."""
+
+    def answers() -> bool:
+        from convoy.cli.endpoint import Endpoint
+
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.serve.host, config.serve.host)  # noqa: S104
+        endpoint = Endpoint(f"http://{host}:{config.serve.port}", timeout_s=_LOOK_UP_S)
+        try:
+            health = endpoint.get("/health", accept=frozenset({200, 503}))
+        except ConvoyError:
+            return False
+        return isinstance(health, dict) and "status" in health
+
+    return answers

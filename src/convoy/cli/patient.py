@@ -1,0 +1,98 @@
+"""The member that `convoy doctor` examines: its files, read one after the other, each only if it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from convoy.cli.config import Config, load_config
+from convoy.cli.files import read_bytes
+from convoy.errors import ConvoyError
+
+if TYPE_CHECKING:
+    from convoy.cluster.finding import Finding
+    from convoy.crypto.identity import Identity
+    from convoy.transport.member import LocalMember, Roster
+
+
+class Patient:
+    """``config`` and ``roster`` are None until they were read, and stay so where they could not be."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.config: Config | None = None
+        self.roster: Roster | None = None
+
+    def read_config(self) -> Iterator[Finding]:
+        from convoy.cluster.finding import ok
+
+        self.config = load_config(self._path)
+        yield ok(f"{self._path} can be read")
+
+    def read_roster(self) -> Iterator[Finding]:
+        """Only the signature counts here: an expired roster still says who is who."""
+        from convoy.trust.roster import MAX_ROSTER_BYTES, verify_roster
+
+        config = self._config
+        data = read_bytes(config.require_roster(), max_bytes=MAX_ROSTER_BYTES)
+        self.roster = verify_roster(data, operator_key=config.require_operator_key()).roster
+        yield from ()
+
+    def load_identity(self) -> Identity | None:
+        """None where the keys are not there or not private: the check of the keys says so."""
+        from convoy.crypto.identity import Identity
+
+        try:
+            return Identity.load(self._config.require_identity())
+        except ConvoyError:
+            return None
+
+    def local_member(self) -> LocalMember | None:
+        """What can dial: None where keys or roster are missing, or do not belong to each other, or the roster
+        is not valid now.
+        """
+        import datetime
+
+        from convoy.transport.member import LocalMember
+
+        identity, name = self.load_identity(), self._config.cluster.name
+        if identity is None or name is None or self.roster is None:
+            return None
+        try:
+            self.roster.require_valid(datetime.datetime.now(datetime.UTC))
+            return LocalMember(name, identity, self.roster)
+        except ConvoyError:
+            return None
+
+    def files(self) -> list[Path]:
+        """Files that somebody wrote on this machine."""
+        cluster = self._config.cluster
+        folder = [] if cluster.identity is None else [cluster.identity / "identity.key"]
+        return [self._path, *([] if cluster.roster is None else [cluster.roster]), *folder]
+
+    def look_at_model(self) -> Iterator[Finding]:
+        """The model of the configuration: what a member would load, without loading it."""
+        from convoy.cluster.finding import ok
+        from convoy.plan.memory import format_bytes
+
+        named = self._config.model_name()
+        if named is None:
+            yield ok(
+                "the configuration names no model: a head gets one with its command, a peer runs bundled ones"
+            )
+            return
+        from convoy.model.source import ModelSource
+
+        source = ModelSource.resolve(named)
+        spec = source.spec
+        weights = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype="float32")
+        yield ok(
+            f"{source.name}: {spec.family}, {spec.num_layers} layers, {len(source.tensors)} tensors, "
+            f"{format_bytes(weights)} of weights in all"
+        )
+
+    @property
+    def _config(self) -> Config:
+        assert self.config is not None, "the configuration was not read"
+        return self.config
