@@ -21,6 +21,7 @@ ConvoyError                     carries a message and, where there is one, a hin
 │   │   └── FrameTooLong        a length over its type's limit, refused before allocation
 │   ├── SealError               a frame that does not open: changed, replayed, out of order
 │   ├── StepError               a well-sealed step that makes no sense here
+│   ├── AttestationError        what it proves of itself is not enough, or not true
 │   ├── LinkBroken              the other end or the network ended the link
 │   └── PeerRefused             the peer said no, and why
 ├── Unavailable                 nothing wrong with the request, but it cannot be served now (HTTP 503)
@@ -128,6 +129,10 @@ class SealError(PeerError):
 
 class StepError(PeerError):
     """A well-sealed step makes no sense here: an index out of range, a shape that does not match."""
+
+
+class AttestationError(PeerError):
+    """Evidence, or the enrolment of a key, does not hold; or a member's level is below a policy's minimum."""
 
 
 class LinkBroken(PeerError):  # noqa: N818

@@ -1,0 +1,113 @@
+"""Endorsement certificates: a TPM's manufacturer says that this endorsement key is in one of its TPMs."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ObjectIdentifier
+from cryptography.x509.verification import (
+    Criticality,
+    ExtensionPolicy,
+    PolicyBuilder,
+    Store,
+    VerificationError,
+)
+
+from convoy.errors import AttestationError, ConfigError
+
+MAX_CERTIFICATE_BYTES = 8 * 1024
+MAX_AUTHORITIES = 64
+
+# TCG EK Credential Profile 3.2.16: tcg-kp-EKCertificate.
+_EK_USAGE = ObjectIdentifier("2.23.133.8.1")
+_UNREADABLE = (ValueError, x509.InvalidVersion, UnsupportedAlgorithm)
+
+
+def read_authorities(pem: bytes, what: str) -> list[bytes]:
+    """DER of every certificate in a PEM file. Raises `ConfigError` naming ``what``."""
+    try:
+        certificates = x509.load_pem_x509_certificates(pem)
+    except _UNREADABLE:
+        raise ConfigError(f"{what} holds no certificates in PEM") from None
+    if len(certificates) > MAX_AUTHORITIES:
+        raise ConfigError(
+            f"{what} holds {len(certificates)} certificates, and the limit is {MAX_AUTHORITIES}"
+        )
+    return [certificate.public_bytes(Encoding.DER) for certificate in certificates]
+
+
+def certificate_prefix(data: bytes) -> bytes:
+    """The certificate at the front of what a TPM's memory holds: some makers pad it. Unchanged if unclear."""
+    if len(data) > 4 and data[:2] == b"\x30\x82":
+        return data[: 4 + int.from_bytes(data[2:4], "big")]
+    return data
+
+
+def check_endorsement(
+    certificate_der: bytes,
+    endorsement_key: object,
+    authorities: Iterable[bytes],
+    now: datetime.datetime | None = None,
+) -> str:
+    """Check an EK certificate: its chain ends at one of ``authorities`` (DER), and it is for this key.
+
+    Every authority is an anchor, an intermediate one too. Returns the anchor's subject. Raises
+    `AttestationError`.
+    """
+    if len(certificate_der) > MAX_CERTIFICATE_BYTES:
+        raise AttestationError(
+            f"the endorsement certificate has {len(certificate_der)} bytes, "
+            f"and the limit is {MAX_CERTIFICATE_BYTES}"
+        )
+    anchors = [x509.load_der_x509_certificate(der) for der in authorities]
+    if not anchors:
+        raise AttestationError(
+            "no authority is trusted to certify endorsement keys",
+            hint="name the TPM maker's certificates under [attestation.tpm] authorities in the policy",
+        )
+    try:
+        certificate = x509.load_der_x509_certificate(certificate_der)
+        key = certificate.public_key()
+        chain = _chain(certificate, anchors, now or datetime.datetime.now(datetime.UTC))
+        _check_usage(certificate)
+    except _UNREADABLE:
+        raise AttestationError("the endorsement certificate cannot be read") from None
+    if not isinstance(key, rsa.RSAPublicKey) or key != endorsement_key:
+        raise AttestationError("the endorsement certificate is for another key")
+    return chain[-1].subject.rfc4514_string()
+
+
+def _chain(
+    certificate: x509.Certificate, anchors: list[x509.Certificate], now: datetime.datetime
+) -> list[x509.Certificate]:
+    # The names in an EK certificate say which TPM model it is, for people; the key is what counts. So the
+    # rules of the web for the leaf (names, usages) do not apply, and those for authorities do.
+    leaf = (
+        ExtensionPolicy.permit_all()
+        .require_present(x509.SubjectAlternativeName, Criticality.AGNOSTIC, None)
+        .require_present(x509.BasicConstraints, Criticality.AGNOSTIC, None)
+    )
+    builder = PolicyBuilder().time(now).store(Store(anchors))
+    builder = builder.extension_policies(ee_policy=leaf, ca_policy=ExtensionPolicy.webpki_defaults_ca())
+    try:
+        return list(builder.build_client_verifier().verify(certificate, []).chain)
+    except VerificationError:
+        raise AttestationError(
+            f"the endorsement certificate, issued by {certificate.issuer.rfc4514_string()[:200]!r}, "
+            "does not lead to an authority of the policy"
+        ) from None
+
+
+def _check_usage(certificate: x509.Certificate) -> None:
+    try:
+        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+        basic = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value
+    except x509.ExtensionNotFound:
+        raise AttestationError("the endorsement certificate does not say that it is one") from None
+    if basic.ca or _EK_USAGE not in usage:
+        raise AttestationError("the certificate is not one of an endorsement key")
