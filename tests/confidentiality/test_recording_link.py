@@ -39,6 +39,8 @@ class NullSealer:
         self.sequence += 1
         out[: len(out) - TAG_BYTES] = bytes(plaintext)
 
+    def wipe(self) -> None: ...
+
 
 class NullOpener:
     def __init__(self) -> None:
@@ -47,6 +49,8 @@ class NullOpener:
     def open_into(self, sequence: int, header: Bytes, sealed: Bytes, out: memoryview) -> None:
         self.sequence += 1
         out[:] = bytes(sealed)[: len(sealed) - TAG_BYTES]
+
+    def wipe(self) -> None: ...
 
 
 def null_sealing(_secrets: Secrets, _limits: KeyLimits) -> tuple[NullSealer, NullOpener]:

@@ -28,8 +28,8 @@ class Cipher(enum.IntEnum):
     def title(self) -> str:
         return "AES-256-GCM" if self is Cipher.AES_256_GCM else "ChaCha20-Poly1305"
 
-    def make(self, key: bytes) -> Aead:
-        """The cipher under a 32-byte key."""
+    def make(self, key: bytes | bytearray) -> Aead:
+        """The cipher under a 32-byte key, of which it takes a copy of its own."""
         return AESGCM(key) if self is Cipher.AES_256_GCM else ChaCha20Poly1305(key)
 
 

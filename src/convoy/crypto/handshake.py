@@ -67,8 +67,8 @@ class Secrets:
     """What a handshake yields at one end; never logged, shown or sent."""
 
     cipher: Cipher
-    send: bytes = field(repr=False)
-    receive: bytes = field(repr=False)
+    send: bytearray = field(repr=False)
+    receive: bytearray = field(repr=False)
     transcript: bytes = field(repr=False)
 
 
@@ -100,9 +100,9 @@ class Initiator:
         self._sign = sign
         self._ciphers = ciphers
         self._ephemeral = ephemeral or Ephemeral()
-        self._turn = _Turn("create_1", "consume_2", "create_3")
+        self._turn = _Turn(self.wipe, "create_1", "consume_2", "create_3")
         self._transcript = b""
-        self._secret = b""
+        self._secret = bytearray()
         self._cipher = Cipher.CHACHA20_POLY1305
 
     def create_1(self) -> bytes:
@@ -130,14 +130,14 @@ class Initiator:
             if cipher not in self._ciphers:
                 raise HandshakeError(f"M2 chose cipher {cipher}, which was not offered")
             transcript = keys.transcript_2(self._transcript, body)
-            secret = keys.extract(
+            self._secret = keys.extract(
                 transcript,
                 _x25519(self._ephemeral.x25519, share),
                 self._ephemeral.mlkem.decapsulate(ciphertext),
             )
             proof = message[_BODY_2.size :]
-            self._transcript = _check_proof(secret, _RESPONDER, transcript, self._context.responder, proof)
-            self._secret = secret
+            party = self._context.responder
+            self._transcript = _check_proof(self._secret, _RESPONDER, transcript, party, proof)
             self._cipher = Cipher(cipher)
 
     def create_3(self) -> tuple[bytes, Secrets]:
@@ -146,8 +146,12 @@ class Initiator:
             party = self._context.initiator
             proof, transcript = _make_proof(self._secret, _INITIATOR, self._transcript, party, self._sign)
             traffic = keys.traffic_secrets(self._secret, transcript)
-            self._secret = b""
+            self.wipe()
             return proof, Secrets(self._cipher, traffic.to_responder, traffic.to_initiator, transcript)
+
+    def wipe(self) -> None:
+        """Overwrite what this end derived; also done after the last call, and after a failure inside one."""
+        keys.wipe(self._secret)
 
 
 class Responder:
@@ -164,9 +168,9 @@ class Responder:
         self._sign = sign
         self._ciphers = ciphers
         self._ephemeral = ephemeral or X25519PrivateKey.generate()
-        self._turn = _Turn("consume_1", "create_2", "consume_3")
+        self._turn = _Turn(self.wipe, "consume_1", "create_2", "consume_3")
         self._transcript = b""
-        self._secret = b""
+        self._secret = bytearray()
         self._share = b""
         self._kem_key = b""
         self._cipher = Cipher.CHACHA20_POLY1305
@@ -204,14 +208,19 @@ class Responder:
             party = self._context.initiator
             transcript = _check_proof(self._secret, _INITIATOR, self._transcript, party, message)
             traffic = keys.traffic_secrets(self._secret, transcript)
-            self._secret = b""
+            self.wipe()
             return Secrets(self._cipher, traffic.to_initiator, traffic.to_responder, transcript)
+
+    def wipe(self) -> None:
+        """As `Initiator.wipe`."""
+        keys.wipe(self._secret)
 
 
 class _Turn:
-    """Each call once and in order; a failure inside one ends the handshake for good."""
+    """Each call once and in order; a failure inside one ends the handshake for good, and calls ``failed``."""
 
-    def __init__(self, *calls: str) -> None:
+    def __init__(self, failed: Callable[[], None], *calls: str) -> None:
+        self._failed = failed
         self._left = list(calls)
         self._call = ""
 
@@ -222,6 +231,7 @@ class _Turn:
     def __enter__(self) -> None:
         if not self._left or self._left[0] != self._call:
             self._left.clear()
+            self._failed()
             raise HandshakeError(f"{self._call} is out of order in this handshake")
 
     def __exit__(self, kind: object, *_rest: object) -> None:
@@ -229,6 +239,7 @@ class _Turn:
             self._left.pop(0)
         else:
             self._left.clear()
+            self._failed()
 
 
 def _claims(context: Context) -> bytes:
@@ -319,14 +330,14 @@ def _first_transcript(context: Context, message: bytes) -> bytes:
 
 
 def _make_proof(
-    secret: bytes, role: bytes, transcript: bytes, party: Party, sign: Sign
+    secret: bytearray, role: bytes, transcript: bytes, party: Party, sign: Sign
 ) -> tuple[bytes, bytes]:
     signature = sign(keys.to_sign(role, transcript))
     mac = keys.proof_mac(secret, role, transcript, party.identity_key)
     return _PROOF.pack(signature, mac), keys.transcript_proof(transcript, signature, mac)
 
 
-def _check_proof(secret: bytes, role: bytes, transcript: bytes, party: Party, proof: bytes) -> bytes:
+def _check_proof(secret: bytearray, role: bytes, transcript: bytes, party: Party, proof: bytes) -> bytes:
     if len(proof) != _PROOF.size:
         raise HandshakeError(f"a proof has {len(proof)} bytes, expected {_PROOF.size}")
     signature, mac = _PROOF.unpack(proof)

@@ -1,6 +1,7 @@
 """The key schedule of the inner handshake: pure functions over bytes, so that vectors can pin every value.
 
-Normative text: docs/protocol.md, "Key schedule". HKDF-SHA256 throughout (RFC 5869).
+Normative text: docs/protocol.md, "Key schedule". HKDF-SHA256 throughout (RFC 5869). Secrets come as a
+`bytearray`, so that whoever holds one can `wipe` it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 LABEL = b"convoy link v1"
 SECRET_BYTES = 32
+
+Secret = bytes | bytearray
 
 
 def prefixed(*parts: bytes) -> bytes:
@@ -36,13 +39,24 @@ def transcript_proof(previous: bytes, signature: bytes, mac: bytes) -> bytes:
     return _hash(LABEL, previous, signature, mac)
 
 
-def extract(transcript: bytes, x25519_shared: bytes, mlkem_shared: bytes) -> bytes:
+def extract(transcript: bytes, x25519_shared: bytes, mlkem_shared: bytes) -> bytearray:
     """Both shared secrets, always both, salted with the transcript through M2's body."""
-    return hmac.digest(transcript, x25519_shared + mlkem_shared, "sha256")
+    both = bytearray(x25519_shared + mlkem_shared)
+    try:
+        return bytearray(hmac.digest(transcript, both, "sha256"))
+    finally:
+        wipe(both)
 
 
-def expand(secret: bytes, *info: bytes) -> bytes:
-    return HKDFExpand(algorithm=SHA256(), length=SECRET_BYTES, info=prefixed(LABEL, *info)).derive(secret)
+def expand(secret: Secret, *info: bytes) -> bytearray:
+    out = bytearray(SECRET_BYTES)
+    HKDFExpand(algorithm=SHA256(), length=SECRET_BYTES, info=prefixed(LABEL, *info)).derive_into(secret, out)
+    return out
+
+
+def wipe(secret: bytearray) -> None:
+    """Overwrite with zeros, in place. SECURITY.md says which copies of a secret this cannot reach."""
+    secret[:] = bytes(len(secret))
 
 
 def to_sign(role: bytes, transcript: bytes) -> bytes:
@@ -52,33 +66,36 @@ def to_sign(role: bytes, transcript: bytes) -> bytes:
     return prefixed(LABEL, b"signature", role, transcript)
 
 
-def proof_mac(secret: bytes, role: bytes, transcript: bytes, identity_key: bytes) -> bytes:
+def proof_mac(secret: Secret, role: bytes, transcript: bytes, identity_key: bytes) -> bytes:
     """SIGMA's MAC: binds the signer's identity to this session's keys."""
     key = expand(secret, b"mac", role)
-    return hmac.digest(key, prefixed(LABEL, b"mac", role, transcript, identity_key), "sha256")
+    try:
+        return hmac.digest(key, prefixed(LABEL, b"mac", role, transcript, identity_key), "sha256")
+    finally:
+        wipe(key)
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficSecrets:
     """One secret per direction, from the transcript through M3."""
 
-    to_responder: bytes = field(repr=False)
-    to_initiator: bytes = field(repr=False)
+    to_responder: bytearray = field(repr=False)
+    to_initiator: bytearray = field(repr=False)
 
 
-def traffic_secrets(secret: bytes, transcript: bytes) -> TrafficSecrets:
+def traffic_secrets(secret: Secret, transcript: bytes) -> TrafficSecrets:
     return TrafficSecrets(
         to_responder=expand(secret, b"traffic", b"initiator to responder", transcript),
         to_initiator=expand(secret, b"traffic", b"responder to initiator", transcript),
     )
 
 
-def traffic_key(traffic_secret: bytes) -> bytes:
+def traffic_key(traffic_secret: Secret) -> bytearray:
     """The AEAD key of one direction until the next turn of the ratchet."""
     return expand(traffic_secret, b"key")
 
 
-def next_secret(traffic_secret: bytes) -> bytes:
+def next_secret(traffic_secret: Secret) -> bytearray:
     """One turn of the ratchet; the old secret cannot be had from the new one."""
     return expand(traffic_secret, b"ratchet")
 

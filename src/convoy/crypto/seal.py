@@ -9,9 +9,9 @@ from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
 
-from convoy.crypto.cipher import TAG_BYTES, Cipher
+from convoy.crypto.cipher import TAG_BYTES, Aead, Cipher
 from convoy.crypto.handshake import Secrets
-from convoy.crypto.keys import next_secret, traffic_key
+from convoy.crypto.keys import Secret, next_secret, traffic_key, wipe
 from convoy.errors import SealError
 
 Bytes = bytes | bytearray | memoryview
@@ -34,6 +34,8 @@ class FrameSealer(Protocol):
 
     def seal_into(self, header: Bytes, plaintext: Bytes, out: memoryview) -> None: ...
 
+    def wipe(self) -> None: ...
+
 
 class FrameOpener(Protocol):
     """What a link opens with. The product has one implementation, `Opener`."""
@@ -42,6 +44,8 @@ class FrameOpener(Protocol):
 
     def open_into(self, sequence: int, header: Bytes, sealed: Bytes, out: memoryview) -> None: ...
 
+    def wipe(self) -> None: ...
+
 
 class _Key:
     """The current AEAD key of one direction.
@@ -49,14 +53,14 @@ class _Key:
     The nonce is (ratchet turn, sequence): neither ever goes back.
     """
 
-    def __init__(self, secret: bytes, cipher: Cipher, limits: KeyLimits) -> None:
-        self._secret = secret
+    def __init__(self, secret: Secret, cipher: Cipher, limits: KeyLimits) -> None:
+        self._secret = bytearray(secret)
         self._cipher = cipher
         self._limits = limits
         self._records = 0
         self._bytes = 0
         self._turn = 0
-        self.aead = cipher.make(traffic_key(secret))
+        self.aead = self._make()
         self.prefix = bytes(4)
 
     def count(self, num_bytes: int) -> None:
@@ -69,18 +73,33 @@ class _Key:
             self._ratchet()
 
     def _ratchet(self) -> None:
-        self._secret = next_secret(self._secret)
+        old = self._secret
+        self._secret = next_secret(old)
+        wipe(old)
         self._turn += 1
-        self.aead = self._cipher.make(traffic_key(self._secret))
+        self.aead = self._make()
         self.prefix = self._turn.to_bytes(4, "big")
         self._records = 0
         self._bytes = 0
+
+    def _make(self) -> Aead:
+        key = traffic_key(self._secret)
+        try:
+            return self._cipher.make(key)
+        finally:
+            wipe(key)
+
+    def wipe(self) -> None:
+        """For good: the secret is overwritten, the cipher let go, which makes OpenSSL clear its copy."""
+        wipe(self._secret)
+        if hasattr(self, "aead"):
+            del self.aead
 
 
 class Sealer:
     """Seals the frames of one direction, in order. Not for two threads at once: the link's sender owns it."""
 
-    def __init__(self, secret: bytes, cipher: Cipher, limits: KeyLimits | None = None) -> None:
+    def __init__(self, secret: Secret, cipher: Cipher, limits: KeyLimits | None = None) -> None:
         self._key = _Key(secret, cipher, limits or KeyLimits())
         self.sequence = 0
 
@@ -90,12 +109,17 @@ class Sealer:
         """
         sequence = self.sequence
         if sequence >= MAX_SEQUENCE:
-            raise SealError("this direction has used up its sequence numbers")
+            raise SealError("this direction has ended, or has used up its sequence numbers")
         # Counted first: if anything below fails, the number is gone, never used twice.
         self.sequence = sequence + 1
         key = self._key
         key.aead.encrypt_into(key.prefix + sequence.to_bytes(8, "big"), plaintext, header, out)
         key.count(len(out))
+
+    def wipe(self) -> None:
+        """Nothing is sealed after this. Only for the thread that seals, or once nobody does."""
+        self.sequence = MAX_SEQUENCE
+        self._key.wipe()
 
 
 class Opener:
@@ -104,7 +128,7 @@ class Opener:
     After a failure it opens nothing more.
     """
 
-    def __init__(self, secret: bytes, cipher: Cipher, limits: KeyLimits | None = None) -> None:
+    def __init__(self, secret: Secret, cipher: Cipher, limits: KeyLimits | None = None) -> None:
         self._key = _Key(secret, cipher, limits or KeyLimits())
         self._failed = False
         self.sequence = 0
@@ -115,7 +139,7 @@ class Opener:
         Raises `SealError`; then ``out`` holds nothing to use.
         """
         if self._failed:
-            raise SealError("a frame of this direction failed before")
+            raise SealError("this direction has ended, or a frame of it failed before")
         if sequence != self.sequence:
             self._failed = True
             raise SealError(
@@ -132,11 +156,19 @@ class Opener:
         self.sequence = sequence + 1
         key.count(len(sealed))
 
+    def wipe(self) -> None:
+        """Nothing opens after this. Only for the thread that opens, or once nobody does."""
+        self._failed = True
+        self._key.wipe()
+
 
 def make_sealing(secrets: Secrets, limits: KeyLimits) -> tuple[Sealer, Opener]:
-    """The two directions of one end."""
+    """The two directions of one end. It takes the traffic secrets over: those of ``secrets`` are wiped."""
     sealer = Sealer(secrets.send, secrets.cipher, limits)
-    return sealer, Opener(secrets.receive, secrets.cipher, limits)
+    opener = Opener(secrets.receive, secrets.cipher, limits)
+    wipe(secrets.send)
+    wipe(secrets.receive)
+    return sealer, opener
 
 
 __all__ = ["TAG_BYTES", "FrameOpener", "FrameSealer", "KeyLimits", "Opener", "Sealer", "make_sealing"]
