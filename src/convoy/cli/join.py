@@ -1,4 +1,4 @@
-"""``convoy join``: be a peer.
+"""``convoy join``: be a peer, by an invitation or by a convoy.toml that is here already.
 
 Waits for the head, holds the layers it plans, and waits again when it is gone.
 """
@@ -16,8 +16,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import load_config
+from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.member import load_member, peer_options
+from convoy.cli.newcomer import Newcomer, Tell
 from convoy.cli.output import JsonFlag, print_json_line, print_note
+from convoy.errors import UsageError
 
 if TYPE_CHECKING:
     from convoy.cluster.peer import Peer, PeerEvent
@@ -27,7 +30,13 @@ _LOOK_UP_S = 0.5
 
 
 def join(
-    config: Annotated[Path, typer.Option(help="This member's convoy.toml.")],
+    token: Annotated[
+        str | None,
+        typer.Argument(help="An invitation from `convoy invite`; - reads it from standard input."),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="This member's convoy.toml, where no invitation is used.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="The model's directory here.  [default: that in the config]")
     ] = None,
@@ -35,17 +44,43 @@ def join(
     until_stdin_closes: Annotated[
         bool, typer.Option("--until-stdin-closes", help="End when standard input ends.")
     ] = False,
+    directory: DirectoryFlag = DEFAULT_HOME,
+    name: Annotated[str | None, typer.Option(help="With a token.  [default: the host's name]")] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="With a token: HOST or HOST:PORT where others reach this machine."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="With a token: port to listen on.  [default: 7777]")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Hold layers for a head: one command on each further machine."""
     from convoy.cluster.peer import Peer
 
+    if (token is None) == (config is None):
+        raise UsageError(
+            "one of an invitation and --config is needed",
+            hint="`convoy join -` and paste what `convoy invite` printed; later `convoy join --config FILE`",
+        )
+    if token is not None:
+        config = Newcomer(Home(directory), name, address, port).join(token, _teller(as_json))
     settings = load_config(config)
     me = load_member(settings)
     show = _show_json if as_json else _show
     peer = Peer(me, peer_options(settings, model, exit_with_head=exit_with_head), show)
     port = me.member.address[1] if settings.listen.port is None else settings.listen.port
     _run_until_asked(peer, (settings.listen.host, port), until_stdin_closes)
+
+
+def _teller(as_json: bool) -> Tell:
+    def tell(kind: str, text: str) -> None:
+        if as_json:
+            print_json_line({"kind": kind, "text": text})
+        else:
+            print_note(f"{kind}: {text}")
+
+    return tell
 
 
 def _show(event: PeerEvent) -> None:

@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from convoy import __version__
-from convoy.cli import bench, chat, demo, doctor, identity, join, plan, roster, serve, status
+from convoy.cli import bench, chat, demo, doctor, identity, invite, join, plan, roster, serve, status
 from convoy.cli import eval as eval_verb
 from convoy.cli import run as run_verb
 from convoy.cli.output import (
@@ -56,6 +56,7 @@ app.command("demo")(demo.demo)
 app.command("run")(run_verb.run)
 app.command("serve")(serve.serve)
 app.command("join")(join.join)
+app.command("invite")(invite.invite)
 app.command("plan")(plan.plan)
 app.add_typer(identity.app, name="identity")
 app.add_typer(roster.app, name="roster")

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import Config, load_config, override
+from convoy.cli.home import DEFAULT_HOME, DirectoryFlag
+from convoy.cli.invite import AutoApproveFlag, InviteAddressFlag
 from convoy.cli.member import head_options, load_head, serve_options
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
+from convoy.cli.serve_invite import InviteFlags
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,9 +32,20 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="HTTP address.")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
+    invite: Annotated[
+        bool, typer.Option("--invite", help="First let one machine in; makes what a first machine needs.")
+    ] = False,
+    auto_approve: AutoApproveFlag = False,
+    address: InviteAddressFlag = None,
+    name: Annotated[str | None, typer.Option(help="With --invite: a first machine's name.")] = None,
+    directory: DirectoryFlag = DEFAULT_HOME,
     as_json: JsonFlag = False,
 ) -> None:
     """Be the head: split a model over members, answer the OpenAI API."""
+    if invite:
+        asked = InviteFlags(config, directory, auto_approve, address, name)
+        asked.check(model)
+        config = asked.let_in(as_json=as_json)
     settings = load_config(config)
     chosen = model or settings.model_name()
     if chosen is None:

@@ -1,0 +1,262 @@
+"""``convoy invite``: let one machine in. A process of its own, because it holds the operator key.
+
+It listens for minutes, shows a token, asks the operator to compare two codes, signs the next roster, and
+ends.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import select
+import sys
+import termios
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.config import Config, load_config
+from convoy.cli.files import read_bytes, replace_file
+from convoy.cli.first_machine import MAX_ROSTER_FILE_BYTES, make_first_machine
+from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, local_addresses, parse_place
+from convoy.cli.output import one_line, print_json_line, print_note
+from convoy.errors import ConfigError, InviteError, LinkBroken
+
+if TYPE_CHECKING:
+    from convoy.cluster.enrolment import Newcomer
+    from convoy.crypto.identity import OperatorKey
+    from convoy.transport.member import Member, Roster
+    from convoy.trust.consumption import Consumption
+    from convoy.trust.invite import Token
+    from convoy.wire.enrolment import EnrolmentCard, Refusal
+
+AutoApproveFlag = Annotated[
+    bool,
+    typer.Option("--auto-approve", help="Ask nobody: whoever has the token first gets in."),
+]
+InviteAddressFlag = Annotated[
+    list[str] | None,
+    typer.Option("--address", help="HOST or HOST:PORT that leads here.  [default: every interface's]"),
+]
+
+
+def invite(
+    config: Annotated[
+        Path | None, typer.Option(help="The operator's convoy.toml.  [default: that in --dir; made]")
+    ] = None,
+    directory: DirectoryFlag = DEFAULT_HOME,
+    operator: Annotated[
+        Path | None, typer.Option(help="Directory of the operator's key.  [default: operator in --dir]")
+    ] = None,
+    address: InviteAddressFlag = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")] = 0,
+    minutes: Annotated[int, typer.Option(min=1, max=60, help="How long the token is good.")] = 10,
+    auto_approve: AutoApproveFlag = False,
+    name: Annotated[str | None, typer.Option(help="A first machine's name.  [default: the host's]")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A first machine's cluster.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the token here (0600), show it not.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value a line, as it happens.")] = False,
+) -> None:
+    """Let one more machine in: shows a token for `convoy join` there."""
+    home = Home(directory)
+    if config is None and not home.config.exists():
+        make_first_machine(home, name=name, address=address[0] if address else None, cluster=cluster)
+    desk = _Desk.open(config or home.config, operator or home.operator)
+    desk.tell_unfinished()
+    screen = _Screen(as_json, auto_approve, out)
+    token, newcomer = _meet(desk, screen, address, port, minutes)
+    consumption = desk.consumption(token)
+    if not screen.approves(newcomer):
+        from convoy.trust.consumption import DECLINED
+        from convoy.wire.enrolment import Refusal
+
+        consumption.end(DECLINED)
+        newcomer.refuse(Refusal.DECLINED)
+        raise InviteError(
+            f"{newcomer.card.name} was not let in, and the invitation is used up",
+            hint="make a new one with `convoy invite`",
+        )
+    roster, member = _let_in(desk, newcomer, consumption)
+    screen.enrolled(roster, member, desk.roster_file)
+
+
+def _meet(
+    desk: _Desk, screen: _Screen, address: list[str] | None, port: int, minutes: int
+) -> tuple[Token, Newcomer]:
+    """Listen until a valid proof came. The listener is closed then, and the secret goes with this process."""
+    from convoy.cluster.enrolment import Enrolment
+    from convoy.crypto.certificate import certificate_fingerprint
+    from convoy.crypto.enrolment import SECRET_BYTES, OneTimeCertificate
+    from convoy.transport.enrolment import listen_everywhere
+    from convoy.trust.invite import MAX_ADDRESSES, Token
+
+    sock = listen_everywhere(None, port)
+    bound = sock.getsockname()[1]
+    places = [parse_place(text, bound) for text in (address or local_addresses()[:MAX_ADDRESSES])]
+    certificate = OneTimeCertificate.generate()
+    token = Token(
+        desk.roster().cluster_id,
+        desk.key.public_key,
+        certificate_fingerprint(certificate.certificate_der),
+        tuple((host, given or bound) for host, given in places),
+        expires=int(time.time()) + 60 * minutes,
+        lifetime_s=60 * minutes,
+        secret=os.urandom(SECRET_BYTES),
+    )
+    enrolment = Enrolment(sock, certificate, token, consumption=desk.consumption(token), judge=desk.judge)
+    try:
+        screen.invited(token)
+        return token, enrolment.wait()
+    finally:
+        enrolment.close()
+
+
+def _let_in(desk: _Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:
+    """Sign, write, hand over: in this order, so that the newcomer never has a roster that is not on disk."""
+    from convoy.trust.consumption import ENROLLED
+    from convoy.trust.newcomer import roster_with
+    from convoy.trust.roster import sign_roster
+
+    roster = roster_with(desk.roster(), newcomer.card, datetime.datetime.now(datetime.UTC))
+    signed = sign_roster(roster, desk.key)
+    replace_file(desk.roster_file, signed)
+    consumption.end(f"{ENROLLED} in epoch {roster.epoch}")
+    member = next(m for m in roster.members if m.identity_key == newcomer.card.identity_key)
+    try:
+        newcomer.accept(signed)
+    except LinkBroken as error:
+        raise InviteError(
+            f"{member.name} is in the roster, but went away before it got it",
+            hint="invite it again: with its identity it keeps its place",
+        ) from error
+    return roster, member
+
+
+@dataclass(frozen=True, slots=True)
+class _Desk:
+    """The operator's side: the key, the roster file, and the record of used invitations."""
+
+    key: OperatorKey
+    roster_file: Path
+    records: Path
+
+    @classmethod
+    def open(cls, config: Path, operator: Path) -> _Desk:
+        from convoy.crypto.identity import OperatorKey
+
+        settings: Config = load_config(config)
+        key = OperatorKey.load(operator)
+        if key.public_key != settings.require_operator_key():
+            raise ConfigError(
+                f"the operator key in {operator} is not the one in {config}",
+                hint="name its directory with --operator",
+            )
+        return cls(key, settings.require_roster(), operator / "invites")
+
+    def roster(self) -> Roster:
+        """Read anew each time: somebody may have signed another one since."""
+        from convoy.trust.roster import open_roster
+
+        data = read_bytes(self.roster_file, max_bytes=MAX_ROSTER_FILE_BYTES)
+        return open_roster(data, operator_key=self.key.public_key).roster
+
+    def judge(self, card: EnrolmentCard) -> Refusal | None:
+        from convoy.trust.newcomer import why_not
+
+        return why_not(self.roster(), card, datetime.datetime.now(datetime.UTC))
+
+    def consumption(self, token: Token) -> Consumption:
+        from convoy.trust.consumption import Consumption
+
+        return Consumption(self.records, token.id)
+
+    def tell_unfinished(self) -> None:
+        """An earlier process ended between the use of an invitation and the roster: say so, once."""
+        from convoy.trust.consumption import forget, unfinished
+
+        for who in unfinished(self.records):
+            print_note(
+                f"note: an earlier invitation was used up by {one_line(who)}, and its process ended before "
+                f"it was answered; {self.roster_file} says whether that member is in"
+            )
+        forget(self.records)
+
+
+@dataclass(frozen=True, slots=True)
+class _Screen:
+    """What the operator sees and answers."""
+
+    as_json: bool
+    auto_approve: bool
+    out: Path | None
+
+    def invited(self, token: Token) -> None:
+        from convoy.crypto.keyfile import write_private
+        from convoy.trust.roster import format_address
+
+        text = token.encode()
+        until = f"{datetime.datetime.fromtimestamp(token.expires, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
+        if self.out is not None:
+            write_private(self.out, f"{text}\n".encode())
+        if self.auto_approve:
+            print_note("--auto-approve: whoever has this token first gets in, and nobody is asked")
+        places = [format_address(address) for address in token.addresses]
+        if self.as_json:
+            shown = {"token": text} if self.out is None else {"out": self.out}
+            print_json_line({"event": "invited", **shown, "addresses": places, "expires": until})
+            return
+        print_note(f"on the other machine, until {until}, run `convoy join -` and paste this line:\n")
+        if self.out is None:
+            print(text, flush=True)
+        else:
+            print_note(f"(the line in {self.out})")
+        print_note(f"\nwaiting at {', '.join(places)}")
+
+    def approves(self, newcomer: Newcomer) -> bool:
+        """The operator's y. No answer, or no more input, is a no."""
+        from convoy.trust.roster import format_address
+
+        card = newcomer.card
+        where = format_address(card.address)
+        if self.as_json:
+            print_json_line(
+                {
+                    "event": "confirm",
+                    "name": card.name,
+                    "address": where,
+                    "from": newcomer.host,
+                    "identity_key": card.identity_key.hex(),
+                    "code": newcomer.code,
+                }
+            )
+        else:
+            print_note(f"{one_line(card.name)} at {where} asks to be let in (it called from {newcomer.host})")
+            print_note(f"code: {newcomer.code}")
+        if self.auto_approve:
+            return True
+        print(
+            f"does {one_line(card.name)}'s screen show the same code? [y/N] ",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+        return _answer().strip().lower() in {"y", "yes"}
+
+    def enrolled(self, roster: Roster, member: Member, file: Path) -> None:
+        if self.as_json:
+            print_json_line({"event": "enrolled", "name": member.name, "epoch": roster.epoch, "roster": file})
+        else:
+            print_note(f"{member.name} is in: roster epoch {roster.epoch} in {file}")
+
+
+def _answer() -> str:
+    """A line from standard input, within the time that the newcomer waits."""
+    from convoy.transport.enrolment_listener import EnrolmentLimits
+
+    if sys.stdin.isatty():
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before the question is no answer to it
+    ready, _, _ = select.select([sys.stdin], [], [], EnrolmentLimits().decision_timeout_s)
+    return sys.stdin.readline(16) if ready else ""

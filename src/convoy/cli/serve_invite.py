@@ -1,0 +1,60 @@
+"""``convoy serve --invite``: first an enrolment, in a child process that alone touches the operator key.
+
+The child has this terminal: it shows the token and asks its question there. The head starts when the newcomer
+is in the roster, and not before.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from convoy.cli.config import load_config
+from convoy.cli.home import Home
+from convoy.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class InviteFlags:
+    """The flags of ``serve`` that are for `convoy invite`."""
+
+    config: Path | None
+    directory: Path
+    auto_approve: bool
+    address: list[str] | None
+    name: str | None
+
+    def check(self, model: str | None) -> None:
+        """Say what is wrong with the model before anybody is invited. Raises `UsageError` or `ModelError`."""
+        from convoy.model.source import ModelSource
+
+        file = self._file()
+        chosen = model or (load_config(file).model_name() if file.exists() else None)
+        if chosen is None:
+            raise UsageError("no model was named", hint="convoy serve MODEL --invite")
+        ModelSource.resolve(chosen)
+
+    def let_in(self, *, as_json: bool) -> Path:
+        """Run `convoy invite` to its end; the convoy.toml to go on with.
+
+        Exits as the child did if nobody was let in: it has said why.
+        """
+        arguments = ["--dir", str(self.directory)]
+        if self.config is not None:
+            arguments += ["--config", str(self.config)]
+        if self.name is not None:
+            arguments += ["--name", self.name]
+        for place in self.address or ():
+            arguments += ["--address", place]
+        arguments += ["--auto-approve"] * self.auto_approve + ["--json"] * as_json
+        child = subprocess.run([sys.executable, "-m", "convoy", "invite", *arguments], check=False)
+        if child.returncode != 0:
+            raise typer.Exit(child.returncode if child.returncode > 0 else 1)
+        return self._file()
+
+    def _file(self) -> Path:
+        return self.config or Home(self.directory).config
