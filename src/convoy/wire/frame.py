@@ -45,11 +45,14 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.REFUSE: 16 * 1024,
     FrameType.ACTIVATE: 1024,
     FrameType.ACTIVATED: 256,
+    FrameType.CHALLENGE: 4 * 1024,
+    FrameType.EVIDENCE: 64 * 1024,
     FrameType.STEP: 4 * 1024 * 1024,
     FrameType.HIDDEN: RECORD_BYTES,
     FrameType.STEP_FAILED: 16 * 1024,
     FrameType.PING: 64,
     FrameType.PONG: 64,
+    FrameType.SWITCH: 64,
     FrameType.BYE: 1024,
 }
 

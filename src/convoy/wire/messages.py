@@ -8,6 +8,7 @@ values: nothing here checks that an index fits a pool or a span fits a model; wh
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
 
@@ -27,12 +28,19 @@ class FrameType(enum.IntEnum):
     REFUSE = 0x14
     ACTIVATE = 0x15
     ACTIVATED = 0x16
+    CHALLENGE = 0x19
+    EVIDENCE = 0x1A
     STEP = 0x20
     HIDDEN = 0x21
     STEP_FAILED = 0x22
     PING = 0x30
     PONG = 0x31
+    SWITCH = 0x32
     BYE = 0x3F
+
+
+Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
+Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -48,6 +56,24 @@ class Hello(Message, frozen=True):
     memory_bytes: int  # memory it offers for weights and K/V
     num_threads: int
     platform: str
+
+
+class Challenge(Message, frozen=True):
+    """Verifier to attester, either side of a head's link: prove what you are, now and on this link."""
+
+    nonce: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]  # random, never used twice
+    pcrs: Annotated[list[Register], msgspec.Meta(max_length=24)]  # to quote: ascending, SHA-256 bank
+
+
+class Evidence(Message, frozen=True):
+    """Answer to `Challenge`. ``claims`` encodes `wire.claims.Claims`; ``kind`` names the hardware, or is
+    empty.
+    """
+
+    claims: Annotated[bytes, msgspec.Meta(max_length=32 * 1024)]
+    signature: Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]  # by the identity key, over all
+    kind: Annotated[str, msgspec.Meta(max_length=32)]
+    parts: Annotated[list[Part], msgspec.Meta(max_length=32)]  # what hardware of that kind says, in its order
 
 
 class StageAssignment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -159,6 +185,15 @@ class Pong(Message, frozen=True):
     token: int
 
 
+class Switch(Message, frozen=True):
+    """The last frame on a connection: all later ones of this direction take the connection of ``link_id``.
+
+    Also the first frame of a listener on new connections: it keeps them for the link that they are to carry.
+    """
+
+    link_id: bytes
+
+
 class Bye(Message, frozen=True):
     """The sender is about to end the link on purpose."""
 
@@ -173,9 +208,12 @@ MESSAGE_TYPES: dict[FrameType, type[Message]] = {
     FrameType.REFUSE: Refuse,
     FrameType.ACTIVATE: Activate,
     FrameType.ACTIVATED: Activated,
+    FrameType.CHALLENGE: Challenge,
+    FrameType.EVIDENCE: Evidence,
     FrameType.STEP: Step,
     FrameType.STEP_FAILED: StepFailed,
     FrameType.PING: Ping,
     FrameType.PONG: Pong,
+    FrameType.SWITCH: Switch,
     FrameType.BYE: Bye,
 }
