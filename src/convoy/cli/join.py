@@ -58,19 +58,25 @@ def join(
     """Hold layers for a head: one command on each further machine."""
     from convoy.cluster.peer import Peer
 
-    if (token is None) == (config is None):
-        raise UsageError(
-            "one of an invitation and --config is needed",
-            hint="`convoy join -` and paste what `convoy invite` printed; later `convoy join --config FILE`",
-        )
-    if token is not None:
-        config = Newcomer(Home(directory), name, address, port).join(token, _teller(as_json))
-    settings = load_config(config)
+    newcomer = Newcomer(Home(directory), name, address, port)
+    settings = load_config(_file(token, config, newcomer, _teller(as_json)))
     me = load_member(settings)
     show = _show_json if as_json else _show
     peer = Peer(me, peer_options(settings, model, exit_with_head=exit_with_head), show)
     port = me.member.address[1] if settings.listen.port is None else settings.listen.port
     _run_until_asked(peer, (settings.listen.host, port), until_stdin_closes)
+
+
+def _file(token: str | None, config: Path | None, newcomer: Newcomer, tell: Tell) -> Path:
+    """The convoy.toml: that which was named, or that which an invitation brings."""
+    if token is not None and config is None:
+        return newcomer.join(token, tell)
+    if token is None and config is not None:
+        return config
+    raise UsageError(
+        "one of an invitation and --config is needed",
+        hint="`convoy join -` and paste what `convoy invite` printed; later `convoy join --config FILE`",
+    )
 
 
 def _teller(as_json: bool) -> Tell:

@@ -44,7 +44,7 @@ def convoy(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,  # noqa: ARG001
 ) -> None:
-    """One language model across several machines, over links that are always sealed."""
+    """One model across several machines, over links that are always sealed."""
     if version:
         print(f"convoy {__version__}")
         raise typer.Exit
