@@ -8,11 +8,12 @@ STAMP  := $(VENV)/.ready
 LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test test-adversary check bench clean
 
 help:
 	@echo "make demo    set up, then run the bundled model over two sealed processes"
 	@echo "make test    set up, then run every test (under 10 minutes on 2 cores)"
+	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make check   lint, format, types, architecture"
 	@echo "make bench   measure the hop between two members"
 	@echo "make setup   only set up .venv;  make clean removes it"
@@ -43,6 +44,10 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest
+
+# Its files are not called test_*, so that `make test` leaves them out.
+test-adversary: setup
+	@$(BIN)/python -m pytest -o 'python_files=attack_*.py' tests/adversary
 
 check: setup
 	@$(BIN)/ruff check .

@@ -1,0 +1,179 @@
+"""A member as a process of its own, for attacks: listens, dials and sends as it is told on standard input,
+and says on standard output what happened to it. Every line is a JSON object.
+
+`python -m adversary.victim SETUP`, where SETUP is a JSON object: directory, name, operator, options, and layer:
+"both", or "inner" for links whose outer layer is taken away here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from adversary.bare import take_away_the_outer_layer
+from adversary.options import attack_options
+from convoy.crypto.identity import Identity
+from convoy.errors import ConvoyError
+from convoy.transport.dial import dial
+from convoy.transport.link import Link, Received, ReceivedTensor
+from convoy.transport.listener import Listener
+from convoy.transport.member import LocalMember
+from convoy.trust.roster import verify_roster
+from convoy.wire.messages import FrameType, Row, Step
+from convoy.wire.tensor import WireTensor
+
+ALLOWED = frozenset({FrameType.HELLO, FrameType.STEP, FrameType.HIDDEN, FrameType.REFUSE})
+
+
+class Victim:
+    """One member and all its links, by key."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        directory = Path(setup["directory"])
+        self._saying = threading.Lock()
+        self._links: dict[str, Link] = {}
+        self._numbers = itertools.count()
+        self._options = attack_options(setup.get("options", {}))
+        roster = verify_roster(
+            (directory / "roster.toml").read_bytes(), operator_key=bytes.fromhex(setup["operator"])
+        ).roster
+        name = setup["name"]
+        self._me = LocalMember(name, Identity.load(directory / name), roster)
+        if setup["layer"] == "inner":
+            take_away_the_outer_layer(self._me)
+        self._listener = Listener(
+            ("127.0.0.1", 0), self._me, self._greet, options=self._options, on_refused=self._refused
+        )
+        self.say("listening", port=self._listener.address[1])
+
+    def say(self, event: str, **rest: Any) -> None:
+        with self._saying:
+            print(json.dumps({"event": event, **rest}), flush=True)
+
+    def run(self) -> None:
+        for line in sys.stdin:
+            order = json.loads(line)
+            getattr(self, "do_" + order.pop("do"))(**order)
+
+    # What it is told to do.
+
+    def do_dial(self, key: str, peer: str, port: int, timeout_s: float) -> None:
+        def work() -> None:
+            began_s = time.monotonic()
+            try:
+                link = dial(
+                    ("127.0.0.1", port),
+                    me=self._me,
+                    peer_name=peer,
+                    timeout_s=timeout_s,
+                    options=self._options,
+                )
+            except ConvoyError as error:
+                self.say("failed", key=key, took_s=time.monotonic() - began_s, **_error(error))
+                return
+            self._keep(key, link)
+
+        threading.Thread(target=work, daemon=True).start()
+
+    def do_steps(self, key: str, numbers: list[int]) -> None:
+        self._sending(key, lambda link: [link.send(_step(n), generation=1, step=n) for n in numbers])
+
+    def do_tensor(self, key: str, step: int, boundary: int, size: int, fill: int = 7) -> None:
+        tensor = WireTensor("bfloat16", (size // 2,), bytes([fill]) * size)
+        self._sending(key, lambda link: link.send_tensor(tensor, generation=1, step=step, boundary=boundary))
+
+    def do_ping(self, key: str, timeout_s: float) -> None:
+        def work() -> None:
+            try:
+                self._links[key].ping(timeout_s)
+                self.say("ponged", key=key)
+            except ConvoyError as error:
+                self.say("ping failed", key=key, **_error(error))
+
+        threading.Thread(target=work, daemon=True).start()
+
+    def do_close(self, key: str) -> None:
+        self._links[key].close("told to")
+
+    def do_state(self) -> None:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        descriptors = len(os.listdir("/proc/self/fd"))
+        self.say("state", rss_bytes=rss_bytes, threads=threading.active_count(), descriptors=descriptors)
+
+    # What happens to it.
+
+    def _greet(self, link: Link) -> None:
+        self._keep(f"in {next(self._numbers)}", link)
+
+    def _refused(self, error: ConvoyError) -> None:
+        self.say("refused", **_error(error))
+
+    def _keep(self, key: str, link: Link) -> None:
+        self._links[key] = link
+        self.say("link", key=key, id=getattr(link, "link_id", b"").hex(), peer=link.peer, cipher=link.cipher)
+        link.start(
+            lambda _, received: self._arrived(key, received),
+            lambda _, error: self._ended(key, error),
+            ALLOWED,
+        )
+
+    def _arrived(self, key: str, received: Received) -> None:
+        if isinstance(received, ReceivedTensor):
+            digest = hashlib.sha256(received.tensor.data).hexdigest()
+            self.say("arrived", key=key, kind="HIDDEN", step=received.step, digest=digest)
+        else:
+            self.say("arrived", key=key, kind=type(received.message).__name__, step=received.step)
+
+    def _ended(self, key: str, error: ConvoyError) -> None:
+        self._links.pop(key, None)
+        self.say("ended", key=key, **_error(error))
+
+    def _sending(self, key: str, send: Any) -> None:
+        try:
+            send(self._links[key])
+            self.say("sent", key=key)
+        except ConvoyError as error:
+            self.say("send failed", key=key, **_error(error))
+        except KeyError:
+            self.say("send failed", key=key, error="LinkBroken", message="the link is gone")
+
+
+def _step(number: int) -> Step:
+    return Step(number, [], [], [Row(1, number, 2, 1)], b"\1\0\0\0\2\0\0\0")
+
+
+def _error(error: ConvoyError) -> dict[str, str]:
+    return {"error": type(error).__name__, "message": error.message}
+
+
+class _Crash(logging.Handler):
+    """Tracebacks in the log are crashes that somebody caught: the suite must see them."""
+
+    def __init__(self, victim: Victim) -> None:
+        super().__init__(logging.ERROR)
+        self._victim = victim
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._victim.say("crashed", message=record.getMessage(), error=str(record.exc_info))
+
+
+def main() -> None:
+    victim = Victim(json.loads(sys.argv[1]))
+    logging.getLogger("convoy").addHandler(_Crash(victim))
+    threading.excepthook = lambda args: victim.say(
+        "crashed", message=str(args.thread), error=str(args.exc_value)
+    )
+    victim.run()
+
+
+if __name__ == "__main__":
+    main()
