@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from convoy.crypto.certificate import certificate_fingerprint
 from convoy.crypto.cipher import Cipher
-from convoy.crypto.handshake import Context, Initiator, Party, Responder, Secrets
+from convoy.crypto.handshake import NO_LINK, Context, Initiator, Party, Responder, Secrets
 from convoy.crypto.identity import Identity
 from convoy.errors import HandshakeError, Incompatible, PeerError
 
@@ -76,10 +76,43 @@ def test_a_claim_that_differs_is_refused_by_name(change: dict[str, object], name
         responder.consume_1(initiator.create_1())
 
 
-def test_another_roster_epoch_names_both_epochs() -> None:
-    initiator, responder = both_ends(context=replace(CONTEXT, roster_epoch=2))
-    with pytest.raises(Incompatible, match="epoch 2, and this member holds epoch 3"):
-        responder.consume_1(initiator.create_1())
+def test_another_roster_epoch_goes_on_and_both_ends_know_the_others() -> None:
+    older = replace(CONTEXT, roster_epoch=2, roster_digest=b"o" * 32)
+    mine, theirs = run(*both_ends(context=older))
+    assert (mine.peer_epoch, theirs.peer_epoch) == (3, 2)
+
+
+def test_another_roster_of_the_same_epoch_at_the_responder_is_refused() -> None:
+    initiator, responder = both_ends(other=replace(CONTEXT, roster_digest=b"e" * 32))
+    message_1 = initiator.create_1()
+    at = message_1.index(CONTEXT.roster_digest)
+    responder.consume_1(message_1[:at] + b"e" * 32 + message_1[at + 32 :])
+    with pytest.raises(Incompatible, match="another roster of the same epoch 3"):
+        initiator.consume_2(responder.create_2())
+
+
+def test_the_epoch_that_the_responder_names_is_covered_by_its_proof() -> None:
+    initiator, responder = both_ends()
+    responder.consume_1(initiator.create_1())
+    message_2 = bytearray(responder.create_2())
+    message_2[3:11] = (4).to_bytes(8, "big")
+    with pytest.raises(HandshakeError, match="the MAC of beta"):
+        initiator.consume_2(bytes(message_2))
+
+
+def test_both_ends_know_which_link_is_to_be_replaced() -> None:
+    mine, theirs = run(*both_ends(context=replace(CONTEXT, replaces=b"o" * 16)))
+    assert mine.replaces == theirs.replaces == b"o" * 16
+    mine, theirs = run(*both_ends())
+    assert mine.replaces == theirs.replaces == NO_LINK
+
+
+def test_the_binding_is_the_same_at_both_ends_and_new_in_each_handshake() -> None:
+    pairs = [run(*both_ends()) for _ in range(3)]
+    assert all(mine.binding == theirs.binding for mine, theirs in pairs)
+    assert len({mine.binding for mine, _ in pairs}) == 3
+    assert {len(mine.binding) for mine, _ in pairs} == {32}
+    assert pairs[0][0].binding not in (pairs[0][0].send, pairs[0][0].receive)
 
 
 def test_another_roster_of_the_same_epoch_is_refused() -> None:
@@ -226,7 +259,7 @@ def test_garbage_is_refused_as_an_error_of_the_peer(garbage: bytes) -> None:
         responder.consume_1(garbage)
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 17, 18, 60, 100, 1200, 1280])
+@pytest.mark.parametrize("size", [0, 1, 2, 17, 18, 33, 34, 76, 116, 1200, 1296])
 def test_a_truncated_first_message_is_refused(size: int) -> None:
     initiator, responder = both_ends()
     with pytest.raises(HandshakeError):

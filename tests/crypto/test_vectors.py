@@ -42,11 +42,19 @@ def test_our_initiator_says_and_derives_what_the_vector_says() -> None:
     assert secrets.send == value("to_responder")
     assert secrets.receive == value("to_initiator")
     assert secrets.transcript == value("transcript")
+    assert secrets.binding == value("binding")
 
 
 @pytest.mark.parametrize(
     ("offset", "named"),
-    [(2, "not offered"), (3, "MAC of beta"), (35, "MAC of beta"), (1123, "signature"), (1187, "MAC of beta")],
+    [
+        (2, "not offered"),
+        (3, "MAC of beta"),
+        (43, "MAC of beta"),
+        (75, "MAC of beta"),
+        (1163, "signature"),
+        (1227, "MAC of beta"),
+    ],
 )
 def test_a_changed_second_message_fails_as_the_vector_says(offset: int, named: str) -> None:
     end = initiator()
@@ -81,7 +89,7 @@ def expand(secret: bytes, *info: bytes) -> bytes:
 
 def test_an_independent_key_schedule_agrees() -> None:
     message_1, message_2, message_3 = (value(f"message_{n}") for n in (1, 2, 3))
-    body, signature_r, mac_r = message_2[:1123], message_2[1123:1187], message_2[1187:]
+    body, signature_r, mac_r = message_2[:1163], message_2[1163:1227], message_2[1227:]
     signature_i, mac_i = message_3[:64], message_3[64:]
     about = context()
     t1 = sha256(
@@ -105,6 +113,7 @@ def test_an_independent_key_schedule_agrees() -> None:
         signed = lp(LABEL, b"signature", role, transcript)
         Ed25519PublicKey.from_public_bytes(party.identity_key).verify(signature, signed)
     assert t4 == value("transcript")
+    assert expand(secret, b"binding", t4) == value("binding")
     assert expand(secret, b"traffic", b"initiator to responder", t4) == value("to_responder")
     assert expand(secret, b"traffic", b"responder to initiator", t4) == value("to_initiator")
 

@@ -274,3 +274,17 @@ def test_a_card_that_is_none_is_refused(text: str) -> None:
 @pytest.mark.parametrize("host", ["a", "a.b.example", "a.b.", "10.0.0.1", "::1", "fe80::1%eth0", "a_b-c"])
 def test_hosts_that_sockets_take_are_taken(host: str) -> None:
     assert make_roster("home", _with(1, address=(host, 1))).members[1].address == (host, 1)
+
+
+def test_an_attestation_key_is_part_of_what_is_signed_and_compared() -> None:
+    plain = MEMBERS
+    enrolled = [replace(plain[0], attestation_key=b"public key of a TPM"), *plain[1:]]
+    roster = make_roster("home", enrolled, not_before=NOW)
+    back = open_roster(sign_roster(roster, OPERATOR), operator_key=OPERATOR.public_key, now=NOW).roster
+    assert back == roster
+    assert back.digest != make_roster("home", plain, not_before=NOW).digest
+
+
+def test_an_attestation_key_of_absurd_length_is_refused() -> None:
+    with pytest.raises(RosterError, match="an attestation key of 1025 bytes, and the limit is 1024"):
+        make_roster("home", [replace(MEMBERS[0], attestation_key=bytes(1025))])

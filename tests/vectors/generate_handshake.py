@@ -36,7 +36,9 @@ def context() -> Context:
         Party(name, key.public_key().public_bytes_raw(), seed(f"{name} certificate"))
         for name, key in zip(("alpha", "beta"), keys, strict=True)
     ]
-    return Context(parties[0], parties[1], seed("link", 16), "vectors", 5, seed("roster"))
+    return Context(
+        parties[0], parties[1], seed("link", 16), "vectors", 5, seed("roster"), replaces=seed("old link", 16)
+    )
 
 
 def main() -> None:
@@ -66,11 +68,12 @@ def main() -> None:
     vector = {
         "provenance": "tests/vectors/generate_handshake.py; secrets from seeds, the ML-KEM ciphertext random",
         "x25519_shared": ephemeral.x25519.exchange(share.public_key()).hex(),
-        "mlkem_shared": ephemeral.mlkem.decapsulate(message_2[35 : 35 + 1088]).hex(),
+        "mlkem_shared": ephemeral.mlkem.decapsulate(message_2[75 : 75 + 1088]).hex(),
         "message_1": message_1.hex(),
         "message_2": message_2.hex(),
         "message_3": message_3.hex(),
         "transcript": secrets.transcript.hex(),
+        "binding": secrets.binding.hex(),
         "to_responder": secrets.send.hex(),
         "to_initiator": secrets.receive.hex(),
         "ratchet_after_records": 2,

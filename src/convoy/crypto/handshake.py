@@ -21,17 +21,38 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 
 from convoy.crypto import keys
 from convoy.crypto.cipher import Cipher, choose_cipher
+from convoy.crypto.claims import (
+    LINK_ID_BYTES,
+    NO_LINK,
+    PROTOCOL_VERSION,
+    Claims,
+    Context,
+    Party,
+    check_claims,
+    check_same_epoch,
+    check_version,
+    decode_offer,
+    encode_claims,
+)
 from convoy.crypto.identity import verify
-from convoy.errors import HandshakeError, Incompatible
+from convoy.errors import HandshakeError
 
-PROTOCOL_VERSION = 1
-LINK_ID_BYTES = 16
+__all__ = [
+    "LINK_ID_BYTES",
+    "NO_LINK",
+    "PROTOCOL_VERSION",
+    "Context",
+    "Ephemeral",
+    "Initiator",
+    "Party",
+    "Responder",
+    "Secrets",
+]
 
 _KEM_KEY_BYTES = 1184
 _KEM_CIPHERTEXT_BYTES = 1088
-_VERSION = struct.Struct(">H")
 _SHARES_1 = struct.Struct(f">32s{_KEM_KEY_BYTES}s")
-_BODY_2 = struct.Struct(f">HB32s{_KEM_CIPHERTEXT_BYTES}s")
+_BODY_2 = struct.Struct(f">HBQ32s32s{_KEM_CIPHERTEXT_BYTES}s")
 _PROOF = struct.Struct(">64s32s")
 
 _INITIATOR = b"initiator"
@@ -41,35 +62,20 @@ Sign = Callable[[bytes], bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class Party:
-    """One end as the roster has it: name, identity key (32 bytes), SHA-256 of its TLS certificate."""
-
-    name: str
-    identity_key: bytes
-    certificate_fingerprint: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What both ends know, and must agree on, before the first message."""
-
-    initiator: Party
-    responder: Party
-    link_id: bytes
-    cluster_id: str
-    roster_epoch: int
-    roster_digest: bytes
-    version: int = PROTOCOL_VERSION
-
-
-@dataclass(frozen=True, slots=True)
 class Secrets:
-    """What a handshake yields at one end; never logged, shown or sent."""
+    """What a handshake yields at one end; never logged, shown or sent.
+
+    ``binding`` (32 bytes) names this handshake to both ends alone. ``peer_epoch`` is the other end's; where
+    it is not ours, one end lags. ``replaces``: see `Context`.
+    """
 
     cipher: Cipher
     send: bytearray = field(repr=False)
     receive: bytearray = field(repr=False)
     transcript: bytes = field(repr=False)
+    binding: bytes = field(repr=False)
+    peer_epoch: int
+    replaces: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +84,6 @@ class Ephemeral:
 
     x25519: X25519PrivateKey = field(default_factory=X25519PrivateKey.generate)
     mlkem: MLKEM768PrivateKey = field(default_factory=MLKEM768PrivateKey.generate)
-
-
-def claimed_version(message: bytes) -> int:
-    """The version at the start of M1, M2 and END, the same place in every version.
-
-    Raises `HandshakeError`.
-    """
-    if len(message) < _VERSION.size:
-        raise HandshakeError(f"a handshake message has {len(message)} bytes, too few for a version")
-    return int(_VERSION.unpack_from(message)[0])
 
 
 class Initiator:
@@ -104,6 +100,7 @@ class Initiator:
         self._transcript = b""
         self._secret = bytearray()
         self._cipher = Cipher.CHACHA20_POLY1305
+        self._peer_epoch = 0
 
     def create_1(self) -> bytes:
         """M1: who wants to talk to whom, on which link and roster, with which key shares and ciphers."""
@@ -112,7 +109,7 @@ class Initiator:
                 self._ephemeral.x25519.public_key().public_bytes_raw(),
                 self._ephemeral.mlkem.public_key().public_bytes_raw(),
             )
-            message = _claims(self._context) + shares + bytes([len(self._ciphers), *self._ciphers])
+            message = encode_claims(self._context) + shares + bytes([len(self._ciphers), *self._ciphers])
             self._transcript = _first_transcript(self._context, message)
             return message
 
@@ -122,11 +119,12 @@ class Initiator:
         Raises `Incompatible` for another version, otherwise `HandshakeError` naming what was wrong.
         """
         with self._turn("consume_2"):
-            _check_version(self._context, self._context.responder.name, message)
+            check_version(self._context, self._context.responder.name, message)
             if len(message) != _BODY_2.size + _PROOF.size:
                 raise HandshakeError(f"M2 has {len(message)} bytes, expected {_BODY_2.size + _PROOF.size}")
             body = message[: _BODY_2.size]
-            _, cipher, share, ciphertext = _BODY_2.unpack(body)
+            _, cipher, epoch, digest, share, ciphertext = _BODY_2.unpack(body)
+            check_same_epoch(self._context, self._context.responder.name, epoch, digest)
             if cipher not in self._ciphers:
                 raise HandshakeError(f"M2 chose cipher {cipher}, which was not offered")
             transcript = keys.transcript_2(self._transcript, body)
@@ -138,7 +136,7 @@ class Initiator:
             proof = message[_BODY_2.size :]
             party = self._context.responder
             self._transcript = _check_proof(self._secret, _RESPONDER, transcript, party, proof)
-            self._cipher = Cipher(cipher)
+            self._cipher, self._peer_epoch = Cipher(cipher), epoch
 
     def create_3(self) -> tuple[bytes, Secrets]:
         """M3, and the secrets: the responder has proved itself already."""
@@ -146,8 +144,17 @@ class Initiator:
             party = self._context.initiator
             proof, transcript = _make_proof(self._secret, _INITIATOR, self._transcript, party, self._sign)
             traffic = keys.traffic_secrets(self._secret, transcript)
+            binding = keys.link_binding(self._secret, transcript)
             self.wipe()
-            return proof, Secrets(self._cipher, traffic.to_responder, traffic.to_initiator, transcript)
+            return proof, Secrets(
+                self._cipher,
+                traffic.to_responder,
+                traffic.to_initiator,
+                transcript,
+                binding,
+                self._peer_epoch,
+                self._context.replaces,
+            )
 
     def wipe(self) -> None:
         """Overwrite what this end derived; also done after the last call, and after a failure inside one."""
@@ -174,6 +181,7 @@ class Responder:
         self._share = b""
         self._kem_key = b""
         self._cipher = Cipher.CHACHA20_POLY1305
+        self._claims = Claims(NO_LINK, 0)
 
     def consume_1(self, message: bytes) -> None:
         """Check M1 against what this end knows.
@@ -182,12 +190,12 @@ class Responder:
         """
         with self._turn("consume_1"):
             name = self._context.initiator.name
-            _check_version(self._context, name, message)
-            offset = _check_claims(self._context, message)
+            check_version(self._context, name, message)
+            self._claims, offset = check_claims(self._context, message)
             if len(message) < offset + _SHARES_1.size + 1:
                 raise HandshakeError("M1 ends before its key shares")
             self._share, self._kem_key = _SHARES_1.unpack_from(message, offset)
-            self._cipher = choose_cipher(_offer(message[offset + _SHARES_1.size :]), self._ciphers)
+            self._cipher = choose_cipher(decode_offer(message[offset + _SHARES_1.size :]), self._ciphers)
             self._transcript = _first_transcript(self._context, message)
 
     def create_2(self) -> bytes:
@@ -195,7 +203,10 @@ class Responder:
         with self._turn("create_2"):
             mlkem_shared, ciphertext = _encapsulate(self._kem_key)
             share = self._ephemeral.public_key().public_bytes_raw()
-            body = _BODY_2.pack(self._context.version, self._cipher, share, ciphertext)
+            about = self._context
+            body = _BODY_2.pack(
+                about.version, self._cipher, about.roster_epoch, about.roster_digest, share, ciphertext
+            )
             transcript = keys.transcript_2(self._transcript, body)
             self._secret = keys.extract(transcript, _x25519(self._ephemeral, self._share), mlkem_shared)
             party = self._context.responder
@@ -208,8 +219,17 @@ class Responder:
             party = self._context.initiator
             transcript = _check_proof(self._secret, _INITIATOR, self._transcript, party, message)
             traffic = keys.traffic_secrets(self._secret, transcript)
+            binding = keys.link_binding(self._secret, transcript)
             self.wipe()
-            return Secrets(self._cipher, traffic.to_initiator, traffic.to_responder, transcript)
+            return Secrets(
+                self._cipher,
+                traffic.to_initiator,
+                traffic.to_responder,
+                transcript,
+                binding,
+                self._claims.epoch,
+                self._claims.replaces,
+            )
 
     def wipe(self) -> None:
         """As `Initiator.wipe`."""
@@ -240,87 +260,6 @@ class _Turn:
         else:
             self._left.clear()
             self._failed()
-
-
-def _claims(context: Context) -> bytes:
-    texts = (context.initiator.name, context.responder.name, context.cluster_id)
-    encoded = [text.encode() for text in texts]
-    named = b"".join(bytes([len(text)]) + text for text in encoded)
-    roster = context.roster_epoch.to_bytes(8, "big") + context.roster_digest
-    return _VERSION.pack(context.version) + context.link_id + named + roster
-
-
-def _check_claims(context: Context, message: bytes) -> int:
-    """Compare M1's claims with ours; returns where they end.
-
-    The roster is last, so that foreign ones are named first.
-    """
-    reader = _Reader(message, _VERSION.size)
-    if reader.take(LINK_ID_BYTES) != context.link_id:
-        raise HandshakeError("M1 names another link than its connections")
-    for what, expected in (
-        ("initiator", context.initiator.name),
-        ("responder", context.responder.name),
-        ("cluster", context.cluster_id),
-    ):
-        if reader.take(reader.take(1)[0]) != expected.encode():
-            raise HandshakeError(f"M1 names another {what}, expected {expected}")
-    epoch = int.from_bytes(reader.take(8), "big")
-    digest = reader.take(32)
-    check_roster(context, context.initiator.name, epoch, digest)
-    return reader.offset
-
-
-def check_roster(context: Context, peer: str, epoch: int, digest: bytes) -> None:
-    """Both ends must hold the same roster. Raises `Incompatible` naming both epochs.
-
-    Issue "Links and trust" puts the transfer of the newer signed roster here: before this raises.
-    """
-    if epoch != context.roster_epoch:
-        raise Incompatible(
-            f"{peer} holds roster epoch {epoch}, and this member holds epoch {context.roster_epoch}",
-            hint="give both members the newest roster file",
-        )
-    if digest != context.roster_digest:
-        raise Incompatible(
-            f"{peer} holds another roster of the same epoch {epoch}: "
-            f"digest {digest.hex()[:12]}, and this member's is {context.roster_digest.hex()[:12]}",
-            hint="somebody signed two rosters with one epoch; make a new one with a higher epoch",
-        )
-
-
-class _Reader:
-    def __init__(self, data: bytes, offset: int) -> None:
-        self._data = data
-        self.offset = offset
-
-    def take(self, size: int) -> bytes:
-        end = self.offset + size
-        if end > len(self._data):
-            raise HandshakeError(f"M1 ends at byte {len(self._data)}, inside a field that ends at {end}")
-        part = self._data[self.offset : end]
-        self.offset = end
-        return part
-
-
-def _offer(data: bytes) -> tuple[Cipher, ...]:
-    if len(data) != 1 + data[0]:
-        raise HandshakeError(f"M1 offers {data[0]} ciphers in {len(data) - 1} bytes")
-    return tuple(Cipher(number) for number in data[1:] if number in Cipher._value2member_map_)
-
-
-def _check_version(context: Context, peer: str, message: bytes) -> None:
-    version = claimed_version(message)
-    if version != context.version:
-        raise incompatible_version(peer, version, context.version)
-
-
-def incompatible_version(peer: str, theirs: int, ours: int) -> Incompatible:
-    """The error that both ends raise, each naming both versions."""
-    return Incompatible(
-        f"{peer} speaks protocol version {theirs}, and this member speaks version {ours}",
-        hint="install the same release of convoy on every member",
-    )
 
 
 def _first_transcript(context: Context, message: bytes) -> bytes:

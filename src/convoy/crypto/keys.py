@@ -90,6 +90,11 @@ def traffic_secrets(secret: Secret, transcript: bytes) -> TrafficSecrets:
     )
 
 
+def link_binding(secret: Secret, transcript: bytes) -> bytes:
+    """What both ends of one handshake know and nobody else: evidence names it, so that it is of this link."""
+    return bytes(expand(secret, b"binding", transcript))
+
+
 def traffic_key(traffic_secret: Secret) -> bytearray:
     """The AEAD key of one direction until the next turn of the ratchet."""
     return expand(traffic_secret, b"key")

@@ -11,17 +11,17 @@ import struct
 from typing import NoReturn
 
 from convoy.crypto.cipher import local_ciphers
-from convoy.crypto.handshake import (
+from convoy.crypto.claims import (
     LINK_ID_BYTES,
+    NO_LINK,
     PROTOCOL_VERSION,
     Context,
-    Initiator,
-    Responder,
-    Secrets,
     check_roster,
     claimed_version,
+    incompatible_epoch,
     incompatible_version,
 )
+from convoy.crypto.handshake import Initiator, Responder, Secrets
 from convoy.crypto.seal import make_sealing
 from convoy.errors import ConvoyError, HandshakeError, LinkBroken
 from convoy.transport.link import Link
@@ -62,12 +62,13 @@ def establish_initiator(
     options: LinkOptions,
     *,
     version: int = PROTOCOL_VERSION,
+    replaces: bytes = NO_LINK,
 ) -> Link:
     """The dialling end, over (outgoing, incoming) whose deadline is set.
 
-    Closes both and raises if it fails.
+    Closes both and raises if it fails. ``replaces``: the id of the standing link that this one is to replace.
     """
-    context = _context(me, me.member, peer, link_id, version)
+    context = _context(me, me.member, peer, link_id, version, replaces=replaces)
     try:
         handshake = Initiator(context, me.identity.sign, options.ciphers or local_ciphers())
         streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_1, handshake.create_1()))
@@ -109,7 +110,15 @@ def establish_responder(
         raise
 
 
-def _context(me: LocalMember, initiator: Member, responder: Member, link_id: bytes, version: int) -> Context:
+def _context(
+    me: LocalMember,
+    initiator: Member,
+    responder: Member,
+    link_id: bytes,
+    version: int,
+    *,
+    replaces: bytes = NO_LINK,
+) -> Context:
     roster = me.roster
     return Context(
         initiator.party,
@@ -119,6 +128,7 @@ def _context(me: LocalMember, initiator: Member, responder: Member, link_id: byt
         roster.epoch,
         roster.digest,
         version,
+        replaces,
     )
 
 
@@ -129,11 +139,16 @@ def _link(
     secrets: Secrets,
     options: LinkOptions,
 ) -> Link:
+    if secrets.peer_epoch != context.roster_epoch:
+        raise incompatible_epoch(peer.name, secrets.peer_epoch, context.roster_epoch)
     for stream in streams:
         stream.set_deadline(None)
     sealing = make_sealing(secrets, options.key_limits)
     return Link(
         peer=peer.name,
+        link_id=context.link_id,
+        binding=secrets.binding,
+        replaces=secrets.replaces,
         cipher=secrets.cipher.title,
         cluster_id=context.cluster_id,
         streams=streams,

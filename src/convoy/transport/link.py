@@ -43,13 +43,18 @@ _MAX_REASON = 200
 class Link:
     """One pair of members.
 
-    Made by `dial`, a `Listener` or `memory_link_pair`; call ``start`` before anything else.
+    Made by `dial`, a `Listener` or `memory_link_pair`; call ``start`` before anything else. ``link_id`` (16
+    bytes) is public; ``binding`` (32 bytes) is known to the two ends of this handshake alone; ``replaces`` is
+    the id of the link that the dialler wants this one to replace, or zeros.
     """
 
     def __init__(
         self,
         *,
         peer: str,
+        link_id: bytes,
+        binding: bytes,
+        replaces: bytes,
         cipher: str,
         cluster_id: str,
         streams: tuple[Stream, Stream],
@@ -58,6 +63,9 @@ class Link:
         read_end: ReadEnd,
     ) -> None:
         self.peer = peer
+        self.link_id = link_id
+        self.binding = binding
+        self.replaces = replaces
         self.cipher = cipher
         self._options = options
         self._streams = streams

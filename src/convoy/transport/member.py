@@ -21,13 +21,17 @@ _DIGEST_LABEL = b"convoy roster v1"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One line of the roster. ``address`` is (host, port); ``head``: may schedule and serve."""
+    """One line of the roster. ``address`` is (host, port); ``head``: may schedule and serve.
+
+    ``attestation_key``: DER SubjectPublicKeyInfo of its TPM's attestation key, empty where none was enrolled.
+    """
 
     name: str
     identity_key: bytes
     certificate_der: bytes = field(repr=False)
     address: tuple[str, int]
     head: bool = False
+    attestation_key: bytes = field(default=b"", repr=False)
 
     @property
     def party(self) -> Party:
@@ -81,6 +85,7 @@ class Roster:
                 host.encode(),
                 port.to_bytes(2, "big"),
                 bytes([member.head]),
+                member.attestation_key,
             ]
         return hashlib.sha256(prefixed(*parts)).digest()
 

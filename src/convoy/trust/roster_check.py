@@ -1,0 +1,97 @@
+"""What can be right in a roster, whoever signed it: names, addresses, keys, times, and nothing twice."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import re
+from typing import Any
+
+from convoy.crypto.certificate import certificate_key
+from convoy.errors import IdentityError, RosterError
+from convoy.transport.member import Member, Roster
+
+MAX_MEMBERS = 1024
+MAX_HOST = 253
+MAX_ATTESTATION_KEY_BYTES = 1024
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_LABELS = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+_SCOPE = re.compile(r"[A-Za-z0-9._-]{1,32}")
+_FIRST_TIME = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+def check_member(member: Member) -> None:
+    """Raises `RosterError` if a member's facts cannot be right."""
+    if not _NAME.fullmatch(member.name):
+        raise RosterError(
+            f"{member.name!r} cannot name a member: 1 to 63 letters, digits, dots, dashes or underscores"
+        )
+    if len(member.identity_key) != 32:
+        raise RosterError(
+            f"{member.name} has an identity key of {len(member.identity_key)} bytes, expected 32"
+        )
+    host, port = member.address
+    if not _is_host(host) or not 0 < port < 65536:
+        raise RosterError(
+            f"{member.name} has address {host[:MAX_HOST]}:{port}, expected a host and a port of 1 to 65535"
+        )
+    try:
+        tls_key = certificate_key(member.certificate_der)
+    except IdentityError as error:
+        raise RosterError(f"the certificate of {member.name} is unusable: {error.message}") from error
+    if tls_key == member.identity_key:
+        raise RosterError(f"{member.name} uses one key for its identity and for TLS, and they must differ")
+    if len(member.attestation_key) > MAX_ATTESTATION_KEY_BYTES:
+        raise RosterError(
+            f"{member.name} has an attestation key of {len(member.attestation_key)} bytes, "
+            f"and the limit is {MAX_ATTESTATION_KEY_BYTES}"
+        )
+
+
+def _is_host(host: str) -> bool:
+    """An IPv6 address, or labels of 1 to 63 characters: what sockets take without a `UnicodeError`."""
+    if ":" not in host:
+        return len(host) <= MAX_HOST and _LABELS.fullmatch(host) is not None
+    address, percent, scope = host.partition("%")
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return not percent or _SCOPE.fullmatch(scope) is not None
+
+
+def check_roster(roster: Roster) -> None:
+    """Raises `RosterError` if the facts of a roster cannot be right."""
+    if not _NAME.fullmatch(roster.cluster_id):
+        raise RosterError(
+            f"{roster.cluster_id!r} cannot name a cluster: 1 to 63 letters, digits, dots, dashes, underscores"
+        )
+    if not 1 <= roster.epoch < 2**63:
+        raise RosterError(f"the roster has epoch {roster.epoch}, expected 1 or more")
+    for at in (roster.not_before, roster.expires):
+        if at < _FIRST_TIME or at.microsecond:
+            raise RosterError(f"the roster names the time {at}, expected whole seconds from 1970 on")
+    if not roster.not_before < roster.expires:
+        raise RosterError("the roster expires before it is valid")
+    if not 1 <= len(roster.members) <= MAX_MEMBERS:
+        raise RosterError(f"the roster lists {len(roster.members)} members, expected 1 to {MAX_MEMBERS}")
+    for member in roster.members:
+        check_member(member)
+    _check_distinct(roster, "name", [member.name for member in roster.members])
+    _check_distinct(roster, "identity key", [member.identity_key for member in roster.members])
+    _check_distinct(roster, "TLS key", [certificate_key(m.certificate_der) for m in roster.members])
+    tls_keys = {certificate_key(member.certificate_der) for member in roster.members}
+    for member in roster.members:
+        if member.identity_key in tls_keys:
+            raise RosterError(f"the identity key of {member.name} is another member's TLS key")
+    if not any(member.head for member in roster.members):
+        raise RosterError("the roster lists no member that may be head", hint="give one of them --head")
+
+
+def _check_distinct(roster: Roster, what: str, values: list[Any]) -> None:
+    for index, value in enumerate(values):
+        first = values.index(value)
+        if first != index:
+            names = f"{roster.members[first].name} and {roster.members[index].name}"
+            raise RosterError(f"the roster lists the same {what} twice: {names}")
