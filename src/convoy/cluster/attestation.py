@@ -1,0 +1,230 @@
+"""Challenges and evidence on the links between a head and its peers, in both directions.
+
+Neither is on the path of a token: receiver threads only put things down here, one thread makes evidence, and
+another asks every watched member again at the policy's interval.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from convoy.cluster.attester import Attester
+from convoy.errors import AttestationError, ConvoyError
+from convoy.transport.link import Link, Received, ReceivedMessage
+from convoy.transport.member import LocalMember
+from convoy.trust.appraisal import Context, appraise, asked_registers
+from convoy.trust.evidence import NONCE_BYTES, Occasion
+from convoy.trust.policy import Policy
+from convoy.trust.verdict import Verdict, no_evidence
+from convoy.wire.messages import Challenge, Evidence
+
+_log = logging.getLogger(__name__)
+
+_LOOK_UP_S = 0.25
+OnFall = Callable[[Link, Verdict], None]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A challenge that is under way."""
+
+    challenge: Challenge
+    binding: bytes = field(repr=False)
+    done: threading.Event = field(default_factory=threading.Event)
+    evidence: Evidence | None = None
+    at_s: float = field(default_factory=time.monotonic)
+
+
+class Attestation:
+    """This member as attester and as verifier. ``on_fall`` is called for a watched link below the minimum."""
+
+    def __init__(
+        self,
+        me: Callable[[], LocalMember],
+        attester: Attester,
+        policy: Policy,
+        on_fall: OnFall,
+    ) -> None:
+        self.policy = policy
+        self.attester = attester
+        self._me = me
+        self._on_fall = on_fall
+        self._lock = threading.Lock()
+        self._bindings: dict[Link, bytes] = {}
+        self._asked: dict[Link, _Asked] = {}
+        self._to_prove: dict[Link, Challenge] = {}
+        self._wake = threading.Condition(self._lock)
+        self._closed = threading.Event()
+        self._started: set[str] = set()
+        self._watched: tuple[Link, ...] = ()
+        self.verdicts: dict[str, Verdict] = {}
+
+    # Owners and receiver threads.
+
+    def attach(self, link: Link) -> None:
+        """Before a link starts: evidence on it is bound to the handshake that it has now."""
+        with self._lock:
+            self._bindings[link] = link.binding
+
+    def detach(self, link: Link) -> None:
+        """A link ended: whoever waits for its evidence waits no longer."""
+        with self._lock:
+            self._bindings.pop(link, None)
+            self._to_prove.pop(link, None)
+            asked = self._asked.pop(link, None)
+        if asked is not None:
+            asked.done.set()
+
+    def takes(self, link: Link, received: Received) -> bool:
+        """Whether this was a challenge or evidence. Never blocks.
+
+        A challenge takes the place of an older one that was not begun, so a verifier that asks too often
+        makes no work wait here.
+        """
+        match received:
+            case ReceivedMessage(message=Challenge() as challenge):
+                with self._wake:
+                    self._to_prove[link] = challenge
+                    self._wake.notify()
+                self._start("prove", self._prove_all)
+            case ReceivedMessage(message=Evidence() as evidence):
+                with self._lock:
+                    asked = self._asked.pop(link, None)
+                if asked is None:
+                    _log.warning("%s sent evidence that nobody waits for", link.peer)
+                    return True
+                asked.evidence = evidence
+                asked.done.set()
+            case _:
+                return False
+        return True
+
+    def close(self) -> None:
+        """End both threads."""
+        self._closed.set()
+        with self._wake:
+            self._wake.notify_all()
+
+    # Verifier.
+
+    def check(
+        self, links: Iterable[Link], *, holds_stage: bool = False, watch: Callable[[], None] | None = None
+    ) -> dict[str, Verdict]:
+        """Challenge all at once, and judge what comes within the policy's deadline; by member.
+
+        ``watch`` is called while waiting; what it raises ends the wait.
+        """
+        asked = {link: self._ask(link) for link in links}
+        deadline_s = time.monotonic() + self.policy.deadline_s
+        verdicts = {}
+        for link, one in asked.items():
+            while not one.done.wait(min(_LOOK_UP_S, max(0.0, deadline_s - time.monotonic()))):
+                if watch is not None:
+                    watch()
+                if time.monotonic() >= deadline_s or self._closed.is_set():
+                    break
+            verdicts[link.peer] = self._judge(link, one, holds_stage=holds_stage)
+        self.verdicts.update(verdicts)
+        return verdicts
+
+    def check_self(self) -> Verdict:
+        """What this member's own evidence would earn from itself."""
+        me = self._me()
+        binding = secrets.token_bytes(NONCE_BYTES)
+        challenge = self._challenge(me.name)
+        evidence = self.attester.prove(me, binding, challenge)
+        verdict = self._appraise(me.name, _Asked(challenge, binding), evidence, holds_stage=False)
+        self.verdicts[me.name] = verdict
+        return verdict
+
+    def suffices(self, verdict: Verdict) -> bool:
+        return verdict.level >= self.policy.minimum
+
+    def refusal(self, verdict: Verdict) -> AttestationError:
+        """Why this member gets no stage."""
+        return AttestationError(
+            f"{verdict.member} has level {verdict.level.text}, and the policy's minimum is "
+            f"{self.policy.minimum.text}: {verdict.why}",
+            hint="`convoy attest show` on that member prints its evidence",
+        )
+
+    def watch(self, links: Iterable[Link]) -> None:
+        """From now on, ask these again at the policy's interval."""
+        self._watched = tuple(links)
+        self._start("watch", self._watch_all)
+
+    def _ask(self, link: Link) -> _Asked:
+        with self._lock:
+            binding = self._bindings.get(link, b"")
+            asked = self._asked[link] = _Asked(self._challenge(link.peer), binding)
+        try:
+            link.send(asked.challenge)
+        except ConvoyError:
+            asked.done.set()
+        return asked
+
+    def _challenge(self, member: str) -> Challenge:
+        return Challenge(secrets.token_bytes(NONCE_BYTES), asked_registers(self.policy, member))
+
+    def _judge(self, link: Link, asked: _Asked, *, holds_stage: bool) -> Verdict:
+        with self._lock:
+            if self._asked.get(link) is asked:
+                del self._asked[link]
+        if asked.evidence is None:
+            ended = link not in self._bindings
+            late = f"{link.peer} sent no evidence within {self.policy.deadline_s:g} s"
+            return no_evidence(link.peer, f"the link to {link.peer} ended" if ended else late)
+        return self._appraise(link.peer, asked, asked.evidence, holds_stage=holds_stage)
+
+    def _appraise(self, name: str, asked: _Asked, evidence: Evidence, *, holds_stage: bool) -> Verdict:
+        member = self._me().roster.member(name)
+        context = Context(
+            member=name,
+            attestation_key=member.attestation_key,
+            occasion=Occasion(asked.binding, asked.challenge.nonce, member.identity_key),
+            registers=asked.challenge.pcrs,
+            own=self.attester.claims,
+            holds_stage=holds_stage,
+        )
+        return appraise(evidence, self.policy, context)
+
+    # Threads of their own.
+
+    def _start(self, name: str, run: Callable[[], None]) -> None:
+        with self._lock:
+            if name in self._started:
+                return
+            self._started.add(name)
+        threading.Thread(target=run, name=f"attestation {name}", daemon=True).start()
+
+    def _prove_all(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._to_prove or self._closed.is_set())
+                if self._closed.is_set():
+                    return
+                link = next(iter(self._to_prove))
+                challenge = self._to_prove.pop(link)
+                binding = self._bindings.get(link)
+            if binding is None:
+                continue
+            try:
+                link.send(self.attester.prove(self._me(), binding, challenge))
+            except ConvoyError as error:
+                _log.warning("no evidence for %s: %s", link.peer, error.message)
+
+    def _watch_all(self) -> None:
+        while not self._closed.wait(self.policy.interval_s):
+            links = [link for link in self._watched if link in self._bindings]
+            verdicts = self.check(links, holds_stage=True)
+            for link in links:
+                verdict = verdicts[link.peer]
+                if self._closed.is_set() or link not in self._bindings:
+                    continue
+                if not self.suffices(verdict):
+                    self._on_fall(link, verdict)
