@@ -85,6 +85,14 @@ def half(me: LocalMember, door: Door, direction: int, link_id: bytes) -> TlsStre
     return stream
 
 
+def proved_halves(me: LocalMember, door: Door, num_halves: int) -> list[TlsStream]:
+    """Connections that hold their place: the listener has judged their certificate."""
+    held = [half(me, door, TO_LISTENER, os.urandom(16)) for _ in range(num_halves)]
+    while door.listener.admission.num_proved < num_halves:
+        time.sleep(0.001)
+    return held
+
+
 def test_the_negotiated_version_is_tls_1_3_without_tickets(members: tuple[LocalMember, ...]) -> None:
     server, client = server_context(members[1]), client_context(members[0])
     for context in (server, client):
@@ -322,7 +330,7 @@ def test_silent_connections_neither_block_nor_outlive_a_deadline(
 
 def test_half_open_connections_are_bounded(members: tuple[LocalMember, ...]) -> None:
     with opened(members[1], LinkOptions(handshake_timeout_s=2.0, max_half_open=4)) as door:
-        held = [half(members[0], door, TO_LISTENER, os.urandom(16)) for _ in range(4)]
+        held = proved_halves(members[0], door, 4)
         with pytest.raises(PeerUnreachable, match="hung up"):
             half(members[0], door, TO_LISTENER, os.urandom(16))
         for stream in held:
@@ -410,7 +418,7 @@ def test_a_listener_that_hangs_up_before_tls_may_be_tried_again(
 
 def test_a_full_listener_is_unreachable_and_not_a_failed_handshake(members: tuple[LocalMember, ...]) -> None:
     with opened(members[1], LinkOptions(max_half_open=2, handshake_timeout_s=1.0)) as door:
-        held = [half(members[0], door, TO_LISTENER, os.urandom(16)) for _ in range(2)]
+        held = proved_halves(members[0], door, 2)
         with pytest.raises(PeerUnreachable, match="hung up"):
             dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
         for stream in held:

@@ -124,6 +124,7 @@ class Head:
         if self._closed:
             return
         self._closed = True
+        self._mailbox.close()
         if self.executor is not None:
             self.executor.close()
         for link in self.links.values():
@@ -272,6 +273,7 @@ class Head:
             activation_dtype=plan.activation_dtype,
         )
         self._pipeline = PipelineExecutor(stage, plan.stages, self._me.name, self.links, options)
+        self._mailbox.close()
         return self._pipeline
 
     def _deliver(self, link: Link, received: Received) -> None:

@@ -8,32 +8,36 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PeerUnreachable
+from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage
 from convoy.wire.messages import Message, Progress, Refuse, StepFailed
 
 M = TypeVar("M", bound=Message)
-_MAX_ITEMS = 256
 _WATCH_S = 0.5
 
 
 class Mailbox:
     """Collects one answer of a given type from each of several peers, within a deadline.
 
-    Bounded: a receiver thread that finds it full waits, which holds its peer back. ``watch`` is called while
-    waiting; what it raises ends the wait.
+    Bounded: a receiver thread that finds its link's share full waits, which holds its peer back. ``watch`` is
+    called while waiting; what it raises ends the wait.
     """
 
     def __init__(self, watch: Callable[[], None] | None = None) -> None:
-        self._items: queue.Queue[tuple[str, Message | ConvoyError]] = queue.Queue(_MAX_ITEMS)
+        self._items: Inbox[tuple[str, Message | ConvoyError]] = Inbox()
         self._watch = watch or (lambda: None)
 
     def deliver(self, link: Link, received: Received) -> None:
         # No hidden state belongs here: no step is under way.
         if isinstance(received, ReceivedMessage):
-            self._items.put((link.peer, received.message))
+            self._items.put(link, (link.peer, received.message), weight_of(received))
 
     def lost(self, link: Link, error: ConvoyError) -> None:
-        self._items.put((link.peer, error))
+        self._items.put_last(link, (link.peer, error))
+
+    def close(self) -> None:
+        """Nobody will look any more: receiver threads that wait here go on."""
+        self._items.close()
 
     def gather(
         self,
@@ -65,7 +69,7 @@ class Mailbox:
             self._watch()
             left = deadline - time.monotonic()
             try:
-                peer, item = self._items.get(timeout=max(0.0, min(left, _WATCH_S)))
+                peer, item = self._items.get(max(0.0, min(left, _WATCH_S)))
             except queue.Empty:
                 if left > 0:
                     continue

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +11,7 @@ from convoy.cluster.loaded import LoadedPlan, load_plan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
 from convoy.errors import ConvoyError, StepError
+from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.transport.member import LocalMember
 from convoy.transport.network import Network, TcpNetwork
@@ -33,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 FROM_HEAD = frozenset({FrameType.HELLO, FrameType.PLAN, FrameType.ACTIVATE, FrameType.STEP, FrameType.HIDDEN})
 FROM_PREDECESSOR = frozenset({FrameType.HIDDEN})
-_INBOX_ITEMS = 256
 _MAX_REASON = 500
 
 
@@ -61,7 +59,7 @@ class Peer:
         self._network = network or TcpNetwork()
         self._options = options
         self._on_event = on_event or (lambda _event: None)
-        self._inbox: queue.Queue[tuple[Link | None, Received | ConvoyError]] = queue.Queue(_INBOX_ITEMS)
+        self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
         self._hello = make_hello(options.member)
         self._links: set[Link] = set()
         self._head: Link | None = None
@@ -84,15 +82,14 @@ class Peer:
                     self._handle(link, item)
         finally:
             listener.close()
+            self._inbox.close()
             for link in tuple(self._links):
                 link.close("the peer is shutting down")
 
     def stop(self) -> None:
         """Make `run` return; from any thread, but not from a signal handler: this one takes a lock."""
         self._stopping = True
-        # A full inbox needs no wake-up: the loop is busy and looks at the flag after each item.
-        with contextlib.suppress(queue.Full):
-            self._inbox.put_nowait((None, StepError("stop")))
+        self._inbox.put_last(None, (None, StepError("stop")))
 
     # Receiver threads and the listener's threads: only fill the inbox.
 
@@ -102,10 +99,10 @@ class Peer:
         link.start(self._deliver, self._ended, FROM_HEAD if from_head else FROM_PREDECESSOR)
 
     def _deliver(self, link: Link, received: Received) -> None:
-        self._inbox.put((link, received))
+        self._inbox.put(link, (link, received), weight_of(received))
 
     def _ended(self, link: Link, error: ConvoyError) -> None:
-        self._inbox.put((link, error))
+        self._inbox.put_last(link, (link, error))
 
     # The peer's own thread.
 

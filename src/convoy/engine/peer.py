@@ -14,6 +14,7 @@ import torch
 from convoy.errors import StepError
 from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
+from convoy.transport.inbox import weight_of_message
 from convoy.transport.link import Link, ReceivedTensor
 from convoy.wire.messages import StageAssignment, Step
 
@@ -28,6 +29,7 @@ class StageRoute:
     last: bool  # the next stop is the owner of the output, which wants selected rows only
     activation_dtype: str = "float32"
     max_steps: int = 64  # steps known but not yet run; a head never has more in flight
+    max_waiting_bytes: int = 256 * 1024 * 1024  # of hidden states, and of compositions, that wait for another
 
 
 class StageLoop:
@@ -39,6 +41,8 @@ class StageLoop:
         self._successor = successor
         self._steps: deque[Step] = deque()
         self._hidden: dict[int, torch.Tensor] = {}
+        self._hidden_bytes = 0
+        self._steps_bytes = 0
         self._next_step = 0
 
     def accept_step(self, step: Step, generation: int) -> None:
@@ -49,7 +53,11 @@ class StageLoop:
             raise StepError(f"{len(self._steps)} steps wait here, and at most {self._route.max_steps} may")
         if step.number < self._next_step + len(self._steps):
             raise StepError(f"step {step.number} came after step {self._next_step + len(self._steps) - 1}")
+        weight = weight_of_message(step)
+        if self._steps and self._steps_bytes + weight > self._route.max_waiting_bytes:
+            raise StepError(f"{len(self._steps)} steps wait here, and another would take too much memory")
         self._steps.append(step)
+        self._steps_bytes += weight
         self._run_ready()
 
     def accept_hidden(self, sender: str, received: ReceivedTensor) -> None:
@@ -70,9 +78,17 @@ class StageLoop:
             )
         if received.step in self._hidden or len(self._hidden) >= self._route.max_steps:
             raise StepError(f"a hidden state for step {received.step} came twice, or too many wait")
-        self._hidden[received.step] = from_wire(
+        waiting = self._hidden_bytes + received.tensor.nbytes
+        if self._hidden and waiting > self._route.max_waiting_bytes:
+            raise StepError(
+                f"{waiting} bytes of hidden states would wait here, and at most "
+                f"{self._route.max_waiting_bytes} may"
+            )
+        hidden = from_wire(
             received.tensor, hidden_size=self._stage.hidden_size, dtype=self._route.activation_dtype
         )
+        self._hidden[received.step] = hidden
+        self._hidden_bytes += hidden.nbytes
         self._run_ready()
 
     def _run_ready(self) -> None:
@@ -81,8 +97,11 @@ class StageLoop:
             if self._route.predecessor is not None and step.number not in self._hidden:
                 return
             self._steps.popleft()
+            self._steps_bytes -= weight_of_message(step)
             self._next_step = step.number + 1
-            self._run(step, self._hidden.pop(step.number, None))
+            hidden = self._hidden.pop(step.number, None)
+            self._hidden_bytes -= 0 if hidden is None else hidden.nbytes
+            self._run(step, hidden)
 
     def _run(self, step: Step, hidden: torch.Tensor | None) -> None:
         tokens = tokens_from_bytes(step.tokens) if hidden is None else None

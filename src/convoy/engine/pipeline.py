@@ -9,7 +9,6 @@ otherwise the first peer starts
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import time
 from collections import deque
@@ -24,11 +23,9 @@ from convoy.engine.executor import StepResult
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError
 from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
+from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.wire.messages import StageAssignment, Step, StepFailed
-
-# More than steps in flight: a peer that sends more than was asked for waits at its receiver thread.
-_MAX_ARRIVALS = 64
 
 
 def _not_its_turn(step: int) -> StepFailed:
@@ -69,7 +66,7 @@ class PipelineExecutor:
         self._predecessor = stages[-1].member if self._head_first else stages[-2].member
         self._boundary = stages[-1].end if self._head_first else stages[-1].start
         self._in_flight: deque[Step] = deque()
-        self._arrivals: queue.Queue[Received | ConvoyError] = queue.Queue(_MAX_ARRIVALS)
+        self._arrivals: Inbox[Received | ConvoyError] = Inbox()
         self._returned: dict[int, torch.Tensor] = {}
 
     def deliver(self, link: Link, received: Received) -> None:
@@ -80,7 +77,7 @@ class PipelineExecutor:
         """
         if isinstance(received, ReceivedTensor) and link.peer != self._predecessor:
             received = ReceivedMessage(received.generation, received.step, _not_its_turn(received.step))
-        self._arrivals.put(received)
+        self._arrivals.put(link, received, weight_of(received))
 
     def lost(self, link: Link, error: ConvoyError) -> None:
         """A link ended."""
@@ -89,7 +86,7 @@ class PipelineExecutor:
             hint="start that member again, then the head: `convoy serve`",
         )
         lost.__cause__ = error
-        self._arrivals.put(lost)
+        self._arrivals.put_last(link, lost)
 
     def submit(self, step: Step) -> None:
         bare = msgspec.structs.replace(step, tokens=b"")
@@ -116,9 +113,7 @@ class PipelineExecutor:
         return StepResult(step.number, logits.numpy().astype(np.float32, copy=False))
 
     def close(self) -> None:
-        # Full of hidden states that nobody waits for any more: then nobody waits to be woken either.
-        with contextlib.suppress(queue.Full):
-            self._arrivals.put_nowait(LinkClosed("the engine was closed"))
+        self._arrivals.close(LinkClosed("the engine was closed"))
 
     def _start(self, step: Step) -> None:
         hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
@@ -134,7 +129,7 @@ class PipelineExecutor:
         deadline = time.monotonic() + self._options.step_timeout_s
         while step.number not in self._returned:
             try:
-                item = self._arrivals.get(timeout=max(0.0, deadline - time.monotonic()))
+                item = self._arrivals.get(max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise StageLost(
                     f"step {step.number} did not come back within {self._options.step_timeout_s:g} s",

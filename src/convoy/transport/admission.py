@@ -111,6 +111,12 @@ class Admission:
         return len(self._tickets)
 
     @property
+    def num_proved(self) -> int:
+        """Half-open connections that showed a member's certificate."""
+        with self._lock:
+            return sum(ticket.member is not None for ticket in self._tickets)
+
+    @property
     def num_addresses(self) -> int:
         """How many addresses the tables remember."""
         return len(self._buckets) + len(self._welcome)

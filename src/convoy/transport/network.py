@@ -45,7 +45,7 @@ class TcpNetwork:
     """TLS over TCP: the only network of the product. ``wrap``: see `transport.dial.dial`."""
 
     def __init__(self, options: LinkOptions | None = None, wrap: Wrap | None = None) -> None:
-        self._options = options
+        self._options = options or LinkOptions()  # one value: its links share a budget
         self._wrap = wrap
 
     def dial(self, me: LocalMember, peer: Member, timeout_s: float) -> Link:

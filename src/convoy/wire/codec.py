@@ -7,7 +7,8 @@ from __future__ import annotations
 import msgspec
 
 from convoy.errors import FrameError
-from convoy.wire.messages import MESSAGE_TYPES, FrameType, Message
+from convoy.wire.messages import MESSAGE_TYPES, Bye, FrameType, Hello, Message, Plan, Refuse, StepFailed
+from convoy.wire.text import plain_text, require_plain
 
 _TYPE_OF: dict[type[Message], FrameType] = {message: kind for kind, message in MESSAGE_TYPES.items()}
 _DECODERS: dict[FrameType, msgspec.msgpack.Decoder[Message]] = {
@@ -32,6 +33,34 @@ def decode_message(kind: FrameType, payload: bytes | bytearray | memoryview) -> 
     if decoder is None:
         raise FrameError(f"a {kind.name} carries no message")
     try:
-        return decoder.decode(payload)
+        message = decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise FrameError(f"a {kind.name} of {len(payload)} bytes is not the message its type says") from None
+    return _made_plain(message)
+
+
+# Text that people read, and the characters that are kept of it.
+_PROSE: dict[type[Message], dict[str, int]] = {
+    Hello: {"software": 100, "platform": 200},
+    Refuse: {"reason": 500, "hint": 500},
+    StepFailed: {"reason": 500},
+    Bye: {"reason": 200},
+}
+
+
+def _made_plain(message: Message) -> Message:
+    """``message`` with its text harmless; see `wire.text`. Raises `FrameError` for a name that is not."""
+    prose = _PROSE.get(type(message))
+    if prose is not None:
+        kept = {name: plain_text(getattr(message, name), limit) for name, limit in prose.items()}
+        message = msgspec.structs.replace(message, **kept)
+    match message:
+        case Hello(dtypes=dtypes, kernels=kernels):
+            names = [*dtypes, *kernels]
+        case Plan(model=model, model_digest=digest, kernel=kernel, activation_dtype=dtype, stages=stages):
+            names = [model, digest, kernel, dtype, *(stage.member for stage in stages)]
+        case _:
+            return message
+    for name in names:
+        require_plain(name, f"a name in a {type(message).__name__}")
+    return message
