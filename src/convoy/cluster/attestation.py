@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from convoy.cluster.attester import Attester
+from convoy.cluster.attester import Attester, TpmHardware
+from convoy.cluster.options import MemberOptions
+from convoy.cluster.tpm import Tpm
 from convoy.errors import AttestationError, ConvoyError
 from convoy.transport.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
@@ -63,6 +65,12 @@ class Attestation:
         self._started: set[str] = set()
         self._watched: tuple[Link, ...] = ()
         self.verdicts: dict[str, Verdict] = {}
+
+    @classmethod
+    def of(cls, me: Callable[[], LocalMember], options: MemberOptions, on_fall: OnFall) -> Attestation:
+        """With what this member's operator configured. Raises `AttestationError` for a TPM named wrongly."""
+        hardware = None if options.tpm is None else TpmHardware(Tpm(options.tpm))
+        return cls(me, Attester(hardware), options.policy, on_fall)
 
     # Owners and receiver threads.
 

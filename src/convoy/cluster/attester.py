@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Protocol
@@ -50,12 +51,16 @@ class Attester:
 
     def __init__(self, hardware: Hardware | None = None, claims: Claims | None = None) -> None:
         self._hardware = hardware
-        self._claims = claims or own_claims()
+        self._known = claims
         self.model = ""  # the digest of the model whose stage is loaded here
 
     @property
     def claims(self) -> Claims:
-        return msgspec.structs.replace(self._claims, model=self.model)
+        return msgspec.structs.replace(self._software, model=self.model)
+
+    @functools.cached_property
+    def _software(self) -> Claims:
+        return self._known or own_claims()
 
     def prove(self, me: LocalMember, binding: bytes, challenge: Challenge) -> Evidence:
         """Evidence for one challenge on one link.

@@ -20,6 +20,7 @@ from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.offer import agree_kernel, check_dtype, make_hello
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.status import StageStatus
+from convoy.cluster.vetting import Vetting
 from convoy.engine.executor import Executor
 from convoy.engine.local import LocalExecutor
 from convoy.engine.pipeline import PipelineExecutor, PipelineOptions
@@ -44,6 +45,8 @@ FROM_PEER = frozenset(
         FrameType.ACTIVATED,
         FrameType.HIDDEN,
         FrameType.STEP_FAILED,
+        FrameType.CHALLENGE,
+        FrameType.EVIDENCE,
     }
 )
 _RETRY_S = 0.2
@@ -85,6 +88,7 @@ class Head:
         self._options = options
         self._mailbox = Mailbox(watch)
         self._pipeline: PipelineExecutor | None = None
+        self.vetting = Vetting(lambda: self._me, options.member)
         self._closed = False
         self.links: dict[str, Link] = {}
         self.executor: Executor | None = None
@@ -101,6 +105,7 @@ class Head:
             stage, readies = self._load(plan, on_load)
             self.granted = self._activate(plan, placement, hellos, stage, readies)
             self.executor = self._make_executor(plan, stage)
+            self.vetting.watch(self.links, plan)
             return self.granted
         except BaseException:
             self.close("the head could not bring the cluster up")
@@ -125,6 +130,7 @@ class Head:
             return
         self._closed = True
         self._mailbox.close()
+        self.vetting.attestation.close()
         if self.executor is not None:
             self.executor.close()
         for link in self.links.values():
@@ -137,10 +143,12 @@ class Head:
         peers = [member for member in self._me.roster.members if member.name != self._me.name]
         self._dial_all(peers)
         for link in self.links.values():
+            self.vetting.attestation.attach(link)
             link.start(self._deliver, self._lost, FROM_PEER)
             link.send(hello)
         answers = self._mailbox.gather(self.links, Hello, self._options.wait_s)
-        return {self._me.name: hello, **answers}
+        self.vetting.admit(self.links, self._watch)
+        return {self._me.name: hello, **{name: answers[name] for name in self.links}}
 
     def _dial_all(self, peers: list[Member]) -> None:
         # At once, because each absent one takes the whole wait; the first that fails ends it for all.
@@ -186,10 +194,12 @@ class Head:
         kernel = agree_kernel(hellos, self._me.name)
         dtype = check_dtype(hellos, self._me.name)
         offers = [
-            MemberOffer(name, hellos[name].memory_bytes, head=name == self._me.name)
-            for name in (self._me.name, *(m.name for m in self._me.roster.members if m.name != self._me.name))
+            MemberOffer(name, hello.memory_bytes, name == self._me.name, self.vetting.level(name))
+            for name, hello in sorted(hellos.items(), key=lambda item: self._rank(item[0]))
         ]
-        placement = place(self._source.spec, offers, self._options.spans)
+        rules = self._options.member.policy.placement
+        with self.vetting.explain():
+            placement = place(self._source.spec, offers, self._options.spans, rules)
         plan = Plan(
             generation=time.time_ns(),  # grows over restarts: frames of an earlier head are told apart
             model=self._source.name,
@@ -201,6 +211,11 @@ class Head:
             max_context=self._max_context(),
         )
         return plan, placement
+
+    def _rank(self, name: str) -> int:
+        """The head first, then the others as the roster lists them."""
+        names = [member.name for member in self._me.roster.members]
+        return -1 if name == self._me.name else names.index(name)
 
     def _max_context(self) -> int:
         context = self._source.spec.max_context
@@ -277,16 +292,21 @@ class Head:
         return self._pipeline
 
     def _deliver(self, link: Link, received: Received) -> None:
+        if self.vetting.attestation.takes(link, received):
+            return
         (self._pipeline or self._mailbox).deliver(link, received)
 
     def _lost(self, link: Link, error: ConvoyError) -> None:
-        (self._pipeline or self._mailbox).lost(link, error)
+        told = self.vetting.lost(link, error)
+        if told is not None:
+            (self._pipeline or self._mailbox).lost(link, told)
 
     def _stage_status(self, assignment: StageAssignment, member: Member) -> StageStatus:
         assert self.granted is not None
         link = self.links.get(member.name)
         return StageStatus(
             member=member.name,
+            level=self.vetting.level(member.name).text,
             start=assignment.start,
             end=assignment.end,
             embed=assignment.embed,

@@ -6,18 +6,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from convoy.trust.policy import Policy
+
 
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
     """What this machine gives to the cluster.
 
-    ``memory_bytes`` bounds weights and K/V together; 0 means what is free now.
+    ``memory_bytes`` bounds weights and K/V together; 0 means what is free now. ``policy`` is what it demands
+    of others; ``tpm`` says how to reach this machine's TPM (as tpm2-tools' ``--tcti``), None for none.
     """
 
     memory_bytes: int = 0
     num_threads: int | None = None
     kernel: str = "auto"
     activation_dtype: str = "float32"
+    policy: Policy = field(default_factory=Policy)
+    tpm: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from convoy.cluster.attestation import Attestation
 from convoy.cluster.head import plan_digest
 from convoy.cluster.loaded import LoadedPlan, load_plan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
-from convoy.errors import ConvoyError, StepError
+from convoy.errors import ConvoyError, LinkClosed, StepError
 from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.transport.member import LocalMember
 from convoy.transport.network import Network, TcpNetwork
+from convoy.trust.verdict import Verdict
 from convoy.wire.messages import (
     Activate,
     Activated,
@@ -30,7 +32,17 @@ from convoy.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-FROM_HEAD = frozenset({FrameType.HELLO, FrameType.PLAN, FrameType.ACTIVATE, FrameType.STEP, FrameType.HIDDEN})
+FROM_HEAD = frozenset(
+    {
+        FrameType.HELLO,
+        FrameType.PLAN,
+        FrameType.ACTIVATE,
+        FrameType.STEP,
+        FrameType.HIDDEN,
+        FrameType.CHALLENGE,
+        FrameType.EVIDENCE,
+    }
+)
 FROM_PREDECESSOR = frozenset({FrameType.HIDDEN})
 _MAX_REASON = 500
 
@@ -61,6 +73,7 @@ class Peer:
         self._on_event = on_event or (lambda _event: None)
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
         self._hello = make_hello(options.member)
+        self._attestation = Attestation.of(lambda: self._me, options.member, self._fell)
         self._links: set[Link] = set()
         self._head: Link | None = None
         self._loaded: LoadedPlan | None = None
@@ -83,6 +96,7 @@ class Peer:
         finally:
             listener.close()
             self._inbox.close()
+            self._attestation.close()
             for link in tuple(self._links):
                 link.close("the peer is shutting down")
 
@@ -96,12 +110,15 @@ class Peer:
     def _greet(self, link: Link) -> None:
         from_head = self._me.roster.member(link.peer).head
         self._links.add(link)
+        self._attestation.attach(link)
         link.start(self._deliver, self._ended, FROM_HEAD if from_head else FROM_PREDECESSOR)
 
     def _deliver(self, link: Link, received: Received) -> None:
-        self._inbox.put(link, (link, received), weight_of(received))
+        if not self._attestation.takes(link, received):
+            self._inbox.put(link, (link, received), weight_of(received))
 
     def _ended(self, link: Link, error: ConvoyError) -> None:
+        self._attestation.detach(link)
         self._inbox.put_last(link, (link, error))
 
     # The peer's own thread.
@@ -148,6 +165,27 @@ class Peer:
         self._head = link
         self._tell("head", f"{link.peer} is here")
         link.send(self._hello)
+        self._vet(link)
+
+    def _vet(self, link: Link) -> None:
+        """Where this member's own policy demands something, the head proves it before it may plan here."""
+        if not self._attestation.policy.minimum:
+            return
+        verdict = self._attestation.check([link], watch=self._require_running)[link.peer]
+        if self._attestation.suffices(verdict):
+            self._attestation.watch([link])
+        else:
+            self._fell(link, verdict)
+
+    def _fell(self, link: Link, verdict: Verdict) -> None:
+        """The head is below this member's minimum, now or again."""
+        refusal = self._attestation.refusal(verdict)
+        self._tell("refused", refusal.message)
+        link.close(refusal.message)
+
+    def _require_running(self) -> None:
+        if self._stopping:
+            raise LinkClosed("this member is shutting down")
 
     def _load(self, link: Link, plan: Plan) -> None:
         if plan.generation <= self._generation:
@@ -169,6 +207,7 @@ class Peer:
             progress=progress,
         )
         self._loaded = loaded
+        self._attestation.attester.model = plan.model_digest
         ready = Ready(plan.generation, loaded.stage.weight_bytes, loaded.max_blocks)
         link.send(ready, generation=plan.generation)
         layers = f"{loaded.assignment.start}-{loaded.assignment.end - 1}"
@@ -239,6 +278,7 @@ class Peer:
     def _drop_plan(self) -> None:
         """Free the stage and end the ring's links to both neighbours; the head's own link stays."""
         loaded, self._loaded = self._loaded, None
+        self._attestation.attester.model = ""
         for link in loaded.neighbours() if loaded is not None else []:
             if link is not self._head:
                 link.close("the plan is over")

@@ -14,6 +14,7 @@ from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
 from convoy.transport.member import LocalMember
 from convoy.transport.network import Network
+from convoy.trust.level import weakest
 
 
 class RunningCluster:
@@ -91,6 +92,9 @@ class RunningCluster:
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generated_tokens,
             ring_s=stats.ring_s,
+            level=weakest(verdict.level for verdict in self.head.vetting.in_use()).text,
+            minimum_level=self.head.vetting.attestation.policy.minimum.text,
+            verdicts=self.head.vetting.report(),
         )
 
     def close(self, drain_s: float = 0.0) -> None:

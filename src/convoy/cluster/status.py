@@ -20,6 +20,16 @@ class StageStatus(msgspec.Struct, frozen=True):
     cipher: str | None = None
     sealed_bytes_sent: int = 0
     sealed_bytes_received: int = 0
+    level: str = "none"  # what was proved of the member: none, self_signed or hardware
+
+
+class VerdictStatus(msgspec.Struct, frozen=True):
+    """What was proved of one member; ``reasons``: why not more. ``excluded``: below the minimum, no stage."""
+
+    member: str
+    level: str
+    reasons: list[str]
+    excluded: bool = False
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):
@@ -40,3 +50,6 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     prompt_tokens: int
     generated_tokens: int
     ring_s: float | None
+    level: str = "none"  # the weakest of all members'
+    minimum_level: str = "none"  # what the policy demands of a peer
+    verdicts: list[VerdictStatus] = []
