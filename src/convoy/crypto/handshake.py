@@ -15,6 +15,7 @@ import hmac
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Self
 
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -86,19 +87,41 @@ class Ephemeral:
     mlkem: MLKEM768PrivateKey = field(default_factory=MLKEM768PrivateKey.generate)
 
 
-class Initiator:
+class _End:
+    """What an end of a handshake holds of secrets; leaving its `with` overwrites them, however that comes.
+
+    Whoever goes on with the traffic secrets has copied them by then (`seal.make_sealing`).
+    """
+
+    def __init__(self) -> None:
+        self._secret = bytearray()
+        self._traffic = keys.TrafficSecrets(bytearray(), bytearray())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.wipe()
+
+    def wipe(self) -> None:
+        """Overwrite what this end derived. A failure inside a call does the same."""
+        for secret in (self._secret, self._traffic.to_responder, self._traffic.to_initiator):
+            keys.wipe(secret)
+
+
+class Initiator(_End):
     """The dialling end."""
 
     def __init__(
         self, context: Context, sign: Sign, ciphers: tuple[Cipher, ...], ephemeral: Ephemeral | None = None
     ) -> None:
+        super().__init__()
         self._context = context
         self._sign = sign
         self._ciphers = ciphers
         self._ephemeral = ephemeral or Ephemeral()
         self._turn = _Turn(self.wipe, "create_1", "consume_2", "create_3")
         self._transcript = b""
-        self._secret = bytearray()
         self._cipher = Cipher.CHACHA20_POLY1305
         self._peer_epoch = 0
 
@@ -143,9 +166,9 @@ class Initiator:
         with self._turn("create_3"):
             party = self._context.initiator
             proof, transcript = _make_proof(self._secret, _INITIATOR, self._transcript, party, self._sign)
-            traffic = keys.traffic_secrets(self._secret, transcript)
+            self._traffic = traffic = keys.traffic_secrets(self._secret, transcript)
             binding = keys.link_binding(self._secret, transcript)
-            self.wipe()
+            keys.wipe(self._secret)
             return proof, Secrets(
                 self._cipher,
                 traffic.to_responder,
@@ -156,12 +179,8 @@ class Initiator:
                 self._context.replaces,
             )
 
-    def wipe(self) -> None:
-        """Overwrite what this end derived; also done after the last call, and after a failure inside one."""
-        keys.wipe(self._secret)
 
-
-class Responder:
+class Responder(_End):
     """The listening end. It knows the initiator's name from the pinned TLS certificate before M1 arrives."""
 
     def __init__(
@@ -171,13 +190,13 @@ class Responder:
         ciphers: tuple[Cipher, ...],
         ephemeral: X25519PrivateKey | None = None,
     ) -> None:
+        super().__init__()
         self._context = context
         self._sign = sign
         self._ciphers = ciphers
         self._ephemeral = ephemeral or X25519PrivateKey.generate()
         self._turn = _Turn(self.wipe, "consume_1", "create_2", "consume_3")
         self._transcript = b""
-        self._secret = bytearray()
         self._share = b""
         self._kem_key = b""
         self._cipher = Cipher.CHACHA20_POLY1305
@@ -218,9 +237,9 @@ class Responder:
         with self._turn("consume_3"):
             party = self._context.initiator
             transcript = _check_proof(self._secret, _INITIATOR, self._transcript, party, message)
-            traffic = keys.traffic_secrets(self._secret, transcript)
+            self._traffic = traffic = keys.traffic_secrets(self._secret, transcript)
             binding = keys.link_binding(self._secret, transcript)
-            self.wipe()
+            keys.wipe(self._secret)
             return Secrets(
                 self._cipher,
                 traffic.to_initiator,
@@ -230,10 +249,6 @@ class Responder:
                 self._claims.epoch,
                 self._claims.replaces,
             )
-
-    def wipe(self) -> None:
-        """As `Initiator.wipe`."""
-        keys.wipe(self._secret)
 
 
 class _Turn:

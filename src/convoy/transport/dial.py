@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
+import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from convoy.crypto.handshake import LINK_ID_BYTES
+from convoy.crypto.claims import LINK_ID_BYTES, NO_LINK
 from convoy.errors import HandshakeError, LinkBroken, PeerUnreachable, RosterError
+from convoy.transport.admission import place_of
 from convoy.transport.establish import TO_DIALLER, TO_LISTENER, establish_initiator, send_opening
 from convoy.transport.link import Link
 from convoy.transport.member import LocalMember, Member
@@ -18,6 +22,7 @@ from convoy.transport.stream import Stream
 from convoy.transport.tcp import TlsStream, client_context, peer_certificate, start_tls_client
 
 Wrap = Callable[[Stream], Stream]
+_Place = tuple[Any, Any, int, str, tuple[Any, ...]]  # as getaddrinfo gives it
 
 
 def dial(
@@ -28,13 +33,14 @@ def dial(
     timeout_s: float,
     options: LinkOptions | None = None,
     wrap: Wrap | None = None,
+    replaces: bytes = NO_LINK,
 ) -> Link:
-    """A link to ``peer_name`` at ``address``, not yet started; all of it within ``timeout_s``, whatever the
-    number of addresses behind a name (looking the name up is the system's, and not in it).
+    """A link to ``peer_name`` at ``address``, not yet started; all of it within ``timeout_s``, looking a name
+    up included, whatever the number of addresses behind it.
 
     Raises `PeerUnreachable` naming peer and address, `HandshakeError`, `Incompatible`, `IdentityError` if our
     own keys cannot be read, or `RosterError` if our own roster is not valid now or does not list the peer.
-    ``wrap`` puts something between the two layers; tests record there.
+    ``wrap`` puts something between the two layers; tests record there. ``replaces``: see `Link.replace_with`.
     """
     options = options or LinkOptions()
     if peer_name == me.name:
@@ -52,13 +58,29 @@ def dial(
                 streams[-1] = stream = wrap(stream)
             stream.set_deadline(min(deadline_s, time.monotonic() + options.handshake_timeout_s))
             send_opening(stream, direction, link_id)
-        return establish_initiator(me, peer, link_id, (streams[0], streams[1]), options)
+        both = (streams[0], streams[1])
+        link = establish_initiator(me, peer, link_id, both, options, replaces=replaces)
     except BaseException as error:
         for stream in streams:
             stream.close()
         if isinstance(error, LinkBroken):
             raise HandshakeError(f"the handshake with {peer_name} broke off: {error.message}") from error
         raise
+
+    def redial() -> Link:
+        time_s = options.handshake_timeout_s
+        return dial(
+            address,
+            me=me,
+            peer_name=peer_name,
+            timeout_s=time_s,
+            options=options,
+            wrap=wrap,
+            replaces=link.link_id,
+        )
+
+    link.replace_with(redial)
+    return link
 
 
 def _connect(
@@ -90,7 +112,7 @@ def _connect_tcp(address: tuple[str, int], deadline_s: float) -> socket.socket:
     """`socket.create_connection` gives each address of a name the whole time; here each gets an equal share
     of what is left.
     """
-    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    found = _look_up(address, deadline_s)
     failed: OSError = OSError("the name has no address")
     for index, (family, kind, protocol, _, place) in enumerate(found):
         sock = socket.socket(family, kind, protocol)
@@ -106,6 +128,32 @@ def _connect_tcp(address: tuple[str, int], deadline_s: float) -> socket.socket:
         else:
             return sock
     raise failed
+
+
+def _look_up(address: tuple[str, int], deadline_s: float) -> list[_Place]:
+    """`socket.getaddrinfo` within the deadline. Raises `TimeoutError` and what that raises.
+
+    The system's resolver takes no deadline, so it runs on a thread that is left to it; it has its own.
+    """
+    found: queue.SimpleQueue[list[_Place] | Exception] = queue.SimpleQueue()
+
+    def look_up() -> None:
+        try:
+            found.put(socket.getaddrinfo(*address, type=socket.SOCK_STREAM))
+        except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
+            found.put(error)
+
+    if place_of(address[0]) is not None:
+        look_up()  # an address as it is: no resolver is asked
+    else:
+        threading.Thread(target=look_up, name=f"look up {address[0]}", daemon=True).start()
+    try:
+        answer = found.get(timeout=max(0.001, deadline_s - time.monotonic()))
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 def address_error(error: OSError | UnicodeError | OverflowError) -> str:

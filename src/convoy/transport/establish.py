@@ -70,12 +70,12 @@ def establish_initiator(
     """
     context = _context(me, me.member, peer, link_id, version, replaces=replaces)
     try:
-        handshake = Initiator(context, me.identity.sign, options.ciphers or local_ciphers())
-        streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_1, handshake.create_1()))
-        handshake.consume_2(_expect(FrameType.HANDSHAKE_2, streams[1], context, peer.name))
-        message_3, secrets = handshake.create_3()
-        streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_3, message_3))
-        return _link(peer, context, streams, secrets, options)
+        with Initiator(context, me.identity.sign, options.ciphers or local_ciphers()) as handshake:
+            streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_1, handshake.create_1()))
+            handshake.consume_2(_expect(FrameType.HANDSHAKE_2, streams[1], context, peer.name))
+            message_3, secrets = handshake.create_3()
+            streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_3, message_3))
+            return _link(peer, context, streams, secrets, options)
     except ConvoyError as error:
         raise _refuse(streams, context, peer.name, error) from error
     except BaseException:
@@ -98,11 +98,11 @@ def establish_responder(
     """
     context = _context(me, peer, me.member, link_id, version)
     try:
-        handshake = Responder(context, me.identity.sign, options.ciphers or local_ciphers())
-        handshake.consume_1(_expect(FrameType.HANDSHAKE_1, streams[1], context, peer.name))
-        streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_2, handshake.create_2()))
-        secrets = handshake.consume_3(_expect(FrameType.HANDSHAKE_3, streams[1], context, peer.name))
-        return _link(peer, context, streams, secrets, options)
+        with Responder(context, me.identity.sign, options.ciphers or local_ciphers()) as handshake:
+            handshake.consume_1(_expect(FrameType.HANDSHAKE_1, streams[1], context, peer.name))
+            streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_2, handshake.create_2()))
+            secrets = handshake.consume_3(_expect(FrameType.HANDSHAKE_3, streams[1], context, peer.name))
+            return _link(peer, context, streams, secrets, options)
     except ConvoyError as error:
         raise _refuse(streams, context, peer.name, error) from error
     except BaseException:

@@ -18,6 +18,7 @@ from convoy.crypto.seal import FrameOpener
 from convoy.errors import FrameError, LinkBroken, SealError
 from convoy.transport.options import LinkOptions
 from convoy.transport.stream import Stream
+from convoy.transport.wear import Wear
 from convoy.wire.codec import decode_message
 from convoy.wire.frame import (
     HANDSHAKE_MAGIC,
@@ -32,7 +33,7 @@ from convoy.wire.messages import FrameType, Message
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, decode_descriptor
 
 _BUFFER_BYTES = 2 * (HEADER_BYTES + RECORD_BYTES + TAG_BYTES)
-LINK_TYPES = frozenset({FrameType.PING, FrameType.PONG, FrameType.BYE})
+LINK_TYPES = frozenset({FrameType.PING, FrameType.PONG, FrameType.BYE, FrameType.SWITCH})
 
 
 class ReceivedMessage(NamedTuple):
@@ -108,6 +109,8 @@ class Incoming:
         cluster: bytes,
         options: LinkOptions,
         read_end: ReadEnd,
+        *,
+        on_worn: Callable[[], None] = lambda: None,
     ) -> None:
         self._stream = stream
         self._opener = opener
@@ -120,6 +123,7 @@ class Incoming:
         self.num_frames = 0
         self.num_bytes = 0
         self.patience = Patience()
+        self._wear = Wear(options, on_worn)
 
     def receive(self, allowed: frozenset[FrameType]) -> Received:
         """The next message or whole tensor.
@@ -138,6 +142,23 @@ class Incoming:
         payload = memoryview(bytearray(header.length - TAG_BYTES))
         self._open(header, payload)
         return ReceivedMessage(header.generation, header.step, decode_message(header.type, payload))
+
+    def retire(self) -> None:
+        """SWITCH was this connection's last frame: close it. Raises `FrameError` if something follows."""
+        if self._start != self._end:
+            raise FrameError(f"{self._end - self._start} bytes follow SWITCH, which ends its connection")
+        self._stream.close()
+        self.wipe()
+
+    def succeed(self, before: Incoming, on_worn: Callable[[], None]) -> None:
+        """Count on from the connection that this one replaces, for the link that it is now of."""
+        self.num_frames += before.num_frames
+        self.num_bytes += before.num_bytes
+        self._wear.on_worn = on_worn
+
+    def wipe(self) -> None:
+        """Only for the thread that receives, or once nobody does."""
+        self._opener.wipe()
 
     def discard_until_end(self) -> None:
         """Read and drop, so that what the other end still has in flight does not turn its goodbye into a
@@ -257,6 +278,7 @@ class Incoming:
                 where = "inside a frame" if self._end > self._start else "without saying goodbye"
                 raise LinkBroken(f"the other end closed the link {where}")
             self._end += got
+            self._wear.add(1)  # one call gives bytes of one TLS record at most, so this never counts too few
 
     def _make_room(self, num_bytes: int) -> None:
         rest = bytes(self._view[self._start : self._end])

@@ -24,10 +24,11 @@ from convoy.transport.incoming import (
 )
 from convoy.transport.options import LinkOptions
 from convoy.transport.outgoing import Outgoing, Parcel, message_parcel
+from convoy.transport.replacement import Connections, Replacement
 from convoy.transport.stream import Stream
 from convoy.wire.codec import encode_message, frame_type_of
 from convoy.wire.frame import cluster_tag
-from convoy.wire.messages import Bye, FrameType, Message, Ping, Pong
+from convoy.wire.messages import Bye, FrameType, Message, Ping, Pong, Switch
 from convoy.wire.tensor import WireTensor
 
 __all__ = ["Link", "LinkOptions", "Received", "ReceivedMessage", "ReceivedTensor"]
@@ -68,10 +69,12 @@ class Link:
         self.replaces = replaces
         self.cipher = cipher
         self._options = options
-        self._streams = streams
+        self._streams: tuple[Stream, ...] = streams
         cluster = cluster_tag(cluster_id)
-        self._outgoing = Outgoing(streams[0], sealing[0], cluster, options, self._end)
-        self._incoming = Incoming(streams[1], sealing[1], cluster, options, read_end)
+        self._replacement = Replacement(peer, options, self._commit)
+        worn = self._replacement.begin
+        self._outgoing = Outgoing(streams[0], sealing[0], cluster, options, self._end, on_worn=worn)
+        self._incoming = Incoming(streams[1], sealing[1], cluster, options, read_end, on_worn=worn)
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._error: ConvoyError | None = None
@@ -168,6 +171,30 @@ class Link:
             with self._lock:
                 self._pings.pop(token, None)
 
+    def replace_with(self, redial: Callable[[], Link]) -> None:
+        """At the dialler: how to make a link that replaces this one's connections when they are worn."""
+        self._replacement.redial = lambda: redial().connections
+
+    @property
+    def connections(self) -> Connections:
+        """Of a link that was not started, for one that stands."""
+        return Connections(
+            self.link_id, self.cipher, (self._streams[0], self._streams[1]), self._outgoing, self._incoming
+        )
+
+    def keep(self, fresh: Link) -> None:
+        """At the listener: ``fresh`` names this link as the one that it replaces.
+
+        Raises `ConvoyError`; then ``fresh`` is closed.
+        """
+        self._replacement.keep(fresh.connections)
+        said = encode_message(Switch(fresh.link_id))
+        try:
+            fresh._outgoing.send(message_parcel(FrameType.SWITCH, said, 0, 0))
+        except ConvoyError:
+            fresh.connections.close()
+            raise
+
     def close(self, reason: str = "") -> None:
         """Say goodbye, end both connections, wait for the threads (never for the calling one).
 
@@ -198,8 +225,11 @@ class Link:
         self._outgoing.end(self._error)
         self._incoming.patience.over = True
         self._over.set()
+        self._replacement.end()
         for stream in self._streams:
             stream.close()
+        if not self._threads:
+            self._incoming.wipe()
         for waiting in pings:
             waiting.event.set()
 
@@ -239,6 +269,7 @@ class Link:
             _log.exception("a receiver of the link to %s failed", self.peer)
             error = LinkBroken(f"this side failed on the link to {self.peer}: {type(bug).__name__}")
         self._end(error)
+        self._incoming.wipe()
         ended(self, self._error or error)
 
     def _receive_until_end(self, deliver: Deliver, allowed: frozenset[FrameType]) -> ConvoyError:
@@ -253,6 +284,28 @@ class Link:
             self._incoming.discard_until_end()
         return LinkClosed(f"this side closed the link to {self.peer}")
 
+    def _switch(self, fresh: Connections) -> None:
+        """The peer's direction goes on over ``fresh``; if this end listened, its own direction follows."""
+        self._incoming.retire()
+        fresh.incoming.succeed(self._incoming, self._replacement.begin)
+        with self._lock:
+            self._incoming = fresh.incoming
+            self.cipher = fresh.cipher
+        if self._replacement.redial is None:
+            with contextlib.suppress(
+                LinkClosed
+            ):  # being closed: the goodbye goes out over the old connection
+                self._commit(fresh)
+
+    def _commit(self, fresh: Connections) -> None:
+        """Queue the last frame of the outgoing connection, and take ``fresh`` in after it."""
+        with self._lock:
+            if self._error is not None:
+                raise LinkBroken(f"the link to {self.peer} ended before its connections were replaced")
+            self._streams = (*self._streams[-2:], *fresh.streams)
+        said = encode_message(Switch(fresh.link_id))
+        self._outgoing.post_switch(message_parcel(FrameType.SWITCH, said, 0, 0)._replace(onto=fresh.outgoing))
+
     def _is_ours(self, message: Message) -> bool:
         match message:
             case Ping(token=token):
@@ -264,9 +317,10 @@ class Link:
                 if waiting is not None:
                     waiting.at_s = time.perf_counter()
                     waiting.event.set()
+            case Switch(link_id=link_id):
+                self._switch(self._replacement.take(link_id))
             case Bye(reason=reason):
-                said = "".join(c if c.isprintable() else "?" for c in reason[:_MAX_REASON])
-                raise LinkBroken(f"{self.peer} closed the link: {said or 'no reason given'}")
+                raise LinkBroken(f"{self.peer} closed the link: {reason or 'no reason given'}")
             case _:
                 return False
         return True

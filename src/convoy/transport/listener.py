@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from convoy.crypto.claims import NO_LINK
 from convoy.errors import ConfigError, ConvoyError, HandshakeError, LinkBroken
 from convoy.transport.admission import Admission, Refusal, Ticket
 from convoy.transport.dial import Wrap, address_error
@@ -145,7 +146,10 @@ class Listener:
             link = self._handshake(sock, ticket, cut)
             if link is not None:
                 self.admission.welcome(where[0])
-                self._hand_over(link)
+                if link.replaces == NO_LINK:
+                    self._hand_over(link)
+                else:
+                    self._keep(link)
         except ConvoyError as error:
             self._refuse(where, type(error).__name__, error.message)
             if self._on_refused is not None:
@@ -179,6 +183,17 @@ class Listener:
         if surplus is not None:
             self._refused.warning("surplus links", f"{link.peer} has too many links: the most silent ends")
             surplus.close("too many links of one member")
+
+    def _keep(self, fresh: Link) -> None:
+        """New connections for a link that stands here with the same member. Raises `ConvoyError`."""
+        with self._lock:
+            links = () if self._closed.is_set() else self._standing.get(fresh.peer, ())
+            named = (link for link in links if link.link_id == fresh.replaces and not link.is_over)
+            standing = next(named, None)
+        if standing is None:
+            fresh.connections.close()
+            raise HandshakeError(f"{fresh.peer} wants to replace a link that does not stand between us")
+        standing.keep(fresh)
 
     def _count(self, link: Link) -> Link | None:
         """One more standing link of a member; the one to end if that is too many.

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from convoy.crypto.handshake import LINK_ID_BYTES
+from convoy.crypto.claims import LINK_ID_BYTES, NO_LINK
 from convoy.errors import ConvoyError
 from convoy.transport.establish import establish_initiator, establish_responder
 from convoy.transport.link import Link
@@ -24,11 +24,13 @@ def memory_link_pair(
     faults: Iterable[Fault] = (),
     record: tuple[bytearray, bytearray] | None = None,
     options: LinkOptions | None = None,
+    replaces: bytes = NO_LINK,
 ) -> tuple[Link, Link]:
     """(``me``'s end, ``other``'s end), neither started. Raises what the handshake raises.
 
     ``faults`` befall what ``me`` sends: write 0 is M1, 1 is M3, from 2 on sealed frames. ``record`` collects
-    the bytes that (``me``, ``other``) hand to their streams: what the outer layer would get.
+    the bytes that (``me``, ``other``) hand to their streams: what the outer layer would get. Connections that
+    replace worn ones meet no faults.
     """
     options = options or LinkOptions()
     there = memory_stream_pair(faults)
@@ -44,18 +46,27 @@ def memory_link_pair(
 
     def respond() -> None:
         try:
-            peer = other.roster.member(me.name)
-            answered.append(establish_responder(other, peer, link_id, (others, there[1]), options))
+            from_me = other.roster.member(me.name)
+            answered.append(establish_responder(other, from_me, link_id, (others, there[1]), options))
         except ConvoyError as error:
             answered.append(error)
 
     responder = threading.Thread(target=respond, name="handshake", daemon=True)
     responder.start()
     try:
-        link = establish_initiator(me, me.roster.member(other.name), link_id, (mine, back[0]), options)
+        peer = me.roster.member(other.name)
+        link = establish_initiator(me, peer, link_id, (mine, back[0]), options, replaces=replaces)
     finally:
         responder.join()
     if isinstance(answered[0], ConvoyError):
         link.close()
         raise answered[0]
-    return link, answered[0]
+    standing = answered[0]
+
+    def redial() -> Link:
+        pair = memory_link_pair(me, other, record=record, options=options, replaces=link.link_id)
+        standing.keep(pair[1])
+        return pair[0]
+
+    link.replace_with(redial)
+    return link, standing

@@ -18,6 +18,9 @@ class LinkOptions:
     nothing for so long sends a PING. ``gone_after_s``: a peer of which no frame came for so long is gone.
     ``floor_bytes_per_s``: what is long gets this much more time, and no more. ``tensor_budget``: memory for
     tensors that have not come whole, shared by all links that are made with this value.
+
+    ``replace_after_records``, ``max_tls_records``: of one connection; after the first the dialler replaces
+    both connections, trying again every ``replace_retry_s``, and at the second the link ends.
     """
 
     handshake_timeout_s: float = 5.0
@@ -34,4 +37,7 @@ class LinkOptions:
     floor_bytes_per_s: float = 256.0 * 1024
     tensor_budget: ByteBudget = field(default_factory=ByteBudget, compare=False)
     ciphers: tuple[Cipher, ...] | None = None
+    replace_after_records: int = 2**23
+    max_tls_records: int = 2**24
+    replace_retry_s: float = 1.0
     key_limits: KeyLimits = field(default_factory=KeyLimits)

@@ -18,6 +18,7 @@ from convoy.crypto.seal import FrameSealer
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed
 from convoy.transport.options import LinkOptions
 from convoy.transport.stream import Stream
+from convoy.transport.wear import TLS_RECORD_BYTES, Wear
 from convoy.wire.frame import (
     FLAG_LAST,
     HEADER_BYTES,
@@ -44,6 +45,7 @@ class Parcel(NamedTuple):
     boundary: int = 0
     payload: bytes = b""
     tensor: WireTensor | None = None
+    onto: Outgoing | None = None  # frames after this one take its connection
 
     @property
     def nbytes(self) -> int:
@@ -60,12 +62,15 @@ class Outgoing:
         cluster: bytes,
         options: LinkOptions,
         on_error: Callable[[ConvoyError], None],
+        *,
+        on_worn: Callable[[], None] = lambda: None,
     ) -> None:
         self._stream = stream
         self._sealer = sealer
         self._cluster = cluster
         self._options = options
         self._on_error = on_error
+        self._wear = Wear(options, on_worn)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # notified only where somebody may wait
         self._queue: deque[Parcel] = deque()
@@ -118,6 +123,17 @@ class Outgoing:
                 self._queued_bytes += parcel.nbytes
                 self._changed.notify_all()
 
+    def post_switch(self, parcel: Parcel) -> None:
+        """Queue the last frame of this connection, however much waits.
+
+        Raises `ConvoyError` if the link is over.
+        """
+        with self._changed:
+            self._raise_if_over()
+            self._queue.append(parcel)
+            self._queued_bytes += parcel.nbytes
+            self._changed.notify_all()
+
     @property
     def sent_s(self) -> float:
         """When the last write began or ended (``time.monotonic``)."""
@@ -160,6 +176,8 @@ class Outgoing:
             if self._error is None:
                 self._error = error
                 self._queue.clear()
+                if not self._busy:
+                    self._sealer.wipe()
             self._changed.notify_all()
 
     def _begin(self) -> None:
@@ -206,6 +224,8 @@ class Outgoing:
         try:
             for parcel in parcels:
                 self._pack(parcel)
+                if parcel.onto is not None:
+                    self._move(parcel.onto)
             self._flush()
             return True
         except ConvoyError as error:
@@ -218,12 +238,26 @@ class Outgoing:
         finally:
             with self._lock:
                 self._busy = False
+                if self._error is not None:
+                    self._sealer.wipe()
                 if self._queue or self._closing:
                     self._changed.notify_all()
 
     def _fail(self, error: ConvoyError) -> None:
         self.end(error)
         self._on_error(error)
+
+    def _move(self, fresh: Outgoing) -> None:
+        """Write what is packed, then go on where ``fresh``, which nobody uses, would begin."""
+        self._flush()
+        old, sealer = self._stream, self._sealer
+        with self._lock:  # against `end`: nothing is sealed after it
+            self._stream, self._sealer = fresh._stream, fresh._sealer
+            self.num_frames += fresh.num_frames
+            self.num_bytes += fresh.num_bytes
+            self._wear.num_records = fresh._wear.num_records
+        sealer.wipe()
+        old.close()  # what it has still to send, SWITCH last, leaves before the end of the connection
 
     def _pack(self, parcel: Parcel) -> None:
         if parcel.tensor is None:
@@ -283,8 +317,10 @@ class Outgoing:
 
     def _write(self, view: memoryview) -> None:
         for start in range(0, len(view), _FRAME_BYTES):  # so that a long message shows its progress
-            self._stream.send_all(view[start : start + _FRAME_BYTES])
+            part = view[start : start + _FRAME_BYTES]
+            self._stream.send_all(part)
             self._progress_s = time.monotonic()
+            self._wear.add(-(-len(part) // TLS_RECORD_BYTES))
 
 
 def message_parcel(kind: FrameType, payload: bytes, generation: int, step: int) -> Parcel:
