@@ -28,7 +28,7 @@ from convoy.wire.enrolment import (
 )
 
 STALL_TIMEOUT_S = 10.0
-_BACKLOG = 32
+_BACKLOG = 128
 
 
 def one_time_context(certificate: OneTimeCertificate) -> ssl.SSLContext:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from convoy.errors import RosterError
 from convoy.transport.member import Member, Roster
-from convoy.trust.roster import DEFAULT_LIFETIME, make_roster
+from convoy.trust.roster import make_roster
 from convoy.wire.enrolment import EnrolmentCard, Refusal
 
 # The newcomer's clock may be behind the operator's, and it must be able to use the roster at once.
@@ -25,7 +25,7 @@ def roster_with(roster: Roster, card: EnrolmentCard, now: datetime.datetime) -> 
         _members(roster, card),
         epoch=roster.epoch + 1,
         not_before=now - SLACK,
-        lifetime=DEFAULT_LIFETIME + SLACK,
+        lifetime=roster.expires - roster.not_before,
     )
 
 

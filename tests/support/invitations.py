@@ -1,0 +1,163 @@
+"""An invitation that is open on this machine, and newcomers that speak to it byte by byte."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from convoy.cluster.enrolment import Enrolment, Newcomer
+from convoy.cluster.joining import Asked, Enrolled, join_by_token
+from convoy.crypto.certificate import certificate_fingerprint
+from convoy.crypto.enrolment import OneTimeCertificate, Proof, Terms, commit, make_proof, transcript
+from convoy.crypto.identity import Identity, OperatorKey
+from convoy.errors import ConvoyError
+from convoy.transport.enrolment import dial_pinned, listen_everywhere, receive_enrolment, send_enrolment
+from convoy.transport.enrolment_listener import EnrolmentLimits
+from convoy.transport.member import Roster
+from convoy.transport.stream import Stream
+from convoy.trust.card import member_of
+from convoy.trust.consumption import Consumption
+from convoy.trust.invite import Token
+from convoy.trust.newcomer import roster_with, why_not
+from convoy.trust.roster import make_roster, sign_roster
+from convoy.wire.enrolment import (
+    EnrolmentCard,
+    EnrolmentType,
+    Refusal,
+    decode_refusal,
+    encode_card,
+    encode_proof,
+)
+
+NOW = datetime.datetime.now(datetime.UTC)
+
+
+@dataclass
+class Invitation:
+    """One open `Enrolment` of a cluster with a head alone."""
+
+    token: Token
+    enrolment: Enrolment
+    consumption: Consumption
+    operator: OperatorKey
+    roster: Roster
+
+    def accept(self, newcomer: Newcomer) -> None:
+        newcomer.accept(sign_roster(roster_with(self.roster, newcomer.card, NOW), self.operator))
+
+
+@contextmanager
+def invitation(
+    directory: Path,
+    *,
+    limits: EnrolmentLimits | None = None,
+    lifetime_s: int = 600,
+    like: Token | None = None,
+    before: tuple[tuple[str, int], ...] = (),
+) -> Iterator[Invitation]:
+    """Open until the block ends. ``like``: with the record of that token, as after a restart; ``before``:
+    addresses that stand in front of the right one.
+    """
+    operator = OperatorKey.generate()
+    roster = make_roster("home", [member_of("alpha", Identity.generate(), ("127.0.0.1", 7), head=True)])
+    certificate = OneTimeCertificate.generate()
+    sock = listen_everywhere("127.0.0.1", 0)
+    token = Token(
+        "home",
+        operator.public_key,
+        certificate_fingerprint(certificate.certificate_der),
+        (*before, ("127.0.0.1", sock.getsockname()[1])),
+        int(time.time()) + lifetime_s,
+        max(1, lifetime_s),
+        os.urandom(16),
+    )
+    record = Consumption(directory / "invites", (like or token).id)
+    enrolment = Enrolment(
+        sock,
+        certificate,
+        token,
+        consumption=record,
+        judge=lambda card: why_not(roster, card, NOW),
+        limits=limits,
+    )
+    try:
+        yield Invitation(token, enrolment, record, operator, roster)
+    finally:
+        enrolment.close()
+
+
+@dataclass
+class Joining:
+    """`join_by_token` on a thread of its own. ``code`` and ``enrolled`` once they are there."""
+
+    token: Token
+    name: str = "beta"
+    identity: Identity = field(default_factory=Identity.generate)
+    codes: list[str] = field(default_factory=list)
+    enrolled: Enrolled | None = None
+    error: ConvoyError | None = None
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            asked = Asked(self.name, None, 7777)
+            self.enrolled = join_by_token(self.token, self.identity, asked, self.codes.append)
+        except ConvoyError as error:
+            self.error = error
+
+    def end(self) -> Joining:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self
+
+
+class RawNewcomer:
+    """A newcomer that says what the test wants, frame by frame."""
+
+    def __init__(self, token: Token, *, name: str = "beta", secret: bytes | None = None) -> None:
+        self.identity = Identity.generate()
+        self.terms = Terms(secret or token.secret, token.invitation, token.fingerprint)
+        card = EnrolmentCard(
+            name, ("127.0.0.1", 7777), self.identity.public_key, self.identity.tls_certificate_der
+        )
+        self.card = encode_card(card)
+        self.nonce = os.urandom(32)
+        self.stream: Stream
+        self.stream, _ = dial_pinned(token.addresses[0], token.fingerprint, time.monotonic() + 10)
+
+    def hello(self) -> bytes:
+        """Commit, and return the inviter's nonce."""
+        self.commitment = commit(self.nonce, self.card)
+        send_enrolment(self.stream, EnrolmentType.HELLO, self.commitment)
+        kind, challenge = receive_enrolment(self.stream)
+        assert kind is EnrolmentType.CHALLENGE
+        return challenge
+
+    def proof(self, challenge: bytes) -> Proof:
+        self.spoken = transcript(self.terms, self.commitment, challenge, self.nonce, self.card)
+        return make_proof(self.terms, self.identity, self.nonce, self.spoken)
+
+    def send(self, proof: Proof) -> None:
+        send_enrolment(self.stream, EnrolmentType.PROOF, encode_proof(proof, self.card))
+
+    def refusal(self) -> Refusal:
+        kind, body = receive_enrolment(self.stream)
+        assert kind is EnrolmentType.REFUSED
+        return decode_refusal(body)
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+def elsewhere(token: Token, port: int) -> Token:
+    """The same invitation, with another port in its address."""
+    return replace(token, addresses=(("127.0.0.1", port),))
