@@ -15,6 +15,7 @@ class Relay:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = [self._socket]
         self.recorded: list[bytearray] = []
+        self._lost: set[int] = set()
         host, port = self._socket.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
         threading.Thread(target=self._accept, daemon=True).start()
@@ -27,6 +28,12 @@ class Relay:
         for sock in self._sockets[1 + 2 * index : 3 + 2 * index]:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+    def lose(self, way: int) -> None:
+        """From now on nothing passes this way (an index of ``recorded``), and no socket notices: what comes
+        is taken and acknowledged.
+        """
+        self._lost.add(way)
 
     def close(self) -> None:
         for sock in self._sockets:
@@ -43,15 +50,16 @@ class Relay:
             far = socket.create_connection(self._target)
             self._sockets += [near, far]
             for source, sink in ((near, far), (far, near)):
-                record = bytearray()
-                self.recorded.append(record)
-                threading.Thread(target=_pump, args=(source, sink, record), daemon=True).start()
+                self.recorded.append(bytearray())
+                way = len(self.recorded) - 1
+                threading.Thread(target=self._pump, args=(source, sink, way), daemon=True).start()
 
-
-def _pump(source: socket.socket, sink: socket.socket, record: bytearray) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(65536):
-            record += data
-            sink.sendall(data)
-    with contextlib.suppress(OSError):
-        sink.shutdown(socket.SHUT_WR)
+    def _pump(self, source: socket.socket, sink: socket.socket, way: int) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self.recorded[way] += data
+                if way not in self._lost:
+                    sink.sendall(data)
+        with contextlib.suppress(OSError):
+            if way not in self._lost:
+                sink.shutdown(socket.SHUT_WR)
