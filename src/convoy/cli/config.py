@@ -1,6 +1,7 @@
 """``convoy.toml``: one file for a member, read into frozen values.
 
-    [cluster]  name, identity (folder), roster (file), operator_key (as `convoy roster new` prints it)
+    [cluster]  name, identity (folder), roster (file), operator_key (as `convoy roster new` prints it),
+               policy (file: what others must prove), tpm (such as device:/dev/tpmrm0, to prove this machine)
     [listen]   host, port                                   where peers reach this member
     [serve]    host, port, api_key_file, max_waiting, drain_s   the HTTP server of a head
     [model]    name or path, kernel, activation_dtype, num_threads, memory_gb
@@ -39,12 +40,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class ClusterConfig(msgspec.Struct, frozen=True):
-    """Who this member is, and whom it trusts."""
+    """Who this member is, whom it trusts, and what it asks of them."""
 
     name: Name | None = None
     identity: Path | None = None
     roster: Path | None = None
     operator_key: str | None = None
+    policy: Path | None = None
+    tpm: Name | None = None
 
 
 class ListenConfig(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
     from convoy.serve.options import ServeOptions
     from convoy.transport.member import LocalMember
+    from convoy.trust.policy import Policy
 
 _MAX_ROSTER_BYTES = 2 << 20
 
@@ -45,6 +46,15 @@ def load_head(config: Config) -> LocalMember:
     return me
 
 
+def load_policy(file: Path | None) -> Policy:
+    """What a policy file demands, nothing without one. Raises `ConfigError`."""
+    from convoy.trust.policy import MAX_POLICY_BYTES, Policy, parse_policy
+
+    if file is None:
+        return Policy()
+    return parse_policy(read_bytes(file, max_bytes=MAX_POLICY_BYTES + 1), str(file))
+
+
 def member_options(config: Config) -> MemberOptions:
     from convoy.cluster.options import MemberOptions
 
@@ -54,6 +64,8 @@ def member_options(config: Config) -> MemberOptions:
         num_threads=model.num_threads,
         kernel=model.kernel,
         activation_dtype=model.activation_dtype,
+        policy=load_policy(config.cluster.policy),
+        tpm=config.cluster.tpm,
     )
 
 

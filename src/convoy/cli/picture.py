@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 def print_picture(status: ClusterStatus) -> None:
     """A line for each stage, then the route."""
     print_table(
-        ("stage", "member", "layers", "weights", "hop round trip", "cipher", "sees token ids"),
+        ("stage", "member", "layers", "weights", "hop round trip", "cipher", "sees token ids", "level"),
         stage_rows(status.stages),
     )
     print(f"route: {status.route}")
     print(f"kernel: {status.kernel}")
+    print(f"level: {level_text(status)}")
 
 
 def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:
@@ -35,9 +36,21 @@ def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:
             format_seconds(stage.round_trip_s),
             stage.cipher or "this process",
             "yes" if stage.sees_token_ids else "no",
+            stage.level,
         )
         for index, stage in enumerate(stages)
     ]
+
+
+def level_text(status: ClusterStatus) -> str:
+    """The cluster's level, what is demanded, and who was left out."""
+    text = status.level
+    if status.minimum_level != "none":
+        text += f"; the policy's minimum is {status.minimum_level}"
+    for one in status.verdicts:
+        if one.excluded:
+            text += f"; {one.member} has {one.level} and no stage"
+    return text
 
 
 def layers_text(stage: StageStatus) -> str:

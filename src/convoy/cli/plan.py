@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import Config, load_config
+from convoy.cli.member import load_policy
 from convoy.cli.members import LayersFlag, parse_members, spans_by_name
 from convoy.cli.output import (
     JsonFlag,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from convoy.plan.offer import MemberOffer
     from convoy.plan.report import ExcludedReport, PlanReport, RuleReport
     from convoy.trust.level import Level
-    from convoy.trust.policy import Policy
 
 
 def plan(
@@ -53,7 +53,7 @@ def plan(
     named = model or settings.model_name()
     if named is None:
         raise UsageError("no model is named", hint="give MODEL, or --config with a [model]")
-    demands = _policy(policy)
+    demands = load_policy(policy or settings.cluster.policy)
     offers = _with_levels(_offers(settings, members), level or [])
     spans = spans_by_name(layers, [offer.name for offer in offers]) or settings.plan.layers
     offers, left_out = _above(demands.minimum, offers)
@@ -72,16 +72,6 @@ def plan(
         print_json(found)
     else:
         _print(found)
-
-
-def _policy(file: Path | None) -> Policy:
-    """What the policy file demands; nothing without one."""
-    from convoy.cli.files import read_bytes
-    from convoy.trust.policy import MAX_POLICY_BYTES, Policy, parse_policy
-
-    if file is None:
-        return Policy()
-    return parse_policy(read_bytes(file, max_bytes=MAX_POLICY_BYTES), str(file))
 
 
 def _with_levels(offers: list[MemberOffer], levels: list[str]) -> list[MemberOffer]:

@@ -78,7 +78,7 @@ def serve_cluster(
         assert granted is not None
         context = min(granted.max_context, granted.num_blocks * granted.plan.block_size)
         served = ServedModel(granted.plan.model, cluster.engine, cluster.tokenizer, context)
-        service = Service(models=(served,), health=cluster.health, status=cluster.status)
+        service = Service((served,), cluster.health, cluster.status, cluster.level)
 
         def on_ready(url: str) -> None:
             if as_json:
@@ -107,6 +107,8 @@ def start_cluster(
     with loading_bars(quiet=quiet) as on_load:
         cluster = RunningCluster.start(me, source, head_options(settings), on_load, watch=watch)
     _say_why_not_exact(settings, cluster)
+    for name, verdict in cluster.head.vetting.excluded.items():
+        print_note(f"{name} gets no stage: it has level {verdict.level.text}; {verdict.why}")
     return cluster
 
 

@@ -70,6 +70,10 @@ class RunningCluster:
             return False, error.message
         return True, "a token passes every stage"
 
+    def level(self) -> str:
+        """The cluster's level: its weakest member's."""
+        return weakest(verdict.level for verdict in self.head.vetting.in_use()).text
+
     def status(self) -> ClusterStatus:
         """The whole picture now. Pings every peer: tens of microseconds each, a second for one that hangs."""
         granted = self.head.granted
@@ -92,7 +96,7 @@ class RunningCluster:
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generated_tokens,
             ring_s=stats.ring_s,
-            level=weakest(verdict.level for verdict in self.head.vetting.in_use()).text,
+            level=self.level(),
             minimum_level=self.head.vetting.attestation.policy.minimum.text,
             verdicts=self.head.vetting.report(),
         )

@@ -139,8 +139,9 @@ class ModelList(msgspec.Struct, frozen=True):
     object: str = "list"
 
 
-class Health(msgspec.Struct, frozen=True):
-    """GET /health."""
+class Health(msgspec.Struct, frozen=True, omit_defaults=True):
+    """GET /health. ``level``: the weakest that was proved of a member (none, self_signed, hardware)."""
 
     status: str
     reason: str
+    level: str | None = None

@@ -60,7 +60,8 @@ class _About:
         if self._lifecycle.draining:
             return _json(Health("draining", "the server is shutting down"), 503)
         ready, reason = await anyio.to_thread.run_sync(self._service.health)
-        return _json(Health("ready" if ready else "not ready", reason), 200 if ready else 503)
+        level = None if self._service.level is None else self._service.level()
+        return _json(Health("ready" if ready else "not ready", reason, level), 200 if ready else 503)
 
     async def status(self, request: Request) -> Response:  # noqa: ARG002
         return _json(await anyio.to_thread.run_sync(self._service.status))

@@ -62,12 +62,13 @@ class ServedModel:
 @dataclass(frozen=True, slots=True)
 class Service:
     """``health`` gives (ready, reason); ``status`` a value that msgspec can encode. Both may block for a
-    moment.
+    moment. ``level`` gives the cluster's level of attestation, at once.
     """
 
     models: tuple[ServedModel, ...]
     health: Callable[[], tuple[bool, str]]
     status: Callable[[], Any]
+    level: Callable[[], str] | None = None
 
     def model(self, name: str | None) -> ServedModel:
         """The model of that name, or the only one when a request names none. Raises `UnknownModel`."""
