@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import os
 import queue
 import socket
@@ -47,6 +48,23 @@ def dial(
         raise RosterError(f"{me.name} cannot link with itself")
     peer = me.roster.member(peer_name)
     me.roster.require_valid(datetime.datetime.now(datetime.UTC))
+    link = _open(address, me, peer, timeout_s, options=options, wrap=wrap, replaces=replaces)
+    time_s = options.handshake_timeout_s
+    again = functools.partial(dial, address, me=me, peer_name=peer_name, timeout_s=time_s)
+    link.replace_with(functools.partial(again, options=options, wrap=wrap, replaces=link.link_id))
+    return link
+
+
+def _open(
+    address: tuple[str, int],
+    me: LocalMember,
+    peer: Member,
+    timeout_s: float,
+    *,
+    options: LinkOptions,
+    wrap: Wrap | None,
+    replaces: bytes,
+) -> Link:
     deadline_s = time.monotonic() + timeout_s
     link_id = os.urandom(LINK_ID_BYTES)
     streams: list[Stream] = []
@@ -59,28 +77,13 @@ def dial(
             stream.set_deadline(min(deadline_s, time.monotonic() + options.handshake_timeout_s))
             send_opening(stream, direction, link_id)
         both = (streams[0], streams[1])
-        link = establish_initiator(me, peer, link_id, both, options, replaces=replaces)
+        return establish_initiator(me, peer, link_id, both, options, replaces=replaces)
     except BaseException as error:
         for stream in streams:
             stream.close()
         if isinstance(error, LinkBroken):
-            raise HandshakeError(f"the handshake with {peer_name} broke off: {error.message}") from error
+            raise HandshakeError(f"the handshake with {peer.name} broke off: {error.message}") from error
         raise
-
-    def redial() -> Link:
-        time_s = options.handshake_timeout_s
-        return dial(
-            address,
-            me=me,
-            peer_name=peer_name,
-            timeout_s=time_s,
-            options=options,
-            wrap=wrap,
-            replaces=link.link_id,
-        )
-
-    link.replace_with(redial)
-    return link
 
 
 def _connect(

@@ -33,6 +33,26 @@ def memory_link_pair(
     replace worn ones meet no faults.
     """
     options = options or LinkOptions()
+    link, standing = _pair(me, other, faults=faults, record=record, options=options, replaces=replaces)
+
+    def redial() -> Link:
+        fresh = _pair(me, other, faults=(), record=record, options=options, replaces=link.link_id)
+        standing.keep(fresh[1])
+        return fresh[0]
+
+    link.replace_with(redial)
+    return link, standing
+
+
+def _pair(
+    me: LocalMember,
+    other: LocalMember,
+    *,
+    faults: Iterable[Fault],
+    record: tuple[bytearray, bytearray] | None,
+    options: LinkOptions,
+    replaces: bytes,
+) -> tuple[Link, Link]:
     there = memory_stream_pair(faults)
     back = memory_stream_pair()
     mine: Stream = there[0]
@@ -61,12 +81,4 @@ def memory_link_pair(
     if isinstance(answered[0], ConvoyError):
         link.close()
         raise answered[0]
-    standing = answered[0]
-
-    def redial() -> Link:
-        pair = memory_link_pair(me, other, record=record, options=options, replaces=link.link_id)
-        standing.keep(pair[1])
-        return pair[0]
-
-    link.replace_with(redial)
-    return link, standing
+    return link, answered[0]
