@@ -130,7 +130,7 @@ def test_restarting_the_head_leaves_no_link_and_no_thread_behind(
         for peer in peers:
             peer.wait_for("lost")
         for thread in threading.enumerate():
-            if thread.name.startswith(("receive", "send")):
+            if thread.name.startswith(("receive", "send", "watch")):
                 thread.join(10)
         counts.append(threading.active_count())
     assert len(set(counts)) == 1, counts
