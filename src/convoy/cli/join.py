@@ -56,11 +56,11 @@ def join(
     as_json: JsonFlag = False,
 ) -> None:
     """Hold layers for a head: one command on each further machine."""
-    from convoy.cluster.peer import Peer
-
     newcomer = Newcomer(Home(directory), name, address, port)
     settings = load_config(_file(token, config, newcomer, _teller(as_json)))
     me = load_member(settings)
+    from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
+
     show = _show_json if as_json else _show
     peer = Peer(me, peer_options(settings, model, exit_with_head=exit_with_head), show)
     port = me.member.address[1] if settings.listen.port is None else settings.listen.port

@@ -1,0 +1,230 @@
+"""`convoy invite` and `convoy join TOKEN` as processes: what a person sees, and what a crash leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.transcript import run_convoy
+from convoy.trust.invite import decode_token
+
+SOURCE = str(Path(__file__).resolve().parents[2] / "src")
+EVERYWHERE = ("0.0.0.0", 0)  # noqa: S104 - where members listen
+ENVIRONMENT = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> str:
+    with socket.create_server(EVERYWHERE) as sock:
+        return str(sock.getsockname()[1])
+
+
+@contextmanager
+def process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    folder.mkdir(exist_ok=True)
+    command = subprocess.Popen(
+        [sys.executable, "-m", "convoy", *arguments],
+        cwd=folder,
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield command
+    finally:
+        command.kill()
+        command.communicate()
+
+
+def event(command: subprocess.Popen[str], name: str) -> dict[str, Any]:
+    assert command.stdout is not None
+    line = command.stdout.readline()
+    assert line, command.communicate()
+    value: dict[str, Any] = json.loads(line)
+    assert value.get("event", value.get("kind")) == name, value
+    return value
+
+
+@contextmanager
+def inviting(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """An open invitation at 127.0.0.1, and its token."""
+    arguments = ("invite", "--json", "--address", "127.0.0.1", "--name", "alpha", *flags)
+    with process(folder, *arguments) as command:
+        yield command, event(command, "invited")["token"]
+
+
+@contextmanager
+def joining(folder: Path, token: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    arguments = ("join", "-", "--json", "--port", free_port(), "--name", "beta", *flags)
+    with process(folder, *arguments) as command:
+        assert command.stdin is not None
+        command.stdin.write(f"{token}\n")
+        command.stdin.flush()
+        yield command
+
+
+def answer(command: subprocess.Popen[str], text: str) -> None:
+    assert command.stdin is not None
+    command.stdin.write(text)
+    command.stdin.flush()
+
+
+def epoch(folder: Path) -> int:
+    done = run_convoy(["roster", "show", ".convoy/roster.toml", "--json"], folder)
+    number: int = json.loads(done.stdout)["epoch"]
+    return number
+
+
+def records(folder: Path) -> list[str]:
+    return sorted(file.suffix for file in (folder / ".convoy/operator/invites").glob("*"))
+
+
+def test_yes_lets_the_newcomer_in(tmp_path: Path) -> None:
+    alpha, beta = tmp_path / "alpha", tmp_path / "beta"
+    with inviting(alpha) as (operator, token), joining(beta, token) as newcomer:
+        asked = event(operator, "confirm")
+        assert asked["name"] == "beta"
+        assert event(newcomer, "code")["text"].startswith(asked["code"])
+        answer(operator, "y\n")
+        assert event(operator, "enrolled")["epoch"] == 2
+        assert operator.wait(30) == 0
+        event(newcomer, "joined")
+        assert event(newcomer, "listening")["text"].startswith("beta listens on")
+    rosters = [(folder / ".convoy/roster.toml").read_bytes() for folder in (alpha, beta)]
+    assert rosters[0] == rosters[1]
+    assert records(alpha) == [".ended", ".used"]
+    secrets = [file for file in tmp_path.rglob("*") if file.is_file() and file.suffix in {".key", ".used"}]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in secrets} == {0o600}
+    spoken = decode_token(token).secret
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            assert token not in file.read_text(), file
+            assert spoken.hex() not in file.read_text(), file
+
+
+@pytest.mark.parametrize("said", ["n\n", "yesterday\n"])
+def test_anything_but_yes_lets_nobody_in(tmp_path: Path, said: str) -> None:
+    alpha = tmp_path / "alpha"
+    with inviting(alpha) as (operator, token), joining(tmp_path / "beta", token) as newcomer:
+        event(operator, "confirm")
+        answer(operator, said)
+        _, errors = operator.communicate(timeout=30)
+        assert operator.returncode == 1
+        assert "error: beta was not let in, and the invitation is used up" in errors
+        _, errors = newcomer.communicate(timeout=30)
+        assert newcomer.returncode == 1
+        assert "error: the operator said no\nhint: " in errors
+    assert epoch(alpha) == 1
+    assert not (tmp_path / "beta/.convoy/roster.toml").exists()
+    assert not (tmp_path / "beta/.convoy/convoy.toml").exists()
+
+
+def test_a_crash_between_the_use_and_the_roster_leaves_an_honest_state(tmp_path: Path) -> None:
+    alpha, beta = tmp_path / "alpha", tmp_path / "beta"
+    with inviting(alpha) as (operator, token), joining(beta, token) as newcomer:
+        event(operator, "confirm")
+        event(newcomer, "code")
+        operator.send_signal(signal.SIGKILL)
+        operator.wait(30)
+        _, errors = newcomer.communicate(timeout=30)
+        assert newcomer.returncode == 1
+        assert "error: the invitation is used up, and the inviting machine went away" in errors
+    assert epoch(alpha) == 1
+    assert records(alpha) == [".used"]
+    with inviting(alpha) as (again, other):
+        assert decode_token(other).secret != decode_token(token).secret
+        with joining(beta, token) as late:
+            _, errors = late.communicate(timeout=30)
+            assert "error: the inviting machine could not be reached" in errors
+        with joining(beta, other) as newcomer:
+            event(again, "confirm")
+            answer(again, "y\n")
+            event(again, "enrolled")
+            _, noted = again.communicate(timeout=30)
+            event(newcomer, "code")
+            event(newcomer, "joined")
+    assert "note: an earlier invitation was used up by beta from 127.0.0.1" in noted
+    assert records(alpha) == [".ended", ".ended", ".used", ".used"]
+    assert epoch(alpha) == 2
+
+
+def test_a_taken_name_leaves_the_invitation_good_for_another_name(tmp_path: Path) -> None:
+    with inviting(tmp_path / "alpha", "--auto-approve") as (operator, token):
+        done = run_convoy(
+            ["join", "-", "--name", "alpha", "--port", free_port()], tmp_path, text=f"{token}\n"
+        )
+        assert done.returncode == 1
+        assert "error: the cluster has a member alpha already" in done.stderr
+        assert "hint: run this command again with --name OTHER" in done.stderr
+        with joining(tmp_path / "beta", token) as newcomer:
+            event(operator, "confirm")
+            assert event(operator, "enrolled")["name"] == "beta"
+            event(newcomer, "code")
+            event(newcomer, "joined")
+
+
+def test_a_member_that_comes_back_is_kept_at_its_new_address(tmp_path: Path) -> None:
+    alpha, beta = tmp_path / "alpha", tmp_path / "beta"
+    for expected in (2, 3):
+        with inviting(alpha, "--auto-approve") as (operator, token), joining(beta, token) as newcomer:
+            event(operator, "confirm")
+            assert event(operator, "enrolled")["epoch"] == expected
+            event(newcomer, "code")
+            event(newcomer, "joined")
+            event(newcomer, "listening")
+    shown = run_convoy(["roster", "show", ".convoy/roster.toml", "--json"], alpha)
+    assert [member["member"] for member in json.loads(shown.stdout)["members"]] == ["alpha", "beta"]
+
+
+def test_a_token_file_is_private_and_the_token_is_not_shown(tmp_path: Path) -> None:
+    arguments = ("invite", "--json", "--address", "127.0.0.1", "--out", "token")
+    with process(tmp_path / "alpha", *arguments) as operator:
+        shown = event(operator, "invited")
+        file = tmp_path / "alpha" / "token"
+        assert "token" not in shown
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert decode_token(file.read_text()).addresses[0][0] == "127.0.0.1"
+
+
+def test_an_invitation_of_another_cluster_does_not_overwrite_this_one(tmp_path: Path) -> None:
+    with inviting(tmp_path / "alpha", "--auto-approve") as (_, token):
+        with inviting(tmp_path / "beta"):
+            pass
+        done = run_convoy(["join", "-", "--port", free_port()], tmp_path / "beta", text=f"{token}\n")
+    assert done.returncode == 1
+    assert "is of a cluster with another operator than the invitation" in done.stderr
+    assert "hint: choose another folder with --dir" in done.stderr
+
+
+def test_a_port_in_use_is_said_before_the_invitation_is_used(tmp_path: Path) -> None:
+    with (
+        inviting(tmp_path / "alpha") as (_, token),
+        socket.create_server(EVERYWHERE) as taken,
+    ):
+        port = str(taken.getsockname()[1])
+        done = run_convoy(["join", "-", "--port", port], tmp_path, text=f"{token}\n")
+        assert f"error: cannot listen on 0.0.0.0 port {port}" in done.stderr
+        assert records(tmp_path / "alpha") == []
+
+
+def test_a_member_without_the_operator_key_cannot_invite(tmp_path: Path) -> None:
+    alpha, beta = tmp_path / "alpha", tmp_path / "beta"
+    with inviting(alpha, "--auto-approve") as (operator, token), joining(beta, token) as newcomer:
+        event(operator, "confirm")
+        event(newcomer, "code")
+        event(newcomer, "joined")
+    done = run_convoy(["invite"], beta)
+    assert done.returncode == 1
+    assert "operator.key" in done.stderr

@@ -1,0 +1,155 @@
+"""Two machines, one command on each: an invitation crosses by hand, and the model runs over both."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.namespaces import Machine, two_machines, why_no_namespaces
+
+WAIT_S = 120.0
+POLL_S = 0.1
+NO_NAMESPACES = why_no_namespaces()
+pytestmark = pytest.mark.skipif(NO_NAMESPACES is not None, reason=str(NO_NAMESPACES))
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src"),
+}
+
+
+class Running:
+    """A command on one machine, in a folder of its own, with its output in files."""
+
+    def __init__(self, machine: Machine, folder: Path, *arguments: str) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self._files = [(folder / name).open("wb") for name in ("out", "err")]
+        self.process = subprocess.Popen(
+            machine.run_in(sys.executable, "-m", "convoy", *arguments),
+            cwd=folder,
+            env=ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=self._files[0],
+            stderr=self._files[1],
+        )
+
+    def say(self, text: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(text.encode())
+        self.process.stdin.flush()
+
+    def text(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
+    def wait_for(self, name: str, pattern: str) -> str:
+        """The first group of the pattern, once the output has it."""
+        found: re.Match[str] = until(lambda: re.search(pattern, self.text(name)), self)
+        return found.group(1)
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+        for file in self._files:
+            file.close()
+
+
+def until(condition: Callable[[], Any], running: Running) -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if (value := condition()) is not None:
+            return value
+        assert running.process.poll() is None, running.text("out") + running.text("err")
+        time.sleep(POLL_S)  # a file has no event to wait on
+    raise AssertionError(running.text("out") + running.text("err"))
+
+
+@contextmanager
+def running(machine: Machine, folder: Path, *arguments: str) -> Iterator[Running]:
+    command = Running(machine, folder, *arguments)
+    try:
+        yield command
+    finally:
+        command.end()
+
+
+def ask(machine: Machine, url: str, question: str) -> str:
+    """A chat completion over HTTP, from a process on that machine."""
+    body = {
+        "model": "demo-mini",
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 8,
+        "temperature": 0,
+    }
+    code = (
+        "import sys, urllib.request as r;"
+        "print(r.urlopen(r.Request(sys.argv[1], sys.argv[2].encode(), {'content-type': 'application/json'}),"
+        " timeout=60).read().decode())"
+    )
+    done = subprocess.run(
+        machine.run_in(sys.executable, "-c", code, f"{url}/chat/completions", json.dumps(body)),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=True,
+    )
+    answer: str = json.loads(done.stdout)["choices"][0]["message"]["content"]
+    return answer
+
+
+def status(machine: Machine, url: str) -> dict[str, Any]:
+    done = subprocess.run(
+        machine.run_in(sys.executable, "-m", "convoy", "status", "--url", url, "--json"),
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_two_machines_join_by_invitation_with_one_command_each(tmp_path: Path) -> None:
+    serve = ("serve", "demo-mini", "--invite", "--auto-approve", "--name", "alpha", "--port", "8765")
+    with two_machines() as (first, second), running(first, tmp_path / "a", *serve) as head:
+        token = head.wait_for("out", r"(convoy1[a-z2-7]+)\n")
+        with running(second, tmp_path / "b", "join", "-", "--name", "beta") as peer:
+            peer.say(f"{token}\n")
+            url = head.wait_for("err", r"serving demo-mini at (http://\S+)/v1")
+            assert ask(first, f"{url}/v1", "What is 2+3?") == "5"
+            picture = status(first, url)
+            assert [stage["member"] for stage in picture["stages"]] == ["alpha", "beta"]
+            assert picture["stages"][1]["address"] == "192.0.2.2:7777"
+            assert picture["stages"][1]["sealed_bytes_received"] > 0
+            assert "whoever has this token first gets in" in head.text("err")
+            assert re.search(r"code: (\d{4} \d{4})", head.text("err"))
+            both = [re.search(r"code: (\d{4} \d{4})", side.text("err")) for side in (head, peer)]
+            assert len({code.group(1) for code in both if code is not None}) == 1
+            assert token not in head.text("err") + peer.text("out") + peer.text("err")
+            for process in (head, peer):
+                assert token not in Path(f"/proc/{process.process.pid}/cmdline").read_text()
+
+
+def test_the_operator_compares_the_codes_and_says_yes(tmp_path: Path) -> None:
+    serve = ("serve", "demo-mini", "--invite", "--name", "alpha", "--json")
+    with two_machines() as (first, second), running(first, tmp_path / "a", *serve) as head:
+        token = head.wait_for("out", r'"token": "(convoy1[a-z2-7]+)"')
+        with running(second, tmp_path / "b", "join", "-", "--name", "beta", "--json") as peer:
+            peer.say(f"{token}\n")
+            asked = head.wait_for("out", r'"event": "confirm".*"code": "(\d{4} \d{4})"')
+            assert peer.wait_for("out", r'"kind": "code", "text": "(\d{4} \d{4})') == asked
+            assert not (peer.folder / ".convoy" / "roster.toml").exists()
+            head.say("y\n")
+            url = head.wait_for("out", r'"url": "(http://[^"]+)"')
+            assert ask(first, url, "What is 4+3?") == "7"
