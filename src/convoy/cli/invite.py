@@ -26,6 +26,8 @@ from convoy.cli.output import one_line, print_json_line, print_note
 from convoy.errors import ConfigError, InviteError, LinkBroken
 
 if TYPE_CHECKING:
+    import socket
+
     from convoy.cluster.enrolment import Newcomer
     from convoy.crypto.identity import OperatorKey
     from convoy.transport.member import Member, Roster
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from convoy.trust.invite import Token
     from convoy.wire.enrolment import EnrolmentCard, Refusal
 
+DEFAULT_ENROLMENT_PORT = 7778
 AutoApproveFlag = Annotated[
     bool,
     typer.Option("--auto-approve", help="Ask nobody: whoever has the token first gets in."),
@@ -52,7 +55,10 @@ def invite(
         Path | None, typer.Option(help="Directory of the operator's key.  [default: operator in --dir]")
     ] = None,
     address: InviteAddressFlag = None,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any.")] = 0,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Port to listen on; 0: any.  [default: 7778, or any]"),
+    ] = None,
     minutes: Annotated[int, typer.Option(min=1, max=60, help="How long the token is good.")] = 10,
     auto_approve: AutoApproveFlag = False,
     name: Annotated[str | None, typer.Option(help="A first machine's name.  [default: the host's]")] = None,
@@ -84,16 +90,15 @@ def invite(
 
 
 def _meet(
-    desk: _Desk, screen: _Screen, address: list[str] | None, port: int, minutes: int
+    desk: _Desk, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
 ) -> tuple[Token, Newcomer]:
     """Listen until a valid proof came. The listener is closed then, and the secret goes with this process."""
     from convoy.cluster.enrolment import Enrolment
     from convoy.crypto.certificate import certificate_fingerprint
     from convoy.crypto.enrolment import SECRET_BYTES, OneTimeCertificate
-    from convoy.transport.enrolment import listen_everywhere
     from convoy.trust.invite import MAX_ADDRESSES, Token
 
-    sock = listen_everywhere(None, port)
+    sock = _listen(port)
     bound = sock.getsockname()[1]
     places = [parse_place(text, bound) for text in (address or local_addresses()[:MAX_ADDRESSES])]
     certificate = OneTimeCertificate.generate()
@@ -112,6 +117,18 @@ def _meet(
         return token, enrolment.wait()
     finally:
         enrolment.close()
+
+
+def _listen(port: int | None) -> socket.socket:
+    """On the port asked for; else on one that a firewall can be opened for beforehand, if it is free."""
+    from convoy.transport.enrolment import listen_everywhere
+
+    if port is not None:
+        return listen_everywhere(None, port)
+    try:
+        return listen_everywhere(None, DEFAULT_ENROLMENT_PORT)
+    except ConfigError:
+        return listen_everywhere(None, 0)
 
 
 def _let_in(desk: _Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:

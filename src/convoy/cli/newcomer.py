@@ -92,7 +92,7 @@ def _enrol(
     name, host, port = asked
 
     def on_code(digits: str) -> None:
-        tell("code", f"{digits} - the operator should see the same")
+        tell("code", f"{digits} - the inviting machine shows the same, and waits for its operator")
 
     first = Asked(name or host_name(), host, port)
     try:
