@@ -17,7 +17,7 @@ import typer
 from typer.exceptions import TyperException
 
 from convoy import __version__
-from convoy.cli import bench, chat, demo, doctor, identity, invite, join, plan, roster, serve, status
+from convoy.cli import attest, bench, chat, demo, doctor, identity, invite, join, plan, roster, serve, status
 from convoy.cli import eval as eval_verb
 from convoy.cli import run as run_verb
 from convoy.cli.output import (
@@ -60,6 +60,7 @@ app.command("invite")(invite.invite)
 app.command("plan")(plan.plan)
 app.add_typer(identity.app, name="identity")
 app.add_typer(roster.app, name="roster")
+app.add_typer(attest.app, name="attest")
 app.command("doctor")(doctor.doctor)
 app.command("status")(status.status)
 app.command("chat")(chat.chat)

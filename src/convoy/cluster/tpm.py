@@ -57,6 +57,12 @@ class Tpm:
             certificate = certificate_prefix(work.read("ek.crt"))
             return EndorsedKeys(certificate, work.read("ek.pub"), work.read("ak.pub"))
 
+    def attestation_public(self, algorithm: str) -> bytes:
+        """The public area (TPM2B_PUBLIC) of the attestation key. Raises `AttestationError`."""
+        with self._work() as work:
+            self._make_key(work, algorithm)
+            return work.read("ak.pub")
+
     def activate(self, algorithm: str, id_object: bytes, encrypted_secret: bytes) -> bytes:
         """The secret in a credential for this TPM and its attestation key. Raises `AttestationError`."""
         with self._work() as work:

@@ -1,0 +1,216 @@
+"""``convoy attest``: what this machine can prove, and the enrolment of its TPM in the roster."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.config import Config, load_config
+from convoy.cli.files import read_bytes, read_text, replace_file
+from convoy.cli.member import load_member, load_policy, member_options
+from convoy.cli.output import JsonFlag, print_fields, print_json, print_note
+from convoy.cli.roster import OPERATOR_DIRECTORY
+from convoy.errors import AttestationError, UsageError
+
+if TYPE_CHECKING:
+    from convoy.cluster.tpm import Tpm
+    from convoy.crypto.identity import OperatorKey
+    from convoy.transport.member import Roster
+    from convoy.trust.policy import Policy
+
+app = typer.Typer(help="Prove what this machine is; enrol its TPM.", rich_markup_mode=None)
+_MAX_PEM_BYTES = 1 << 20
+_MAX_ROSTER_BYTES = 2 << 20
+
+ConfigFlag = Annotated[Path, typer.Option(help="This member's convoy.toml.")]
+OutFlag = Annotated[Path | None, typer.Option(help="Where the file goes.  [default: named by the member]")]
+RosterFlag = Annotated[Path, typer.Option(help="The roster file.")]
+OperatorFlag = Annotated[Path, typer.Option(help="Directory of the operator's key.")]
+PolicyFlag = Annotated[Path | None, typer.Option(help="A policy file.  [default: the config's]")]
+
+
+@app.command()
+def new(
+    config: ConfigFlag,
+    algorithm: Annotated[str, typer.Option(help="ecc (P-256) or rsa (2048).")] = "ecc",
+    out: OutFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """On the member: make its TPM's keys, and a request for the operator."""
+    from convoy.trust.activation import Request, request_to_text
+
+    settings = load_config(config)
+    me = load_member(settings)
+    keys = _tpm(settings).keys(algorithm)
+    request = Request(
+        me.name, me.identity.public_key, keys.certificate, keys.endorsement, keys.attestation
+    ).signed(me.identity.sign)
+    out = out or Path(f"{me.name}.request.toml")
+    replace_file(out, request_to_text(request).encode())
+    _print({"member": me.name, "request": out}, f"convoy attest challenge {out} --policy FILE", as_json)
+
+
+@app.command()
+def challenge(
+    request: Annotated[Path, typer.Argument(help="The member's request.")],
+    policy: Annotated[Path, typer.Option(help="The policy file with [attestation.tpm] authorities.")],
+    roster: RosterFlag = Path("roster.toml"),
+    operator: OperatorFlag = OPERATOR_DIRECTORY,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """On the operator's machine: check the TPM's certificate, and make a credential for it."""
+    from convoy.crypto.keyfile import write_private
+    from convoy.trust.activation import (
+        MAX_FILE_BYTES,
+        challenge_for,
+        challenge_to_text,
+        check_request,
+        pending_to_text,
+        request_from_text,
+    )
+
+    asked = request_from_text(read_text(request, max_bytes=MAX_FILE_BYTES))
+    listed, _ = _open_roster(roster, operator)
+    member = listed.member(asked.member)
+    authority = check_request(asked, member, _authorities(load_policy(policy), policy.parent))
+    made, pending = challenge_for(asked)
+    kept = _pending_file(operator, member.name)
+    with contextlib.suppress(FileNotFoundError):
+        kept.unlink()  # of an earlier challenge: only the newest can be answered
+    write_private(kept, pending_to_text(pending).encode())
+    out = out or Path(f"{member.name}.challenge.toml")
+    replace_file(out, challenge_to_text(made).encode())
+    facts = {"member": member.name, "authority": authority, "challenge": out, "kept": kept}
+    _print(facts, f"convoy attest answer {out} --config FILE", as_json)
+
+
+@app.command()
+def answer(
+    challenge_file: Annotated[Path, typer.Argument(metavar="CHALLENGE", help="The operator's challenge.")],
+    config: ConfigFlag,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """On the member: let the TPM open the credential."""
+    from convoy.trust.activation import MAX_FILE_BYTES, answer_for, answer_to_text, challenge_from_text
+
+    settings = load_config(config)
+    me = load_member(settings)
+    asked = challenge_from_text(read_text(challenge_file, max_bytes=MAX_FILE_BYTES))
+    if asked.member != me.name:
+        raise AttestationError(f"the challenge is for {asked.member[:63]!r}, and this is {me.name}")
+    tpm = _tpm(settings)
+    secret = tpm.activate(asked.algorithm, asked.id_object, asked.encrypted_secret)
+    given = answer_for(me.name, me.identity.public_key, tpm.attestation_public(asked.algorithm), secret)
+    out = out or Path(f"{me.name}.answer.toml")
+    replace_file(out, answer_to_text(given).encode())
+    _print({"member": me.name, "answer": out}, f"convoy attest accept {out}", as_json)
+
+
+@app.command("accept")
+def accept_answer(
+    answer_file: Annotated[Path, typer.Argument(metavar="ANSWER", help="The member's answer.")],
+    roster: RosterFlag = Path("roster.toml"),
+    operator: OperatorFlag = OPERATOR_DIRECTORY,
+    as_json: JsonFlag = False,
+) -> None:
+    """On the operator's machine: enrol the key. The roster is signed again, one epoch later."""
+    from convoy.crypto.keyfile import read_private
+    from convoy.trust.activation import MAX_FILE_BYTES, accept, answer_from_text, pending_from_text
+    from convoy.trust.roster import sign_roster
+
+    given = answer_from_text(read_text(answer_file, max_bytes=MAX_FILE_BYTES))
+    listed, key = _open_roster(roster, operator)
+    member = listed.member(given.member)
+    kept = _pending_file(operator, member.name)
+    enrolled = accept(given, pending_from_text(read_private(kept).decode()), member)
+    members = tuple(
+        replace(one, attestation_key=enrolled) if one.name == member.name else one for one in listed.members
+    )
+    replace_file(roster, sign_roster(replace(listed, epoch=listed.epoch + 1, members=members), key))
+    kept.unlink()
+    facts = {"member": member.name, "roster": roster, "epoch": listed.epoch + 1}
+    if as_json:
+        print_json(facts)
+        return
+    print_fields(facts.items())
+    print_note(f"every member gets {roster}; {member.name} can prove its machine from then on")
+
+
+@app.command()
+def show(
+    config: ConfigFlag,
+    policy: PolicyFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show this machine's evidence, and the verdict on it under a policy."""
+    from convoy.cluster.attestation import Attestation
+
+    settings = load_config(config)
+    me = load_member(settings)
+    demands = load_policy(policy or settings.cluster.policy)
+    options = replace(member_options(settings), policy=demands)
+    attestation = Attestation.of(lambda: me, options, lambda _link, _verdict: None)
+    verdict = attestation.check_self()
+    claims = attestation.attester.claims
+    facts: dict[str, object] = {
+        "member": me.name,
+        "level": verdict.level.text,
+        "minimum": demands.minimum.text,
+        "suffices": attestation.suffices(verdict),
+        "package": claims.package,
+        **claims.versions,
+        "platform": claims.platform,
+    }
+    if as_json:
+        print_json({**facts, "reasons": verdict.reasons, "hardware": verdict.facts})
+        return
+    print_fields([*facts.items(), *verdict.facts.items()])
+    for reason in verdict.reasons:
+        print_note(reason)
+
+
+def _tpm(settings: Config) -> Tpm:
+    from convoy.cluster.tpm import Tpm
+
+    if settings.cluster.tpm is None:
+        raise UsageError(
+            f"{settings.path}: [cluster] names no tpm", hint='add tpm = "device:/dev/tpmrm0" to it'
+        )
+    return Tpm(settings.cluster.tpm)
+
+
+def _open_roster(roster: Path, operator: Path) -> tuple[Roster, OperatorKey]:
+    from convoy.crypto.identity import OperatorKey
+    from convoy.trust.roster import open_roster
+
+    key = OperatorKey.load(operator)
+    data = read_bytes(roster, max_bytes=_MAX_ROSTER_BYTES)
+    return open_roster(data, operator_key=key.public_key).roster, key
+
+
+def _authorities(policy: Policy, folder: Path) -> list[bytes]:
+    from convoy.crypto.endorsement import read_authorities
+
+    found: list[bytes] = []
+    for name in policy.authorities:
+        pem = read_bytes(folder / name, max_bytes=_MAX_PEM_BYTES)
+        found += read_authorities(pem, str(folder / name))
+    return found
+
+
+def _pending_file(operator: Path, member: str) -> Path:
+    return operator / f"attest-{member}.toml"
+
+
+def _print(facts: dict[str, object], then: str, as_json: bool) -> None:
+    if as_json:
+        print_json(facts)
+        return
+    print_fields(facts.items())
+    print_note(f"next: {then}")
