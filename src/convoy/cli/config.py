@@ -2,7 +2,7 @@
 
     [cluster]  name, identity (folder), roster (file), operator_key (as `convoy roster new` prints it),
                policy (file: what others must prove), tpm (such as device:/dev/tpmrm0, to prove this machine)
-    [listen]   host, port                                   where peers reach this member
+    [listen]   host, port, discover                         where peers reach this member
     [serve]    host, port, api_key_file, max_waiting, drain_s   the HTTP server of a head
     [model]    name or path, kernel, activation_dtype, num_threads, memory_gb
     [engine]   max_batch, max_step_tokens, prefill_chunk, block_size, num_blocks (0: as many as fit)
@@ -51,10 +51,14 @@ class ClusterConfig(msgspec.Struct, frozen=True):
 
 
 class ListenConfig(msgspec.Struct, frozen=True):
-    """Where peers reach this member: an address of this machine, or 0.0.0.0; no port is the roster's."""
+    """Where peers reach this member: an address of this machine, or 0.0.0.0; no port is the roster's.
+
+    ``discover``: say on the local network that it listens, and look there for others.
+    """
 
     host: Name = "0.0.0.0"  # noqa: S104 - nothing is said here to anyone who is not in the roster
     port: Port | None = None
+    discover: bool = False
 
 
 class ServeConfig(msgspec.Struct, frozen=True):
