@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from convoy.cluster.attester import Attester, TpmHardware
 from convoy.cluster.options import MemberOptions
 from convoy.cluster.tpm import Tpm
-from convoy.errors import AttestationError, ConvoyError
+from convoy.errors import AttestationError, ConvoyError, RosterError
 from convoy.transport.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
 from convoy.trust.appraisal import Context, appraise, asked_registers
@@ -190,7 +190,10 @@ class Attestation:
         return self._appraise(link.peer, asked, asked.evidence, holds_stage=holds_stage)
 
     def _appraise(self, name: str, asked: _Asked, evidence: Evidence, *, holds_stage: bool) -> Verdict:
-        member = self._me().roster.member(name)
+        try:
+            member = self._me().roster.member(name)
+        except RosterError as error:  # a newer roster took it out while it was asked
+            return no_evidence(name, error.message)
         context = Context(
             member=name,
             attestation_key=member.attestation_key,

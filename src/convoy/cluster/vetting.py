@@ -88,4 +88,4 @@ class Vetting:
         refusal = self.attestation.refusal(verdict)
         _log.warning("%s", refusal.message)
         self._fallen[link.peer] = refusal
-        link.close(refusal.message)
+        link.revoke(refusal.message)
