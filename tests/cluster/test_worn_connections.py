@@ -1,0 +1,57 @@
+"""A cluster answers on while the connections under it are replaced: its parts notice nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.running import RunningCluster
+from convoy.engine.generation import generate
+from convoy.engine.request import GenerationRequest
+from convoy.model.params import SamplingParams
+from convoy.model.source import ModelSource
+from convoy.transport.link import LinkOptions
+from convoy.transport.network import MemoryNetwork
+from support.cluster import MEMBER, PeerThread
+from support.members import make_local_members, membership_of
+
+PROMPTS = ("What is 8+9? Answer with just the number.", "Name a colour.", "What is 3+4?")
+
+
+def answers(options: LinkOptions) -> tuple[list[str], int]:
+    """What a ring of three says, and the number of link ids that the head's streams have had."""
+    network = MemoryNetwork(options)
+    alpha, *others = make_local_members(["alpha", "beta", "gamma"])
+    peers = [PeerThread(me, PeerOptions(MEMBER), network) for me in others]
+    cluster = RunningCluster.start(
+        membership_of(alpha),
+        ModelSource.resolve("demo-mini"),
+        HeadOptions(MEMBER, wait_s=5, num_blocks=32),
+        network=network,
+    )
+    links = list(cluster.head.links.values())
+    before = [link._streams for link in links]
+    said = []
+    for prompt in PROMPTS * 2:
+        ids = tuple(cluster.tokenizer.encode_chat([{"role": "user", "content": prompt}]))
+        request = GenerationRequest(ids, SamplingParams(temperature=0.0), 24)
+        said.append(generate(cluster.engine, request).text)
+    assert list(cluster.head.links.values()) == links
+    replaced = sum(link._streams != old for link, old in zip(links, before, strict=True))
+    cluster.close()
+    for peer in peers:
+        peer.stop()
+    return said, replaced
+
+
+def test_answers_are_the_same_while_every_connection_is_replaced_many_times(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="convoy.transport"):
+        expected, none = answers(LinkOptions())
+        said, replaced = answers(LinkOptions(replace_after_records=8, replace_retry_s=0.01))
+    assert said == expected
+    assert (none, replaced) == (0, 2)
+    assert not [record for record in caplog.records if "needs new connections" in record.message]
