@@ -21,7 +21,7 @@ from convoy.transport.member import LocalMember
 from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages import Activate, Hello, Message, Plan, Ready, Refuse, Step, StepFailed
 from support.cluster import MEMBER, PeerThread
-from support.members import make_local_members
+from support.members import make_local_members, membership_of
 
 HEAD_OPTIONS = HeadOptions(MEMBER, wait_s=0.5, num_blocks=32)
 
@@ -52,7 +52,7 @@ class Conversation:
     """A head's link driven by hand."""
 
     def __init__(self, me: LocalMember, peer: LocalMember, network: MemoryNetwork) -> None:
-        self.link = network.dial(me, peer.member, 5)
+        self.link = network.dial(membership_of(me), peer.member, 5)
         self._arrived: queue.SimpleQueue[Received | ConvoyError] = queue.SimpleQueue()
         self.link.start(self._keep, self._ended, FROM_PEER)
 
@@ -91,7 +91,7 @@ def test_a_peer_serves_one_head_after_another(
     members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread, source: ModelSource
 ) -> None:
     for _ in range(2):
-        cluster = RunningCluster.start(members[0], source, HEAD_OPTIONS, network=network)
+        cluster = RunningCluster.start(membership_of(members[0]), source, HEAD_OPTIONS, network=network)
         assert ask_once(cluster) == "11"
         cluster.close()
         peer.wait_for("lost")
@@ -141,7 +141,9 @@ def test_an_activation_of_another_plan_is_refused(
 ) -> None:
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
-    answer = talk.ask(plan_for(source, Head(members[0], source, HEAD_OPTIONS, network)), generation=1)
+    answer = talk.ask(
+        plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network)), generation=1
+    )
     while not isinstance(answer, Ready):
         answer = talk.hear()
     failed = talk.ask(Activate(1, b"x" * 32, 4), generation=1)
@@ -159,7 +161,7 @@ def test_an_activation_with_impossible_pools_is_refused_and_the_peer_lives_on(
 ) -> None:
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
-    plan = plan_for(source, Head(members[0], source, HEAD_OPTIONS, network))
+    plan = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
     answer = talk.ask(plan, generation=plan.generation)
     while not isinstance(answer, Ready):
         answer = talk.hear()
@@ -173,7 +175,7 @@ def test_a_plan_that_is_not_newer_is_refused(
 ) -> None:
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
-    plan = plan_for(source, Head(members[0], source, HEAD_OPTIONS, network))
+    plan = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
     answer = talk.ask(plan, generation=plan.generation)
     while not isinstance(answer, Ready):
         answer = talk.hear()
@@ -189,7 +191,7 @@ def test_a_plan_for_other_weights_is_refused_with_both_digests(
 
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
-    plan = plan_for(source, Head(members[0], source, HEAD_OPTIONS, network))
+    plan = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
     refusal = talk.ask(msgspec.structs.replace(plan, model_digest="0" * 64), generation=1)
     assert isinstance(refusal, Refuse)
     assert "the head's digest is 000000000000" in refusal.reason
@@ -203,7 +205,7 @@ def test_a_head_never_names_a_path(
 
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
-    plan = plan_for(source, Head(members[0], source, HEAD_OPTIONS, network))
+    plan = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
     refusal = talk.ask(msgspec.structs.replace(plan, model=str(source.path)), generation=1)
     assert isinstance(refusal, Refuse)
     assert "beta has no files for" in refusal.reason
@@ -213,7 +215,7 @@ def test_a_peer_that_is_not_there_is_named_with_its_address(
     members: tuple[LocalMember, ...], network: MemoryNetwork, source: ModelSource
 ) -> None:
     with pytest.raises(PeerUnreachable, match=r"beta at 127\.0\.0\.1:7001 did not answer within 0\.5 s"):
-        Head(members[0], source, HEAD_OPTIONS, network).bring_up()
+        Head(membership_of(members[0]), source, HEAD_OPTIONS, network).bring_up()
 
 
 def test_another_activation_dtype_is_refused_at_join_and_both_are_named(
@@ -222,7 +224,7 @@ def test_another_activation_dtype_is_refused_at_join_and_both_are_named(
     options = PeerOptions(MemberOptions(num_threads=1, memory_bytes=1 << 30, activation_dtype="bfloat16"))
     peer = PeerThread(members[1], options, network)
     with pytest.raises(Incompatible, match="alpha sends activations as float32, but beta takes bfloat16"):
-        Head(members[0], source, HEAD_OPTIONS, network).bring_up()
+        Head(membership_of(members[0]), source, HEAD_OPTIONS, network).bring_up()
     peer.stop()
 
 
@@ -236,6 +238,6 @@ def test_a_peer_without_the_model_refuses_with_what_to_do(
 
     model = ModelSource.resolve(str(make_odd_llama(tmp_path / "odd")))
     with pytest.raises(PeerRefused, match="beta refused the plan: beta has no files for odd") as refused:
-        Head(members[0], model, HEAD_OPTIONS, network).bring_up()
+        Head(membership_of(members[0]), model, HEAD_OPTIONS, network).bring_up()
     assert refused.value.hint is not None
     assert "convoy join --model PATH" in refused.value.hint

@@ -19,7 +19,7 @@ from convoy.transport.member import LocalMember
 from convoy.transport.network import MemoryNetwork
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
-from support.members import make_local_members
+from support.members import make_local_members, membership_of
 
 OPTIONS = HeadOptions(MEMBER, wait_s=5, num_blocks=32)
 
@@ -46,7 +46,9 @@ def peers(members: tuple[LocalMember, ...], network: MemoryNetwork) -> Iterator[
 def cluster(
     members: tuple[LocalMember, ...], network: MemoryNetwork, peers: list[PeerThread]
 ) -> Iterator[RunningCluster]:
-    running = RunningCluster.start(members[0], ModelSource.resolve("demo-mini"), OPTIONS, network=network)
+    running = RunningCluster.start(
+        membership_of(members[0]), ModelSource.resolve("demo-mini"), OPTIONS, network=network
+    )
     yield running
     running.close()
 
@@ -58,7 +60,7 @@ def ask(cluster: RunningCluster) -> str:
 
 
 def open_link(network: MemoryNetwork, me: LocalMember, to: LocalMember) -> tuple[Link, threading.Event]:
-    link = network.dial(me, to.member, 5)
+    link = network.dial(membership_of(me), to.member, 5)
     ended = threading.Event()
     link.start(lambda _link, _item: None, lambda _link, _error: ended.set(), frozenset())
     return link, ended
@@ -124,7 +126,9 @@ def test_restarting_the_head_leaves_no_link_and_no_thread_behind(
 ) -> None:
     counts = []
     for _ in range(4):
-        cluster = RunningCluster.start(members[0], ModelSource.resolve("demo-mini"), OPTIONS, network=network)
+        cluster = RunningCluster.start(
+            membership_of(members[0]), ModelSource.resolve("demo-mini"), OPTIONS, network=network
+        )
         assert ask(cluster) == "17"
         cluster.close()
         for peer in peers:
@@ -153,4 +157,6 @@ def test_a_successor_that_cannot_be_reached_is_told_to_the_head_at_once(
 
     monkeypatch.setattr(MemoryNetwork, "dial", dial)
     with pytest.raises(PeerRefused, match=r"beta refused the plan: gamma at 127\.0\.0\.1:7002 could not"):
-        RunningCluster.start(members[0], ModelSource.resolve("demo-mini"), OPTIONS, network=network)
+        RunningCluster.start(
+            membership_of(members[0]), ModelSource.resolve("demo-mini"), OPTIONS, network=network
+        )

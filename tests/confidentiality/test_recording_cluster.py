@@ -26,7 +26,7 @@ from convoy.trust.card import member_of
 from convoy.trust.roster import make_roster
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
-from support.members import make_local_members
+from support.members import make_local_members, membership_of
 from support.relay import Relay
 
 PROMPT = "Remember: the unannounced merger is called Heronsgate. What is the merger called?"
@@ -78,7 +78,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spans: dict[str, str
     alpha, beta = _members_behind(relay, tmp_path)
     peer = PeerThread(beta, PeerOptions(MEMBER), network, bind)
     cluster = RunningCluster.start(
-        alpha, source, HeadOptions(MEMBER, spans=spans, num_blocks=64), network=network
+        membership_of(alpha), source, HeadOptions(MEMBER, spans=spans, num_blocks=64), network=network
     )
     try:
         prompt_ids = cluster.tokenizer.encode_chat([{"role": "user", "content": PROMPT}])

@@ -29,7 +29,7 @@ from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages import StageAssignment
 from support.cluster import NAMES, PeerThread
 from support.driver import GREEDY, Driver, Run, assert_equal_to_the_bit, seeded
-from support.members import make_local_members
+from support.members import make_local_members, membership_of
 from support.odd_models import make_odd_llama
 
 NUM_BLOCKS = 256
@@ -81,7 +81,10 @@ def split(source: ModelSource, spans: Mapping[str, str]) -> Iterator[Executor]:
     members = make_local_members(NAMES[: len(spans)])
     peers = [PeerThread(me, PeerOptions(MEMBER, model_path=source.path), network) for me in members[1:]]
     head = Head(
-        members[0], source, HeadOptions(MEMBER, spans=spans, wait_s=20, num_blocks=NUM_BLOCKS), network
+        membership_of(members[0]),
+        source,
+        HeadOptions(MEMBER, spans=spans, wait_s=20, num_blocks=NUM_BLOCKS),
+        network,
     )
     try:
         head.bring_up()

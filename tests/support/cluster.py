@@ -13,7 +13,7 @@ from convoy.cluster.running import RunningCluster
 from convoy.model.source import ModelSource
 from convoy.transport.member import LocalMember
 from convoy.transport.network import MemoryNetwork, Network
-from support.members import make_local_members
+from support.members import make_local_members, membership_of
 
 NAMES = ("alpha", "beta", "gamma", "delta")
 MEMBER = MemberOptions(num_threads=1, memory_bytes=1 << 32)
@@ -31,7 +31,8 @@ class PeerThread:
     ) -> None:
         self.me = me
         self.events: queue.SimpleQueue[PeerEvent] = queue.SimpleQueue()
-        self.peer = Peer(me, options, self.events.put, network)
+        self.membership = membership_of(me)
+        self.peer = Peer(self.membership, options, self.events.put, network)
         bind = bind or me.member.address
         self._thread = threading.Thread(target=self.peer.run, args=(bind,), daemon=True)
         self._thread.start()
@@ -62,7 +63,7 @@ def running_cluster(
     peers = [PeerThread(me, options, network) for me in members[1:]]
     try:
         head_options = HeadOptions(MEMBER, spans=spans, wait_s=10, num_blocks=256)
-        cluster = RunningCluster.start(members[0], source, head_options, network=network)
+        cluster = RunningCluster.start(membership_of(members[0]), source, head_options, network=network)
         try:
             yield cluster
         finally:

@@ -28,7 +28,7 @@ from convoy.transport.link import Link
 from convoy.transport.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.trust.roster import open_roster, sign_roster
-from support.members import make_local_members
+from support.members import make_local_members, membership_of
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TESTS = Path(__file__).resolve().parents[1]
@@ -212,7 +212,7 @@ def link_within(me: LocalMember, peer: str, address: tuple[str, int], timeout_s:
     while True:
         left_s = started_s + timeout_s - time.monotonic()
         try:
-            link = dial(address, me=me, peer_name=peer, timeout_s=max(0.1, min(5.0, left_s)))
+            link = dial(address, me=membership_of(me), peer_name=peer, timeout_s=max(0.1, min(5.0, left_s)))
             return link, time.monotonic() - started_s
         except PeerUnreachable:
             if left_s <= 0:
@@ -233,7 +233,7 @@ def _main(name: str, directory: Path, operator_key: str) -> None:
     def _forget(link: Link, _error: ConvoyError) -> None:
         links.remove(link)
 
-    listener = Listener(("0.0.0.0", 0), me, keep)  # noqa: S104 - as a member listens
+    listener = Listener(("0.0.0.0", 0), membership_of(me), keep)  # noqa: S104 - as a member listens
     print(listener.address[1], flush=True)
     sys.stdin.read()
     listener.close()

@@ -14,6 +14,7 @@ from convoy.transport.member import LocalMember
 from convoy.transport.options import LinkOptions
 from convoy.transport.stream import Stream
 from convoy.wire.messages import FrameType
+from support.members import membership_of
 
 ALLOWED = frozenset({FrameType.HELLO, FrameType.STEP, FrameType.HIDDEN, FrameType.REFUSE})
 WAIT_S = 20.0
@@ -50,11 +51,11 @@ def tls_link_pair(
 ) -> tuple[Link, Link]:
     """Both ends over real sockets on loopback; ``through`` maps the listener's address to the one to dial."""
     arrived: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    listener = Listener(("127.0.0.1", 0), other, arrived.put, wrap=wrap, options=options)
+    listener = Listener(("127.0.0.1", 0), membership_of(other), arrived.put, wrap=wrap, options=options)
     try:
         mine = dial(
             through(listener.address),
-            me=me,
+            me=membership_of(me),
             peer_name=other.name,
             timeout_s=WAIT_S,
             wrap=wrap,

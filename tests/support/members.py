@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from convoy.crypto.identity import Identity
+from convoy.crypto.identity import Identity, OperatorKey
 from convoy.transport.member import LocalMember, Roster
+from convoy.transport.membership import Membership
+from convoy.trust.authority import OperatorAuthority
 from convoy.trust.card import member_of
-from convoy.trust.roster import make_roster
+from convoy.trust.roster import make_roster, sign_roster
+
+OPERATOR = OperatorKey.generate()
 
 
 def make_local_members(
@@ -39,3 +45,14 @@ def shifted(roster: Roster, by: datetime.timedelta) -> Roster:
     return Roster(
         roster.cluster_id, roster.epoch, roster.not_before + by, roster.expires + by, roster.members
     )
+
+
+def membership_of(me: LocalMember, **options: Any) -> Membership:
+    """The member as a running process has it; its roster is signed by `OPERATOR`, who may sign newer ones."""
+    return Membership(me, sign_roster(me.roster, OPERATOR), OperatorAuthority(OPERATOR.public_key), **options)
+
+
+def later(roster: Roster, *, without: Sequence[str] = (), epoch: int = 1) -> bytes:
+    """The roster ``epoch`` epochs on, some members taken out, signed by `OPERATOR`."""
+    members = tuple(member for member in roster.members if member.name not in without)
+    return sign_roster(replace(roster, epoch=roster.epoch + epoch, members=members), OPERATOR)

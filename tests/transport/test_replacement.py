@@ -25,7 +25,7 @@ from convoy.wire.codec import encode_message
 from convoy.wire.messages import FrameType, Row, Step, Switch
 from convoy.wire.tensor import WireTensor
 from support.links import WAIT_S, End
-from support.members import make_local_members
+from support.members import make_local_members, membership_of
 
 ALPHA, BETA = make_local_members(["alpha", "beta"])
 STEP = Step(7, [], [], [Row(1, 0, 2, 1)], b"\1\0\0\0\2\0\0\0")
@@ -86,9 +86,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     def over_tls(options: LinkOptions) -> tuple[Link, Link]:
         me, other = make_local_members(["alpha", "beta"], tmp_path / str(len(made)))
         arrived: queue.SimpleQueue[Link] = queue.SimpleQueue()
-        listener = Listener(("127.0.0.1", 0), other, arrived.put, options=options)
+        listener = Listener(("127.0.0.1", 0), membership_of(other), arrived.put, options=options)
         listeners.append(listener)
-        link = dial(listener.address, me=me, peer_name="beta", timeout_s=WAIT_S, options=options)
+        link = dial(
+            listener.address, me=membership_of(me), peer_name="beta", timeout_s=WAIT_S, options=options
+        )
         return link, arrived.get(timeout=WAIT_S)
 
     def make_pair(options: LinkOptions) -> Pair:
@@ -284,7 +286,7 @@ def test_new_connections_that_the_listener_does_not_confirm_are_given_up_and_the
     def redial() -> Link:
         fresh = memory_link_pair(ALPHA, BETA, options=options, replaces=links[0].link_id)
         fresh[1]._streams[0].set_deadline(None)
-        fresh[1].connections.close()  # as a listener that has no such link
+        fresh[1].release().close()  # as a listener that has no such link
         unconfirmed.append(fresh[0])
         return fresh[0]
 
@@ -303,15 +305,17 @@ def test_a_listener_replaces_only_a_link_that_stands_with_the_same_member(case: 
     alpha, beta, gamma = make_local_members(["alpha", "beta", "gamma"], tmp_path)
     arrived: queue.SimpleQueue[Link] = queue.SimpleQueue()
     refused: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
-    listener = Listener(("127.0.0.1", 0), beta, arrived.put, on_refused=refused.put)
+    listener = Listener(("127.0.0.1", 0), membership_of(beta), arrived.put, on_refused=refused.put)
     call = partial(dial, listener.address, peer_name="beta", timeout_s=WAIT_S)
-    standing = End(call(me=alpha)).start()
+    standing = End(call(me=membership_of(alpha))).start()
     others = End(arrived.get(timeout=WAIT_S)).start()
     if case == "over":
         standing.link.close()
         others.error()
     who = gamma if case == "of another member" else alpha
-    fresh = call(me=who, replaces=os.urandom(16) if case == "unknown" else standing.link.link_id)
+    fresh = call(
+        me=membership_of(who), replaces=os.urandom(16) if case == "unknown" else standing.link.link_id
+    )
     error = refused.get(timeout=WAIT_S)
     assert isinstance(error, HandshakeError)
     assert error.message == f"{who.name} wants to replace a link that does not stand between us"

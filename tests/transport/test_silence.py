@@ -21,7 +21,7 @@ from convoy.transport.stream import Stream
 from convoy.wire.messages import Row, Step
 from convoy.wire.tensor import WireTensor
 from support.links import ALLOWED, WAIT_S, End, tls_link_pair
-from support.members import make_local_members
+from support.members import make_local_members, membership_of
 from support.relay import Relay
 
 QUICK = LinkOptions(ping_after_s=0.1, gone_after_s=0.6, stall_timeout_s=1.0)
@@ -196,11 +196,16 @@ def test_a_member_has_only_so_many_links_and_the_most_silent_gives_way(
     links: queue.SimpleQueue[End] = queue.SimpleQueue()
     options = LinkOptions(max_links_per_member=2)
     listener = Listener(
-        ("127.0.0.1", 0), members[1], lambda link: links.put(End(link).start()), options=options
+        ("127.0.0.1", 0),
+        membership_of(members[1]),
+        lambda link: links.put(End(link).start()),
+        options=options,
     )
 
     def call(me: LocalMember) -> tuple[End, End]:
-        mine = dial(listener.address, me=me, peer_name="beta", timeout_s=WAIT_S, options=options)
+        mine = dial(
+            listener.address, me=membership_of(me), peer_name="beta", timeout_s=WAIT_S, options=options
+        )
         return End(mine).start(), links.get(timeout=WAIT_S)
 
     other = call(members[2])
@@ -226,8 +231,10 @@ def test_after_close_returned_no_link_is_handed_over(members: tuple[LocalMember,
         go_on.wait(WAIT_S)
         taken.append(link)
 
-    listener = Listener(("127.0.0.1", 0), members[1], on_link, options=LinkOptions(close_timeout_s=WAIT_S))
-    mine = dial(listener.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+    listener = Listener(
+        ("127.0.0.1", 0), membership_of(members[1]), on_link, options=LinkOptions(close_timeout_s=WAIT_S)
+    )
+    mine = dial(listener.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
     assert inside.wait(WAIT_S)
     threading.Timer(0.2, go_on.set).start()
     listener.close()
@@ -248,6 +255,6 @@ def test_looking_a_name_up_is_within_the_time_of_a_dial(
     monkeypatch.setattr("socket.getaddrinfo", never)
     started_s = time.monotonic()
     with pytest.raises(PeerUnreachable, match=r"beta at beta\.example:7000 .* did not answer in time"):
-        dial(("beta.example", 7000), me=members[0], peer_name="beta", timeout_s=0.3)
+        dial(("beta.example", 7000), me=membership_of(members[0]), peer_name="beta", timeout_s=0.3)
     assert time.monotonic() - started_s < 5
     answer.set()

@@ -37,12 +37,13 @@ from convoy.transport.establish import TO_DIALLER, TO_LISTENER, establish_initia
 from convoy.transport.link import Link, LinkOptions
 from convoy.transport.listener import Listener
 from convoy.transport.member import LocalMember
+from convoy.transport.network import TcpNetwork
 from convoy.transport.stream import Stream
 from convoy.transport.tcp import TlsStream, client_context, server_context, start_tls_client
 from convoy.wire.frame import encode_handshake
 from convoy.wire.messages import FrameType, Row, Step
 from support.links import WAIT_S, End, tls_link_pair
-from support.members import make_local_members, shifted, with_roster
+from support.members import make_local_members, membership_of, shifted, with_roster
 from support.relay import Relay
 
 STEP = Step(7, [], [], [Row(1, 0, 2, 1)], b"")
@@ -60,7 +61,7 @@ class Door:
         self.links: queue.SimpleQueue[Link] = queue.SimpleQueue()
         self.refusals: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
         self.listener = Listener(
-            ("127.0.0.1", 0), me, self.links.put, options=options, on_refused=self.refusals.put
+            ("127.0.0.1", 0), membership_of(me), self.links.put, options=options, on_refused=self.refusals.put
         )
         self.address = self.listener.address
 
@@ -124,7 +125,7 @@ def test_no_name_of_the_server_goes_out(members: tuple[LocalMember, ...]) -> Non
     seen: list[str | None] = []
     with opened(members[1]) as door:
         door.listener._context.sni_callback = lambda _sock, name, _context: seen.append(name)
-        link = dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        link = dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
         link.close()
     assert [name for name in seen if name is not None] == []
 
@@ -144,7 +145,7 @@ def test_a_certificate_outside_the_roster_is_refused_at_both_ends(
     stranger = make_local_members(["alpha", "beta"], tmp_path / "strangers")[0]
     with opened(members[1]) as door:
         with pytest.raises(HandshakeError, match="certificate is not in the roster"):
-            dial(door.address, me=stranger, peer_name="beta", timeout_s=WAIT_S)
+            dial(door.address, me=membership_of(stranger), peer_name="beta", timeout_s=WAIT_S)
         assert isinstance(door.refusal(), HandshakeError)
         trusting = _with_anchor(stranger, members[1])
         with pytest.raises(PeerError):
@@ -187,13 +188,13 @@ def test_another_member_at_the_address_is_refused(members: tuple[LocalMember, ..
         opened(members[2]) as door,
         pytest.raises(HandshakeError, match=r"beta at .* shows the certificate of another member"),
     ):
-        dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
 
 
 def test_a_member_cannot_link_with_itself(members: tuple[LocalMember, ...]) -> None:
     with opened(members[0]) as door:
         with pytest.raises(RosterError, match="with itself"):
-            dial(door.address, me=members[0], peer_name="alpha", timeout_s=WAIT_S)
+            dial(door.address, me=membership_of(members[0]), peer_name="alpha", timeout_s=WAIT_S)
         half(members[0], door, TO_LISTENER, b"l" * 16)
         assert "no other member" in door.refusal().message
 
@@ -272,11 +273,11 @@ def test_an_expired_roster_links_nobody(members: tuple[LocalMember, ...], which:
     alpha, beta = (with_roster(member, old) for member in members[:2])
     if which == "dialler":
         with pytest.raises(RosterError, match="the roster of test expired at"):
-            dial(("127.0.0.1", 1), me=alpha, peer_name="beta", timeout_s=WAIT_S)
+            dial(("127.0.0.1", 1), me=membership_of(alpha), peer_name="beta", timeout_s=WAIT_S)
         return
     with opened(beta) as door:
         with pytest.raises(PeerError):
-            dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+            dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
         refusal = door.refusal()
     assert isinstance(refusal, RosterError)
     assert "expired at" in refusal.message
@@ -286,20 +287,20 @@ def test_nobody_at_the_address_names_peer_and_address(members: tuple[LocalMember
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     with pytest.raises(PeerUnreachable, match=f"beta at 127.0.0.1:{port} could not be reached"):
-        dial(("127.0.0.1", port), me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        dial(("127.0.0.1", port), me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
 
 
 def test_a_silent_listener_is_given_up_in_time(members: tuple[LocalMember, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         started_s = time.monotonic()
         with pytest.raises(PeerUnreachable, match="did not answer in time"):
-            dial(sock.getsockname(), me=members[0], peer_name="beta", timeout_s=0.3)
+            dial(sock.getsockname(), me=membership_of(members[0]), peer_name="beta", timeout_s=0.3)
         assert time.monotonic() - started_s < 5
 
 
 def test_a_port_in_use_is_a_config_error(members: tuple[LocalMember, ...]) -> None:
     with opened(members[1]) as door, pytest.raises(ConfigError, match="cannot listen on"):
-        Listener(door.address, members[1], lambda _link: None)
+        Listener(door.address, membership_of(members[1]), lambda _link: None)
 
 
 def test_an_oversized_handshake_message_is_refused_before_memory_is_taken(
@@ -318,7 +319,7 @@ def test_silent_connections_neither_block_nor_outlive_a_deadline(
 ) -> None:
     with opened(members[1], LinkOptions(handshake_timeout_s=1.0)) as door:
         silent = [socket.create_connection(door.address) for _ in range(30)]
-        link = dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        link = dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
         assert door.links.get(timeout=WAIT_S).peer == "alpha"
         link.close()
         for sock in silent:
@@ -337,7 +338,7 @@ def test_half_open_connections_are_bounded(members: tuple[LocalMember, ...]) -> 
             stream.close()
         for _ in held:
             door.refusal()
-        link = dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        link = dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
         link.close()
 
 
@@ -346,7 +347,7 @@ def test_a_half_open_connection_that_proved_nothing_gives_way(members: tuple[Loc
         held = [socket.create_connection(door.address) for _ in range(4)]
         while door.listener.admission.num_half_open < 4:
             time.sleep(0.001)
-        link = dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        link = dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
         held[0].settimeout(WAIT_S)
         assert held[0].recv(1) == b""
         link.close()
@@ -385,7 +386,7 @@ def test_ten_links_come_up_at_once(members: tuple[LocalMember, ...]) -> None:
         links: queue.SimpleQueue[Link] = queue.SimpleQueue()
 
         def call() -> None:
-            links.put(dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S))
+            links.put(dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S))
 
         threads = [threading.Thread(target=call) for _ in range(10)]
         for thread in threads:
@@ -412,7 +413,7 @@ def test_a_listener_that_hangs_up_before_tls_may_be_tried_again(
         thread = threading.Thread(target=hang_up)
         thread.start()
         with pytest.raises(PeerUnreachable, match=r"beta at .* (hung up before|could not be reached)"):
-            dial(server.getsockname(), me=members[0], peer_name="beta", timeout_s=WAIT_S)
+            dial(server.getsockname(), me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
         thread.join()
 
 
@@ -420,11 +421,11 @@ def test_a_full_listener_is_unreachable_and_not_a_failed_handshake(members: tupl
     with opened(members[1], LinkOptions(max_half_open=2, handshake_timeout_s=1.0)) as door:
         held = proved_halves(members[0], door, 2)
         with pytest.raises(PeerUnreachable, match="hung up"):
-            dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+            dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
         for stream in held:
             stream.close()
             door.refusal()
-        dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S).close()
+        dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S).close()
 
 
 def test_a_dialler_whose_proof_is_refused_learns_it_by_name(
@@ -440,7 +441,7 @@ def test_a_dialler_whose_proof_is_refused_learns_it_by_name(
     for name, value in (("name", "alpha"), ("identity", stolen), ("roster", members[0].roster)):
         object.__setattr__(thief, name, value)
     with opened(members[1]) as door:
-        end = End(dial(door.address, me=thief, peer_name="beta", timeout_s=WAIT_S)).start()
+        end = End(dial(door.address, me=membership_of(thief), peer_name="beta", timeout_s=WAIT_S)).start()
         error = end.error()
         assert isinstance(error, HandshakeError)
         assert error.message == "beta refused the handshake"
@@ -481,9 +482,9 @@ def test_a_key_that_vanished_after_the_start_is_an_identity_error(
 ) -> None:
     (tmp_path / "alpha" / "tls.key").unlink()
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(IdentityError, match=r"tls\.key"):
-        dial(server.getsockname(), me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        dial(server.getsockname(), me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
     with pytest.raises(IdentityError, match=r"tls\.key"):
-        Listener(("127.0.0.1", 0), members[0], lambda _link: None)
+        Listener(("127.0.0.1", 0), membership_of(members[0]), lambda _link: None)
 
 
 def test_a_roster_that_tls_cannot_load_is_a_roster_error(members: tuple[LocalMember, ...]) -> None:
@@ -502,9 +503,9 @@ def test_an_impossible_address_is_an_error_with_a_name(
     members: tuple[LocalMember, ...], address: tuple[str, int]
 ) -> None:
     with pytest.raises(PeerUnreachable, match="could not be reached"):
-        dial(address, me=members[0], peer_name="beta", timeout_s=WAIT_S)
+        dial(address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
     with pytest.raises(ConfigError, match="cannot listen on"):
-        Listener(address, members[1], lambda _link: None)
+        Listener(address, membership_of(members[1]), lambda _link: None)
 
 
 def test_the_time_of_a_dial_is_total_over_all_addresses_of_a_name(
@@ -522,7 +523,7 @@ def test_the_time_of_a_dial_is_total_over_all_addresses_of_a_name(
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_more: places)
     monkeypatch.setattr(socket, "socket", Deaf)
     with pytest.raises(PeerUnreachable, match="did not answer in time"):
-        dial(("many.example", 7000), me=members[0], peer_name="beta", timeout_s=0.2)
+        dial(("many.example", 7000), me=membership_of(members[0]), peer_name="beta", timeout_s=0.2)
     assert len(waited) == 4
     assert sum(waited) <= 0.21
 
@@ -570,7 +571,7 @@ def test_a_thread_that_cannot_start_costs_one_connection_and_no_more(
                     sock.settimeout(WAIT_S)
                     assert sock.recv(1) == b""
         assert "can't start new thread" in caplog.text
-        dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S).close()
+        dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S).close()
 
 
 def test_a_refusal_is_logged_with_where_it_came_from(
@@ -625,7 +626,7 @@ def test_a_dial_that_fails_by_a_bug_leaves_no_connection_open(
                 lambda self, data: (sign if self is members[0].identity else true_sign)(self, data),
             )
         with pytest.raises(ZeroDivisionError):
-            dial(door.address, me=members[0], peer_name="beta", timeout_s=WAIT_S, wrap=wrap)
+            dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S, wrap=wrap)
         assert len(made) == 2
         assert all(stream._sock.fileno() == -1 for stream in made if isinstance(stream, TlsStream))
 
@@ -640,3 +641,15 @@ def test_a_send_that_nobody_takes_stalls_out_without_a_deadline(tmp_path: Path) 
     for link in (mine, theirs):
         for each in link._streams:
             each.close()
+
+
+def test_a_full_listener_is_tried_again_within_the_time_of_a_dial(members: tuple[LocalMember, ...]) -> None:
+    """A peer asks its network for its successor once; a flood there must not end the plan."""
+    with opened(members[1], LinkOptions(max_half_open=2, handshake_timeout_s=1.0)) as door:
+        held = proved_halves(members[0], door, 2)
+        listed = replace(members[0].roster.member("beta"), address=door.address)
+        link = TcpNetwork().dial(membership_of(members[0]), listed, WAIT_S)
+        assert door.links.get(timeout=WAIT_S).peer == "alpha"
+        link.close()
+        for stream in held:
+            stream.close()

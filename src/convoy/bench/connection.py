@@ -11,6 +11,7 @@ from convoy.bench.plain import PlainStream
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.errors import HandshakeError, PeerUnreachable
 from convoy.transport.member import LocalMember, Member
+from convoy.transport.membership import Membership
 from convoy.transport.options import LinkOptions
 from convoy.transport.tcp import (
     TlsStream,
@@ -21,8 +22,9 @@ from convoy.transport.tcp import (
     start_tls_server,
     tune_socket,
 )
+from convoy.trust.authority import open_membership
 from convoy.trust.card import member_of
-from convoy.trust.roster import make_roster, open_roster, sign_roster
+from convoy.trust.roster import make_roster, sign_roster
 
 _STALL_S = LinkOptions().stall_timeout_s
 
@@ -39,10 +41,10 @@ def make_members(directory: Path) -> bytes:
     return operator.public_key
 
 
-def local_member(directory: Path, name: str, operator_key: bytes) -> LocalMember:
+def bench_member(directory: Path, name: str, operator_key: bytes) -> Membership:
     """One of the two members, as its own process sees itself."""
-    signed = open_roster((directory / ROSTER).read_bytes(), operator_key=operator_key)
-    return LocalMember(name, Identity.load(directory / name), signed.roster)
+    signed, identity = (directory / ROSTER).read_bytes(), Identity.load(directory / name)
+    return open_membership(name, identity, signed, operator_key=operator_key).membership
 
 
 def dial_tls(port: int, me: LocalMember, timeout_s: float) -> tuple[TlsStream, TlsStream]:

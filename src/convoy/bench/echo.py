@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from convoy.bench.carrier import Ask, Carrier, LinkCarrier, StreamCarrier
-from convoy.bench.connection import dial_plain, dial_tls, local_member
+from convoy.bench.connection import bench_member, dial_plain, dial_tls
 from convoy.bench.names import ECHO, HOME, HOST
 from convoy.errors import ConvoyError
 from convoy.transport.dial import dial
@@ -26,11 +26,11 @@ def main(arguments: list[str]) -> None:
     """Connect all three ways, answer on each, return when all have ended."""
     directory, operator_key = Path(arguments[0]), bytes.fromhex(arguments[1])
     link_port, tls_port, plain_port = map(int, arguments[2:])
-    me = local_member(directory, ECHO, operator_key)
+    me = bench_member(directory, ECHO, operator_key)
     link = dial((HOST, link_port), me=me, peer_name=HOME, timeout_s=_START_S)
     carriers: list[Carrier] = [
         LinkCarrier(link, wait_s=None),
-        StreamCarrier(*dial_tls(tls_port, me, _START_S)),
+        StreamCarrier(*dial_tls(tls_port, me.current, _START_S)),
         StreamCarrier(*dial_plain(plain_port, _START_S)),
     ]
     threads = [threading.Thread(target=_answer, args=(carrier,), daemon=True) for carrier in carriers]

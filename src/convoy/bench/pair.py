@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from convoy.bench.carrier import Carrier, LinkCarrier, StreamCarrier
-from convoy.bench.connection import accept_plain, accept_tls, local_member, make_members
+from convoy.bench.connection import accept_plain, accept_tls, bench_member, make_members
 from convoy.bench.names import HOME, HOST
 from convoy.errors import PeerError, PeerUnreachable
 from convoy.transport.link import Link
@@ -55,7 +55,7 @@ class Pair:
         directory = Path(tempfile.mkdtemp(prefix="convoy-bench-"))
         self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
         operator_key = make_members(directory)
-        me = local_member(directory, HOME, operator_key)
+        me = bench_member(directory, HOME, operator_key)
         links: queue.SimpleQueue[Link] = queue.SimpleQueue()
         with ExitStack() as listening:
             listener = Listener((HOST, 0), me, links.put)
@@ -67,7 +67,7 @@ class Pair:
             link = LinkCarrier(_first(links, process, directory / _LOG))
             self._stack.callback(link.close)
             self.cipher = link.cipher
-            outer = self._keep(StreamCarrier(*accept_tls(tls, me, _START_S)))
+            outer = self._keep(StreamCarrier(*accept_tls(tls, me.current, _START_S)))
             none = self._keep(StreamCarrier(*accept_plain(plain, _START_S)))
         self.carriers = {"none": none, "outer": outer, "both": link}
 

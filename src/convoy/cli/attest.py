@@ -44,7 +44,7 @@ def new(
     from convoy.trust.activation import Request, request_to_text
 
     settings = load_config(config)
-    me = load_member(settings)
+    me = load_member(settings).current
     keys = _tpm(settings).keys(algorithm)
     request = Request(
         me.name, me.identity.public_key, keys.certificate, keys.endorsement, keys.attestation
@@ -100,7 +100,7 @@ def answer(
     from convoy.trust.activation import MAX_FILE_BYTES, answer_for, answer_to_text, challenge_from_text
 
     settings = load_config(config)
-    me = load_member(settings)
+    me = load_member(settings).current
     asked = challenge_from_text(read_text(challenge_file, max_bytes=MAX_FILE_BYTES))
     if asked.member != me.name:
         raise AttestationError(f"the challenge is for {asked.member[:63]!r}, and this is {me.name}")
@@ -152,7 +152,7 @@ def show(
     from convoy.cluster.attestation import Attestation
 
     settings = load_config(config)
-    me = load_member(settings)
+    me = load_member(settings).current
     demands = load_policy(policy or settings.cluster.policy)
     options = replace(member_options(settings), policy=demands)
     attestation = Attestation.of(lambda: me, options, lambda _link, _verdict: None)

@@ -17,7 +17,8 @@ from convoy.errors import ConvoyError
 
 if TYPE_CHECKING:
     from convoy.cluster.finding import Check, Finding
-    from convoy.transport.member import LocalMember, Member, Roster
+    from convoy.transport.member import Member, Roster
+    from convoy.transport.membership import Membership
 
 _DIAL_WAIT_S = 5.0
 _LOOK_UP_S = 4.0
@@ -114,7 +115,7 @@ def _network_checks(patient: Patient, config: Config) -> Iterator[Check]:
     from convoy.cluster import network_check as network
     from convoy.cluster.finding import Check
 
-    roster, me = patient.roster, patient.local_member()
+    roster, me = patient.roster, patient.membership()
     if roster is None:
         return
     name = config.cluster.name or ""
@@ -123,7 +124,7 @@ def _network_checks(patient: Patient, config: Config) -> Iterator[Check]:
     if me is None:
         yield Check("peers", _not_dialled)
         return
-    yield Check("port", lambda: network.check_listen(me, config.listen.host, config.listen.port))
+    yield Check("port", lambda: network.check_listen(me.current, config.listen.host, config.listen.port))
     if me.member.head:
         yield Check(
             "http", lambda: network.check_http(config.serve.host, config.serve.port, _head_at(config))
@@ -150,7 +151,7 @@ def _each_address(roster: Roster, name: str) -> list[Finding]:
     return at_once(_LOOK_UP_S, [look(member) for member in roster.members])
 
 
-def _each_peer(me: LocalMember, others: list[Member]) -> list[Finding]:
+def _each_peer(me: Membership, others: list[Member]) -> list[Finding]:
     from convoy.cluster.finding import Finding, Look, at_once
     from convoy.cluster.network_check import check_peer
     from convoy.transport.network import TcpNetwork

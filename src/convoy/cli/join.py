@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import load_config
+from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
-from convoy.cli.member import load_member, peer_options
+from convoy.cli.member import load_member, peer_options, watched_roster
 from convoy.cli.newcomer import Newcomer, Tell
 from convoy.cli.output import JsonFlag, print_json_line, print_note
 from convoy.errors import UsageError
@@ -53,18 +54,20 @@ def join(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="With a token: port to listen on.  [default: 7777]")
     ] = None,
+    discover: DiscoverFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Hold layers for a head: one command on each further machine."""
     newcomer = Newcomer(Home(directory), name, address, port)
-    settings = load_config(_file(token, config, newcomer, _teller(as_json)))
+    settings = with_discover(load_config(_file(token, config, newcomer, _teller(as_json))), discover)
     me = load_member(settings)
     from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
 
     show = _show_json if as_json else _show
-    peer = Peer(me, peer_options(settings, model, exit_with_head=exit_with_head), show)
     port = me.member.address[1] if settings.listen.port is None else settings.listen.port
-    _run_until_asked(peer, (settings.listen.host, port), until_stdin_closes)
+    with network_of(settings) as network, watched_roster(settings, me, quiet=as_json):
+        peer = Peer(me, peer_options(settings, model, exit_with_head=exit_with_head), show, network)
+        _run_until_asked(peer, (settings.listen.host, port), until_stdin_closes)
 
 
 def _file(token: str | None, config: Path | None, newcomer: Newcomer, tell: Tell) -> Path:

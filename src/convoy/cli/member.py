@@ -2,39 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.config import Config
 from convoy.cli.files import read_bytes
+from convoy.cli.output import print_note
 from convoy.errors import RosterError
 
 if TYPE_CHECKING:
     from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
     from convoy.serve.options import ServeOptions
-    from convoy.transport.member import LocalMember
+    from convoy.transport.membership import Membership
     from convoy.trust.policy import Policy
 
 _MAX_ROSTER_BYTES = 2 << 20
 
 
-def load_member(config: Config) -> LocalMember:
-    """This machine's name, keys and verified roster.
+def load_member(config: Config) -> Membership:
+    """This machine's name, keys and verified roster, or a newer one that it accepted before.
 
     Raises `ConfigError`, `IdentityError` or `RosterError`.
     """
     from convoy.crypto.identity import Identity
-    from convoy.transport.member import LocalMember
-    from convoy.trust.roster import open_roster
+    from convoy.trust.accepted import AcceptedFile
+    from convoy.trust.authority import open_membership
 
     name = config.require_name()
-    identity = Identity.load(config.require_identity())
-    data = read_bytes(config.require_roster(), max_bytes=_MAX_ROSTER_BYTES)
-    signed = open_roster(data, operator_key=config.require_operator_key())
-    return LocalMember(name, identity, signed.roster)
+    directory = config.require_identity()
+    opened = open_membership(
+        name,
+        Identity.load(directory),
+        read_bytes(config.require_roster(), max_bytes=_MAX_ROSTER_BYTES),
+        operator_key=config.require_operator_key(),
+        file=AcceptedFile(directory),
+    )
+    for note in opened.notes:
+        print_note(f"note: {note}")
+    return opened.membership
 
 
-def load_head(config: Config) -> LocalMember:
+@contextmanager
+def watched_roster(config: Config, me: Membership, *, quiet: bool = False) -> Iterator[None]:
+    """The roster file is looked at as long as the block runs, and what comes of it is said."""
+    from convoy.cluster.roster_watch import RosterWatch
+
+    tell = (lambda _text: None) if quiet else print_note
+    end = me.subscribe(lambda roster: tell(f"roster: epoch {roster.epoch} counts now"))
+    watch = RosterWatch(config.require_roster(), me, tell)
+    try:
+        yield
+    finally:
+        watch.close()
+        end()
+
+
+def load_head(config: Config) -> Membership:
     """As `load_member`, for a member that is about to be the head. Raises `RosterError` if it may not."""
     me = load_member(config)
     if not me.member.head:

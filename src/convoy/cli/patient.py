@@ -13,7 +13,8 @@ from convoy.errors import ConvoyError
 if TYPE_CHECKING:
     from convoy.cluster.finding import Finding
     from convoy.crypto.identity import Identity
-    from convoy.transport.member import LocalMember, Roster
+    from convoy.transport.member import Roster
+    from convoy.transport.membership import Membership
 
 
 class Patient:
@@ -23,6 +24,7 @@ class Patient:
         self._path = path
         self.config: Config | None = None
         self.roster: Roster | None = None
+        self._signed = b""
 
     def read_config(self) -> Iterator[Finding]:
         from convoy.cluster.finding import ok
@@ -36,6 +38,7 @@ class Patient:
 
         config = self._config
         data = read_bytes(config.require_roster(), max_bytes=MAX_ROSTER_BYTES)
+        self._signed = data
         self.roster = verify_roster(data, operator_key=config.require_operator_key()).roster
         yield from ()
 
@@ -48,20 +51,18 @@ class Patient:
         except ConvoyError:
             return None
 
-    def local_member(self) -> LocalMember | None:
+    def membership(self) -> Membership | None:
         """What can dial: None where keys or roster are missing, or do not belong to each other, or the roster
         is not valid now.
         """
-        import datetime
-
-        from convoy.transport.member import LocalMember
+        from convoy.trust.authority import open_membership
 
         identity, name = self.load_identity(), self._config.cluster.name
         if identity is None or name is None or self.roster is None:
             return None
         try:
-            self.roster.require_valid(datetime.datetime.now(datetime.UTC))
-            return LocalMember(name, identity, self.roster)
+            key = self._config.require_operator_key()
+            return open_membership(name, identity, self._signed, operator_key=key).membership
         except ConvoyError:
             return None
 

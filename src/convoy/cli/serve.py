@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import Config, load_config, override
+from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag
 from convoy.cli.invite import AutoApproveFlag, InviteAddressFlag
-from convoy.cli.member import head_options, load_head, serve_options
+from convoy.cli.member import head_options, load_head, serve_options, watched_roster
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from convoy.cluster.running import RunningCluster
+    from convoy.transport.network import Network
 
 
 def serve(
@@ -39,6 +41,7 @@ def serve(
     address: InviteAddressFlag = None,
     name: Annotated[str | None, typer.Option(help="With --invite: a first machine's name.")] = None,
     directory: DirectoryFlag = DEFAULT_HOME,
+    discover: DiscoverFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Be the head: split a model over members, answer the OpenAI API."""
@@ -46,7 +49,7 @@ def serve(
         asked = InviteFlags(config, directory, auto_approve, address, name)
         asked.check(model)
         config = asked.let_in(as_json=as_json)
-    settings = load_config(config)
+    settings = with_discover(load_config(config), discover)
     chosen = model or settings.model_name()
     if chosen is None:
         raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
@@ -72,7 +75,8 @@ def serve_cluster(
     options.check()
     # A port in use is said before anything is loaded; until there is something to serve, nobody listens.
     bind(options).close()
-    cluster = start_cluster(settings, model, quiet=as_json, watch=watch)
+    with network_of(settings) as network:  # only to find the peers: a head that serves asks for nobody
+        cluster = start_cluster(settings, model, quiet=as_json, watch=watch, network=network)
     try:
         granted = cluster.head.granted
         assert granted is not None
@@ -87,13 +91,19 @@ def serve_cluster(
                 print_picture(cluster.status())
                 print_note(f"serving {served.name} at {url}/v1")
 
-        run_server(service, options, on_ready=on_ready)
+        with watched_roster(settings, cluster.head.membership, quiet=as_json):
+            run_server(service, options, on_ready=on_ready)
     finally:
         cluster.close()
 
 
 def start_cluster(
-    settings: Config, model: str, *, quiet: bool, watch: Callable[[], None] | None = None
+    settings: Config,
+    model: str,
+    *,
+    quiet: bool,
+    watch: Callable[[], None] | None = None,
+    network: Network | None = None,
 ) -> RunningCluster:
     """Everything up to a token that has passed every stage. ``watch``: see `cluster.head.Head`."""
     from convoy.cluster.running import RunningCluster
@@ -105,7 +115,9 @@ def start_cluster(
     if peers and not quiet:
         print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s")
     with loading_bars(quiet=quiet) as on_load:
-        cluster = RunningCluster.start(me, source, head_options(settings), on_load, watch=watch)
+        cluster = RunningCluster.start(
+            me, source, head_options(settings), on_load, network=network, watch=watch
+        )
     _say_why_not_exact(settings, cluster)
     for name, verdict in cluster.head.vetting.excluded.items():
         print_note(f"{name} gets no stage: it has level {verdict.level.text}; {verdict.why}")

@@ -29,7 +29,8 @@ from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.plan.placement import MemberOffer, Placement, place
 from convoy.transport.link import Link, Received
-from convoy.transport.member import LocalMember, Member
+from convoy.transport.member import Member
+from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
 from convoy.wire.codec import encode_message
 from convoy.wire.messages import Activate, Activated, FrameType, Hello, Plan, Ready, StageAssignment
@@ -73,7 +74,7 @@ class Head:
 
     def __init__(
         self,
-        me: LocalMember,
+        me: Membership,
         source: ModelSource,
         options: HeadOptions,
         network: Network | None = None,
@@ -88,11 +89,16 @@ class Head:
         self._options = options
         self._mailbox = Mailbox(watch)
         self._pipeline: PipelineExecutor | None = None
-        self.vetting = Vetting(lambda: self._me, options.member)
+        self.vetting = Vetting(lambda: self._me.current, options.member)
         self._closed = False
         self.links: dict[str, Link] = {}
         self.executor: Executor | None = None
         self.granted: Granted | None = None
+
+    @property
+    def membership(self) -> Membership:
+        """The roster that counts here now."""
+        return self._me
 
     def bring_up(self, on_load: LoadProgress | None = None) -> Granted:
         """Everything up to the first step.
@@ -114,11 +120,7 @@ class Head:
     def stages(self) -> list[StageStatus]:
         """The picture of the cluster now, with a fresh round trip to each peer."""
         assert self.granted is not None, "stages() before bring_up()"
-        members = {member.name: member for member in self._me.roster.members}
-        return [
-            self._stage_status(assignment, members[assignment.member])
-            for assignment in self.granted.plan.stages
-        ]
+        return [self._stage_status(assignment) for assignment in self.granted.plan.stages]
 
     def sealed_bytes(self) -> int:
         """All that the head sent and received in sealed frames."""
@@ -298,22 +300,34 @@ class Head:
 
     def _lost(self, link: Link, error: ConvoyError) -> None:
         told = self.vetting.lost(link, error)
-        if told is not None:
+        if told is not None and self._needs(link):
             (self._pipeline or self._mailbox).lost(link, told)
 
-    def _stage_status(self, assignment: StageAssignment, member: Member) -> StageStatus:
+    def _needs(self, link: Link) -> bool:
+        """Before a plan runs everybody is needed; then those that hold a stage."""
+        if self._pipeline is None or self.granted is None:
+            return True
+        return any(stage.member == link.peer for stage in self.granted.plan.stages)
+
+    def _address(self, name: str) -> str:
+        """Empty for a member that a newer roster took out: its stage is lost, and shown until a new plan."""
+        found = [member.address for member in self._me.roster.members if member.name == name]
+        return "{}:{}".format(*found[0]) if found else ""
+
+    def _stage_status(self, assignment: StageAssignment) -> StageStatus:
         assert self.granted is not None
-        link = self.links.get(member.name)
+        name = assignment.member
+        link = self.links.get(name)
         return StageStatus(
-            member=member.name,
-            level=self.vetting.level(member.name).text,
+            member=name,
+            level=self.vetting.level(name).text,
             start=assignment.start,
             end=assignment.end,
             embed=assignment.embed,
             output=assignment.output,
-            weight_bytes=self.granted.weight_bytes[member.name],
-            sees_token_ids=member.name in self.granted.placement.route.token_id_members,
-            address="{}:{}".format(*member.address),
+            weight_bytes=self.granted.weight_bytes[name],
+            sees_token_ids=name in self.granted.placement.route.token_id_members,
+            address=self._address(name),
             round_trip_s=None if link is None else _round_trip(link),
             cipher=None if link is None else link.cipher,
             sealed_bytes_sent=0 if link is None else link.sent_sealed_bytes,

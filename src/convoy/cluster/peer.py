@@ -14,7 +14,7 @@ from convoy.cluster.options import PeerOptions
 from convoy.errors import ConvoyError, LinkClosed, StepError
 from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
-from convoy.transport.member import LocalMember
+from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
 from convoy.trust.verdict import Verdict
 from convoy.wire.messages import (
@@ -62,7 +62,7 @@ class Peer:
 
     def __init__(
         self,
-        me: LocalMember,
+        me: Membership,
         options: PeerOptions,
         on_event: Callable[[PeerEvent], None] | None = None,
         network: Network | None = None,
@@ -73,7 +73,7 @@ class Peer:
         self._on_event = on_event or (lambda _event: None)
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
         self._hello = make_hello(options.member)
-        self._attestation = Attestation.of(lambda: self._me, options.member, self._fell)
+        self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
         self._links: set[Link] = set()
         self._head: Link | None = None
         self._loaded: LoadedPlan | None = None
@@ -181,7 +181,7 @@ class Peer:
         """The head is below this member's minimum, now or again."""
         refusal = self._attestation.refusal(verdict)
         self._tell("refused", refusal.message)
-        link.close(refusal.message)
+        link.revoke(refusal.message)
 
     def _require_running(self) -> None:
         if self._stopping:
@@ -268,7 +268,8 @@ class Peer:
             self._stopping = self._stopping or self._options.exit_with_head
         elif self._loaded is not None and self._loaded.is_neighbour(link):
             self._forget(f"the ring is broken at {link.peer}: {error.message}")
-            if self._head is not None:
+            # A head that has the roster which ended this link knows; to one that has not, it is on its way.
+            if self._head is not None and not link.is_revoked:
                 self._head.close(f"the ring is broken at {link.peer}")
 
     def _forget(self, why: str) -> None:

@@ -12,7 +12,7 @@ from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import ConvoyError
 from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
-from convoy.transport.member import LocalMember
+from convoy.transport.membership import Membership
 from convoy.transport.network import Network
 from convoy.trust.level import weakest
 
@@ -28,7 +28,7 @@ class RunningCluster:
     @classmethod
     def start(
         cls,
-        me: LocalMember,
+        me: Membership,
         source: ModelSource,
         options: HeadOptions,
         on_load: LoadProgress | None = None,

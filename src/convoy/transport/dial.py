@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import os
 import queue
@@ -13,23 +12,26 @@ from collections.abc import Callable
 from typing import Any
 
 from convoy.crypto.claims import LINK_ID_BYTES, NO_LINK
-from convoy.errors import HandshakeError, LinkBroken, PeerUnreachable, RosterError
+from convoy.errors import HandshakeError, Incompatible, LinkBroken, PeerUnreachable, RosterError
 from convoy.transport.admission import place_of
 from convoy.transport.establish import TO_DIALLER, TO_LISTENER, establish_initiator, send_opening
 from convoy.transport.link import Link
 from convoy.transport.member import LocalMember, Member
+from convoy.transport.membership import Membership
 from convoy.transport.options import LinkOptions
 from convoy.transport.stream import Stream
 from convoy.transport.tcp import TlsStream, client_context, peer_certificate, start_tls_client
+from convoy.transport.transfer import settle
 
 Wrap = Callable[[Stream], Stream]
+_MAX_DIALS = 3  # each but the last moves one end to a newer roster
 _Place = tuple[Any, Any, int, str, tuple[Any, ...]]  # as getaddrinfo gives it
 
 
 def dial(
     address: tuple[str, int],
     *,
-    me: LocalMember,
+    me: Membership,
     peer_name: str,
     timeout_s: float,
     options: LinkOptions | None = None,
@@ -39,6 +41,8 @@ def dial(
     """A link to ``peer_name`` at ``address``, not yet started; all of it within ``timeout_s``, looking a name
     up included, whatever the number of addresses behind it.
 
+    Where one end holds an older roster, the newer one goes there first, and the dial begins again.
+
     Raises `PeerUnreachable` naming peer and address, `HandshakeError`, `Incompatible`, `IdentityError` if our
     own keys cannot be read, or `RosterError` if our own roster is not valid now or does not list the peer.
     ``wrap`` puts something between the two layers; tests record there. ``replaces``: see `Link.replace_with`.
@@ -46,9 +50,20 @@ def dial(
     options = options or LinkOptions()
     if peer_name == me.name:
         raise RosterError(f"{me.name} cannot link with itself")
-    peer = me.roster.member(peer_name)
-    me.roster.require_valid(datetime.datetime.now(datetime.UTC))
-    link = _open(address, me, peer, timeout_s, options=options, wrap=wrap, replaces=replaces)
+    deadline_s = time.monotonic() + timeout_s
+    for _ in range(_MAX_DIALS):
+        me.require_valid()
+        snapshot = me.current
+        peer = snapshot.roster.member(peer_name)
+        link = _open(address, snapshot, peer, deadline_s, options=options, wrap=wrap, replaces=replaces)
+        if settle(link, me):
+            break
+    else:
+        raise Incompatible(f"{peer_name} and {me.name} did not come to one roster in {_MAX_DIALS} handshakes")
+    if replaces == NO_LINK:
+        me.attach(link)
+    else:
+        me.require(link)
     time_s = options.handshake_timeout_s
     again = functools.partial(dial, address, me=me, peer_name=peer_name, timeout_s=time_s)
     link.replace_with(functools.partial(again, options=options, wrap=wrap, replaces=link.link_id))
@@ -59,13 +74,12 @@ def _open(
     address: tuple[str, int],
     me: LocalMember,
     peer: Member,
-    timeout_s: float,
+    deadline_s: float,
     *,
     options: LinkOptions,
     wrap: Wrap | None,
     replaces: bytes,
 ) -> Link:
-    deadline_s = time.monotonic() + timeout_s
     link_id = os.urandom(LINK_ID_BYTES)
     streams: list[Stream] = []
     try:
@@ -102,7 +116,7 @@ def _connect(
     try:
         secured = start_tls_client(sock, context, until_s)
     except PeerUnreachable as error:
-        raise PeerUnreachable(f"{where} took the connection, but {error.message}") from error
+        raise type(error)(f"{where} took the connection, but {error.message}") from error
     except HandshakeError as error:
         raise HandshakeError(f"{where}: {error.message}", hint=error.hint) from error
     if peer_certificate(secured) != peer.certificate_der:

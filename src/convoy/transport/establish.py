@@ -18,13 +18,12 @@ from convoy.crypto.claims import (
     Context,
     check_roster,
     claimed_version,
-    incompatible_epoch,
     incompatible_version,
 )
 from convoy.crypto.handshake import Initiator, Responder, Secrets
 from convoy.crypto.seal import make_sealing
 from convoy.errors import ConvoyError, HandshakeError, LinkBroken
-from convoy.transport.link import Link
+from convoy.transport.link import Link, LinkFacts
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.options import LinkOptions
 from convoy.transport.stream import Stream, recv_exactly
@@ -139,18 +138,22 @@ def _link(
     secrets: Secrets,
     options: LinkOptions,
 ) -> Link:
-    if secrets.peer_epoch != context.roster_epoch:
-        raise incompatible_epoch(peer.name, secrets.peer_epoch, context.roster_epoch)
-    for stream in streams:
-        stream.set_deadline(None)
+    if secrets.peer_epoch == context.roster_epoch:  # otherwise only a roster crosses, before the deadline
+        for stream in streams:
+            stream.set_deadline(None)
     sealing = make_sealing(secrets, options.key_limits)
-    return Link(
-        peer=peer.name,
+    facts = LinkFacts(
+        member=peer,
         link_id=context.link_id,
         binding=secrets.binding,
         replaces=secrets.replaces,
         cipher=secrets.cipher.title,
         cluster_id=context.cluster_id,
+        epoch=context.roster_epoch,
+        peer_epoch=secrets.peer_epoch,
+    )
+    return Link(
+        facts=facts,
         streams=streams,
         sealing=sealing,
         options=options,

@@ -33,7 +33,7 @@ from convoy.wire.messages import FrameType, Message
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, decode_descriptor
 
 _BUFFER_BYTES = 2 * (HEADER_BYTES + RECORD_BYTES + TAG_BYTES)
-LINK_TYPES = frozenset({FrameType.PING, FrameType.PONG, FrameType.BYE, FrameType.SWITCH})
+LINK_TYPES = frozenset({FrameType.PING, FrameType.PONG, FrameType.BYE, FrameType.SWITCH, FrameType.ROSTER})
 
 
 class ReceivedMessage(NamedTuple):

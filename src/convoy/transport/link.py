@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from convoy.crypto.seal import FrameOpener, FrameSealer
 from convoy.errors import ConvoyError, FrameTooLong, LinkBroken, LinkClosed, PeerUnreachable
@@ -22,13 +23,14 @@ from convoy.transport.incoming import (
     ReceivedMessage,
     ReceivedTensor,
 )
+from convoy.transport.member import Member
 from convoy.transport.options import LinkOptions
 from convoy.transport.outgoing import Outgoing, Parcel, message_parcel
 from convoy.transport.replacement import Connections, Replacement
 from convoy.transport.stream import Stream
 from convoy.wire.codec import encode_message, frame_type_of
 from convoy.wire.frame import cluster_tag
-from convoy.wire.messages import Bye, FrameType, Message, Ping, Pong, Switch
+from convoy.wire.messages import Bye, FrameType, Message, Ping, Pong, RosterUpdate, Switch
 from convoy.wire.tensor import WireTensor
 
 __all__ = ["Link", "LinkOptions", "Received", "ReceivedMessage", "ReceivedTensor"]
@@ -39,6 +41,23 @@ Deliver = Callable[["Link", Received], None]
 Ended = Callable[["Link", ConvoyError], None]
 
 _MAX_REASON = 200
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """What a handshake came to. ``member``: the peer as our roster of ``epoch`` lists it.
+
+    ``peer_epoch`` is the peer's; where it is not ours, the link is for the newer roster alone.
+    """
+
+    member: Member
+    link_id: bytes
+    binding: bytes = field(repr=False)
+    replaces: bytes
+    cipher: str
+    cluster_id: str
+    epoch: int
+    peer_epoch: int
 
 
 class Link:
@@ -52,25 +71,23 @@ class Link:
     def __init__(
         self,
         *,
-        peer: str,
-        link_id: bytes,
-        binding: bytes,
-        replaces: bytes,
-        cipher: str,
-        cluster_id: str,
+        facts: LinkFacts,
         streams: tuple[Stream, Stream],
         sealing: tuple[FrameSealer, FrameOpener],
         options: LinkOptions,
         read_end: ReadEnd,
     ) -> None:
-        self.peer = peer
-        self.link_id = link_id
-        self.binding = binding
-        self.replaces = replaces
-        self.cipher = cipher
+        self.facts = facts
+        self.peer = peer = facts.member.name
+        self.link_id = facts.link_id
+        self.binding = facts.binding
+        self.replaces = facts.replaces
+        self.cipher = facts.cipher
+        self.on_roster: Callable[[Link, bytes], None] = lambda _link, _signed: None
+        self.on_over: Callable[[], None] = lambda: None
         self._options = options
         self._streams: tuple[Stream, ...] = streams
-        cluster = cluster_tag(cluster_id)
+        cluster = cluster_tag(facts.cluster_id)
         self._replacement = Replacement(peer, options, self._commit)
         worn = self._replacement.begin
         self._outgoing = Outgoing(streams[0], sealing[0], cluster, options, self._end, on_worn=worn)
@@ -79,6 +96,7 @@ class Link:
         self._over = threading.Event()
         self._error: ConvoyError | None = None
         self._closing: LinkClosed | None = None
+        self._revoked = False
         self._pings: dict[int, _Waiting] = {}
         self._next_ping = 0
         self._threads: list[threading.Thread] = []
@@ -102,6 +120,11 @@ class Link:
     @property
     def is_over(self) -> bool:
         return self._error is not None
+
+    @property
+    def is_revoked(self) -> bool:
+        """This end closed it because the peer may not have it any more."""
+        return self._revoked
 
     @property
     def heard_s(self) -> float:
@@ -173,45 +196,58 @@ class Link:
 
     def replace_with(self, redial: Callable[[], Link]) -> None:
         """At the dialler: how to make a link that replaces this one's connections when they are worn."""
-        self._replacement.redial = lambda: redial().connections
+        self._replacement.redial = lambda: redial().release()
 
-    @property
-    def connections(self) -> Connections:
-        """Of a link that was not started, for one that stands."""
-        return Connections(
-            self.link_id, self.cipher, (self._streams[0], self._streams[1]), self._outgoing, self._incoming
-        )
+    def release(self) -> Connections:
+        """The connections of a link that was not started, for another use; this one is over then."""
+        with self._lock:
+            self._error = LinkClosed("its connections were given away")
+        self._over.set()
+        streams = (self._streams[0], self._streams[1])
+        return Connections(self.link_id, self.cipher, streams, self._outgoing, self._incoming)
 
     def keep(self, fresh: Link) -> None:
         """At the listener: ``fresh`` names this link as the one that it replaces.
 
         Raises `ConvoyError`; then ``fresh`` is closed.
         """
-        self._replacement.keep(fresh.connections)
-        said = encode_message(Switch(fresh.link_id))
+        connections = fresh.release()
+        self._replacement.keep(connections)
+        said = encode_message(Switch(connections.link_id))
         try:
-            fresh._outgoing.send(message_parcel(FrameType.SWITCH, said, 0, 0))
+            connections.outgoing.send(message_parcel(FrameType.SWITCH, said, 0, 0))
         except ConvoyError:
-            fresh.connections.close()
+            connections.close()
             raise
+
+    def post_roster(self, signed: bytes) -> None:
+        """Send a newer roster when the link comes to it, without waiting; nothing if the link is over."""
+        update = encode_message(RosterUpdate(signed))
+        self._outgoing.post_roster(message_parcel(FrameType.ROSTER, update, 0, 0))
+
+    def revoke(self, reason: str) -> None:
+        """As `close`, but nothing more is sent than the reason: the peer may not have it."""
+        self._close(LinkClosed(f"this side closed the link to {self.peer}: {reason}"), reason, revoke=True)
 
     def close(self, reason: str = "") -> None:
         """Say goodbye, end both connections, wait for the threads (never for the calling one).
 
         Twice is allowed.
         """
+        self._close(LinkClosed(f"this side closed the link to {self.peer}"), reason, revoke=False)
+
+    def _close(self, error: LinkClosed, reason: str, *, revoke: bool) -> None:
         with self._lock:
             if self._error is not None or self._closing is not None:
                 return
-            self._closing = LinkClosed(f"this side closed the link to {self.peer}")
-        bye = encode_message(Bye(reason[:_MAX_REASON]))
-        self._outgoing.finish(
-            message_parcel(FrameType.BYE, bye, 0, 0), timeout_s=self._options.close_timeout_s
-        )
+            self._closing = error
+            self._revoked = revoke
+        bye = message_parcel(FrameType.BYE, encode_message(Bye(reason[:_MAX_REASON])), 0, 0)
+        self._outgoing.finish(bye, timeout_s=self._options.close_timeout_s, drop=revoke)
         receiver = self._threads[0] if self._threads else None
         if receiver is not None and receiver is not threading.current_thread():
             receiver.join(self._options.close_timeout_s)  # the peer hangs up when it has read our goodbye
-        self._end(self._closing)
+        self._end(error)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(self._options.close_timeout_s)
@@ -232,6 +268,7 @@ class Link:
             self._incoming.wipe()
         for waiting in pings:
             waiting.event.set()
+        self.on_over()
 
     # The watch thread: so that neither a blocked send nor a blocked ``deliver`` keeps it from looking.
 
@@ -319,6 +356,8 @@ class Link:
                     waiting.event.set()
             case Switch(link_id=link_id):
                 self._switch(self._replacement.take(link_id))
+            case RosterUpdate(signed=signed):
+                self.on_roster(self, signed)
             case Bye(reason=reason):
                 raise LinkBroken(f"{self.peer} closed the link: {reason or 'no reason given'}")
             case _:

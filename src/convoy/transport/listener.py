@@ -7,7 +7,6 @@ A connection counts as half-open until its link stands; `Admission` says how man
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import socket
 import threading
@@ -21,11 +20,13 @@ from convoy.transport.admission import Admission, Refusal, Ticket
 from convoy.transport.dial import Wrap, address_error
 from convoy.transport.establish import TO_LISTENER, establish_responder, receive_opening
 from convoy.transport.link import Link
-from convoy.transport.member import LocalMember, Member
+from convoy.transport.member import LocalMember, Member, Roster
+from convoy.transport.membership import Membership
 from convoy.transport.options import LinkOptions
 from convoy.transport.quiet import QuietLog
 from convoy.transport.stream import Stream
 from convoy.transport.tcp import TlsStream, peer_certificate, server_context, start_tls_server
+from convoy.transport.transfer import settle
 
 _log = logging.getLogger(__name__)
 
@@ -46,15 +47,17 @@ class Listener:
     """Listens from construction to ``close``. ``on_link`` gets each new link, not yet started, on a handshake
     thread.
 
-    ``on_refused`` gets the cause of each handshake that failed; it is logged in any case. Raises
-    `ConfigError` if the port is taken or the address is not of this machine, `IdentityError` if our own keys
-    cannot be read.
+    ``on_refused`` gets the cause of each handshake that failed; it is logged in any case.
+
+    With each roster that ``me`` adopts the trust anchors are made anew, and a handshake that began under
+    another is judged again at its end. Raises `ConfigError` if the port is taken or the address is not of
+    this machine, `IdentityError` if our own keys cannot be read.
     """
 
     def __init__(
         self,
         bind: tuple[str, int],
-        me: LocalMember,
+        me: Membership,
         on_link: Callable[[Link], None],
         *,
         options: LinkOptions | None = None,
@@ -66,9 +69,8 @@ class Listener:
         self._options = options or LinkOptions()
         self._wrap = wrap
         self._on_refused = on_refused
-        self._context = server_context(me)
         self.admission = Admission(self._options.admission, self._options.max_half_open)
-        self.admission.list_addresses(member.address[0] for member in me.roster.members)
+        self._adopt(me.roster)
         self._refused = QuietLog(_log)
         self._lock = threading.Lock()
         self._handed_over = threading.Condition(self._lock)
@@ -80,6 +82,7 @@ class Listener:
         self._socket.settimeout(_ACCEPT_POLL_S)
         host, port = self._socket.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
+        self._unsubscribe = me.subscribe(self._adopt)
         self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
         self._thread.start()
 
@@ -89,6 +92,7 @@ class Listener:
         No ``on_link`` begins after this returns, and one under way was waited for (not by itself, and for
         ``close_timeout_s`` at most).
         """
+        self._unsubscribe()
         with self._lock:
             self._closed.set()
             mine = {threading.get_ident()}
@@ -99,6 +103,10 @@ class Listener:
             self._thread.join(2 * _ACCEPT_POLL_S)
         self._socket.close()
         self._refused.flush(everything=True)
+
+    def _adopt(self, roster: Roster) -> None:
+        self._context = server_context(self._me.current)
+        self.admission.list_addresses(member.address[0] for member in roster.members)
 
     def _accept(self) -> None:
         while not self._closed.is_set():
@@ -160,6 +168,7 @@ class Listener:
 
     def _hand_over(self, link: Link) -> None:
         me = threading.get_ident()
+        self._me.attach(link)
         with self._lock:
             late = self._closed.is_set()
             surplus = None if late else self._count(link)
@@ -186,12 +195,13 @@ class Listener:
 
     def _keep(self, fresh: Link) -> None:
         """New connections for a link that stands here with the same member. Raises `ConvoyError`."""
+        self._me.require(fresh)
         with self._lock:
             links = () if self._closed.is_set() else self._standing.get(fresh.peer, ())
             named = (link for link in links if link.link_id == fresh.replaces and not link.is_over)
             standing = next(named, None)
         if standing is None:
-            fresh.connections.close()
+            fresh.release().close()
             raise HandshakeError(f"{fresh.peer} wants to replace a link that does not stand between us")
         standing.keep(fresh)
 
@@ -222,7 +232,8 @@ class Listener:
             if self._wrap is not None:
                 stream = self._wrap(stream)
             stream.set_deadline(deadline_s)
-            member = self._member_of(peer_certificate(secured))
+            me = self._me.current
+            member = self._member_of(me, peer_certificate(secured))
             if not ticket.prove(member.name):
                 raise HandshakeError(f"{member.name} has too many handshakes under way")
             cut.close()  # from here on it gives way to nobody
@@ -237,12 +248,13 @@ class Listener:
             return None
         other.set_deadline(deadline_s)
         streams = (other, stream) if direction == TO_LISTENER else (stream, other)
-        return establish_responder(self._me, member, link_id, streams, self._options)
+        link = establish_responder(me, member, link_id, streams, self._options)
+        return link if settle(link, self._me) else None
 
-    def _member_of(self, certificate_der: bytes) -> Member:
-        self._me.roster.require_valid(datetime.datetime.now(datetime.UTC))
-        member = self._me.roster.member_with_certificate(certificate_der)
-        if member is None or member.name == self._me.name:
+    def _member_of(self, me: LocalMember, certificate_der: bytes) -> Member:
+        self._me.require_valid()
+        member = me.roster.member_with_certificate(certificate_der)
+        if member is None or member.name == me.name:
             raise HandshakeError("a connection shows a certificate that no other member has")
         return member
 
@@ -301,7 +313,8 @@ def _bind(bind: tuple[str, int]) -> socket.socket:
     host, port = bind
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError, OverflowError) as error:
         reason = address_error(error)
         raise ConfigError(

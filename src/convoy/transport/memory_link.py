@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterable
 
 from convoy.crypto.claims import LINK_ID_BYTES, NO_LINK
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, Incompatible
 from convoy.transport.establish import establish_initiator, establish_responder
 from convoy.transport.link import Link
 from convoy.transport.member import LocalMember
+from convoy.transport.membership import Membership
 from convoy.transport.memory import Fault, RecordedStream, memory_stream_pair
 from convoy.transport.options import LinkOptions
 from convoy.transport.stream import Stream
+from convoy.transport.transfer import settle
 
 
 def memory_link_pair(
@@ -82,3 +85,34 @@ def _pair(
         link.close()
         raise answered[0]
     return link, answered[0]
+
+
+def settled_link_pair(
+    me: Membership,
+    other: Membership,
+    *,
+    faults: Iterable[Fault] = (),
+    record: tuple[bytearray, bytearray] | None = None,
+    options: LinkOptions | None = None,
+) -> tuple[Link, Link]:
+    """As `memory_link_pair`, once both ends hold one roster: the newer one goes to the other end first."""
+    for _ in range(2):
+        me.require_valid()
+        other.require_valid()
+        mine, others = memory_link_pair(
+            me.current, other.current, faults=faults, record=record, options=options
+        )
+        if mine.facts.peer_epoch == mine.facts.epoch:
+            return mine, others
+        there = threading.Thread(target=_settle_quietly, args=(others, other), daemon=True)
+        there.start()
+        try:
+            settle(mine, me)
+        finally:
+            there.join()
+    raise Incompatible(f"{me.name} and {other.name} did not come to one roster")
+
+
+def _settle_quietly(link: Link, membership: Membership) -> None:
+    with contextlib.suppress(ConvoyError):  # the dialling end says what was wrong
+        settle(link, membership)

@@ -7,19 +7,23 @@ one test process, and faults can be put between any two members.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from convoy.errors import ConfigError, PeerUnreachable
+from convoy.errors import ConfigError, PeerBusy, PeerError, PeerUnreachable
 from convoy.transport.dial import Wrap, dial
 from convoy.transport.link import Link
 from convoy.transport.listener import Listener
-from convoy.transport.member import LocalMember, Member
+from convoy.transport.member import Member
+from convoy.transport.membership import Membership
 from convoy.transport.memory import Fault
-from convoy.transport.memory_link import memory_link_pair
+from convoy.transport.memory_link import settled_link_pair
 from convoy.transport.options import LinkOptions
 
 OnLink = Callable[[Link], None]
+_RETRY_S = 0.1
+Find = Callable[[str], Iterable[tuple[str, int]]]
 
 
 class Listening(Protocol):
@@ -34,31 +38,61 @@ class Listening(Protocol):
 class Network(Protocol):
     """Links to and from other members; none is started yet."""
 
-    def dial(self, me: LocalMember, peer: Member, timeout_s: float) -> Link:
+    def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:
         """Raises what `transport.dial.dial` raises."""
 
-    def listen(self, me: LocalMember, bind: tuple[str, int], on_link: OnLink) -> Listening:
+    def listen(self, me: Membership, bind: tuple[str, int], on_link: OnLink) -> Listening:
         """Raises `ConfigError` if the address is taken."""
 
 
 class TcpNetwork:
-    """TLS over TCP: the only network of the product. ``wrap``: see `transport.dial.dial`."""
+    """TLS over TCP: the only network of the product. ``wrap``: see `transport.dial.dial`.
 
-    def __init__(self, options: LinkOptions | None = None, wrap: Wrap | None = None) -> None:
+    ``find`` gives further addresses of a member, to be tried after the roster's. They prove nothing: whoever
+    answers there has to be the member, as everywhere.
+    """
+
+    def __init__(
+        self, options: LinkOptions | None = None, wrap: Wrap | None = None, find: Find | None = None
+    ) -> None:
         self._options = options or LinkOptions()  # one value: its links share a budget
         self._wrap = wrap
+        self._find = find or (lambda _name: ())
 
-    def dial(self, me: LocalMember, peer: Member, timeout_s: float) -> Link:
-        return dial(
-            peer.address,
-            me=me,
-            peer_name=peer.name,
-            timeout_s=timeout_s,
-            options=self._options,
-            wrap=self._wrap,
-        )
+    def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:
+        """Where a listener is full, again until the time is over. Raises what `transport.dial.dial` raises."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._dial_any(me, peer, deadline_s)
+            except PeerBusy:
+                if time.monotonic() + _RETRY_S >= deadline_s:
+                    raise
+                time.sleep(_RETRY_S)
 
-    def listen(self, me: LocalMember, bind: tuple[str, int], on_link: OnLink) -> Listening:
+    def _dial_any(self, me: Membership, peer: Member, deadline_s: float) -> Link:
+        """The addresses share the time that is left. Raises what the roster's address came to: nothing that
+        somebody else announced decides about an error.
+        """
+        found = [address for address in self._find(peer.name) if address != peer.address]
+        failed: PeerError | None = None
+        for index, address in enumerate([peer.address, *found]):
+            share_s = max(0.001, (deadline_s - time.monotonic()) / (1 + len(found) - index))
+            try:
+                return dial(
+                    address,
+                    me=me,
+                    peer_name=peer.name,
+                    timeout_s=share_s,
+                    options=self._options,
+                    wrap=self._wrap,
+                )
+            except PeerError as error:
+                failed = failed or error
+        assert failed is not None
+        raise failed
+
+    def listen(self, me: Membership, bind: tuple[str, int], on_link: OnLink) -> Listening:
         return Listener(bind, me, on_link, options=self._options, wrap=self._wrap)
 
 
@@ -72,11 +106,11 @@ class MemoryNetwork:
         self._options = options
         self._record = record
         self._lock = threading.Lock()
-        self._listening: dict[tuple[str, int], tuple[LocalMember, OnLink]] = {}
+        self._listening: dict[tuple[str, int], tuple[Membership, OnLink]] = {}
         self.records: dict[tuple[str, str], tuple[bytearray, bytearray]] = {}
         self.faults: dict[tuple[str, str], Iterable[Fault]] = {}
 
-    def dial(self, me: LocalMember, peer: Member, timeout_s: float) -> Link:  # noqa: ARG002 - nobody is far
+    def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:  # noqa: ARG002 - nobody is far
         with self._lock:
             there = self._listening.get(peer.address)
         if there is None:
@@ -87,13 +121,15 @@ class MemoryNetwork:
         record = (bytearray(), bytearray()) if self._record else None
         if record is not None:
             self.records[pair] = record
-        mine, others = memory_link_pair(
+        mine, others = settled_link_pair(
             me, other, faults=self.faults.get(pair, ()), record=record, options=self._options
         )
+        other.attach(others)
+        me.attach(mine)
         on_link(others)
         return mine
 
-    def listen(self, me: LocalMember, bind: tuple[str, int], on_link: OnLink) -> Listening:
+    def listen(self, me: Membership, bind: tuple[str, int], on_link: OnLink) -> Listening:
         with self._lock:
             if bind in self._listening:
                 raise ConfigError(f"cannot listen on {bind[0]}:{bind[1]}: address already in use")

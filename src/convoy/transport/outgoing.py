@@ -134,6 +134,16 @@ class Outgoing:
             self._queued_bytes += parcel.nbytes
             self._changed.notify_all()
 
+    def post_roster(self, parcel: Parcel) -> None:
+        """Queue however much waits, in place of an older one that waits; nothing if the link is over."""
+        with self._changed:
+            if self._error is not None or self._closing:
+                return
+            kept = [item for item in self._queue if item.type is not FrameType.ROSTER]
+            self._queue = deque([*kept, parcel])
+            self._queued_bytes = sum(item.nbytes for item in self._queue)
+            self._changed.notify_all()
+
     @property
     def sent_s(self) -> float:
         """When the last write began or ended (``time.monotonic``)."""
@@ -154,11 +164,17 @@ class Outgoing:
                 self._changed.notify_all()
             self._work(batch)
 
-    def finish(self, last: Parcel, timeout_s: float) -> None:
-        """Send what is queued, then ``last``, within the time; refuse further sends. Never raises."""
+    def finish(self, last: Parcel, timeout_s: float, *, drop: bool = False) -> None:
+        """Send what is queued (``drop``: nothing of it), then ``last``, within the time; refuse more sends.
+
+        Never raises.
+        """
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             self._closing = True
+            if drop:
+                self._queue.clear()
+                self._queued_bytes = 0
             while self._error is None and (self._busy or self._queue):
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import base64
 import binascii
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from convoy.crypto.identity import OperatorKey, verify
 from convoy.errors import HandshakeError, RosterError
 from convoy.transport.member import Member, Roster
+from convoy.trust.operator import Handover, check_path, handover_to_toml, handovers_from, walk
 from convoy.trust.roster_check import check_member, check_roster
 from convoy.trust.roster_text import (
     check_keys,
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 MAX_ROSTER_BYTES = 1024 * 1024
+_MAX_TAIL_BYTES = 16 * 1024
 DEFAULT_LIFETIME = datetime.timedelta(days=30)
 
 _LABEL = b"convoy signed roster v1\0"
@@ -52,11 +54,17 @@ _SEPARATOR = b"\n[signature]\n"
 
 @dataclass(frozen=True, slots=True)
 class SignedRoster:
-    """A roster whose signature was checked, and the file that it came from."""
+    """A roster whose signature was checked, and the file that it came from.
+
+    ``operator`` signed it. ``handovers`` are all that the file brings; those from the trusted key to
+    ``operator`` were checked.
+    """
 
     roster: Roster
     digest: bytes
     raw: bytes = field(repr=False)
+    operator: bytes
+    handovers: tuple[Handover, ...] = ()
 
 
 def make_roster(
@@ -82,13 +90,17 @@ def make_roster(
     return roster
 
 
-def sign_roster(roster: Roster, operator: OperatorKey) -> bytes:
-    """The file to hand to every member. Raises `RosterError` if the roster makes no sense."""
+def sign_roster(roster: Roster, operator: OperatorKey, handovers: Sequence[Handover] = ()) -> bytes:
+    """The file to hand to every member, with the handovers that led to ``operator``.
+
+    Raises `RosterError` if the roster makes no sense.
+    """
     check_roster(roster)
     body = format_body(roster)
     signature = base64.b64encode(operator.sign(_LABEL + body)).decode()
     signed_by = operator.public_key.hex()
-    return body + _SEPARATOR + f'operator = "{signed_by}"\ned25519 = "{signature}"\n'.encode()
+    tail = f'operator = "{signed_by}"\ned25519 = "{signature}"\n'
+    return body + _SEPARATOR + (tail + "".join(map(handover_to_toml, handovers))).encode()
 
 
 def open_roster(
@@ -100,6 +112,7 @@ def open_roster(
 ) -> SignedRoster:
     """Check and read a roster file; nothing in it is looked at before the signature holds.
 
+    ``operator_key`` is the trusted one; the signer's may be another that handovers lead to from there.
     Raises `RosterError`: too long, unsigned, signed by another key, changed, malformed, of another cluster
     (where ``cluster_id`` is given), not valid yet, or expired.
     """
@@ -112,31 +125,44 @@ def open_roster(
 
 def verify_roster(data: bytes, *, operator_key: bytes) -> SignedRoster:
     """As `open_roster`, at any time: to look at a roster, never to trust one. Raises `RosterError`."""
-    roster = parse_body(_verified_body(data, operator_key))
-    return SignedRoster(roster, roster.digest, data)
+    body, signature = _split(data)
+    path = walk(operator_key, signature.operator, signature.handovers)
+    try:
+        verify(signature.operator, signature.ed25519, _LABEL + body)
+    except HandshakeError:
+        raise RosterError(
+            "the roster was changed after it was signed", hint="fetch it again, or sign it again"
+        ) from None
+    roster = parse_body(body)
+    check_path(path, roster.cluster_id, roster.epoch)
+    return SignedRoster(roster, roster.digest, data, signature.operator, signature.handovers)
 
 
-def _verified_body(data: bytes, operator_key: bytes) -> bytes:
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What stands behind the body; nothing of it is verified yet."""
+
+    operator: bytes
+    ed25519: bytes
+    handovers: tuple[Handover, ...]
+
+
+def _split(data: bytes) -> tuple[bytes, _Signature]:
     if len(data) > MAX_ROSTER_BYTES:
         raise RosterError(f"the roster has {len(data)} bytes, and the limit is {MAX_ROSTER_BYTES}")
     body, separator, tail = data.rpartition(_SEPARATOR)
     if not separator:
         raise RosterError("the roster is unsigned", hint="sign it: `convoy roster new`")
+    if len(tail) > _MAX_TAIL_BYTES:
+        raise RosterError(f"the roster's signature has {len(tail)} bytes, and the limit is {_MAX_TAIL_BYTES}")
     table = parse_toml(tail)
-    check_keys(table, frozenset({"operator", "ed25519"}), "the signature")
+    check_keys(table, frozenset({"operator", "ed25519"}), "the signature", frozenset({"handovers"}))
     try:
         signature = base64.b64decode(get(table, "ed25519", str), validate=True)
     except (ValueError, binascii.Error):
         raise RosterError("the roster's signature is not base64") from None
-    if get(table, "operator", str) != operator_key.hex():
-        raise RosterError(
-            "the roster is signed by another operator",
-            hint="compare the operator's public key in convoy.toml with the roster's last lines",
-        )
     try:
-        verify(operator_key, signature, _LABEL + body)
-    except HandshakeError:
-        raise RosterError(
-            "the roster was changed after it was signed", hint="fetch it again, or sign it again"
-        ) from None
-    return body
+        operator = bytes.fromhex(get(table, "operator", str))
+    except ValueError:
+        raise RosterError("the operator's key in the roster is not hex") from None
+    return body, _Signature(operator, signature, handovers_from(table.get("handovers", [])))

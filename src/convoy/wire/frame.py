@@ -45,6 +45,7 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.REFUSE: 16 * 1024,
     FrameType.ACTIVATE: 1024,
     FrameType.ACTIVATED: 256,
+    FrameType.ROSTER: 1024 * 1024 + 64,
     FrameType.CHALLENGE: 4 * 1024,
     FrameType.EVIDENCE: 64 * 1024,
     FrameType.STEP: 4 * 1024 * 1024,

@@ -28,6 +28,7 @@ class FrameType(enum.IntEnum):
     REFUSE = 0x14
     ACTIVATE = 0x15
     ACTIVATED = 0x16
+    ROSTER = 0x18
     CHALLENGE = 0x19
     EVIDENCE = 0x1A
     STEP = 0x20
@@ -173,6 +174,12 @@ class StepFailed(Message, frozen=True):
     reason: str
 
 
+class RosterUpdate(Message, frozen=True):
+    """The sender holds this newer roster: the operator's file, byte for byte. Verified before it is read."""
+
+    signed: bytes
+
+
 class Ping(Message, frozen=True):
     """Answered at once by `Pong` with the same token."""
 
@@ -208,6 +215,7 @@ MESSAGE_TYPES: dict[FrameType, type[Message]] = {
     FrameType.REFUSE: Refuse,
     FrameType.ACTIVATE: Activate,
     FrameType.ACTIVATED: Activated,
+    FrameType.ROSTER: RosterUpdate,
     FrameType.CHALLENGE: Challenge,
     FrameType.EVIDENCE: Evidence,
     FrameType.STEP: Step,

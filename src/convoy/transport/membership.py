@@ -1,0 +1,275 @@
+"""What this process knows of its cluster now: the newest roster it accepted, and the links under it.
+
+A roster comes from a file, from an operator's command or from another member; all go through `offer`. Once
+one is adopted, links to members that are gone or changed are closed at once; the others get it and live on.
+So a roster that one member sees reaches all that are linked with it, and stops there where it is known.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from convoy.errors import ConvoyError, FrameError, HandshakeError, RosterError
+from convoy.transport.link import Link
+from convoy.transport.member import LocalMember, Member, Roster
+
+_log = logging.getLogger(__name__)
+
+MAX_NEEDLESS_ROSTERS = 8
+
+Clock = Callable[[], datetime.datetime]
+Adopted = Callable[[Roster], None]
+
+
+class Authority(Protocol):
+    """Who judges signed rosters, and remembers what was accepted; `trust.authority` has the real one."""
+
+    def verify(self, signed: bytes) -> Roster:
+        """The roster; nothing of it is parsed before its signature holds. Raises `RosterError`."""
+
+    def accept(self, signed: bytes, roster: Roster) -> None:
+        """Remember it, over a restart too, before anything follows from it. Raises `ConvoyError`."""
+
+
+def utc_now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+@dataclass(slots=True)
+class _Standing:
+    """A link, and how many rosters it brought that were no news under our epoch of then."""
+
+    link: Link
+    epoch: int = 0
+    num_needless: int = 0
+
+
+class Membership:
+    """Thread-safe. ``current`` is a frozen snapshot; take one, and use it for one purpose.
+
+    ``now`` is the clock that validity is judged by; looked at every ``check_every_s`` while links stand.
+    """
+
+    def __init__(
+        self,
+        me: LocalMember,
+        signed: bytes,
+        authority: Authority,
+        *,
+        now: Clock = utc_now,
+        check_every_s: float = 1.0,
+    ) -> None:
+        self._me = me
+        self._signed = signed
+        self._authority = authority
+        self._now = now
+        self._check_every_s = check_every_s
+        self._offering = threading.Lock()  # one roster at a time; held while it is verified and stored
+        self._lock = threading.Lock()
+        self._standing: list[_Standing] = []
+        self._subscribers: list[Adopted] = []
+        self._checking = False
+        self._wake = threading.Event()
+
+    @property
+    def current(self) -> LocalMember:
+        return self._me
+
+    @property
+    def name(self) -> str:
+        return self._me.name
+
+    @property
+    def member(self) -> Member:
+        """This process's own line of the roster."""
+        return self._me.member
+
+    @property
+    def roster(self) -> Roster:
+        return self._me.roster
+
+    @property
+    def signed(self) -> bytes:
+        """The current roster as the operator signed it."""
+        return self._signed
+
+    def require_valid(self) -> None:
+        """Raises `RosterError` if the current roster is not valid now."""
+        self._me.roster.require_valid(self._now())
+
+    def subscribe(self, callback: Adopted) -> Callable[[], None]:
+        """Call ``callback`` with each roster that is adopted from now on. Returns what ends that."""
+        with self._lock:
+            self._subscribers.append(callback)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                if callback in self._subscribers:
+                    self._subscribers.remove(callback)
+
+        return unsubscribe
+
+    def offer(self, signed: bytes, source: str) -> bool:
+        """Adopt a newer roster; False if it is the one that we have.
+
+        Raises `RosterError`, naming ``source``, for one that does not verify, is of another cluster, older,
+        another of the same epoch, not valid now, or without us; and what storing it raises.
+        """
+        return self._offer(signed, source, None)
+
+    def attach(self, link: Link) -> None:
+        """Watch over a new link, before it is started.
+
+        Raises `HandshakeError`, and closes it, if its peer is gone or changed since its handshake began.
+        """
+        with self._lock:
+            roster = self._me.roster
+            out = _why_not(link, roster) is not None
+            if not out:
+                self._standing = [standing for standing in self._standing if not standing.link.is_over]
+                self._standing.append(_Standing(link))
+                link.on_roster, link.on_over = self._received, self._wake.set
+                self._watch()
+        if out:
+            self.require(link)
+        if link.facts.epoch != roster.epoch:
+            link.post_roster(self._signed)
+
+    def require(self, link: Link) -> None:
+        """For new connections of a link that stands already: raises and closes as `attach`."""
+        reason = _why_not(link, self._me.roster)
+        if reason is not None:
+            link.revoke(reason)
+            raise HandshakeError(f"{link.peer} is out: {reason}")
+
+    def check(self) -> None:
+        """Close all links if the roster has expired. Called by a thread of its own while links stand."""
+        with self._lock:
+            roster = self._me.roster
+            self._standing = [standing for standing in self._standing if not standing.link.is_over]
+            links = [standing.link for standing in self._standing]
+        if links and self._now() >= roster.expires:
+            reason = f"the roster of {roster.cluster_id} expired at {roster.expires:%Y-%m-%d %H:%M:%S} UTC"
+            _log.error("%s: %d links are closed", reason, len(links))
+            _revoke_all([(link, reason) for link in links])
+
+    def _offer(self, signed: bytes, source: str, sender: Link | None) -> bool:
+        with self._offering:
+            roster = self._authority.verify(signed)
+            if not self._is_news(roster, source):
+                return False
+            try:
+                me = LocalMember(self._me.name, self._me.identity, roster)
+            except RosterError:
+                self._leave(roster, source)
+                raise
+            self._authority.accept(signed, roster)
+            self._adopt(me, signed, sender)
+        _log.warning("roster epoch %d of %s adopted, from %s", roster.epoch, roster.cluster_id, source)
+        return True
+
+    def _is_news(self, roster: Roster, source: str) -> bool:
+        ours = self._me.roster
+        if roster.cluster_id != ours.cluster_id:
+            raise RosterError(
+                f"{source} offers a roster of {roster.cluster_id}, and this member is of {ours.cluster_id}"
+            )
+        if roster.epoch < ours.epoch:
+            raise RosterError(
+                f"{source} offers roster epoch {roster.epoch}, and this member accepted epoch {ours.epoch}"
+            )
+        if roster.epoch > ours.epoch:
+            roster.require_valid(self._now())
+            return True
+        if roster.digest != ours.digest:
+            error = RosterError(
+                f"{source} offers another roster of the same epoch {ours.epoch}: digest "
+                f"{roster.digest.hex()[:12]}, and this member's is {ours.digest.hex()[:12]}",
+                hint="somebody signed two rosters with one epoch; make a new one with a higher epoch",
+            )
+            _log.error("%s", error.message)
+            raise error
+        return False
+
+    def _adopt(self, me: LocalMember, signed: bytes, sender: Link | None) -> None:
+        with self._lock:
+            self._me, self._signed = me, signed
+            standing = [one.link for one in self._standing if not one.link.is_over]
+            subscribers = tuple(self._subscribers)
+            ends = [(link, why) for link in standing if (why := _why_not(link, me.roster)) is not None]
+        _revoke_all(ends)
+        ended = {link for link, _ in ends}
+        for link in standing:
+            if link not in ended and link is not sender:
+                link.post_roster(signed)
+        for callback in subscribers:
+            try:
+                callback(me.roster)
+            except ConvoyError as error:
+                _log.error("roster epoch %d: %s", me.roster.epoch, error.message)
+
+    def _leave(self, roster: Roster, source: str) -> None:
+        """The operator has taken this member out, or changed its keys: it has nobody any more."""
+        with self._lock:
+            links = [one.link for one in self._standing if not one.link.is_over]
+        _log.error("roster epoch %d, from %s, has no place for this member", roster.epoch, source)
+        _revoke_all([(link, f"roster epoch {roster.epoch} has no place for {self.name}") for link in links])
+
+    def _received(self, link: Link, signed: bytes) -> None:
+        """On the link's receiver thread. Raises `FrameError` for a peer that does not stop."""
+        try:
+            if self._offer(signed, link.peer, link):
+                return
+            why = "it is known here"
+        except ConvoyError as error:
+            _log.warning("a roster from %s was refused: %s", link.peer, error.message)
+            why = error.message
+        with self._lock:
+            standing = next((one for one in self._standing if one.link is link), None)
+            if standing is None:
+                return
+            if standing.epoch != self._me.roster.epoch:
+                standing.epoch, standing.num_needless = self._me.roster.epoch, 0
+            standing.num_needless += 1
+            too_many = standing.num_needless > MAX_NEEDLESS_ROSTERS
+        if too_many:
+            raise FrameError(f"{link.peer} keeps sending rosters of no use; of the last one: {why}")
+
+    def _watch(self) -> None:
+        if not self._checking:
+            self._checking = True
+            threading.Thread(target=self._run, name=f"watch over {self.name}", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(self._check_every_s)
+            self._wake.clear()
+            self.check()
+            with self._lock:
+                if not self._standing:
+                    self._checking = False
+                    return
+
+
+def _why_not(link: Link, roster: Roster) -> str | None:
+    """Why the peer of a link may not have it under ``roster``, or None."""
+    before = link.facts.member
+    now = next((member for member in roster.members if member.name == before.name), None)
+    if now is None:
+        return f"roster epoch {roster.epoch} does not list {before.name}"
+    if (now.identity_key, now.certificate_der) != (before.identity_key, before.certificate_der):
+        return f"roster epoch {roster.epoch} lists other keys for {before.name}"
+    if before.head and not now.head:
+        return f"roster epoch {roster.epoch} does not allow {before.name} as head any more"
+    return None
+
+
+def _revoke_all(ends: list[tuple[Link, str]]) -> None:
+    """At the same time, and without waiting: a peer that does not hang up holds nobody else up."""
+    for link, reason in ends:
+        threading.Thread(target=link.revoke, args=(reason,), name=f"revoke {link.peer}", daemon=True).start()

@@ -1,0 +1,71 @@
+"""After a handshake between two epochs: the newer roster goes over the sealed link, which then ends.
+
+The end that lags verifies and adopts it before it says goodbye, so that the dialler's next handshake finds
+both ends at one epoch. All of it within the handshake's deadline.
+"""
+
+from __future__ import annotations
+
+from convoy.crypto.claims import incompatible_epoch
+from convoy.errors import ConvoyError, Incompatible, LinkBroken, PeerError
+from convoy.transport.incoming import ReceivedMessage
+from convoy.transport.link import Link
+from convoy.transport.membership import Membership
+from convoy.transport.outgoing import message_parcel
+from convoy.transport.replacement import Connections
+from convoy.wire.codec import encode_message, frame_type_of
+from convoy.wire.messages import Bye, FrameType, Message, RosterUpdate
+
+ADOPTED = "adopted"
+_REFUSED = "refused"
+_ROSTER = frozenset({FrameType.ROSTER})
+_BYE = frozenset({FrameType.BYE})
+
+
+def settle(link: Link, membership: Membership) -> bool:
+    """True if both ends hold one epoch. Otherwise the newer roster has crossed, and the link is over.
+
+    Raises `Incompatible`, naming both epochs, if the end that lags did not take it, or it never came.
+    """
+    ours, theirs = link.facts.epoch, link.facts.peer_epoch
+    if ours == theirs:
+        return True
+    connections = link.release()
+    try:
+        if ours > theirs:
+            _give(connections, membership)
+        else:
+            _take(connections, link.peer, membership, ours)
+    except ConvoyError as error:
+        differ = incompatible_epoch(link.peer, theirs, ours)
+        raise Incompatible(f"{differ.message}; {error.message}", hint=differ.hint) from error
+    finally:
+        connections.close()
+    return False
+
+
+def _give(connections: Connections, membership: Membership) -> None:
+    _send(connections, RosterUpdate(membership.signed))
+    received = connections.incoming.receive(_BYE)
+    said = received.message if isinstance(received, ReceivedMessage) else None
+    if not isinstance(said, Bye) or said.reason != ADOPTED:
+        raise LinkBroken("it refused the newer one")
+
+
+def _take(connections: Connections, peer: str, membership: Membership, epoch: int) -> None:
+    received = connections.incoming.receive(_ROSTER)
+    update = received.message if isinstance(received, ReceivedMessage) else None
+    assert isinstance(update, RosterUpdate)
+    try:
+        membership.offer(update.signed, peer)
+    except ConvoyError as error:
+        if membership.roster.epoch > epoch:  # a newer one came another way in the meantime
+            _send(connections, Bye(ADOPTED))
+            return
+        _send(connections, Bye(_REFUSED))
+        raise PeerError(f"its roster was refused: {error.message}") from error
+    _send(connections, Bye(ADOPTED))
+
+
+def _send(connections: Connections, message: Message) -> None:
+    connections.outgoing.send(message_parcel(frame_type_of(message), encode_message(message), 0, 0))
