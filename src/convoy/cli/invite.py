@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from convoy.transport.member import Member, Roster
     from convoy.trust.consumption import Consumption
     from convoy.trust.invite import Token
+    from convoy.trust.roster import SignedRoster
     from convoy.wire.enrolment import EnrolmentCard, Refusal
 
 DEFAULT_ENROLMENT_PORT = 7778
@@ -137,8 +138,9 @@ def _let_in(desk: _Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[
     from convoy.trust.newcomer import roster_with
     from convoy.trust.roster import sign_roster
 
-    roster = roster_with(desk.roster(), newcomer.card, datetime.datetime.now(datetime.UTC))
-    signed = sign_roster(roster, desk.key)
+    before = desk.newest()
+    roster = roster_with(before.roster, newcomer.card, datetime.datetime.now(datetime.UTC))
+    signed = sign_roster(roster, desk.key, before.handovers)
     replace_file(desk.roster_file, signed)
     consumption.end(f"{ENROLLED} in epoch {roster.epoch}")
     member = next(m for m in roster.members if m.identity_key == newcomer.card.identity_key)
@@ -154,31 +156,49 @@ def _let_in(desk: _Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class _Desk:
-    """The operator's side: the key, the roster file, and the record of used invitations."""
+    """The operator's side: the key, the rosters, and the record of used invitations."""
 
     key: OperatorKey
-    roster_file: Path
+    settings: Config
     records: Path
 
     @classmethod
     def open(cls, config: Path, operator: Path) -> _Desk:
         from convoy.crypto.identity import OperatorKey
 
-        settings: Config = load_config(config)
-        key = OperatorKey.load(operator)
-        if key.public_key != settings.require_operator_key():
+        desk = cls(OperatorKey.load(operator), load_config(config), operator / "invites")
+        if desk.newest().operator != desk.key.public_key:
             raise ConfigError(
-                f"the operator key in {operator} is not the one in {config}",
-                hint="name its directory with --operator",
+                f"the operator key in {operator} is not the one that signed {desk.roster_file}",
+                hint="name the key's directory with --operator",
             )
-        return cls(key, settings.require_roster(), operator / "invites")
+        return desk
+
+    @property
+    def roster_file(self) -> Path:
+        return self.settings.require_roster()
 
     def roster(self) -> Roster:
-        """Read anew each time: somebody may have signed another one since."""
-        from convoy.trust.roster import open_roster
+        return self.newest().roster
+
+    def newest(self) -> SignedRoster:
+        """The file's, or a newer one that this machine accepted from others; an expired one may be followed.
+
+        Read anew each time: somebody may have signed another one since.
+        """
+        from convoy.trust.accepted import AcceptedFile
+        from convoy.trust.roster import verify_roster
 
         data = read_bytes(self.roster_file, max_bytes=MAX_ROSTER_FILE_BYTES)
-        return open_roster(data, operator_key=self.key.public_key).roster
+        newest = verify_roster(data, operator_key=self.settings.require_operator_key())
+        identity = self.settings.cluster.identity
+        accepted = AcceptedFile(identity).load() if identity is not None else None
+        if accepted is not None:
+            other = verify_roster(accepted.signed, operator_key=accepted.trusted)
+            same = other.roster.cluster_id == newest.roster.cluster_id
+            if same and other.roster.epoch > newest.roster.epoch:
+                return other
+        return newest
 
     def judge(self, card: EnrolmentCard) -> Refusal | None:
         from convoy.trust.newcomer import why_not

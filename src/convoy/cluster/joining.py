@@ -166,7 +166,7 @@ def _dial(token: Token, timeout_s: float) -> tuple[Stream, str]:
     if wrong is not None:
         raise HandshakeError(
             f"the inviting machine was not found: {', '.join(failed)}",
-            hint="something else answers at that address, or somebody is in between: nothing was told to it",
+            hint="an invitation of before, something else at that address, or somebody in between: nothing was told",
         ) from wrong
     raise PeerUnreachable(
         f"the inviting machine could not be reached: {', '.join(failed)}",
