@@ -15,6 +15,7 @@ ConvoyError                     carries a message and, where there is one, a hin
 │   └── QueueFull               too many requests wait (HTTP 429)
 ├── PeerError                   another member's fault, or the network's
 │   ├── PeerUnreachable         nobody answered in time
+│   │   └── PeerBusy            it hung up before it said who it is: full, or closing; try again
 │   ├── Incompatible            another protocol version, activation dtype or model
 │   ├── HandshakeError          it could not prove who it is
 │   ├── FrameError              bytes that are not a frame or not a message
@@ -105,6 +106,10 @@ class PeerError(ConvoyError):
 
 class PeerUnreachable(PeerError):  # noqa: N818
     """Nobody answered at the address within the time allowed."""
+
+
+class PeerBusy(PeerUnreachable):
+    """Somebody took the connection and hung up before TLS ended: it is full or closing. Worth another try."""
 
 
 class Incompatible(PeerError):  # noqa: N818

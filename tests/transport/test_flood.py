@@ -54,8 +54,8 @@ def test_ten_thousand_connections_that_say_nothing(door: DoorProcess, hosts: lis
     growth = peak.rss_bytes - before
     print(
         f"{crowd.opened} opened, {crowd.hung_up} hung up on; growth {growth / 1e6:.1f} MB, "
-        f"{peak.num_threads} threads, {peak.num_descriptors} descriptors; {len(times)} links in {max(times):.2f} s at most; "
-        f"log {door.log.stat().st_size} bytes"
+        f"{peak.num_threads} threads, {peak.num_descriptors} descriptors; {len(times)} links in "
+        f"{max(times):.2f} s at most; log {door.log.stat().st_size} bytes"
     )
     assert crowd.opened == NUM_SILENT
     assert growth < MAX_GROWTH_BYTES

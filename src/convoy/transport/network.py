@@ -60,7 +60,7 @@ class TcpNetwork:
         self._find = find or (lambda _name: ())
 
     def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:
-        """Where a listener is full, again until the time is over. Raises what `transport.dial.dial` raises."""
+        """Where a listener is full, again until the time is over. Raises what `dial.dial` raises."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             try:

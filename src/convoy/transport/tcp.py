@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from convoy.errors import HandshakeError, IdentityError, LinkBroken, PeerUnreachable, RosterError
+from convoy.errors import HandshakeError, IdentityError, LinkBroken, PeerBusy, PeerUnreachable, RosterError
 from convoy.transport.member import LocalMember
 
 _KEEPALIVE_IDLE_S = 10
@@ -168,7 +168,7 @@ def _start_error(
     # A listener with no room hangs up before it has read anything, so the dialler's caller should try again.
     hung_up = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError | ssl.SSLSyscallError)
     if not server_side and isinstance(error, OSError) and (hung_up or not isinstance(error, ssl.SSLError)):
-        return PeerUnreachable("it hung up before the TLS handshake ended")
+        return PeerBusy("it hung up before the TLS handshake ended")
     return HandshakeError(f"{what}: {_explain(error)}")
 
 

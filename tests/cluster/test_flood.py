@@ -1,0 +1,78 @@
+"""A valid member that floods a busy peer: it waits, and the head notices nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from convoy.cluster.head import FROM_PEER
+from convoy.cluster.options import PeerOptions
+from convoy.cluster.peer import Peer, PeerEvent
+from convoy.errors import ConvoyError
+from convoy.transport.link import ReceivedMessage
+from convoy.transport.network import MemoryNetwork
+from convoy.wire.messages import Hello, Step
+from convoy.wire.tensor import WireTensor
+from support.cluster import MEMBER
+from support.links import End
+from support.members import make_local_members, membership_of
+
+WAIT_S = 20.0
+SHARE_BYTES = 32 * 1024 * 1024
+TENSOR = WireTensor("float32", (1024, 256), bytes(1 << 20))
+HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
+
+
+def test_a_flood_of_hidden_states_fills_its_own_share_alone() -> None:
+    alpha, beta, gamma = make_local_members(["alpha", "beta", "gamma"])
+    network = MemoryNetwork()
+    listening, go_on = threading.Event(), threading.Event()
+
+    def watch(event: PeerEvent) -> None:
+        if event.kind == "listening":
+            listening.set()
+        if event.kind == "head":
+            go_on.wait(WAIT_S)  # the peer's loop is busy, as with a long step
+
+    peer = Peer(membership_of(beta), PeerOptions(MEMBER), watch, network)
+    running = threading.Thread(target=peer.run, args=(beta.member.address,), daemon=True)
+    running.start()
+    assert listening.wait(WAIT_S)
+    head = End(network.dial(membership_of(alpha), beta.member, WAIT_S)).start(FROM_PEER)
+    head.link.send(HELLO)
+    rogue = End(network.dial(membership_of(gamma), beta.member, WAIT_S)).start(frozenset())
+    sent: list[int] = []
+
+    def flood() -> None:
+        try:
+            for number in range(400):
+                rogue.link.send_tensor(TENSOR, generation=1, step=number, boundary=1)
+                sent.append(number)
+        except ConvoyError:
+            pass
+
+    flooding = threading.Thread(target=flood, daemon=True)
+    flooding.start()
+    until_s = time.monotonic() + WAIT_S
+    links = {link.peer: link for link in peer._links}
+    while peer._inbox.held_bytes(links["gamma"]) < SHARE_BYTES - 2 * TENSOR.nbytes:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert peer._inbox.held_bytes(links["gamma"]) <= SHARE_BYTES
+    assert head.link.ping(WAIT_S) < WAIT_S  # the head's receiver at the peer is not held up
+    head.link.send(Step(0, [], [], [], b""), generation=1, step=0)
+    while peer._inbox.held_bytes(links["alpha"]) == 0:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    # What is under way is in queues with bounds of their own; 400 MiB are not.
+    assert len(sent) < 250
+    go_on.set()
+    answer = head.next()
+    assert isinstance(answer, ReceivedMessage)
+    assert isinstance(answer.message, Hello)
+    for end in (rogue, head):
+        end.link.close()
+    flooding.join(WAIT_S)
+    peer.stop()
+    running.join(WAIT_S)
+    assert not running.is_alive()

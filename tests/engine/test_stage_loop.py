@@ -1,0 +1,90 @@
+"""What may wait at a stage for its other half is bounded, whoever sends what in which order."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+
+from convoy.engine.peer import StageLoop, StageRoute
+from convoy.errors import StepError
+from convoy.model.stage import Stage
+from convoy.model.tensors import to_wire
+from convoy.transport.link import Link, ReceivedTensor
+from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.wire.tensor import WireTensor
+
+HIDDEN_SIZE = 8
+ROW_BYTES = 4 * HIDDEN_SIZE
+
+
+class EchoStage:
+    """Gives back what came in."""
+
+    hidden_size = HIDDEN_SIZE
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+
+    def run(self, step: Step, *, hidden: torch.Tensor, tokens: object) -> torch.Tensor:
+        self.ran.append(step.number)
+        return hidden
+
+
+class Sink:
+    """A successor that takes everything."""
+
+    def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
+        pass
+
+
+def make_loop(max_waiting_bytes: int) -> tuple[StageLoop, EchoStage]:
+    stage = EchoStage()
+    route = StageRoute(
+        generation=1,
+        assignment=StageAssignment("beta", 2, 4, False, False),
+        predecessor="alpha",
+        last=False,
+        max_waiting_bytes=max_waiting_bytes,
+    )
+    return StageLoop(cast(Stage, stage), route, cast(Link, Sink())), stage
+
+
+def hidden(step: int, num_rows: int) -> ReceivedTensor:
+    return ReceivedTensor(1, step, 2, to_wire(torch.zeros(num_rows, HIDDEN_SIZE)))
+
+
+def composition(number: int, num_blocks: int = 0) -> Step:
+    return Step(number, [], [BlockGrant(1, 0, [0] * num_blocks)], [Row(1, 0, 1, 1)], b"")
+
+
+def test_hidden_states_that_wait_for_their_step_are_bounded_by_bytes() -> None:
+    loop, stage = make_loop(10 * ROW_BYTES)
+    loop.accept_hidden("alpha", hidden(1, 4))
+    loop.accept_hidden("alpha", hidden(2, 4))
+    with pytest.raises(StepError, match=f"{12 * ROW_BYTES} bytes of hidden states would wait here"):
+        loop.accept_hidden("alpha", hidden(3, 4))
+    for number in (1, 2, 3):
+        loop.accept_step(composition(number), 1)
+    loop.accept_hidden("alpha", hidden(3, 4))  # what ran made room
+    assert stage.ran == [1, 2, 3]
+    assert loop._hidden_bytes == loop._steps_bytes == 0
+
+
+def test_one_hidden_state_may_be_larger_than_all_that_may_wait() -> None:
+    loop, stage = make_loop(ROW_BYTES)
+    loop.accept_hidden("alpha", hidden(1, 100))
+    loop.accept_step(composition(1), 1)
+    assert stage.ran == [1]
+
+
+def test_compositions_that_wait_for_their_hidden_state_are_bounded_by_what_they_weigh() -> None:
+    loop, stage = make_loop(100_000)
+    loop.accept_step(composition(1, num_blocks=2000), 1)
+    with pytest.raises(StepError, match="1 steps wait here, and another would take too much memory"):
+        loop.accept_step(composition(2, num_blocks=2000), 1)
+    loop.accept_hidden("alpha", hidden(1, 1))
+    loop.accept_step(composition(2, num_blocks=2000), 1)
+    loop.accept_hidden("alpha", hidden(2, 1))
+    assert stage.ran == [1, 2]
