@@ -166,7 +166,7 @@ def _dial(token: Token, timeout_s: float) -> tuple[Stream, str]:
     if wrong is not None:
         raise HandshakeError(
             f"the inviting machine was not found: {', '.join(failed)}",
-            hint="an invitation of before, something else at that address, or somebody in between: nothing was told",
+            hint="an older invitation, another service, or somebody in between: it was told nothing",
         ) from wrong
     raise PeerUnreachable(
         f"the inviting machine could not be reached: {', '.join(failed)}",
