@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,14 +15,18 @@ import pytest
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
 from convoy.transport.budget import ByteBudget
 from convoy.transport.dial import dial
+from convoy.transport.establish import send_opening
 from convoy.transport.incoming import ReceivedTensor
 from convoy.transport.link import Link, LinkOptions, Received
 from convoy.transport.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.stream import Stream
-from convoy.wire.messages import Row, Step
+from convoy.transport.tcp import TlsStream, client_context, start_tls_client
+from convoy.wire.frame import encode_handshake
+from convoy.wire.messages import FrameType, Row, Step
 from convoy.wire.tensor import WireTensor
+from support.door import client_hello
 from support.links import ALLOWED, WAIT_S, End, tls_link_pair
 from support.members import make_local_members, membership_of
 from support.relay import Relay
@@ -144,9 +151,10 @@ def test_half_a_tensor_is_not_held_for_ever(members: tuple[LocalMember, ...], dr
     here.link.send_tensor(large_tensor(), generation=1, step=1, boundary=3)
     while budget.taken_bytes == 0 and there.ended.empty():
         time.sleep(0.001)
-    while dribbles and there.ended.empty():
-        valve._stream.send_all(b"x")
-        time.sleep(0.02)
+    with contextlib.suppress(LinkBroken):
+        while dribbles and there.ended.empty():
+            valve._stream.send_all(b"x")
+            time.sleep(0.02)
     error = there.error()
     assert isinstance(error, LinkBroken)
     assert f"a tensor of {LARGE_BYTES} bytes did not come whole within 0.501 s" in error.message
@@ -258,3 +266,47 @@ def test_looking_a_name_up_is_within_the_time_of_a_dial(
         dial(("beta.example", 7000), me=membership_of(members[0]), peer_name="beta", timeout_s=0.3)
     assert time.monotonic() - started_s < 5
     answer.set()
+
+
+def dribble(send: Callable[[bytes], None], data: bytes) -> None:
+    """Byte by byte, so slowly that each one is in time and all together are not."""
+    for byte in data:
+        send(bytes([byte]))
+        time.sleep(0.03)
+
+
+@pytest.mark.parametrize("stage", ["tls", "opening", "message 1"])
+def test_a_deadline_is_a_total_and_no_byte_moves_it(members: tuple[LocalMember, ...], stage: str) -> None:
+    refused: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
+    options = LinkOptions(handshake_timeout_s=1.0)
+    listener = Listener(
+        ("127.0.0.1", 0),
+        membership_of(members[1]),
+        lambda _link: None,
+        options=options,
+        on_refused=refused.put,
+    )
+    started_s = time.monotonic()
+    with contextlib.suppress(ConvoyError, OSError):
+        if stage == "tls":
+            with socket.create_connection(listener.address) as sock:
+                dribble(sock.sendall, client_hello(members[0]))
+        elif stage == "opening":
+            stream = tls_stream(members[0], listener.address)
+            dribble(stream.send_all, encode_handshake(FrameType.OPENING, bytes(60)))
+        else:
+            streams = [tls_stream(members[0], listener.address) for _ in range(2)]
+            for direction, stream in enumerate(streams):
+                send_opening(stream, direction, b"l" * 16)
+            dribble(streams[0].send_all, encode_handshake(FrameType.HANDSHAKE_1, bytes(2000)))
+    error = refused.get(timeout=WAIT_S)
+    took_s = time.monotonic() - started_s
+    listener.close()
+    assert 0.9 < took_s < 3, error.message
+
+
+def tls_stream(me: LocalMember, address: tuple[str, int]) -> TlsStream:
+    sock = socket.create_connection(address)
+    stream = TlsStream(start_tls_client(sock, client_context(me), time.monotonic() + WAIT_S), 60)
+    stream.set_deadline(time.monotonic() + WAIT_S)
+    return stream

@@ -18,6 +18,7 @@ from convoy.cluster.options import MemberOptions
 from convoy.cluster.tpm import Tpm
 from convoy.errors import AttestationError, ConvoyError, RosterError
 from convoy.transport.link import Link, Received, ReceivedMessage
+from convoy.transport.quiet import QuietLog
 from convoy.transport.member import LocalMember
 from convoy.trust.appraisal import Context, appraise, asked_registers
 from convoy.trust.evidence import NONCE_BYTES, Occasion
@@ -58,6 +59,7 @@ class Attestation:
         self._on_fall = on_fall
         self._lock = threading.Lock()
         self._bindings: dict[Link, bytes] = {}
+        self._quiet = QuietLog(_log)
         self._asked: dict[Link, _Asked] = {}
         self._to_prove: dict[Link, Challenge] = {}
         self._wake = threading.Condition(self._lock)
@@ -104,7 +106,7 @@ class Attestation:
                 with self._lock:
                     asked = self._asked.pop(link, None)
                 if asked is None:
-                    _log.warning("%s sent evidence that nobody waits for", link.peer)
+                    self._quiet.warning("evidence", f"{link.peer} sent evidence that nobody waits for")
                     return True
                 asked.evidence = evidence
                 asked.done.set()

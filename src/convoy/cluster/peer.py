@@ -16,6 +16,7 @@ from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
+from convoy.transport.quiet import QuietLog
 from convoy.trust.verdict import Verdict
 from convoy.wire.messages import (
     Activate,
@@ -71,6 +72,7 @@ class Peer:
         self._network = network or TcpNetwork()
         self._options = options
         self._on_event = on_event or (lambda _event: None)
+        self._quiet = QuietLog(_log)  # a member that sends nonsense without end fills no disk
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
         self._hello = make_hello(options.member)
         self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
@@ -136,7 +138,7 @@ class Peer:
             self._failed(item, error)
         except Exception as error:  # noqa: BLE001 - logged whole, and told to the head
             # Torch and the library raise what they like; a peer outlives one bad plan or step.
-            _log.exception("this member failed")
+            self._quiet.warning(type(error).__name__, "this member failed", with_trace=True)
             self._failed(item, StepError(f"internal error: {type(error).__name__}"))
 
     def _message(self, link: Link, received: ReceivedMessage) -> None:
@@ -246,7 +248,7 @@ class Peer:
 
     def _failed(self, item: Received, error: ConvoyError) -> None:
         """Tell the head, in the form that it waits for; the item came from it or from the predecessor."""
-        _log.warning("a message could not be followed: %s", error.message)
+        self._quiet.warning(type(error).__name__, f"a message could not be followed: {error.message}")
         is_plan = isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate)
         answer: Refuse | StepFailed = StepFailed(item.step, error.message[:_MAX_REASON])
         if is_plan:
@@ -258,7 +260,7 @@ class Peer:
         try:
             self._head.send(answer, generation=item.generation, step=item.step)
         except ConvoyError as lost:
-            _log.warning("the head could not be told: %s", lost.message)
+            self._quiet.warning("unsaid", f"the head could not be told: {lost.message}")
 
     def _link_ended(self, link: Link, error: ConvoyError) -> None:
         self._links.discard(link)

@@ -43,8 +43,8 @@ class QuietLog:
         self._lock = threading.Lock()
         self._tallies: dict[str, _Tally] = {}
 
-    def warning(self, cause: str, text: str) -> None:
-        """``cause`` is one of ours, never text of a peer."""
+    def warning(self, cause: str, text: str, *, with_trace: bool = False) -> None:
+        """``cause`` is one of ours, never text of a peer. ``with_trace``: of the exception being handled."""
         self.flush()
         with self._lock:
             if cause not in self._tallies and len(self._tallies) >= _MAX_CAUSES:
@@ -54,7 +54,7 @@ class QuietLog:
                 tally.left_out += 1
                 return
             tally.written += 1
-        self._log.warning("%s", text)
+        self._log.warning("%s", text, exc_info=with_trace)
 
     def flush(self, *, everything: bool = False) -> None:
         """Write the counts of the intervals that are over; of all of them with ``everything``."""
