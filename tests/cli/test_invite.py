@@ -88,7 +88,7 @@ def epoch(folder: Path) -> int:
 
 
 def records(folder: Path) -> list[str]:
-    return sorted(file.suffix for file in (folder / ".convoy/operator/invites").glob("*"))
+    return sorted(file.suffix for file in (folder / ".convoy/operator/invites").glob("[0-9a-f]*"))
 
 
 def test_yes_lets_the_newcomer_in(tmp_path: Path) -> None:
@@ -231,3 +231,23 @@ def test_a_member_without_the_operator_key_cannot_invite(tmp_path: Path) -> None
     done = run_convoy(["invite"], beta)
     assert done.returncode == 1
     assert "operator.key" in done.stderr
+
+
+def test_two_invitations_at_once_are_two_epochs_and_no_crash(tmp_path: Path) -> None:
+    alpha = tmp_path / "alpha"
+    with inviting(alpha) as (first, token), joining(tmp_path / "beta", token) as beta:
+        event(first, "confirm")
+        with (
+            inviting(alpha) as (second, other),
+            joining(tmp_path / "gamma", other, "--name", "gamma") as gamma,
+        ):
+            event(second, "confirm")
+            for operator in (first, second):
+                answer(operator, "y\n")
+            assert {event(operator, "enrolled")["epoch"] for operator in (first, second)} == {2, 3}
+            for newcomer in (beta, gamma):
+                event(newcomer, "code")
+                event(newcomer, "joined")
+            _, said = second.communicate(timeout=30)
+            assert "an earlier invitation" not in said
+    assert epoch(alpha) == 3

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.config import Config, load_config
-from convoy.cli.files import read_bytes, replace_file
-from convoy.cli.first_machine import MAX_ROSTER_FILE_BYTES, make_first_machine
+from convoy.cli.desk import Desk
+from convoy.cli.files import replace_file
+from convoy.cli.first_machine import make_first_machine
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, local_addresses, parse_place
 from convoy.cli.output import one_line, print_json_line, print_note
 from convoy.errors import ConfigError, InviteError, LinkBroken
@@ -29,12 +29,9 @@ if TYPE_CHECKING:
     import socket
 
     from convoy.cluster.enrolment import Newcomer
-    from convoy.crypto.identity import OperatorKey
     from convoy.transport.member import Member, Roster
     from convoy.trust.consumption import Consumption
     from convoy.trust.invite import Token
-    from convoy.trust.roster import SignedRoster
-    from convoy.wire.enrolment import EnrolmentCard, Refusal
 
 DEFAULT_ENROLMENT_PORT = 7778
 AutoApproveFlag = Annotated[
@@ -71,9 +68,13 @@ def invite(
     home = Home(directory)
     if config is None and not home.config.exists():
         make_first_machine(home, name=name, address=address[0] if address else None, cluster=cluster)
-    desk = _Desk.open(config or home.config, operator or home.operator)
-    desk.tell_unfinished()
+    desk = Desk.open(config or home.config, operator or home.operator)
     screen = _Screen(as_json, auto_approve, out)
+    with desk.in_use():
+        _invite(desk, screen, address, port, minutes)
+
+
+def _invite(desk: Desk, screen: _Screen, address: list[str] | None, port: int | None, minutes: int) -> None:
     token, newcomer = _meet(desk, screen, address, port, minutes)
     consumption = desk.consumption(token)
     if not screen.approves(newcomer):
@@ -91,7 +92,7 @@ def invite(
 
 
 def _meet(
-    desk: _Desk, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
+    desk: Desk, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
 ) -> tuple[Token, Newcomer]:
     """Listen until a valid proof came. The listener is closed then, and the secret goes with this process."""
     from convoy.cluster.enrolment import Enrolment
@@ -132,16 +133,17 @@ def _listen(port: int | None) -> socket.socket:
         return listen_everywhere(None, 0)
 
 
-def _let_in(desk: _Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:
+def _let_in(desk: Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:
     """Sign, write, hand over: in this order, so that the newcomer never has a roster that is not on disk."""
     from convoy.trust.consumption import ENROLLED
     from convoy.trust.newcomer import roster_with
     from convoy.trust.roster import sign_roster
 
-    before = desk.newest()
-    roster = roster_with(before.roster, newcomer.card, datetime.datetime.now(datetime.UTC))
-    signed = sign_roster(roster, desk.key, before.handovers)
-    replace_file(desk.roster_file, signed)
+    with desk.signing():
+        before = desk.newest()
+        roster = roster_with(before.roster, newcomer.card, datetime.datetime.now(datetime.UTC))
+        signed = sign_roster(roster, desk.key, before.handovers)
+        replace_file(desk.roster_file, signed)
     consumption.end(f"{ENROLLED} in epoch {roster.epoch}")
     member = next(m for m in roster.members if m.identity_key == newcomer.card.identity_key)
     try:
@@ -152,74 +154,6 @@ def _let_in(desk: _Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[
             hint="invite it again: with its identity it keeps its place",
         ) from error
     return roster, member
-
-
-@dataclass(frozen=True, slots=True)
-class _Desk:
-    """The operator's side: the key, the rosters, and the record of used invitations."""
-
-    key: OperatorKey
-    settings: Config
-    records: Path
-
-    @classmethod
-    def open(cls, config: Path, operator: Path) -> _Desk:
-        from convoy.crypto.identity import OperatorKey
-
-        desk = cls(OperatorKey.load(operator), load_config(config), operator / "invites")
-        if desk.newest().operator != desk.key.public_key:
-            raise ConfigError(
-                f"the operator key in {operator} is not the one that signed {desk.roster_file}",
-                hint="name the key's directory with --operator",
-            )
-        return desk
-
-    @property
-    def roster_file(self) -> Path:
-        return self.settings.require_roster()
-
-    def roster(self) -> Roster:
-        return self.newest().roster
-
-    def newest(self) -> SignedRoster:
-        """The file's, or a newer one that this machine accepted from others; an expired one may be followed.
-
-        Read anew each time: somebody may have signed another one since.
-        """
-        from convoy.trust.accepted import AcceptedFile
-        from convoy.trust.roster import verify_roster
-
-        data = read_bytes(self.roster_file, max_bytes=MAX_ROSTER_FILE_BYTES)
-        newest = verify_roster(data, operator_key=self.settings.require_operator_key())
-        identity = self.settings.cluster.identity
-        accepted = AcceptedFile(identity).load() if identity is not None else None
-        if accepted is not None:
-            other = verify_roster(accepted.signed, operator_key=accepted.trusted)
-            same = other.roster.cluster_id == newest.roster.cluster_id
-            if same and other.roster.epoch > newest.roster.epoch:
-                return other
-        return newest
-
-    def judge(self, card: EnrolmentCard) -> Refusal | None:
-        from convoy.trust.newcomer import why_not
-
-        return why_not(self.roster(), card, datetime.datetime.now(datetime.UTC))
-
-    def consumption(self, token: Token) -> Consumption:
-        from convoy.trust.consumption import Consumption
-
-        return Consumption(self.records, token.id)
-
-    def tell_unfinished(self) -> None:
-        """An earlier process ended between the use of an invitation and the roster: say so, once."""
-        from convoy.trust.consumption import forget, unfinished
-
-        for who in unfinished(self.records):
-            print_note(
-                f"note: an earlier invitation was used up by {one_line(who)}, and its process ended before "
-                f"it was answered; {self.roster_file} says whether that member is in"
-            )
-        forget(self.records)
 
 
 @dataclass(frozen=True, slots=True)
