@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adversary.middle import Middle, Tamper, Way
-from adversary.process import Event, VictimProcess
+from adversary.process import WAIT_S, Event, VictimProcess
 from adversary.units import Measure, inner_frames, tls_records
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.transport.member import LocalMember, Roster
@@ -61,10 +62,10 @@ class AttackedLink:
         """Steps that were delivered; call once the link has ended."""
         return [event["step"] for event in self.arena.beta.now("arrived", self.far)]
 
-    def far_end(self, timeout_s: float = 30.0) -> Event:
+    def far_end(self, timeout_s: float = WAIT_S) -> Event:
         return self.arena.beta.wait("ended", self.far, timeout_s)
 
-    def near_end(self, timeout_s: float = 30.0) -> Event:
+    def near_end(self, timeout_s: float = WAIT_S) -> Event:
         return self.arena.alpha.wait("ended", self.near, timeout_s)
 
     def ends(self) -> tuple[Event, Event]:
@@ -115,16 +116,29 @@ class Arena:
 
     def start(self, name: str, **options: Any) -> VictimProcess:
         """One more process of a member of the roster."""
+        return self.start_as({"name": name}, **options)
+
+    def start_as(self, lies: dict[str, Any], **options: Any) -> VictimProcess:
+        """A process whose set-up says what ``lies`` says: see `adversary.victim`."""
         setup = {
             "directory": str(self.directory),
-            "name": name,
             "operator": self.operator.public_key.hex(),
             "layer": "inner" if self.is_bare else "both",
             "options": options,
+            **lies,
         }
         victim = VictimProcess(setup)
         self._started.append(victim)
         return victim
+
+    def under(self, roster: Roster, name: str, *, operator: OperatorKey | None = None) -> Path:
+        """A directory with everybody's keys and another roster."""
+        directory = self.directory / name
+        directory.mkdir()
+        for member in NAMES:
+            shutil.copytree(self.directory / member, directory / member, copy_function=shutil.copy2)
+        (directory / "roster.toml").write_bytes(sign_roster(roster, operator or self.operator))
+        return directory
 
     def member(self, name: str) -> LocalMember:
         """A member in this process, for a test that plays it."""

@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-WAIT_S = 30.0
+WAIT_S = 15.0
 ROOT = Path(__file__).parents[2]
 Event = dict[str, Any]
 
@@ -22,7 +22,9 @@ Event = dict[str, Any]
 class VictimProcess:
     """Runs `adversary.victim`, or another module that speaks as it does."""
 
-    def __init__(self, setup: dict[str, Any], module: str = "adversary.victim") -> None:
+    def __init__(
+        self, setup: dict[str, Any], module: str = "adversary.victim", *, start_s: float = WAIT_S
+    ) -> None:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -41,7 +43,7 @@ class VictimProcess:
         self.heard: list[Event] = []
         self._keys = itertools.count()
         threading.Thread(target=self._read, daemon=True).start()
-        self.port: int = self.wait("listening")["port"]
+        self.port: int = self.wait("listening", timeout_s=start_s)["port"]
 
     @property
     def address(self) -> tuple[str, int]:

@@ -1,12 +1,13 @@
 """A member as a process of its own, for attacks: listens, dials and sends as it is told on standard input,
 and says on standard output what happened to it. Every line is a JSON object.
 
-`python -m adversary.victim SETUP`, where SETUP is a JSON object: directory, name, operator, options, and layer:
-"both", or "inner" for links whose outer layer is taken away here.
+`python -m adversary.victim SETUP`, where SETUP is a JSON object: directory, name, operator, options,
+and layer: "both", or "inner" for links whose outer layer is taken away here.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import itertools
 import json
@@ -15,22 +16,44 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from adversary.bare import take_away_the_outer_layer
 from adversary.options import attack_options
+from convoy.crypto.claims import NO_LINK
 from convoy.crypto.identity import Identity
 from convoy.errors import ConvoyError
 from convoy.transport.dial import dial
 from convoy.transport.link import Link, Received, ReceivedTensor
 from convoy.transport.listener import Listener
 from convoy.transport.member import LocalMember
+from convoy.transport.membership import Membership, utc_now
+from convoy.trust.accepted import AcceptedFile
+from convoy.trust.authority import OperatorAuthority
 from convoy.trust.roster import verify_roster
 from convoy.wire.messages import FrameType, Row, Step
 from convoy.wire.tensor import WireTensor
 
 ALLOWED = frozenset({FrameType.HELLO, FrameType.STEP, FrameType.HIDDEN, FrameType.REFUSE})
+
+
+def membership(setup: dict[str, Any], directory: Path) -> Membership:
+    """This member under the roster in its directory; for one that lies about itself, nothing is checked."""
+    operator_key = bytes.fromhex(setup["operator"])
+    signed = (directory / "roster.toml").read_bytes()
+    roster = verify_roster(signed, operator_key=operator_key).roster
+    identity = Identity.load(directory / setup.get("identity", setup["name"]))
+    me = object.__new__(LocalMember)
+    for field, value in (("name", setup["name"]), ("identity", identity), ("roster", roster)):
+        object.__setattr__(me, field, value)
+    if not setup.get("liar", False):
+        me = LocalMember(setup["name"], identity, roster)
+    accepted = AcceptedFile(directory / f"accepted by {setup['name']}")
+    ahead = datetime.timedelta(seconds=setup.get("clock_ahead_s", 0))
+    authority = OperatorAuthority(operator_key, accepted)
+    return Membership(me, signed, authority, now=lambda: utc_now() + ahead)
 
 
 class Victim:
@@ -42,13 +65,9 @@ class Victim:
         self._links: dict[str, Link] = {}
         self._numbers = itertools.count()
         self._options = attack_options(setup.get("options", {}))
-        roster = verify_roster(
-            (directory / "roster.toml").read_bytes(), operator_key=bytes.fromhex(setup["operator"])
-        ).roster
-        name = setup["name"]
-        self._me = LocalMember(name, Identity.load(directory / name), roster)
+        self._me = membership(setup, directory)
         if setup["layer"] == "inner":
-            take_away_the_outer_layer(self._me)
+            take_away_the_outer_layer(self._me.current)
         self._listener = Listener(
             ("127.0.0.1", 0), self._me, self._greet, options=self._options, on_refused=self._refused
         )
@@ -65,7 +84,7 @@ class Victim:
 
     # What it is told to do.
 
-    def do_dial(self, key: str, peer: str, port: int, timeout_s: float) -> None:
+    def do_dial(self, key: str, peer: str, port: int, timeout_s: float, replaces: str = "") -> None:
         def work() -> None:
             began_s = time.monotonic()
             try:
@@ -75,6 +94,7 @@ class Victim:
                     peer_name=peer,
                     timeout_s=timeout_s,
                     options=self._options,
+                    replaces=bytes.fromhex(replaces) or NO_LINK,
                 )
             except ConvoyError as error:
                 self.say("failed", key=key, took_s=time.monotonic() - began_s, **_error(error))
@@ -97,17 +117,38 @@ class Victim:
                 self.say("ponged", key=key)
             except ConvoyError as error:
                 self.say("ping failed", key=key, **_error(error))
+            except KeyError:
+                self.say("ping failed", key=key, error="LinkBroken", message="the link is gone")
 
         threading.Thread(target=work, daemon=True).start()
 
+    def do_roster(self, key: str, path: str) -> None:
+        """Send whatever is in a file as a roster."""
+        self._sending(key, lambda link: link.post_roster(Path(path).read_bytes()))
+
+    def do_offer(self, path: str) -> None:
+        """Adopt a roster, as from its file."""
+        try:
+            self.say("offered", adopted=self._me.offer(Path(path).read_bytes(), "a file"))
+        except ConvoyError as error:
+            self.say("offered", adopted=False, **_error(error))
+
     def do_close(self, key: str) -> None:
-        self._links[key].close("told to")
+        link = self._links.get(key)
+        if link is not None:
+            link.close("told to")
 
     def do_state(self) -> None:
         with open("/proc/self/statm", encoding="ascii") as statm:
             rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         descriptors = len(os.listdir("/proc/self/fd"))
-        self.say("state", rss_bytes=rss_bytes, threads=threading.active_count(), descriptors=descriptors)
+        self.say(
+            "state",
+            epoch=self._me.roster.epoch,
+            rss_bytes=rss_bytes,
+            threads=threading.active_count(),
+            descriptors=descriptors,
+        )
 
     # What happens to it.
 
@@ -119,12 +160,12 @@ class Victim:
 
     def _keep(self, key: str, link: Link) -> None:
         self._links[key] = link
-        self.say("link", key=key, id=getattr(link, "link_id", b"").hex(), peer=link.peer, cipher=link.cipher)
         link.start(
             lambda _, received: self._arrived(key, received),
             lambda _, error: self._ended(key, error),
             ALLOWED,
         )
+        self.say("link", key=key, id=getattr(link, "link_id", b"").hex(), peer=link.peer, cipher=link.cipher)
 
     def _arrived(self, key: str, received: Received) -> None:
         if isinstance(received, ReceivedTensor):
@@ -155,20 +196,21 @@ def _error(error: ConvoyError) -> dict[str, str]:
     return {"error": type(error).__name__, "message": error.message}
 
 
-class _Crash(logging.Handler):
+class Crash(logging.Handler):
     """Tracebacks in the log are crashes that somebody caught: the suite must see them."""
 
-    def __init__(self, victim: Victim) -> None:
+    def __init__(self, say: Callable[..., None]) -> None:
         super().__init__(logging.ERROR)
-        self._victim = victim
+        self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._victim.say("crashed", message=record.getMessage(), error=str(record.exc_info))
+        if record.exc_info:
+            self._say("crashed", message=record.getMessage(), error=str(record.exc_info))
 
 
 def main() -> None:
     victim = Victim(json.loads(sys.argv[1]))
-    logging.getLogger("convoy").addHandler(_Crash(victim))
+    logging.getLogger("convoy").addHandler(Crash(victim.say))
     threading.excepthook = lambda args: victim.say(
         "crashed", message=str(args.thread), error=str(args.exc_value)
     )

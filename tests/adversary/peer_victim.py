@@ -1,0 +1,67 @@
+"""A whole peer as a process, for attacks by members: `python -m adversary.peer_victim SETUP`, as `adversary.victim`;
+on standard output it also says what it could not follow, by the error's name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from adversary.victim import Crash, membership
+from convoy.cluster.options import MemberOptions, PeerOptions
+from convoy.cluster.peer import Peer, PeerEvent
+from convoy.errors import ConvoyError
+from convoy.transport.link import Link, Received
+from convoy.transport.network import TcpNetwork
+
+
+class PeerVictim(Peer):
+    """The product's peer; what is overridden here only tells."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self._saying = threading.Lock()
+        member = MemberOptions(num_threads=1, memory_bytes=1 << 30)
+        network = TcpNetwork()
+        super().__init__(
+            membership(setup, Path(setup["directory"])), PeerOptions(member), self._event, network
+        )
+
+    def say(self, event: str, **rest: Any) -> None:
+        with self._saying:
+            print(json.dumps({"event": event, **rest}), flush=True)
+
+    def _event(self, event: PeerEvent) -> None:
+        if event.kind == "listening":
+            self.say("listening", port=int(event.text.rpartition(":")[2]))
+
+    def _failed(self, item: Received, error: ConvoyError) -> None:
+        self.say("not followed", error=type(error).__name__, message=error.message)
+        super()._failed(item, error)
+
+    def _link_ended(self, link: Link, error: ConvoyError) -> None:
+        self.say("link ended", peer=link.peer, error=type(error).__name__, message=error.message)
+        super()._link_ended(link, error)
+
+    def answer_orders(self) -> None:
+        for line in sys.stdin:
+            if json.loads(line)["do"] == "state":
+                with open("/proc/self/statm", encoding="ascii") as statm:
+                    rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                self.say("state", rss_bytes=rss_bytes, threads=threading.active_count())
+
+
+def main() -> None:
+    setup = json.loads(sys.argv[1])
+    victim = PeerVictim(setup)
+    logging.getLogger("convoy").addHandler(Crash(victim.say))
+    threading.Thread(target=victim.answer_orders, daemon=True).start()
+    victim.run(("127.0.0.1", setup["port"]))
+
+
+if __name__ == "__main__":
+    main()
