@@ -18,8 +18,8 @@ from convoy.cluster.options import MemberOptions
 from convoy.cluster.tpm import Tpm
 from convoy.errors import AttestationError, ConvoyError, RosterError
 from convoy.transport.link import Link, Received, ReceivedMessage
-from convoy.transport.quiet import QuietLog
 from convoy.transport.member import LocalMember
+from convoy.transport.quiet import QuietLog
 from convoy.trust.appraisal import Context, appraise, asked_registers
 from convoy.trust.evidence import NONCE_BYTES, Occasion
 from convoy.trust.policy import Policy
