@@ -245,6 +245,38 @@ def test_a_switch_to_connections_that_nobody_made_ends_the_link(make: Make) -> N
     assert error.message == "alpha switched to connections that this end does not have"
 
 
+def test_a_switch_to_other_connections_than_those_kept_ends_the_link() -> None:
+    links = memory_link_pair(ALPHA, BETA, options=OPTIONS)
+    fresh = memory_link_pair(ALPHA, BETA, options=OPTIONS, replaces=links[0].link_id)
+    links[1].keep(fresh[1])
+    here, there = End(links[0]).start(), End(links[1]).start()
+    here.link._outgoing.send(switch_to(os.urandom(16)))
+    error = there.error()
+    assert isinstance(error, FrameError)
+    assert error.message == "alpha switched to connections that this end does not have"
+    with pytest.raises(LinkBroken):
+        fresh[1]._streams[0].send_all(b"x")
+
+
+def test_a_listener_that_confirms_other_connections_is_not_switched_to() -> None:
+    links = memory_link_pair(ALPHA, BETA, options=OPTIONS)
+    pair = Pair(End(links[0]).start(), End(links[1]).start())
+    tried: list[Link] = []
+
+    def redial() -> Link:
+        fresh = memory_link_pair(ALPHA, BETA, options=OPTIONS, replaces=links[0].link_id)
+        fresh[1]._outgoing.send(switch_to(os.urandom(16)))
+        tried.append(fresh[0])
+        return fresh[0]
+
+    links[0].replace_with(redial)
+    while len(tried) < 2:
+        pair.here.link.send(STEP)
+        pair.there.next()
+    assert pair.there.link.ping(WAIT_S) > 0
+    pair.close()
+
+
 def test_a_frame_behind_switch_on_the_old_connection_ends_the_link() -> None:
     links = memory_link_pair(ALPHA, BETA, options=OPTIONS)
     fresh = memory_link_pair(ALPHA, BETA, options=OPTIONS, replaces=links[0].link_id)
