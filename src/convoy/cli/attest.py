@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from convoy.cli.change import OPERATOR_DIRECTORY, require_signer
 from convoy.cli.config import Config, load_config
 from convoy.cli.files import read_bytes, read_text, replace_file
 from convoy.cli.member import load_member, load_policy, member_options
 from convoy.cli.output import JsonFlag, print_fields, print_json, print_note
-from convoy.cli.roster import OPERATOR_DIRECTORY
 from convoy.errors import AttestationError, UsageError
 
 if TYPE_CHECKING:
     from convoy.cluster.tpm import Tpm
     from convoy.crypto.identity import OperatorKey
-    from convoy.transport.member import Roster
     from convoy.trust.policy import Policy
+    from convoy.trust.roster import SignedRoster
 
 app = typer.Typer(help="Prove what this machine is; enrol its TPM.", rich_markup_mode=None)
 _MAX_PEM_BYTES = 1 << 20
@@ -75,7 +75,7 @@ def challenge(
     )
 
     asked = request_from_text(read_text(request, max_bytes=MAX_FILE_BYTES))
-    listed, _ = _open_roster(roster, operator)
+    listed = _open_roster(roster, operator)[0].roster
     member = listed.member(asked.member)
     authority = check_request(asked, member, _authorities(load_policy(policy), policy.parent))
     made, pending = challenge_for(asked)
@@ -125,14 +125,16 @@ def accept_answer(
     from convoy.trust.roster import sign_roster
 
     given = answer_from_text(read_text(answer_file, max_bytes=MAX_FILE_BYTES))
-    listed, key = _open_roster(roster, operator)
+    opened, key = _open_roster(roster, operator)
+    listed, handovers = opened.roster, opened.handovers
     member = listed.member(given.member)
     kept = _pending_file(operator, member.name)
     enrolled = accept(given, pending_from_text(read_private(kept).decode()), member)
     members = tuple(
         replace(one, attestation_key=enrolled) if one.name == member.name else one for one in listed.members
     )
-    replace_file(roster, sign_roster(replace(listed, epoch=listed.epoch + 1, members=members), key))
+    newer = replace(listed, epoch=listed.epoch + 1, members=members)
+    replace_file(roster, sign_roster(newer, key, handovers))
     kept.unlink()
     facts = {"member": member.name, "roster": roster, "epoch": listed.epoch + 1}
     if as_json:
@@ -185,13 +187,15 @@ def _tpm(settings: Config) -> Tpm:
     return Tpm(settings.cluster.tpm)
 
 
-def _open_roster(roster: Path, operator: Path) -> tuple[Roster, OperatorKey]:
+def _open_roster(roster: Path, operator: Path) -> tuple[SignedRoster, OperatorKey]:
     from convoy.crypto.identity import OperatorKey
     from convoy.trust.roster import open_roster
 
     key = OperatorKey.load(operator)
     data = read_bytes(roster, max_bytes=_MAX_ROSTER_BYTES)
-    return open_roster(data, operator_key=key.public_key).roster, key
+    signed = open_roster(data, operator_key=key.public_key)
+    require_signer(signed, key)
+    return signed, key
 
 
 def _authorities(policy: Policy, folder: Path) -> list[bytes]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from convoy.cli.change import OPERATOR_DIRECTORY, RosterChange, open_change, require_signer
 from convoy.cli.config import decode_public_key, load_config
 from convoy.cli.files import read_bytes, read_text, replace_file
 from convoy.cli.output import JsonFlag, print_fields, print_json, print_table
@@ -16,11 +18,17 @@ from convoy.errors import RosterError, UsageError
 
 if TYPE_CHECKING:
     from convoy.crypto.identity import OperatorKey
+    from convoy.transport.member import Member
     from convoy.trust.roster import SignedRoster
 
 app = typer.Typer(help="Sign, show or verify the list of members.", rich_markup_mode=None)
-OPERATOR_DIRECTORY = Path(".convoy/operator")
 _MAX_FILE_BYTES = 2 << 20
+
+DaysFlag = Annotated[int, typer.Option(min=1, max=3650, help="How long the roster is valid from now on.")]
+OperatorFlag = Annotated[
+    Path, typer.Option(help="Directory of the operator's key; `new` makes it if there is none.")
+]
+RosterFlag = Annotated[Path, typer.Option(help="The roster that is read, and replaced.")]
 
 
 @app.command()
@@ -28,13 +36,11 @@ def new(
     cluster: Annotated[str, typer.Argument(help="The cluster's name.")],
     cards: Annotated[list[Path], typer.Argument(help="A card of each member, from `convoy identity new`.")],
     head: Annotated[list[str], typer.Option(help="A member that may be head; may be given again.")],
-    days: Annotated[int, typer.Option(min=1, max=3650, help="How long the roster is valid.")] = 30,
+    days: DaysFlag = 30,
     epoch: Annotated[
         int | None, typer.Option(min=1, help="Its version.  [default: one more than that in --out]")
     ] = None,
-    operator: Annotated[
-        Path, typer.Option(help="Directory of the operator's key; made if there is none.")
-    ] = OPERATOR_DIRECTORY,
+    operator: OperatorFlag = OPERATOR_DIRECTORY,
     out: Annotated[Path, typer.Option(help="Where the roster goes.")] = Path("roster.toml"),
     as_json: JsonFlag = False,
 ) -> None:
@@ -52,15 +58,84 @@ def new(
         for card, name in zip(cards, names, strict=True)
     ]
     key = _operator_key(operator)
+    old = _replaced(out, key, cluster)
     roster = make_roster(
         cluster,
         members,
-        epoch=epoch or _next_epoch(out, key, cluster),
+        epoch=epoch or (old.roster.epoch + 1 if old is not None else 1),
         lifetime=datetime.timedelta(days=days),
     )
-    data = sign_roster(roster, key)
+    data = sign_roster(roster, key, old.handovers if old is not None else ())
     replace_file(out, data)
     _print_roster(out, open_roster(data, operator_key=key.public_key), key.public_key, as_json=as_json)
+
+
+@app.command()
+def add(
+    cards: Annotated[list[Path], typer.Argument(help="A card of each new member.")],
+    head: Annotated[list[str] | None, typer.Option(help="A new member that may be head.")] = None,
+    days: DaysFlag = 30,
+    operator: OperatorFlag = OPERATOR_DIRECTORY,
+    roster: RosterFlag = Path("roster.toml"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Sign the roster again, one epoch later, with further members."""
+    from convoy.trust.card import MAX_CARD_BYTES, read_card
+
+    heads = set(head or ())
+    new = [read_card(read_text(card, max_bytes=MAX_CARD_BYTES), head=False) for card in cards]
+    for name in sorted(heads - {member.name for member in new}):
+        raise UsageError(f"--head {name} is on none of the cards")
+    change = open_change(roster, operator, days)
+    listed = {member.name for member in change.old.roster.members}
+    for member in new:
+        if member.name in listed:
+            raise RosterError(
+                f"{member.name} is listed already, and its keys are never overwritten",
+                hint=f"if its machine is new: `convoy roster remove {member.name}`, then add it",
+            )
+    added = tuple(replace(member, head=member.name in heads) for member in new)
+    _print_change(change, (*change.old.roster.members, *added), as_json=as_json)
+
+
+@app.command()
+def remove(
+    names: Annotated[list[str], typer.Argument(help="Members that are to be out.")],
+    days: DaysFlag = 30,
+    operator: OperatorFlag = OPERATOR_DIRECTORY,
+    roster: RosterFlag = Path("roster.toml"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Sign the roster again, one epoch later, without some members: they are out wherever it arrives."""
+    change = open_change(roster, operator, days)
+    for name in names:
+        change.old.roster.member(name)
+    left = tuple(member for member in change.old.roster.members if member.name not in names)
+    if not left:
+        raise RosterError("nobody would be left in the roster")
+    _print_change(change, left, as_json=as_json)
+
+
+@app.command()
+def sign(
+    days: DaysFlag = 30,
+    operator: OperatorFlag = OPERATOR_DIRECTORY,
+    new_operator: Annotated[
+        Path | None, typer.Option(help="Directory of the key that signs from now on; made if there is none.")
+    ] = None,
+    roster: RosterFlag = Path("roster.toml"),
+    as_json: JsonFlag = False,
+) -> None:
+    """Sign the same members again, one epoch later: a new expiry, or a new operator key."""
+    change = open_change(roster, operator, days)
+    if new_operator is not None:
+        change = change.hand_over(_operator_key(new_operator))
+    _print_change(change, change.old.roster.members, as_json=as_json)
+
+
+def _print_change(change: RosterChange, members: tuple[Member, ...], *, as_json: bool) -> None:
+    signed = change.write(members)
+    _print_roster(change.file, signed, signed.operator, as_json=as_json)
 
 
 @app.command()
@@ -122,16 +197,17 @@ def _operator_key(directory: Path) -> OperatorKey:
     return key
 
 
-def _next_epoch(out: Path, key: OperatorKey, cluster: str) -> int:
-    """One more than the roster that is about to be replaced; members refuse to go back."""
+def _replaced(out: Path, key: OperatorKey, cluster: str) -> SignedRoster | None:
+    """The roster that is about to be replaced: members refuse to go back behind its epoch."""
     from convoy.trust.roster import open_roster
 
     if not out.exists():
-        return 1
+        return None
     data = read_bytes(out, max_bytes=_MAX_FILE_BYTES)
     _, valid_at = _claims(data, out)
     old = open_roster(data, operator_key=key.public_key, cluster_id=cluster, now=valid_at)
-    return old.roster.epoch + 1
+    require_signer(old, key)
+    return old
 
 
 def _claims(data: bytes, file: Path) -> tuple[bytes, datetime.datetime]:

@@ -155,7 +155,9 @@ def _split(data: bytes) -> tuple[bytes, _Signature]:
         raise RosterError("the roster is unsigned", hint="sign it: `convoy roster new`")
     if len(tail) > _MAX_TAIL_BYTES:
         raise RosterError(f"the roster's signature has {len(tail)} bytes, and the limit is {_MAX_TAIL_BYTES}")
-    table = parse_toml(tail)
+    file = parse_toml(_SEPARATOR + tail)
+    check_keys(file, frozenset({"signature"}), "the end of the roster")
+    table = get(file, "signature", dict)
     check_keys(table, frozenset({"operator", "ed25519"}), "the signature", frozenset({"handovers"}))
     try:
         signature = base64.b64decode(get(table, "ed25519", str), validate=True)
