@@ -13,6 +13,8 @@ from convoy.wire.messages import (
     Activated,
     BlockGrant,
     Bye,
+    Challenge,
+    Evidence,
     FrameType,
     Hello,
     Message,
@@ -27,6 +29,7 @@ from convoy.wire.messages import (
     StageAssignment,
     Step,
     StepFailed,
+    Switch,
 )
 
 MESSAGES: list[Message] = [
@@ -37,12 +40,15 @@ MESSAGES: list[Message] = [
     Refuse(1, "no room", "free some"),
     Activate(1, b"d" * 32, 9),
     Activated(1),
+    Challenge(b"n" * 32, [0, 7]),
+    Evidence(b"claims", b"s" * 64, "tpm2", [b"a", b""]),
     Step(4, [1], [BlockGrant(2, 0, [3, 4])], [Row(2, 0, 5, 1)], b"\1\0\0\0"),
     StepFailed(4, "an index is out of range"),
     RosterUpdate(b"signed by the operator"),
     Ping(1),
     Pong(1),
     Bye("done"),
+    Switch(b"l" * 16),
 ]
 
 

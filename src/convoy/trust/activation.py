@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import datetime
 import secrets
 import tomllib
 from collections.abc import Callable, Iterable
@@ -88,7 +89,9 @@ class Pending:
     secret: bytes = field(repr=False)
 
 
-def check_request(request: Request, member: Member, authorities: Iterable[bytes]) -> str:
+def check_request(
+    request: Request, member: Member, authorities: Iterable[bytes], now: datetime.datetime | None = None
+) -> str:
     """Everything that can be checked without the TPM's answer. Returns the authority's name.
 
     Raises `AttestationError` for another identity, an unsigned or changed request, a key that may leave its
@@ -103,7 +106,7 @@ def check_request(request: Request, member: Member, authorities: Iterable[bytes]
     endorsement = parse_public(request.endorsement)
     check_endorsement_key(endorsement)
     check_attestation_key(parse_public(request.attestation))
-    return check_endorsement(request.certificate, endorsement.key, authorities)
+    return check_endorsement(request.certificate, endorsement.key, authorities, now)
 
 
 def challenge_for(request: Request) -> tuple[ActivationChallenge, Pending]:
