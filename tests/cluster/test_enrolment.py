@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from convoy.cluster.joining import NameTaken
 from convoy.crypto.certificate import certificate_fingerprint
-from convoy.crypto.enrolment import OneTimeCertificate, Terms, check_listener_mac, newcomer_mac, to_sign
+from convoy.crypto.enrolment import OneTimeCertificate, Terms, newcomer_mac, to_sign
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.errors import HandshakeError, InviteError, LinkBroken, PeerUnreachable, RosterError
 from convoy.transport.admission import AdmissionLimits
@@ -177,6 +177,16 @@ def test_an_expired_invitation_lets_nobody_in(tmp_path: Path) -> None:
         assert not offer.consumption.used
 
 
+def test_a_proof_that_comes_after_the_expiry_is_late(tmp_path: Path) -> None:
+    with invitation(tmp_path, limits=LIMITS) as offer:
+        raw = RawNewcomer(offer.token)
+        challenge = raw.hello()
+        offer.enrolment._until_s = time.monotonic()  # ten minutes later
+        raw.send(raw.proof(challenge))
+        assert raw.refusal() is Refusal.EXPIRED
+        assert not offer.consumption.used
+
+
 def test_a_taken_name_is_said_and_the_invitation_stays_good(tmp_path: Path) -> None:
     with invitation(tmp_path, limits=LIMITS) as offer:
         error = Joining(offer.token, name="alpha").end().error
@@ -279,9 +289,23 @@ def test_an_attacker_with_the_token_cannot_choose_its_nonce_after_the_inviters(t
         assert not offer.consumption.used
 
 
-def test_a_listener_without_the_secret_cannot_pass_a_roster_off(tmp_path: Path) -> None:
-    with invitation(tmp_path) as offer, pytest.raises(HandshakeError, match="inviting machine"):
-        check_listener_mac(offer.token.secret, bytes(32), b"pending", bytes(32))
+def test_a_listener_without_the_secret_gets_no_code_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convoy.cluster.enrolment.listener_mac", lambda *_: bytes(32))
+    with invitation(tmp_path) as offer:
+        joining = Joining(offer.token).end()
+        assert isinstance(joining.error, HandshakeError)
+        assert "does not hold this invitation's secret" in joining.error.message
+        assert joining.codes == []
+
+
+def test_a_roster_whose_mac_is_wrong_is_refused(tmp_path: Path) -> None:
+    with invitation(tmp_path) as offer:
+        joining = Joining(offer.token)
+        offer.accept(replace(offer.enrolment.wait(), _secret=bytes(16)))
+        assert isinstance(joining.end().error, HandshakeError)
+        assert joining.enrolled is None
 
 
 def test_a_roster_of_another_operator_is_refused(tmp_path: Path) -> None:
