@@ -103,7 +103,10 @@ def host_name() -> str:
 
 
 def local_addresses() -> list[str]:
-    """The addresses of this machine's interfaces that others may reach: IPv4 first; loopback if no other."""
+    """The addresses of this machine's interfaces that others may reach; loopback if there is no other.
+
+    First the one that most of the world is reached from, then IPv4 before IPv6.
+    """
     import psutil
 
     found: dict[int, list[str]] = {4: [], 6: []}
@@ -118,7 +121,19 @@ def local_addresses() -> list[str]:
             # A link-local address means nothing without the name that its interface has here.
             if version is not None and not host.startswith(("127.", "fe80:")) and host != "::1":
                 found[version].append(host)
-    return found[4] + found[6] or loopback
+    first = _outward_address()
+    return sorted(found[4] + found[6], key=lambda host: host != first) or loopback
+
+
+def _outward_address() -> str | None:
+    """The local address of the default route. Nothing is sent: UDP only chooses a route here."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("198.51.100.1", 9))  # RFC 5737: nobody's address
+        except OSError:
+            return None
+        host: str = sock.getsockname()[0]
+        return host
 
 
 def parse_place(text: str, port: int | None) -> tuple[str, int | None]:
