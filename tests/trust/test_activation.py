@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from convoy.trust.activation import Request, accept, answer_for, challenge_for, 
 from support.members import make_local_members
 from support.tpm_vectors import IDENTITY, IDENTITY_KEY, recorded, recorded_parts, vectors
 
+NOW = datetime.datetime(2027, 1, 1, tzinfo=datetime.UTC)
 AUTHORITIES = read_authorities(vectors()["authority_pem"].encode(), "ca.pem")
 ATTESTATION, OTHER_MACHINE = recorded_parts("ecc")[0], recorded_parts("other_machine")[0]
 BETA: Member = replace(make_local_members(("alpha", "beta"))[1].member, identity_key=IDENTITY_KEY)
@@ -31,7 +33,7 @@ def request(**changes: object) -> Request:
 
 def test_a_member_that_opens_the_credential_is_enrolled() -> None:
     asked = request()
-    assert check_request(asked, BETA, AUTHORITIES) == "CN=swtpm-localca"
+    assert check_request(asked, BETA, AUTHORITIES, NOW) == "CN=swtpm-localca"
     challenge, pending = challenge_for(asked)
     assert challenge.algorithm == "ecc"
     answer = answer_for("beta", IDENTITY_KEY, ATTESTATION, pending.secret)
@@ -56,7 +58,7 @@ def test_a_request_that_cannot_be_right_gets_no_challenge(
     changed: Callable[[], Request], reason: str
 ) -> None:
     with pytest.raises(AttestationError, match=reason):
-        check_request(changed(), BETA, AUTHORITIES)
+        check_request(changed(), BETA, AUTHORITIES, NOW)
 
 
 def test_an_answer_without_the_secret_for_another_key_or_of_another_member_is_refused() -> None:
