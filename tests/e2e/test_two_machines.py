@@ -32,9 +32,10 @@ class Running:
     """A command on one machine, in a folder of its own, with its output in files."""
 
     def __init__(self, machine: Machine, folder: Path, *arguments: str) -> None:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         self.folder = folder
-        self._files = [(folder / name).open("wb") for name in ("out", "err")]
+        self._verb = arguments[0]
+        self._files = [(folder / f"{self._verb}.{name}").open("wb") for name in ("out", "err")]
         self.process = subprocess.Popen(
             machine.run_in(sys.executable, "-m", "convoy", *arguments),
             cwd=folder,
@@ -50,7 +51,7 @@ class Running:
         self.process.stdin.flush()
 
     def text(self, name: str) -> str:
-        return (self.folder / name).read_text()
+        return (self.folder / f"{self._verb}.{name}").read_text()
 
     def wait_for(self, name: str, pattern: str) -> str:
         """The first group of the pattern, once the output has it."""
@@ -153,3 +154,21 @@ def test_the_operator_compares_the_codes_and_says_yes(tmp_path: Path) -> None:
             head.say("y\n")
             url = head.wait_for("out", r'"url": "(http://[^"]+)"')
             assert ask(first, url, "What is 4+3?") == "7"
+            _third_comes_in(first, second, tmp_path)
+            peer.wait_for("out", r'"text": "(alpha -> beta)"')
+            assert ask(first, url, "What is 4+3?") == "7"
+            assert "lost" not in peer.text("out")
+
+
+def _third_comes_in(first: Machine, second: Machine, tmp_path: Path) -> None:
+    """Into the cluster that runs, whose members take the new roster and keep their links."""
+    invite = ("invite", "--auto-approve", "--address", first.address)
+    with running(first, tmp_path / "a", *invite) as operator:
+        token = operator.wait_for("out", r"(convoy1[a-z2-7]+)\n")
+        with running(second, tmp_path / "c", "join", "-", "--name", "gamma", "--port", "7779") as third:
+            third.say(f"{token}\n")
+            third.wait_for("err", r"(listening: gamma)")
+            assert operator.process.wait(30) == 0
+            newest = (tmp_path / "a" / ".convoy" / "roster.toml").read_bytes()
+            accepted = tmp_path / "b" / ".convoy" / "identity" / "accepted" / "newest"
+            until(lambda: accepted.read_bytes().endswith(newest) or None, third)

@@ -81,8 +81,8 @@ def _invite(desk: Desk, screen: _Screen, address: list[str] | None, port: int | 
         from convoy.trust.consumption import DECLINED
         from convoy.wire.enrolment import Refusal
 
-        consumption.end(DECLINED)
         newcomer.refuse(Refusal.DECLINED)
+        consumption.end(DECLINED)
         raise InviteError(
             f"{newcomer.card.name} was not let in, and the invitation is used up",
             hint="make a new one with `convoy invite`",
@@ -144,7 +144,6 @@ def _let_in(desk: Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[R
         roster = roster_with(before.roster, newcomer.card, datetime.datetime.now(datetime.UTC))
         signed = sign_roster(roster, desk.key, before.handovers)
         replace_file(desk.roster_file, signed)
-    consumption.end(f"{ENROLLED} in epoch {roster.epoch}")
     member = next(m for m in roster.members if m.identity_key == newcomer.card.identity_key)
     try:
         newcomer.accept(signed)
@@ -153,6 +152,8 @@ def _let_in(desk: Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[R
             f"{member.name} is in the roster, but went away before it got it",
             hint="invite it again: with its identity it keeps its place",
         ) from error
+    finally:
+        consumption.end(f"{ENROLLED} in epoch {roster.epoch}")
     return roster, member
 
 
