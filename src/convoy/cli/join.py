@@ -6,6 +6,7 @@ Waits for the head, holds the layers it plans, and waits again when it is gone.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import signal
 import sys
@@ -116,7 +117,8 @@ def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool
             ends.put(None)
 
     def read_to_end() -> None:
-        while sys.stdin.buffer.read(4096):
+        # Not `sys.stdin`, whose lock a process that ends by a signal could not take from this thread.
+        while os.read(sys.stdin.fileno(), 4096):
             pass
         ends.put(None)
 

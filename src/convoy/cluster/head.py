@@ -330,6 +330,7 @@ class Head:
             address=self._address(name),
             round_trip_s=None if link is None else _round_trip(link),
             cipher=None if link is None else link.cipher,
+            link_id=None if link is None or link.is_over else link.link_id.hex(),
             sealed_bytes_sent=0 if link is None else link.sent_sealed_bytes,
             sealed_bytes_received=0 if link is None else link.received_sealed_bytes,
         )

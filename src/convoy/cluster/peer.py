@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -269,10 +270,16 @@ class Peer:
             self._forget(f"{link.peer} is gone: {error.message}")
             self._stopping = self._stopping or self._options.exit_with_head
         elif self._loaded is not None and self._loaded.is_neighbour(link):
-            self._forget(f"the ring is broken at {link.peer}: {error.message}")
-            # A head that has the roster which ended this link knows; to one that has not, it is on its way.
-            if self._head is not None and not link.is_revoked:
-                self._head.close(f"the ring is broken at {link.peer}")
+            self._ring_broke(
+                self._loaded.plan.generation, f"the ring is broken at {link.peer}: {error.message}"
+            )
+
+    def _ring_broke(self, generation: int, why: str) -> None:
+        """Only the plan is over: the head is told, and its link lives on."""
+        self._forget(why)
+        if self._head is not None:
+            with contextlib.suppress(ConvoyError):  # then its link ends too, and says so itself
+                self._head.send(StepFailed(0, why[:_MAX_REASON]), generation=generation)
 
     def _forget(self, why: str) -> None:
         self._drop_plan()

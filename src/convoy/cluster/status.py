@@ -21,6 +21,7 @@ class StageStatus(msgspec.Struct, frozen=True):
     sealed_bytes_sent: int = 0
     sealed_bytes_received: int = 0
     level: str = "none"  # what was proved of the member: none, self_signed or hardware
+    link_id: str | None = None  # hex; None once the link is over
 
 
 class VerdictStatus(msgspec.Struct, frozen=True):

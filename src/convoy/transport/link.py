@@ -96,7 +96,6 @@ class Link:
         self._over = threading.Event()
         self._error: ConvoyError | None = None
         self._closing: LinkClosed | None = None
-        self._revoked = False
         self._pings: dict[int, _Waiting] = {}
         self._next_ping = 0
         self._threads: list[threading.Thread] = []
@@ -120,11 +119,6 @@ class Link:
     @property
     def is_over(self) -> bool:
         return self._error is not None
-
-    @property
-    def is_revoked(self) -> bool:
-        """This end closed it because the peer may not have it any more."""
-        return self._revoked
 
     @property
     def heard_s(self) -> float:
@@ -241,7 +235,6 @@ class Link:
             if self._error is not None or self._closing is not None:
                 return
             self._closing = error
-            self._revoked = revoke
         bye = message_parcel(FrameType.BYE, encode_message(Bye(reason[:_MAX_REASON])), 0, 0)
         self._outgoing.finish(bye, timeout_s=self._options.close_timeout_s, drop=revoke)
         receiver = self._threads[0] if self._threads else None
