@@ -58,6 +58,11 @@ def test_a_flood_of_hidden_states_fills_its_own_share_alone() -> None:
     while peer._inbox.held_bytes(links["gamma"]) < SHARE_BYTES - 2 * TENSOR.nbytes:
         assert time.monotonic() < until_s
         time.sleep(0.001)
+    num_sent = -1
+    while num_sent != len(sent):  # until the flood stands
+        num_sent = len(sent)
+        flooding.join(0.3)
+    assert flooding.is_alive()
     assert peer._inbox.held_bytes(links["gamma"]) <= SHARE_BYTES
     assert head.link.ping(WAIT_S) < WAIT_S  # the head's receiver at the peer is not held up
     head.link.send(Step(0, [], [], [], b""), generation=1, step=0)

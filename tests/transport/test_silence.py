@@ -272,7 +272,7 @@ def dribble(send: Callable[[bytes], None], data: bytes) -> None:
     """Byte by byte, so slowly that each one is in time and all together are not."""
     for byte in data:
         send(bytes([byte]))
-        time.sleep(0.03)
+        time.sleep(0.06)
 
 
 @pytest.mark.parametrize("stage", ["tls", "opening", "message 1"])
