@@ -80,7 +80,10 @@ def load_plan(
     options: PeerOptions,
     progress: Callable[[int, int], None],
 ) -> LoadedPlan:
-    """Check a plan against this member's offer, and load its stage. Raises `Incompatible` or `ModelError`."""
+    """Check a plan against this member's offer, and load its stage.
+
+    Raises `Incompatible`, `ModelError`, or `StepError` for stages that make no whole model.
+    """
     if plan.kernel not in hello.kernels or plan.activation_dtype not in hello.dtypes:
         raise Incompatible(
             f"the plan asks for {plan.kernel} and {plan.activation_dtype}, but {me} has "
@@ -96,12 +99,34 @@ def load_plan(
             f"{me}'s is {source.digest[:12]}",
             hint="copy the same model directory to both members",
         )
+    check_plan(plan, source.spec.num_layers, source.spec.max_context)
     stage_options = StageOptions(
         kernel=plan.kernel, block_size=plan.block_size, num_threads=options.member.num_threads
     )
     stage = Stage.load(source, plan.stages[position], stage_options, progress)
     room = hello.memory_bytes - stage.weight_bytes
     return LoadedPlan(plan, digest, stage, position, max(0, room // stage.block_bytes))
+
+
+def check_plan(plan: Plan, num_layers: int, max_context: int) -> None:
+    """Each layer once, in order; the first stage embeds, one owns the output. Raises `StepError`."""
+    reached = 0
+    for stage in plan.stages:
+        if not stage.start == reached < stage.end <= num_layers:
+            raise StepError(
+                f"a stage of the plan has layers [{stage.start}, {stage.end}), expected to begin at {reached} "
+                f"and to end by {num_layers}"
+            )
+        reached = stage.end
+    if reached != num_layers:
+        raise StepError(f"the plan's stages end at layer {reached}, and the model has {num_layers}")
+    if len({stage.member for stage in plan.stages}) != len(plan.stages):
+        raise StepError("a member has two stages of the plan")
+    owners = sum(stage.output for stage in plan.stages)
+    if [stage.embed for stage in plan.stages] != [True, *[False] * (len(plan.stages) - 1)] or owners != 1:
+        raise StepError(f"the plan's first stage must embed and one own the output, and {owners} do")
+    if not 1 <= plan.max_context <= max_context:
+        raise StepError(f"the plan's context of {plan.max_context} tokens is not in [1, {max_context}]")
 
 
 def _find_source(model: str, me: str, options: PeerOptions) -> ModelSource:
