@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,14 @@ from convoy.crypto.certificate import certificate_fingerprint
 from convoy.crypto.enrolment import OneTimeCertificate, Proof, Terms, commit, make_proof, transcript
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.errors import ConvoyError
-from convoy.transport.enrolment import dial_pinned, listen_everywhere, receive_enrolment, send_enrolment
+from convoy.transport.admission import AdmissionLimits
+from convoy.transport.enrolment import (
+    dial_pinned,
+    listen_everywhere,
+    one_time_context,
+    receive_enrolment,
+    send_enrolment,
+)
 from convoy.transport.enrolment_listener import EnrolmentLimits
 from convoy.transport.member import Roster
 from convoy.transport.stream import Stream
@@ -34,6 +42,10 @@ from convoy.wire.enrolment import (
     encode_card,
     encode_proof,
 )
+
+# No rates: what is tried here is tried often, from one address.
+OPEN = AdmissionLimits(address_rate=1000, address_burst=1000, strangers_rate=1000, strangers_burst=1000)
+LIMITS = EnrolmentLimits(admission=OPEN)
 
 NOW = datetime.datetime.now(datetime.UTC)
 
@@ -161,3 +173,35 @@ class RawNewcomer:
 def elsewhere(token: Token, port: int) -> Token:
     """The same invitation, with another port in its address."""
     return replace(token, addresses=(("127.0.0.1", port),))
+
+
+def assert_still_good(offer: Invitation) -> None:
+    """Nothing that was tried used the invitation up: an honest newcomer gets in."""
+    assert not offer.consumption.used
+    joining = Joining(offer.token, name="honest")
+    newcomer = offer.enrolment.wait()
+    offer.accept(newcomer)
+    assert joining.end().enrolled is not None
+
+
+class Middle:
+    """A listener of the attacker's, with a certificate of its own, that hands TLS streams to ``play``."""
+
+    def __init__(self) -> None:
+        self.certificate = OneTimeCertificate.generate()
+        self.fingerprint = certificate_fingerprint(self.certificate.certificate_der)
+        self.context = one_time_context(self.certificate)
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.port = self.server.getsockname()[1]
+        self.heard = b""
+        self.ended = threading.Event()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        sock, _ = self.server.accept()
+        try:
+            with self.context.wrap_socket(sock, server_side=True) as secured:
+                self.heard = secured.recv(4096)
+        except OSError:
+            pass
+        self.ended.set()

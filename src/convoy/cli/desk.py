@@ -38,7 +38,8 @@ class Desk:
     def open(cls, config: Path, operator: Path) -> Desk:
         from convoy.crypto.identity import OperatorKey
 
-        desk = cls(OperatorKey.load(operator), load_config(config), operator / "invites")
+        settings = load_config(config)
+        desk = cls(OperatorKey.load(operator), settings, operator / "invites")
         if desk.newest().operator != desk.key.public_key:
             raise ConfigError(
                 f"the operator key in {operator} is not the one that signed {desk.roster_file}",

@@ -42,7 +42,7 @@ app = typer.Typer(
 def convoy(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,  # noqa: ARG001
+    debug: Annotated[bool, typer.Option("--debug", hidden=True)] = False,  # noqa: ARG001 - named by its error
 ) -> None:
     """One model across several machines, over links that are always sealed."""
     if version:
