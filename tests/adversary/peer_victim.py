@@ -1,5 +1,6 @@
-"""A whole peer as a process, for attacks by members: `python -m adversary.peer_victim SETUP`, as `adversary.victim`;
-on standard output it also says what it could not follow, by the error's name.
+"""A whole peer as a process, for attacks by members: `python -m adversary.peer_victim SETUP`.
+
+As `adversary.victim`, but on standard output it says what it could not follow, by the error's name.
 """
 
 from __future__ import annotations

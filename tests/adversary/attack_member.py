@@ -1,0 +1,544 @@
+"""What a valid member can do with well-sealed nonsense: be refused by name, while others are served."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from adversary.ledger import Row
+from adversary.process import VictimProcess
+from convoy.cluster.attestation import Attestation
+from convoy.cluster.head import FROM_PEER, plan_digest
+from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.running import RunningCluster
+from convoy.crypto.identity import Identity, OperatorKey
+from convoy.engine.generation import generate
+from convoy.engine.request import GenerationRequest
+from convoy.errors import ConvoyError
+from convoy.model.params import SamplingParams
+from convoy.model.source import ModelSource
+from convoy.transport.link import Link, Received, ReceivedMessage
+from convoy.transport.member import LocalMember, Roster
+from convoy.transport.network import MemoryNetwork, TcpNetwork
+from convoy.trust.card import member_of
+from convoy.trust.roster import make_roster, sign_roster
+from convoy.wire.messages import (
+    Activate,
+    Activated,
+    BlockGrant,
+    FrameType,
+    Hello,
+    Message,
+    Plan,
+    Ready,
+    StageAssignment,
+    Step,
+    StepFailed,
+)
+from convoy.wire.messages import (
+    Row as StepRow,
+)
+from convoy.wire.tensor import WireTensor
+from support.cluster import MEMBER, PeerThread
+from support.members import make_local_members, membership_of
+
+pytestmark = pytest.mark.timeout(120)
+WAIT_S = 30.0
+MODEL = "demo-mini"
+HIDDEN = 192
+NUM_BLOCKS = 16
+MAX_GROWTH_BYTES = 256 << 20
+HELLO = Hello("test", ["float32"], ["exact-f32", "plain-f32"], 1 << 30, 1, "test")
+HEAD = HeadOptions(MEMBER, wait_s=20, num_blocks=32)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@dataclass
+class Besieged:
+    """beta, a peer process; alpha, its head, played here."""
+
+    process: VictimProcess
+    alpha: LocalMember
+    beta: LocalMember
+
+
+@pytest.fixture(scope="module")
+def besieged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
+    directory = tmp_path_factory.mktemp("besieged")
+    operator = OperatorKey.generate()
+    identities = {name: Identity.generate() for name in ("alpha", "beta")}
+    port = free_port()
+    for name, identity in identities.items():
+        identity.save(directory / name)
+    members = [
+        member_of("alpha", identities["alpha"], ("127.0.0.1", free_port()), head=True),
+        member_of("beta", identities["beta"], ("127.0.0.1", port)),
+    ]
+    roster: Roster = make_roster("besieged", members)
+    (directory / "roster.toml").write_bytes(sign_roster(roster, operator))
+    setup = {
+        "directory": str(directory),
+        "name": "beta",
+        "operator": operator.public_key.hex(),
+        "port": port,
+    }
+    process = VictimProcess(setup, "adversary.peer_victim", start_s=60)
+    yield Besieged(process, *(LocalMember(name, identities[name], roster) for name in identities))
+    process.stop()
+
+
+class Hostile:
+    """A head's link to the peer, driven by hand."""
+
+    generation = 100
+
+    def __init__(self, besieged: Besieged) -> None:
+        self._process = besieged.process
+        self.link = TcpNetwork().dial(membership_of(besieged.alpha), besieged.beta.member, 10)
+        self._arrived: queue.SimpleQueue[Received | ConvoyError] = queue.SimpleQueue()
+        self.link.start(self._keep, self._keep, FROM_PEER)
+        assert isinstance(self.ask(HELLO), Hello)
+
+    def _keep(self, _link: Link, item: Received | ConvoyError) -> None:
+        self._arrived.put(item)
+
+    def ask(self, message: Message, *, generation: int = 0, step: int = 0) -> Message | ConvoyError:
+        self.link.send(message, generation=generation, step=step)
+        return self.hear()
+
+    def hear(self) -> Message | ConvoyError:
+        while True:
+            item = self._arrived.get(timeout=WAIT_S)
+            if not isinstance(item, ReceivedMessage):
+                return item  # type: ignore[return-value]
+            if type(item.message).__name__ != "Progress":
+                return item.message
+
+    def not_followed(self, row: Row) -> str:
+        """The error by which the peer refused."""
+        error = self._process.wait("not followed")
+        row.tried(error["error"])
+        assert "internal error" not in error["message"], error
+        name: str = error["error"]
+        return name
+
+    def plan(self, **changed: object) -> Plan:
+        Hostile.generation += 1
+        source = ModelSource.resolve(MODEL)
+        honest = Plan(
+            Hostile.generation,
+            MODEL,
+            source.digest,
+            [StageAssignment("alpha", 0, 2, True, True), StageAssignment("beta", 2, 4, False, False)],
+            "plain-f32",
+            "float32",
+            16,
+            2048,
+        )
+        return msgspec.structs.replace(honest, **changed)
+
+    def activate(self) -> int:
+        """An honest plan, up to its activation. Its generation."""
+        plan = self.plan()
+        ready = self.ask(plan, generation=plan.generation)
+        assert isinstance(ready, Ready), ready
+        activated = self.ask(
+            Activate(plan.generation, plan_digest(plan), NUM_BLOCKS), generation=plan.generation
+        )
+        assert isinstance(activated, Activated), activated
+        return plan.generation
+
+
+@pytest.fixture
+def hostile(besieged: Besieged) -> Iterator[Hostile]:
+    head = Hostile(besieged)
+    before = besieged.process.rss_bytes()
+    yield head
+    # The peer lives, follows an honest plan, and has grown by nothing that the attack named.
+    besieged.process.now("not followed")
+    assert besieged.process.alive
+    assert not besieged.process.crashes, besieged.process.crashes
+    head.link.close("done")
+    honest = Hostile(besieged)
+    honest.activate()
+    honest.link.close("done")
+    assert besieged.process.rss_bytes() - before < MAX_GROWTH_BYTES
+
+
+def stages(*spans: tuple[str, int, int, bool, bool]) -> list[StageAssignment]:
+    return [StageAssignment(*span) for span in spans]
+
+
+ALPHA = ("alpha", 0, 2, True, True)
+PLANS: dict[str, dict[str, object]] = {
+    "no stages": {"stages": []},
+    "no stage for the peer": {"stages": stages(("alpha", 0, 4, True, True))},
+    "overlapping spans": {"stages": stages(("alpha", 0, 3, True, True), ("beta", 2, 4, False, False))},
+    "a gap": {"stages": stages(("alpha", 0, 1, True, True), ("beta", 2, 4, False, False))},
+    "layers past the end": {"stages": stages(ALPHA, ("beta", 2, 5, False, False))},
+    "a huge span": {"stages": stages(ALPHA, ("beta", 2, 2**62, False, False))},
+    "a negative start": {"stages": stages(ALPHA, ("beta", -1, 4, False, False))},
+    "an end before its start": {"stages": stages(ALPHA, ("beta", 4, 2, False, False))},
+    "no layers": {"stages": stages(ALPHA, ("beta", 2, 2, False, False))},
+    "the peer twice": {"stages": stages(ALPHA, ("beta", 2, 3, False, False), ("beta", 3, 4, False, False))},
+    "two embeddings": {"stages": stages(ALPHA, ("beta", 2, 4, True, False))},
+    "two outputs": {"stages": stages(ALPHA, ("beta", 2, 4, False, True))},
+    "ten thousand stages": {"stages": stages(*[("alpha", 0, 0, False, False)] * 10_000)},
+    "an unknown kernel": {"kernel": "../kernel"},
+    "an unknown dtype": {"activation_dtype": "float8"},
+    "block size 0": {"block_size": 0},
+    "block size -1": {"block_size": -1},
+    "block size 7": {"block_size": 7},
+    "a huge block size": {"block_size": 2**62},
+    "a path as model": {"model": "../../../../etc/passwd"},
+    "another digest": {"model_digest": "0" * 64},
+    "an old generation": {"generation": 1},
+    "generation 0": {"generation": 0},
+    "a negative generation": {"generation": -5},
+    "a negative context": {"max_context": -1},
+    "a huge context": {"max_context": 2**62},
+}
+
+
+@pytest.mark.attack("a head's plans that make no sense", layer="both")
+@pytest.mark.parametrize("case", PLANS)
+def test_a_plan_that_makes_no_sense_is_refused_by_name(hostile: Hostile, row: Row, case: str) -> None:
+    plan = hostile.plan(**PLANS[case])
+    hostile.link.send(plan, generation=abs(plan.generation))
+    assert hostile.not_followed(row) in {"Incompatible", "ModelError", "StepError", "PlanError"}
+    hostile.hear()
+
+
+@pytest.mark.attack("a head's activations that make no sense", layer="both")
+@pytest.mark.parametrize(
+    ("num_blocks", "digest", "other_generation"),
+    [
+        (0, None, 0),
+        (-1, None, 0),
+        (2**62, None, 0),
+        (8, b"", 0),
+        (8, bytes(32), 0),
+        (8, None, 1),
+        (8, None, -1),
+    ],
+)
+def test_an_activation_that_makes_no_sense_is_refused_by_name(
+    hostile: Hostile, row: Row, num_blocks: int, digest: bytes | None, other_generation: int
+) -> None:
+    plan = hostile.plan()
+    assert isinstance(hostile.ask(plan, generation=plan.generation), Ready)
+    named = plan_digest(plan) if digest is None else digest
+    hostile.link.send(
+        Activate(plan.generation, named, num_blocks), generation=plan.generation + other_generation
+    )
+    assert hostile.not_followed(row) in {"StepError", "PlanError"}
+    hostile.hear()
+
+
+@pytest.mark.attack("a head's plans that make no sense", layer="both")
+def test_a_plan_with_a_member_that_nobody_knows_is_refused_by_name(hostile: Hostile, row: Row) -> None:
+    plan = hostile.plan(stages=stages(ALPHA, ("beta", 2, 3, False, False), ("x" * 5000, 3, 4, False, False)))
+    assert isinstance(hostile.ask(plan, generation=plan.generation), Ready)
+    hostile.link.send(Activate(plan.generation, plan_digest(plan), 8), generation=plan.generation)
+    assert hostile.not_followed(row) == "RosterError"
+
+
+BIG = 2**62
+FIRST = BlockGrant(1, 0, [0, 1])
+STEPS: dict[str, Step] = {
+    "a row of a sequence that nobody knows": Step(0, [], [], [StepRow(9, 0, 1, 1)], b""),
+    "a row of no tokens": Step(0, [], [FIRST], [StepRow(1, 0, 0, 0)], b""),
+    "a row of negative length": Step(0, [], [FIRST], [StepRow(1, 0, -3, 0)], b""),
+    "a row that starts past what is known": Step(0, [], [FIRST], [StepRow(1, 5, 1, 1)], b""),
+    "a row that starts before 0": Step(0, [], [FIRST], [StepRow(1, -1, 1, 1)], b""),
+    "a row past its blocks": Step(0, [], [FIRST], [StepRow(1, 0, 33, 1)], b""),
+    "a row of 2^62 tokens": Step(0, [], [FIRST], [StepRow(1, 0, BIG, 1)], b""),
+    "more outputs than tokens": Step(0, [], [FIRST], [StepRow(1, 0, 1, 2)], b""),
+    "negative outputs": Step(0, [], [FIRST], [StepRow(1, 0, 1, -1)], b""),
+    "one sequence in two rows": Step(0, [], [FIRST], [StepRow(1, 0, 1, 1)] * 2, b""),
+    "a block past the pool": Step(0, [], [BlockGrant(1, 0, [NUM_BLOCKS])], [StepRow(1, 0, 1, 1)], b""),
+    "a block of 2^62": Step(0, [], [BlockGrant(1, 0, [BIG])], [StepRow(1, 0, 1, 1)], b""),
+    "a negative block": Step(0, [], [BlockGrant(1, 0, [-1])], [StepRow(1, 0, 1, 1)], b""),
+    "a block granted twice": Step(0, [], [BlockGrant(1, 0, [0, 0])], [StepRow(1, 0, 1, 1)], b""),
+    "a cache group that is not": Step(0, [], [BlockGrant(1, 7, [0])], [StepRow(1, 0, 1, 1)], b""),
+    "a negative cache group": Step(0, [], [BlockGrant(1, -1, [0])], [StepRow(1, 0, 1, 1)], b""),
+    "a release of nobody": Step(0, [77], [], [], b""),
+    "a release twice": Step(0, [1, 1], [FIRST], [], b""),
+    "a step number below 0": Step(-1, [], [], [], b""),
+    "two hundred thousand releases": Step(0, [5] * 200_000, [], [], b""),
+    "two hundred thousand rows": Step(0, [], [], [StepRow(1, 0, 1, 1)] * 200_000, b""),
+}
+
+
+def hidden(num_rows: int, width: int = HIDDEN, dtype: str = "float32") -> WireTensor:
+    size = {"float32": 4, "bfloat16": 2, "float16": 2}[dtype]
+    return WireTensor(dtype, (num_rows, width), bytes(num_rows * width * size))
+
+
+@pytest.mark.attack("a head's steps that make no sense", layer="both")
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_that_makes_no_sense_is_refused_by_name(hostile: Hostile, row: Row, case: str) -> None:
+    generation = hostile.activate()
+    step = STEPS[case]
+    num_tokens = sum(max(0, min(r.num_tokens, 64)) for r in step.rows[:4])
+    if step.number == 0:
+        hostile.link.send_tensor(hidden(num_tokens), generation=generation, step=0, boundary=2)
+    hostile.link.send(step, generation=generation, step=0)
+    assert hostile.not_followed(row) == "StepError"
+    assert isinstance(hostile.hear(), StepFailed)
+
+
+ONE = Step(0, [], [FIRST], [StepRow(1, 0, 2, 1)], b"")
+TENSORS: dict[str, tuple[WireTensor, int, int]] = {  # tensor, step, boundary
+    "too few rows": (hidden(1), 0, 2),
+    "too many rows": (hidden(3), 0, 2),
+    "no rows": (hidden(0), 0, 2),
+    "another width": (hidden(2, 191), 0, 2),
+    "width 0": (hidden(2, 0), 0, 2),
+    "another dtype": (hidden(2, dtype="bfloat16"), 0, 2),
+    "one dimension": (WireTensor("float32", (2 * HIDDEN,), bytes(8 * HIDDEN)), 0, 2),
+    "no dimension": (WireTensor("float32", (), bytes(4)), 0, 2),
+    "six dimensions": (WireTensor("float32", (1, 1, 1, 1, 2, HIDDEN), bytes(8 * HIDDEN)), 0, 2),
+    "another layer": (hidden(2), 0, 3),
+    "layer 65535": (hidden(2), 0, 65535),
+}
+
+
+@pytest.mark.attack("hidden states of a wrong shape, dtype, step or layer", layer="both")
+@pytest.mark.parametrize("case", TENSORS)
+def test_a_hidden_state_that_does_not_fit_is_refused_by_name(hostile: Hostile, row: Row, case: str) -> None:
+    generation = hostile.activate()
+    tensor, step, boundary = TENSORS[case]
+    hostile.link.send(ONE, generation=generation, step=0)
+    hostile.link.send_tensor(tensor, generation=generation, step=step, boundary=boundary)
+    assert hostile.not_followed(row) == "StepError"
+    assert isinstance(hostile.hear(), StepFailed)
+
+
+@pytest.mark.attack("hidden states and steps twice, or too many", layer="both")
+@pytest.mark.parametrize("what", ["a hidden state twice", "many hidden states", "many steps", "a step again"])
+def test_what_comes_twice_or_too_often_is_refused_by_name(hostile: Hostile, row: Row, what: str) -> None:
+    generation = hostile.activate()
+    empty = Step(0, [], [], [], b"")
+    for number in range(70):
+        if "hidden" in what:
+            step = 5 if what == "a hidden state twice" else number + 1
+            hostile.link.send_tensor(hidden(1), generation=generation, step=step, boundary=2)
+        else:
+            again = 3 if what == "a step again" else number
+            later = msgspec.structs.replace(empty, number=again)
+            hostile.link.send(later, generation=generation, step=again)
+    assert hostile.not_followed(row) == "StepError"
+
+
+@pytest.mark.attack("frames of an old plan generation", layer="both")
+def test_frames_of_an_old_generation_are_of_no_effect(hostile: Hostile, row: Row) -> None:
+    old = hostile.activate()
+    new = hostile.activate()
+    for _ in range(3):
+        hostile.link.send(STEPS["a release of nobody"], generation=old, step=0)
+        hostile.link.send_tensor(hidden(9, 7), generation=old, step=0, boundary=9)
+        row.tried("of no effect")
+    hostile.link.send(ONE, generation=new, step=0)
+    hostile.link.send_tensor(hidden(2), generation=new, step=0, boundary=2)
+    item = hostile._arrived.get(timeout=WAIT_S)
+    assert type(item).__name__ == "ReceivedTensor", item
+    hostile.link.send(Activate(old, bytes(32), 8), generation=old)
+    hostile.not_followed(row)
+
+
+def ask(cluster: RunningCluster) -> str:
+    ids = tuple(
+        cluster.tokenizer.encode_chat(
+            [{"role": "user", "content": "What is 8+9? Answer with just the number."}]
+        )
+    )
+    return generate(cluster.engine, GenerationRequest(ids, SamplingParams(temperature=0.0), 8)).text
+
+
+@pytest.mark.attack("after all of it: an honest head", layer="both")
+def test_an_honest_head_gets_the_right_tokens_from_the_same_process(besieged: Besieged, row: Row) -> None:
+    cluster = RunningCluster.start(
+        membership_of(besieged.alpha), ModelSource.resolve(MODEL), HEAD, network=TcpNetwork()
+    )
+    try:
+        assert ask(cluster) == "17"
+        row.tried("the right tokens")
+    finally:
+        cluster.close()
+
+
+# A peer that does a head's work.
+
+
+@pytest.fixture
+def ring() -> Iterator[tuple[RunningCluster, MemoryNetwork, tuple[LocalMember, ...]]]:
+    network = MemoryNetwork()
+    members = make_local_members(["alpha", "beta", "gamma"])
+    peers = [PeerThread(me, PeerOptions(MEMBER), network) for me in members[1:]]
+    cluster = RunningCluster.start(
+        membership_of(members[0]), ModelSource.resolve(MODEL), HEAD, network=network
+    )
+    yield cluster, network, members
+    cluster.close()
+    for peer in peers:
+        peer.stop()
+
+
+NOT_FOR_PEERS: dict[str, Message] = {
+    "a plan": Plan(2**62, MODEL, "0" * 64, [], "plain-f32", "float32", 16, 64),
+    "an activation": Activate(2**62, bytes(32), 1),
+    "a cancel": Step(10**9, [0, 1, 2, 3], [], [], b""),
+    "a block table": Step(10**9, [], [BlockGrant(0, 0, [0, 1])], [], b""),
+    "a greeting": HELLO,
+    "a readiness": Ready(1, 1, 1),
+}
+
+
+@pytest.mark.attack("a peer that sends a plan, cancel or block table", layer="inner alone")
+def test_what_only_a_head_may_send_ends_the_link_of_a_peer(
+    ring: tuple[RunningCluster, MemoryNetwork, tuple[LocalMember, ...]], row: Row
+) -> None:
+    cluster, network, members = ring
+    answers: list[str] = []
+    busy = threading.Thread(target=lambda: answers.extend(ask(cluster) for _ in range(4)))
+    busy.start()
+    for message in NOT_FOR_PEERS.values():
+        link = network.dial(membership_of(members[2]), members[1].member, 5)
+        ended: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
+        link.start(lambda _link, _item: None, lambda _link, error, q=ended: q.put(error), frozenset())  # type: ignore[misc]
+        link.send(message, generation=2**62, step=1)
+        error = ended.get(timeout=WAIT_S)
+        row.tried(type(error).__name__)
+        assert type(error).__name__ == "LinkBroken"
+    busy.join(WAIT_S)
+    assert answers == ["17"] * 4
+    assert ask(cluster) == "17"
+
+
+# A false peer before an honest head.
+
+
+class FalsePeer:
+    """Listens as beta and answers a head as ``lies`` say; everything else as an honest peer would."""
+
+    def __init__(self, network: MemoryNetwork, me: LocalMember, lies: dict[str, object]) -> None:
+        self._lies = lies
+        self._attestation = Attestation.of(lambda: me, MEMBER, lambda *_: None)
+        self._listening = network.listen(membership_of(me), me.member.address, self._greet)
+        self.ended: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
+
+    def close(self) -> None:
+        self._listening.close()
+        self._attestation.close()
+
+    def _greet(self, link: Link) -> None:
+        self._attestation.attach(link)
+        everything = frozenset(FrameType) - {FrameType.HANDSHAKE_1}
+        link.start(self._deliver, lambda _link, error: self.ended.put(error), everything)
+
+    def _deliver(self, link: Link, received: Received) -> None:
+        if self._attestation.takes(link, received) or not isinstance(received, ReceivedMessage):
+            return
+        generation = received.generation
+        match received.message:
+            case Hello():
+                self._say(link, "hello", HELLO, generation)
+            case Plan():
+                self._say(link, "ready", Ready(generation, 1000, 64), generation)
+            case Activate():
+                self._say(link, "activated", Activated(generation), generation)
+            case Step() as step:
+                self._step(link, step, generation)
+
+    def _say(self, link: Link, when: str, honest: Message, generation: int) -> None:
+        said = self._lies.get(when, honest)
+        assert isinstance(said, Message)
+        link.send(said, generation=generation)
+
+    def _step(self, link: Link, step: Step, generation: int) -> None:
+        num_outputs = sum(r.num_outputs for r in step.rows)
+        said = self._lies.get("hidden", hidden(num_outputs))
+        boundary = self._lies.get("boundary", 4)
+        number = self._lies.get("step", step.number)
+        off = self._lies.get("generation", 0)
+        assert isinstance(boundary, int)
+        assert isinstance(number, int)
+        assert isinstance(off, int)
+        if isinstance(said, WireTensor):
+            link.send_tensor(said, generation=generation + off, step=number, boundary=boundary)
+        elif isinstance(said, Message):
+            link.send(said, generation=generation, step=step.number)
+
+
+def greeting(**changed: object) -> dict[str, object]:
+    return {"hello": msgspec.structs.replace(HELLO, **changed)}
+
+
+LIES: dict[str, dict[str, object]] = {
+    "no kernels": greeting(kernels=[]),
+    "no dtypes": greeting(dtypes=[]),
+    "memory below 0": greeting(memory_bytes=-(2**62)),
+    "memory of 2^62": {**greeting(memory_bytes=2**62), "ready": Ready(0, 1, -1)},
+    "a plan in place of a greeting": {"hello": NOT_FOR_PEERS["a plan"]},
+    "no blocks": {"ready": Ready(0, 1000, 0)},
+    "blocks below 0": {"ready": Ready(0, 1000, -(2**62))},
+    "weights below 0, and no blocks": {"ready": Ready(0, -1, -1)},
+    "a step in place of a readiness": {"ready": ONE},
+    "a failure in place of an activation": {"activated": StepFailed(0, "no")},
+    "too few rows": {"hidden": hidden(0)},
+    "too many rows": {"hidden": hidden(900)},
+    "another width": {"hidden": hidden(1, 5)},
+    "another dtype": {"hidden": hidden(1, dtype="float16")},
+    "six dimensions": {"hidden": WireTensor("float32", (1,) * 6, bytes(4))},
+    "another layer": {"boundary": 3},
+    "another step": {"step": 2**63},
+    "a failure": {"hidden": StepFailed(0, "x\x1b[2J" * 2000)},
+    "a block table": {"hidden": NOT_FOR_PEERS["a block table"]},
+    "nothing of this generation": {"generation": 1},
+}
+NAMED = {
+    "PlanError",
+    "Incompatible",
+    "LinkBroken",
+    "PeerRefused",
+    "PeerUnreachable",
+    "StageLost",
+    "FrameError",
+    "StepError",
+}
+
+
+@pytest.mark.attack("a peer that lies to its head", layer="inner alone")
+@pytest.mark.parametrize("case", LIES)
+def test_a_peer_that_lies_ends_the_bring_up_by_name(row: Row, case: str) -> None:
+    network = MemoryNetwork()
+    members = make_local_members(["alpha", "beta"])
+    false = FalsePeer(network, members[1], LIES[case])
+    spans = {"alpha": "0:1,output", "beta": "2:3"}
+    options = HeadOptions(MEMBER, spans=spans, wait_s=3, load_wait_s=3, step_timeout_s=3, num_blocks=32)
+    try:
+        cluster = RunningCluster.start(
+            membership_of(members[0]), ModelSource.resolve(MODEL), options, network=network
+        )
+    except ConvoyError as error:
+        named, drawn = type(error).__name__, "\x1b" in error.message
+    else:
+        cluster.close()
+        raise AssertionError("the head believed it")
+    finally:
+        false.close()
+    row.tried(named)
+    assert named in NAMED
+    assert not drawn, "a peer's text draws on the terminal"
