@@ -45,7 +45,10 @@ def plan(
     config: Annotated[Path | None, typer.Option(help="A convoy.toml: model, roster and spans.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show who would hold which layers, who sees token ids, and which rule excludes whom. Runs nothing."""
+    """Show who would hold which layers and see token ids, and why.
+
+    Which rule of a policy excludes whom is in it. Runs nothing.
+    """
     from convoy.plan.placement import place
     from convoy.plan.report import report, rule_reports
 
