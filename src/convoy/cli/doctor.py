@@ -104,7 +104,7 @@ def _member_checks(patient: Patient, config: Config) -> Iterator[Check]:
     if roster is None:
         return
     now = datetime.datetime.now(datetime.UTC)
-    yield Check("roster", lambda: member.check_roster(roster, now, None))
+    yield Check("roster", lambda: member.check_roster(roster, now, patient.accepted_epoch()))
     yield Check("clock", lambda: member.check_clock(roster, patient.files(), now))
     if identity is not None:
         yield Check("listed", lambda: member.check_listed(roster, config.require_name(), identity))

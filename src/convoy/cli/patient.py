@@ -42,6 +42,19 @@ class Patient:
         self.roster = verify_roster(data, operator_key=config.require_operator_key()).roster
         yield from ()
 
+    def accepted_epoch(self) -> int | None:
+        """Of the newest roster that this member accepted before, None if there is none that can be read."""
+        from convoy.trust.accepted import AcceptedFile
+        from convoy.trust.roster import verify_roster
+
+        try:
+            accepted = AcceptedFile(self._config.require_identity()).load()
+            if accepted is None:
+                return None
+            return verify_roster(accepted.signed, operator_key=accepted.trusted).roster.epoch
+        except ConvoyError:
+            return None
+
     def load_identity(self) -> Identity | None:
         """None where the keys are not there or not private: the check of the keys says so."""
         from convoy.crypto.identity import Identity
