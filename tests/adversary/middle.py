@@ -178,6 +178,10 @@ class Middle:
     def down(self, connection: int) -> Way:
         return self._way(connection)[1]
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._ways)
+
     def cut(self, connection: int) -> None:
         for way in self._way(connection):
             way.cut()

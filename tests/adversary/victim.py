@@ -44,15 +44,15 @@ def membership(setup: dict[str, Any], directory: Path) -> Membership:
     operator_key = bytes.fromhex(setup["operator"])
     signed = (directory / "roster.toml").read_bytes()
     roster = verify_roster(signed, operator_key=operator_key).roster
-    identity = Identity.load(directory / setup.get("identity", setup["name"]))
+    keys = directory / setup.get("identity", setup["name"])
+    identity = Identity.load(keys)
     me = object.__new__(LocalMember)
     for field, value in (("name", setup["name"]), ("identity", identity), ("roster", roster)):
         object.__setattr__(me, field, value)
     if not setup.get("liar", False):
         me = LocalMember(setup["name"], identity, roster)
-    accepted = AcceptedFile(directory / f"accepted by {setup['name']}")
     ahead = datetime.timedelta(seconds=setup.get("clock_ahead_s", 0))
-    authority = OperatorAuthority(operator_key, accepted)
+    authority = OperatorAuthority(operator_key, AcceptedFile(keys))
     return Membership(me, signed, authority, now=lambda: utc_now() + ahead)
 
 

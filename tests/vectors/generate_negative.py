@@ -1,9 +1,9 @@
 """Write negative_v1.json: `PYTHONPATH=src:tests python tests/vectors/generate_negative.py`.
 
-Each case is a change of a message or frame of handshake_v1.json, and the class of error that an end must raise
-for it. Provenance: the changes are written down here by hand from docs/protocol.md; the classes were chosen
-from that page and `convoy.errors`, not recorded from a run. `tests/crypto/test_negative_vectors.py` applies
-them to our code; another implementation can apply them to its own.
+Each case is a change of a message or frame of handshake_v1.json, and the class of error that an end must
+raise for it. Provenance: the changes are written down here by hand from docs/protocol.md; the classes were
+chosen from that page and `convoy.errors`, not recorded from a run. `tests/crypto/test_negative_vectors.py`
+applies them to our code; another implementation can apply them to its own.
 
 ``edits``: [offset, hex] in place of what stands there; ``cut``: the message ends there; ``add``: hex behind it.
 """
