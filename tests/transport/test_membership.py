@@ -21,6 +21,7 @@ from convoy.errors import (
     LinkClosed,
     RosterError,
 )
+from convoy.transport.dial import dial
 from convoy.transport.link import Link
 from convoy.transport.listener import Listener
 from convoy.transport.member import LocalMember
@@ -145,6 +146,26 @@ def test_a_roster_that_does_not_verify_at_the_end_that_lags_ends_the_dial_with_b
     with pytest.raises(Incompatible, match=r"beta holds roster epoch 2, and .* epoch 1; .*changed after"):
         town.link("alpha", "beta")
     assert town["alpha"].roster.epoch == 1
+
+
+def test_a_member_that_came_in_later_can_call_a_listener_that_runs_already(tmp_path: Path) -> None:
+    alpha, beta, gamma = make_local_members(NAMES, tmp_path)
+    before = replace(beta.roster, members=beta.roster.members[:2])
+    listening = membership_of(with_roster(beta, before))
+    links: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    listener = Listener(("127.0.0.1", 0), listening, links.put)
+    address = listener.address
+    grown = replace(gamma.roster, epoch=2)
+    newcomer = membership_of(with_roster(gamma, grown))
+    with pytest.raises(ConvoyError):
+        dial(address, me=newcomer, peer_name="beta", timeout_s=WAIT_S)
+    call = membership_of(with_roster(alpha, grown))
+    told = dial(address, me=call, peer_name="beta", timeout_s=WAIT_S)  # alpha brings the roster along
+    assert listening.roster.epoch == 2
+    link = dial(address, me=newcomer, peer_name="beta", timeout_s=WAIT_S)
+    for one in (told, link, links.get(timeout=WAIT_S), links.get(timeout=WAIT_S)):
+        one.close()
+    listener.close()
 
 
 def test_a_link_to_a_head_that_lost_the_right_is_closed(town: Town) -> None:

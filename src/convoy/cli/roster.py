@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Sign, show or verify the list of members.", rich_markup_mode=None)
 _MAX_FILE_BYTES = 2 << 20
+_CLOCKS_DIFFER = datetime.timedelta(minutes=10)
 
 DaysFlag = Annotated[int, typer.Option(min=1, max=3650, help="How long the roster is valid from now on.")]
 OperatorFlag = Annotated[
@@ -63,7 +64,8 @@ def new(
         cluster,
         members,
         epoch=epoch or (old.roster.epoch + 1 if old is not None else 1),
-        lifetime=datetime.timedelta(days=days),
+        not_before=datetime.datetime.now(datetime.UTC) - _CLOCKS_DIFFER,
+        lifetime=datetime.timedelta(days=days) + _CLOCKS_DIFFER,
     )
     data = sign_roster(roster, key, old.handovers if old is not None else ())
     replace_file(out, data)
