@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.config import Config, ServeConfig, decode_public_key, load_config, override
+from convoy.cli.config import Config, ListenConfig, ServeConfig, decode_public_key, load_config, override
 from convoy.errors import ConfigError
 
 WHOLE = """
@@ -21,6 +21,7 @@ operator_key = "ed302324513d2a4d4e134a4e897f98d70829bd9e5071f0b190820500f72eec26
 [listen]
 host = "10.0.0.1"
 port = 7001
+discover = true
 
 [serve]
 host = "127.0.0.1"
@@ -65,7 +66,8 @@ def test_every_key_is_read_and_paths_are_relative_to_the_file(file: Path) -> Non
     assert config.require_identity() == file.parent / "keys" / "alpha"
     assert config.require_roster() == Path("/etc/convoy/roster.toml")
     assert config.require_operator_key().hex().startswith("ed302324")
-    assert (config.listen.host, config.listen.port) == ("10.0.0.1", 7001)
+    assert config.listen == ListenConfig("10.0.0.1", 7001, discover=True)
+    assert not ListenConfig().discover
     assert config.serve == ServeConfig("127.0.0.1", 9000, file.parent / "api.key", 10, 5.0)
     assert config.model_name() == str(file.parent / "models/llama")
     assert (config.model.kernel, config.model.num_threads, config.model.memory_gb) == ("exact-f32", 4, 1.5)
