@@ -193,7 +193,7 @@ def test_a_machine_that_changes_while_it_runs_falls_at_the_next_check() -> None:
     policy = Policy(minimum=Level.HARDWARE, interval_s=0.5, pcrs=(PcrRule(7, (ZERO,)),))
     with two_sides(policy, hardware) as (alpha, _beta):
         assert alpha.attestation.suffices(alpha.attestation.check([alpha.link])["beta"])
-        alpha.attestation.watch([alpha.link])
+        alpha.attestation.watch([alpha.link], hold_stages=True)
         hardware.values[7] = OTHER
         verdict = alpha.fallen.get(timeout=WAIT_S)
     assert verdict.level is Level.SELF_SIGNED
@@ -207,7 +207,7 @@ def test_a_model_is_claimed_while_a_stage_is_held() -> None:
     with two_sides(policy) as (alpha, beta):
         beta.attestation.attester.model = "ef" * 32
         assert alpha.attestation.check([alpha.link], holds_stage=True)["beta"].level is Level.SELF_SIGNED
-        alpha.attestation.watch([alpha.link])
+        alpha.attestation.watch([alpha.link], hold_stages=True)
         beta.attestation.attester.model = "dd" * 32
         assert "model" in alpha.fallen.get(timeout=WAIT_S).why
 

@@ -245,6 +245,15 @@ def test_a_model_is_asked_for_once_a_stage_is_held() -> None:
     refused(verdict, "model is unknown", Level.NONE)
 
 
+def test_a_verifier_without_a_model_has_nothing_to_compare_a_model_with() -> None:
+    policy = Policy(software=(SoftwareRule("model", ()),))
+    claims = encode_claims(msgspec.structs.replace(decode_claims(CLAIMS), model="ef" * 32))
+    sent = evidence([], claims=claims, kind="")
+    assert appraise(sent, policy, context(b"")).level is Level.SELF_SIGNED
+    own = msgspec.structs.replace(decode_claims(CLAIMS), model="dd" * 32)
+    refused(appraise(sent, policy, context(b"", own=own)), "its model is efef", Level.NONE)
+
+
 def test_a_cluster_is_as_good_as_its_weakest_member() -> None:
     assert weakest([Level.HARDWARE, Level.SELF_SIGNED]) is Level.SELF_SIGNED
     assert weakest([]) is Level.NONE

@@ -66,6 +66,7 @@ class Attestation:
         self._closed = threading.Event()
         self._started: set[str] = set()
         self._watched: tuple[Link, ...] = ()
+        self._hold_stages = False
         self.verdicts: dict[str, Verdict] = {}
 
     @classmethod
@@ -163,9 +164,10 @@ class Attestation:
             hint="`convoy attest show` on that member prints its evidence",
         )
 
-    def watch(self, links: Iterable[Link]) -> None:
+    def watch(self, links: Iterable[Link], *, hold_stages: bool) -> None:
         """From now on, ask these again at the policy's interval."""
         self._watched = tuple(links)
+        self._hold_stages = hold_stages
         self._start("watch", self._watch_all)
 
     def _ask(self, link: Link) -> _Asked:
@@ -234,7 +236,7 @@ class Attestation:
     def _watch_all(self) -> None:
         while not self._closed.wait(self.policy.interval_s):
             links = [link for link in self._watched if link in self._bindings]
-            verdicts = self.check(links, holds_stage=True)
+            verdicts = self.check(links, holds_stage=self._hold_stages)
             for link in links:
                 verdict = verdicts[link.peer]
                 if self._closed.is_set() or link not in self._bindings:

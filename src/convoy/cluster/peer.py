@@ -176,7 +176,7 @@ class Peer:
             return
         verdict = self._attestation.check([link], watch=self._require_running)[link.peer]
         if self._attestation.suffices(verdict):
-            self._attestation.watch([link])
+            self._attestation.watch([link], hold_stages=False)
         else:
             self._fell(link, verdict)
 

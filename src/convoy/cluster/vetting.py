@@ -62,7 +62,7 @@ class Vetting:
         self.attestation.attester.model = plan.model_digest
         holders = [links[stage.member] for stage in plan.stages if stage.member in links]
         if holders:
-            self.attestation.watch(holders)
+            self.attestation.watch(holders, hold_stages=True)
 
     def lost(self, link: Link, error: ConvoyError) -> ConvoyError | None:
         """A link ended: the error to tell, or None if nobody waits for that member."""

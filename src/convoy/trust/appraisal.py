@@ -128,8 +128,11 @@ def _check_identity(evidence: Evidence, context: Context) -> None:
 
 def _drift(rule: SoftwareRule, claims: Claims, context: Context) -> str | None:
     """Why a claim breaks its rule, or None."""
-    if rule.claim == "model" and not claims.model and not context.holds_stage:
-        return None  # nothing is loaded yet, so there is nothing to be wrong about
+    if rule.claim == "model":
+        nothing_there = not claims.model and not context.holds_stage
+        nothing_to_compare = not rule.values and not context.own.model
+        if nothing_there or nothing_to_compare:
+            return None  # nothing is loaded at one of both, so there is nothing to be wrong about
     value = claim_of(claims, rule.claim)
     allowed = rule.values or (claim_of(context.own, rule.claim),)
     if value in allowed:
