@@ -1,4 +1,4 @@
-"""Rosters that are expired, foreign, old, forged or unsigned, and connections that say they replace others'."""
+"""Rosters that are expired, foreign, old, forged or unsigned; connections that say they replace a link."""
 
 from __future__ import annotations
 

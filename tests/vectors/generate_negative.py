@@ -5,7 +5,8 @@ raise for it. Provenance: the changes are written down here by hand from docs/pr
 chosen from that page and `convoy.errors`, not recorded from a run. `tests/crypto/test_negative_vectors.py`
 applies them to our code; another implementation can apply them to its own.
 
-``edits``: [offset, hex] in place of what stands there; ``cut``: the message ends there; ``add``: hex behind it.
+``edits``: [offset, hex] in place of what stands there; ``cut``: the message ends there; ``add``: hex after
+its end.
 """
 
 from __future__ import annotations
