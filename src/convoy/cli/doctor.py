@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import Config
+from convoy.cli.discovery import network_of
 from convoy.cli.output import EXIT_FAILURE, JsonFlag, one_line, print_json, print_note, styled
 from convoy.cli.patient import Patient
 from convoy.errors import ConvoyError
@@ -68,11 +69,13 @@ def _checks(path: Path | None) -> Iterator[Check]:
 
     yield from _machine_checks()
     if path is None:
+        yield from _extra_checks(Config())
         return
     patient = Patient(path)
     yield Check("config", patient.read_config)
     if patient.config is None:
         return
+    yield from _extra_checks(patient.config)
     yield from _member_checks(patient, patient.config)
     yield from _network_checks(patient, patient.config)
     yield Check("model", patient.look_at_model, "reading the model's headers ...")
@@ -88,7 +91,14 @@ def _machine_checks() -> Iterator[Check]:
     yield Check("memory", machine.check_memory)
     yield Check("disk", lambda: machine.check_disk(Path.cwd()))
     yield Check("leaks", machine.check_leaks)
-    yield Check("extras", machine.check_extras)
+
+
+def _extra_checks(config: Config) -> Iterator[Check]:
+    from convoy.cluster import machine_check as machine
+    from convoy.cluster.finding import Check
+
+    yield Check("discovery", lambda: machine.check_discovery(wanted=config.listen.discover))
+    yield Check("tpm", lambda: machine.check_tpm(config.cluster.tpm))
 
 
 def _member_checks(patient: Patient, config: Config) -> Iterator[Check]:
@@ -100,11 +110,13 @@ def _member_checks(patient: Patient, config: Config) -> Iterator[Check]:
         yield Check("memory", lambda: machine.check_memory(int(config.model.memory_gb * 10**9)))
     yield Check("keys", lambda: member.check_keys(config.require_identity()))
     yield Check("roster", patient.read_roster)
+    policy = config.cluster.policy
+    if policy is not None:
+        yield Check("policy", lambda: patient.read_policy(policy))
     roster, identity = patient.roster, patient.load_identity()
     if roster is None:
         return
     now = datetime.datetime.now(datetime.UTC)
-    yield Check("roster", lambda: member.check_roster(roster, now, patient.accepted_epoch()))
     yield Check("clock", lambda: member.check_clock(roster, patient.files(), now))
     if identity is not None:
         yield Check("listed", lambda: member.check_listed(roster, config.require_name(), identity))
@@ -131,7 +143,9 @@ def _network_checks(patient: Patient, config: Config) -> Iterator[Check]:
         )
     others = [member for member in roster.members if member.name != name]
     names = ", ".join(member.name for member in others)
-    yield Check("peers", lambda: _each_peer(me, others), f"dialling {names}, {_DIAL_WAIT_S:g} s at most ...")
+    yield Check(
+        "peers", lambda: _each_peer(config, me, others), f"dialling {names}, {_DIAL_WAIT_S:g} s at most ..."
+    )
 
 
 def _not_dialled() -> Iterator[Finding]:
@@ -151,20 +165,23 @@ def _each_address(roster: Roster, name: str) -> list[Finding]:
     return at_once(_LOOK_UP_S, [look(member) for member in roster.members])
 
 
-def _each_peer(me: Membership, others: list[Member]) -> list[Finding]:
+def _each_peer(config: Config, me: Membership, others: list[Member]) -> list[Finding]:
     from convoy.cluster.finding import Finding, Look, at_once
-    from convoy.cluster.network_check import check_peer
+    from convoy.cluster.network_check import check_epochs, check_peer
     from convoy.transport.network import TcpNetwork
 
     def look(member: Member) -> tuple[Look, Finding]:
         late = f"{member.name} was not reached within {2 * _DIAL_WAIT_S:g} s"
-        dial = TcpNetwork().dial
         return (
-            lambda: check_peer(member, lambda peer: dial(me, peer, _DIAL_WAIT_S)),
+            lambda: check_peer(member, lambda peer: network.dial(me, peer, _DIAL_WAIT_S)),
             Finding("fail", late, f"is {member.address[0]} looked up slowly?"),
         )
 
-    return at_once(2 * _DIAL_WAIT_S, [look(member) for member in others])
+    before = me.roster.epoch
+    with network_of(config) as found:
+        network = found or TcpNetwork()
+        findings = at_once(2 * _DIAL_WAIT_S, [look(member) for member in others])
+    return [*findings, *check_epochs(before, me.roster.epoch)]
 
 
 def _head_at(config: Config) -> Callable[[], bool]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.config import Config, load_config
 from convoy.cli.files import read_bytes
+from convoy.cli.member import load_policy
 from convoy.errors import ConvoyError
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ class Patient:
         self.config: Config | None = None
         self.roster: Roster | None = None
         self._signed = b""
+        self._operator = b""
 
     def read_config(self) -> Iterator[Finding]:
         from convoy.cluster.finding import ok
@@ -33,27 +36,24 @@ class Patient:
         yield ok(f"{self._path} can be read")
 
     def read_roster(self) -> Iterator[Finding]:
-        """Only the signature counts here: an expired roster still says who is who."""
+        """The newer of the file's roster and the one that was accepted before.
+
+        Only signatures count here: an expired roster still says who is who.
+        """
+        from convoy.cluster.member_check import check_roster
+        from convoy.trust.accepted import AcceptedFile
         from convoy.trust.roster import MAX_ROSTER_BYTES, verify_roster
 
         config = self._config
-        data = read_bytes(config.require_roster(), max_bytes=MAX_ROSTER_BYTES)
-        self._signed = data
-        self.roster = verify_roster(data, operator_key=config.require_operator_key()).roster
-        yield from ()
-
-    def accepted_epoch(self) -> int | None:
-        """Of the newest roster that this member accepted before, None if there is none that can be read."""
-        from convoy.trust.accepted import AcceptedFile
-        from convoy.trust.roster import verify_roster
-
-        try:
-            accepted = AcceptedFile(self._config.require_identity()).load()
-            if accepted is None:
-                return None
-            return verify_roster(accepted.signed, operator_key=accepted.trusted).roster.epoch
-        except ConvoyError:
-            return None
+        self._signed = read_bytes(config.require_roster(), max_bytes=MAX_ROSTER_BYTES)
+        self._operator = config.require_operator_key()
+        file = self.roster = verify_roster(self._signed, operator_key=self._operator).roster
+        accepted = AcceptedFile(config.require_identity()).load()
+        if accepted is not None:
+            newest = verify_roster(accepted.signed, operator_key=accepted.trusted).roster
+            if newest.epoch > file.epoch:
+                self.roster, self._signed, self._operator = newest, accepted.signed, accepted.trusted
+        yield from check_roster(self.roster, datetime.datetime.now(datetime.UTC), file.epoch)
 
     def load_identity(self) -> Identity | None:
         """None where the keys are not there or not private: the check of the keys says so."""
@@ -74,10 +74,15 @@ class Patient:
         if identity is None or name is None or self.roster is None:
             return None
         try:
-            key = self._config.require_operator_key()
-            return open_membership(name, identity, self._signed, operator_key=key).membership
+            # No store: an examination changes nothing on disk, whatever a peer brings it.
+            return open_membership(name, identity, self._signed, operator_key=self._operator).membership
         except ConvoyError:
             return None
+
+    def read_policy(self, file: Path) -> Iterator[Finding]:
+        from convoy.cluster.member_check import check_policy
+
+        yield from check_policy(load_policy(file), self.roster)
 
     def files(self) -> list[Path]:
         """Files that somebody wrote on this machine."""

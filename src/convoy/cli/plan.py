@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +26,9 @@ from convoy.errors import ConfigError, PlanError, SpanError, UsageError
 if TYPE_CHECKING:
     from convoy.plan.offer import MemberOffer
     from convoy.plan.report import ExcludedReport, PlanReport, RuleReport
+    from convoy.plan.spec import ModelSpec
     from convoy.trust.level import Level
+    from convoy.trust.policy import Policy
 
 
 def plan(
@@ -50,7 +54,7 @@ def plan(
     Which rule of a policy excludes whom is in it. Runs nothing.
     """
     from convoy.plan.placement import place
-    from convoy.plan.report import report, rule_reports
+    from convoy.plan.report import report
 
     settings = load_config(config)
     named = model or settings.model_name()
@@ -63,18 +67,25 @@ def plan(
     # Last, because it takes the seconds that torch takes to load.
     from convoy.model.source import ModelSource
 
-    source = ModelSource.resolve(named)
+    spec = ModelSource.resolve(named).spec
+    with _rules_shown(spec, offers, demands, quiet=as_json):
+        found = report(place(spec, offers, spans, demands.placement), left_out)
+    print_json(found) if as_json else _print(found)
+
+
+@contextmanager
+def _rules_shown(
+    spec: ModelSpec, offers: list[MemberOffer], demands: Policy, *, quiet: bool
+) -> Iterator[None]:
+    """Where no plan comes of it, the rules are shown before the error is."""
+    from convoy.plan.report import rule_reports
+
     try:
-        placement = place(source.spec, offers, spans, demands.placement)
+        yield
     except (PlanError, SpanError):
-        if not as_json:
-            print_rules(rule_reports(source.spec, offers, demands.placement))
+        if not quiet:
+            print_rules(rule_reports(spec, offers, demands.placement))
         raise
-    found = report(placement, left_out)
-    if as_json:
-        print_json(found)
-    else:
-        _print(found)
 
 
 def _with_levels(offers: list[MemberOffer], levels: list[str]) -> list[MemberOffer]:

@@ -157,28 +157,33 @@ def check_leaks() -> Iterator[Finding]:
     )
 
 
-def check_extras(*, want_discovery: bool = False, want_tpm: bool = False) -> Iterator[Finding]:
-    """Optional parts: fine when absent, unless the configuration asks for them."""
-    absent = warn if want_discovery else _plain
+def check_discovery(*, wanted: bool) -> Iterator[Finding]:
+    """The optional part that finds members on the local network."""
     if importlib.util.find_spec("zeroconf") is not None:
-        yield ok("zeroconf is installed: members of the local network can find each other")
-    else:
-        yield absent(
-            "zeroconf is not installed: members are reached at the roster's addresses alone",
-            "pip install 'convoy-llm[discovery]'",
+        yield ok(f"zeroconf is installed: discovery could be used, and is {'on' if wanted else 'off'}")
+    elif wanted:
+        yield fail(
+            "[listen] discover is on, and zeroconf is not installed", "pip install 'convoy-llm[discovery]'"
         )
-    absent = warn if want_tpm else _plain
-    tools, device = shutil.which("tpm2_quote"), Path("/dev/tpmrm0")
+    else:
+        yield ok("zeroconf is not installed: members are reached at the roster's addresses alone")
+
+
+def check_tpm(device: str | None) -> Iterator[Finding]:
+    """The tools for hardware evidence, and the TPM that [cluster] tpm names (None: no evidence is wanted)."""
+    tools = shutil.which("tpm2_quote")
+    if device is None:
+        installed = "not installed" if tools is None else "installed"
+        yield ok(f"no TPM is configured: this machine has no hardware evidence; tpm2-tools is {installed}")
+        return
     if tools is None:
-        yield absent("tpm2-tools is not installed: no hardware evidence", "apt install tpm2-tools")
-    elif not os.access(device, os.R_OK | os.W_OK):
-        yield absent(
-            f"tpm2-tools is installed, but {device} cannot be used: no hardware evidence",
-            f"usermod -aG tss {os.environ.get('USER', 'USER')}, where {device} exists",
-        )
+        yield fail(f"[cluster] tpm is {device}, and tpm2-tools is not installed", "apt install tpm2-tools")
+        return
+    kind, _, place = device.partition(":")
+    path = Path(place or kind)
+    if kind == "device" and not path.exists():
+        yield fail(f"[cluster] tpm is {device}, and there is no {path}", "turn the TPM on in the firmware")
+    elif kind == "device" and not os.access(path, os.R_OK | os.W_OK):
+        yield fail(f"{path} is not open to this user", "usermod -aG tss USER, and log in again")
     else:
-        yield ok(f"tpm2-tools is installed and {device} can be used")
-
-
-def _plain(what: str, mend: str | None = None) -> Finding:  # noqa: ARG001 - nothing needs mending
-    return ok(what)
+        yield ok(f"tpm2-tools is installed; the TPM is {device}")

@@ -69,7 +69,7 @@ def check_clock(roster: Roster, files: Sequence[Path], now: datetime.datetime) -
     if now < roster.not_before:
         found.append(
             fail(
-                f"the clock says {_text(now)}, before the roster began at {_text(roster.not_before)}",
+                f"the clock says {_text(now)}, and the roster begins at {_text(roster.not_before)}",
                 "set the clock: `timedatectl set-ntp true`, or look at the clock of who signed",
             )
         )
@@ -88,24 +88,27 @@ def check_clock(roster: Roster, files: Sequence[Path], now: datetime.datetime) -
     yield from found or [ok(f"the clock says {_text(now)}, which agrees with the roster and with the files")]
 
 
-def check_roster(roster: Roster, now: datetime.datetime, accepted_epoch: int | None) -> Iterator[Finding]:
-    """A roster whose signature holds: how long it is valid, and whether a newer one was accepted before."""
+def check_roster(roster: Roster, now: datetime.datetime, file_epoch: int) -> Iterator[Finding]:
+    """The newest roster that this member knows, its signature checked: how long it is valid.
+
+    ``file_epoch`` is that of the file, which is lower where a newer roster was accepted before.
+    """
     shown = f"the roster of {roster.cluster_id}, epoch {roster.epoch}, lists {len(roster.members)} members"
     yield ok(f"{shown}, and the operator's signature holds")
-    left = roster.expires - now
-    renew = "sign it again with a higher epoch: `convoy roster sign`, and give it to every member"
-    if left <= datetime.timedelta(0):
-        yield fail(f"it expired at {_text(roster.expires)}, {_days(-left)} ago", renew)
-    elif left < _SOON:
-        yield warn(f"it expires at {_text(roster.expires)}, in {_days(left)}", renew)
-    else:
-        yield ok(f"it is valid for {_days(left)} more")
-    if accepted_epoch is not None and accepted_epoch > roster.epoch:
+    if file_epoch < roster.epoch:
         yield warn(
-            f"the file has epoch {roster.epoch}, and this member accepted epoch {accepted_epoch} already: "
-            f"the newer one counts",
+            f"the file has epoch {file_epoch}, and this member accepted epoch {roster.epoch} already, which "
+            f"counts",
             "fetch the newest roster from the operator",
         )
+    left = roster.expires - now
+    renew = "the operator runs `convoy roster sign`, and gives the file to one running member"
+    if left <= datetime.timedelta(0):
+        yield fail(f"the roster expired at {_text(roster.expires)}, {_days(-left)} ago", renew)
+    elif left < _SOON:
+        yield warn(f"the roster expires at {_text(roster.expires)}, in {_days(left)}", renew)
+    else:
+        yield ok(f"the roster is valid for {_days(left)} more")
 
 
 def check_listed(roster: Roster, name: str, identity: Identity) -> Iterator[Finding]:

@@ -144,6 +144,15 @@ def bind_error(host: str, port: int) -> OSError | None:
     return None
 
 
+def check_epochs(before: int, after: int) -> Iterator[Finding]:
+    """Whether a peer had a newer roster, which a link brings along."""
+    if after > before:
+        yield warn(
+            f"a peer has roster epoch {after}, and this member knows epoch {before}",
+            "start this member, which then accepts it by itself; or fetch the file from the operator",
+        )
+
+
 def check_peer(member: Member, dial: Callable[[Member], Link]) -> Iterator[Finding]:
     """Reachability, identity and round trip of one other member, through both layers."""
     where = f"{member.name} at {format_address(member.address)}"
