@@ -380,3 +380,12 @@ def test_a_new_roster_without_us_is_refused_and_the_old_one_stays() -> None:
         me.offer(later(me.roster, without=["beta"]), "the operator")
     assert me.roster.epoch == 1
     assert with_roster(me.current, me.roster) == me.current
+
+
+def test_a_roster_is_not_sent_back_to_the_member_that_brought_it() -> None:
+    alpha, beta, _ = make_local_members(NAMES)
+    me, mine, theirs = _linked(alpha, beta)
+    theirs.link.post_roster(later(me.roster))
+    assert theirs.link.ping(WAIT_S) > 0
+    assert me.roster.epoch == 2
+    assert mine.link.sent_frames == 1  # the pong

@@ -218,3 +218,20 @@ def test_without_a_store_nothing_is_written(tmp_path: Path) -> None:
     authority.accept(sign_roster(at(2), NEW, [handed(2)]), at(2))
     assert authority.trusted == NEW.public_key
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ((b"\nepoch = 2\nold", b"\nepoch = 2\nmore = 1\nold"), "a handover has the unknown field 'more'"),
+        ((b"\nepoch = 2\nold", b"\nold"), "a handover has no epoch"),
+        ((b"\nepoch = 2\nold", b"\nepoch = 0\nold"), "a handover is for epoch 0"),
+        ((b'\nold = "', b'\nold = "zz'), "the keys of a handover are not hex"),
+        ((b'\nold = "', b'\nold = "00'), "another length than 32 bytes"),
+    ],
+)
+def test_a_malformed_handover_is_refused_by_its_field(change: tuple[bytes, bytes], named: str) -> None:
+    signed = sign_roster(at(2), NEW, [handed(2)])
+    assert change[0] in signed
+    with pytest.raises(RosterError, match=named):
+        verify_roster(signed.replace(*change), operator_key=OLD.public_key)
