@@ -248,10 +248,24 @@ def test_an_activation_that_makes_no_sense_is_refused_by_name(
 
 @pytest.mark.attack("a head's plans that make no sense", layer="both")
 def test_a_plan_with_a_member_that_nobody_knows_is_refused_by_name(hostile: Hostile, row: Row) -> None:
-    plan = hostile.plan(stages=stages(ALPHA, ("beta", 2, 3, False, False), ("x" * 5000, 3, 4, False, False)))
+    plan = hostile.plan(stages=stages(ALPHA, ("beta", 2, 3, False, False), ("nobody", 3, 4, False, False)))
     assert isinstance(hostile.ask(plan, generation=plan.generation), Ready)
     hostile.link.send(Activate(plan.generation, plan_digest(plan), 8), generation=plan.generation)
     assert hostile.not_followed(row) == "RosterError"
+
+
+@pytest.mark.attack("texts that no message has room for", layer="both")
+@pytest.mark.parametrize("name", ["x" * 5000, "\x1b[2J" * 500])
+def test_a_text_of_absurd_length_ends_the_link_by_name(
+    hostile: Hostile, besieged: Besieged, row: Row, name: str
+) -> None:
+    besieged.process.now("link ended")
+    plan = hostile.plan(stages=stages(ALPHA, ("beta", 2, 3, False, False), (name, 3, 4, False, False)))
+    hostile.link.send(plan, generation=plan.generation)
+    ended = besieged.process.wait("link ended")
+    row.tried(ended["error"])
+    assert ended["error"] == "FrameError", ended
+    assert "\x1b" not in ended["message"]
 
 
 BIG = 2**62
