@@ -28,8 +28,6 @@ from convoy.transport.network import TcpNetwork
 from convoy.trust.policy import parse_policy
 from support.members import make_local_members, membership_of, with_roster
 
-NOW = datetime.datetime.now(datetime.UTC)
-
 
 def levels(found: Iterable[Finding]) -> list[str]:
     return [finding.level for finding in found]
@@ -197,7 +195,7 @@ def test_an_operator_key_beside_a_members_keys_is_warned_of(
 
 def test_a_roster_is_judged_by_the_days_that_are_left(members: tuple[LocalMember, ...]) -> None:
     roster = members[0].roster
-    assert levels(member_check.check_roster(roster, NOW, 1)) == ["ok", "ok"]
+    assert levels(member_check.check_roster(roster, roster.not_before, 1)) == ["ok", "ok"]
     soon = only(member_check.check_roster(roster, roster.expires - datetime.timedelta(hours=30), 1), "warn")
     assert soon.what.endswith("in 30 hours")
     late = only(member_check.check_roster(roster, roster.expires + datetime.timedelta(days=3), 1), "fail")
@@ -207,7 +205,7 @@ def test_a_roster_is_judged_by_the_days_that_are_left(members: tuple[LocalMember
 
 def test_a_file_that_lags_behind_what_was_accepted_is_told(members: tuple[LocalMember, ...]) -> None:
     newest = replace(members[0].roster, epoch=7)
-    found = only(member_check.check_roster(newest, NOW, 5), "warn")
+    found = only(member_check.check_roster(newest, newest.not_before, 5), "warn")
     assert found.what == "the file has epoch 5, and this member accepted epoch 7 already, which counts"
 
 
@@ -216,8 +214,9 @@ def test_a_clock_before_the_roster_or_the_files_is_told(
 ) -> None:
     roster = members[0].roster
     files = [tmp_path / "alpha" / TLS_KEY, tmp_path / "not there"]
-    assert levels(member_check.check_clock(roster, files, NOW)) == ["ok"]
-    found = list(member_check.check_clock(roster, files, NOW - datetime.timedelta(hours=2)))
+    now = roster.not_before + datetime.timedelta(seconds=1)
+    assert levels(member_check.check_clock(roster, files, now)) == ["ok"]
+    found = list(member_check.check_clock(roster, files, now - datetime.timedelta(hours=2)))
     assert levels(found) == ["fail", "warn"]
     assert all("timedatectl" in str(finding.mend) for finding in found)
 
