@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -391,6 +393,36 @@ def test_an_honest_head_gets_the_right_tokens_from_the_same_process(besieged: Be
         row.tried("the right tokens")
     finally:
         cluster.close()
+
+
+@pytest.mark.attack("strangers before a peer that serves", layer="both")
+def test_strangers_do_not_disturb_a_running_generation(besieged: Besieged, row: Row) -> None:
+    cluster = RunningCluster.start(
+        membership_of(besieged.alpha), ModelSource.resolve(MODEL), HEAD, network=TcpNetwork()
+    )
+    answers: list[str] = []
+    busy = threading.Thread(target=lambda: answers.extend(ask(cluster) for _ in range(12)))
+    socks = []
+    try:
+        busy.start()
+        for number in range(200):
+            sock = socket.socket()
+            sock.settimeout(5)
+            sock.bind((f"127.0.{1 + number // 100}.{1 + number % 100}", 0))
+            with contextlib.suppress(OSError):
+                sock.connect(besieged.beta.member.address)
+                sock.sendall(b"\x16\x03\x01\xff\xff"[: number % 6] + random.Random(number).randbytes(number))
+            socks.append(sock)
+            row.tries += 1
+        busy.join(WAIT_S)
+        assert answers == ["17"] * 12
+        row.tries -= 1
+        row.tried("the right tokens meanwhile")
+    finally:
+        for sock in socks:
+            sock.close()
+        cluster.close()
+    assert not besieged.process.crashes
 
 
 # A peer that does a head's work.

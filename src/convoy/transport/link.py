@@ -237,13 +237,16 @@ class Link:
             self._closing = error
         bye = message_parcel(FrameType.BYE, encode_message(Bye(reason[:_MAX_REASON])), 0, 0)
         self._outgoing.finish(bye, timeout_s=self._options.close_timeout_s, drop=revoke)
-        receiver = self._threads[0] if self._threads else None
-        if receiver is not None and receiver is not threading.current_thread():
-            receiver.join(self._options.close_timeout_s)  # the peer hangs up when it has read our goodbye
+        for thread in self._threads[:1]:
+            self._join(thread)  # the peer hangs up when it has read our goodbye
         self._end(error)
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(self._options.close_timeout_s)
+            self._join(thread)
+
+    def _join(self, thread: threading.Thread) -> None:
+        # One that `start` has not come to yet finds the link over, and ends by itself.
+        if thread.is_alive() and thread is not threading.current_thread():
+            thread.join(self._options.close_timeout_s)
 
     def _end(self, error: ConvoyError) -> None:
         """First call counts: both connections end, senders and pings wake."""
