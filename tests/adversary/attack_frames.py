@@ -9,7 +9,7 @@ import pytest
 
 from adversary.arena import Arena, AttackedLink
 from adversary.ledger import Row
-from adversary.middle import Change, drop, flip, instead, keep, late, led_into, nth, repeat, swap_from
+from adversary.middle import Change, drop, flip, instead, keep, late, nth, repeat, swap_from
 from adversary.process import Event
 from adversary.units import FRAME_BOUNDARIES, FRAME_FIELDS, TLS_RECORD_FIELDS
 from convoy.crypto.cipher import TAG_BYTES
@@ -230,9 +230,14 @@ def test_a_frame_of_another_living_link_ends_the_link(arena: Arena, row: Row) ->
 @pytest.mark.attack("splice the ways of two links")
 def test_frames_of_a_link_led_into_another_end_both(arena: Arena, row: Row) -> None:
     one, other = arena.link(), arena.link()
-    one.up.tamper, other.up.tamper = led_into(other.up), led_into(one.up)
-    one.steps(0)
-    other.steps(0)
+    before = [len(link.up.seen) for link in (one, other)]
+    held = []
+    for link, number in zip((one, other), before, strict=True):
+        link.up.tamper = drop
+        link.steps(0)
+        held.append(link.up.wait_seen(number + 1)[number])
+    one.up.inject(held[1])
+    other.up.inject(held[0])
     for link in (one, other):
         check_ends(link, row, outer_or(arena, "SealError"))
         assert link.all_arrived() == []

@@ -138,16 +138,6 @@ class Way:
             self._sink.shutdown(socket.SHUT_WR)
 
 
-def led_into(other: Way) -> Tamper:
-    """Every unit goes on along another way."""
-
-    def tamper(unit: bytes) -> Iterable[bytes]:
-        other.inject(unit)
-        return ()
-
-    return tamper
-
-
 class Middle:
     """Listens in place of ``target``. ``up`` leads to the listener, ``down`` to the dialler."""
 
