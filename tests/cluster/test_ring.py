@@ -124,6 +124,7 @@ def test_a_peer_cannot_answer_the_head_in_place_of_the_last_stage(
 def test_restarting_the_head_leaves_no_link_and_no_thread_behind(
     members: tuple[LocalMember, ...], network: MemoryNetwork, peers: list[PeerThread]
 ) -> None:
+    before = set(threading.enumerate())  # what other tests left behind is not this one's to wait for
     counts = []
     for _ in range(4):
         cluster = RunningCluster.start(
@@ -133,10 +134,10 @@ def test_restarting_the_head_leaves_no_link_and_no_thread_behind(
         cluster.close()
         for peer in peers:
             peer.wait_for("lost")
-        for thread in threading.enumerate():
+        for thread in set(threading.enumerate()) - before:
             if thread.name.startswith(("receive", "send", "watch")):
                 thread.join(10)
-        counts.append(threading.active_count())
+        counts.append(len(set(threading.enumerate()) - before))
     assert len(set(counts)) == 1, counts
 
 

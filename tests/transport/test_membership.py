@@ -48,6 +48,7 @@ class Town:
         self.arrived: dict[str, queue.SimpleQueue[End]] = {name: queue.SimpleQueue() for name in NAMES}
         self.addresses: dict[str, tuple[str, int]] = {}
         self.listeners = []
+        self.ends: list[End] = []
         for name, me in self.memberships.items():
             where = ("127.0.0.1", 0) if bind else me.member.address
             listening = network.listen(me, where, self._greet(name))
@@ -64,11 +65,15 @@ class Town:
         me = self.memberships[dialler]
         peer = replace(me.roster.member(listener), address=self.addresses[listener])
         mine = End(self.network.dial(me, peer, WAIT_S)).start()
-        return mine, self.arrived[listener].get(timeout=WAIT_S)
+        theirs = self.arrived[listener].get(timeout=WAIT_S)
+        self.ends += [mine, theirs]
+        return mine, theirs
 
     def close(self) -> None:
         for listening in self.listeners:
             listening.close()
+        for end in self.ends:
+            end.link.close()
 
 
 @pytest.fixture(params=["memory", "tcp"])
