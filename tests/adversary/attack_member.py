@@ -428,15 +428,39 @@ def test_strangers_do_not_disturb_a_running_generation(besieged: Besieged, row: 
 # A peer that does a head's work.
 
 
+@dataclass
+class Ring:
+    """Three members that serve; ``ended`` tells how links ended at beta."""
+
+    cluster: RunningCluster
+    network: MemoryNetwork
+    members: tuple[LocalMember, ...]
+    ended: queue.SimpleQueue[ConvoyError]
+
+
+class TellingPeer(PeerThread):
+    def tell_ends(self) -> queue.SimpleQueue[ConvoyError]:
+        ended: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
+        link_ended = self.peer._link_ended
+
+        def tell(link: Link, error: ConvoyError) -> None:
+            ended.put(error)
+            link_ended(link, error)
+
+        vars(self.peer)["_link_ended"] = tell
+        return ended
+
+
 @pytest.fixture
-def ring() -> Iterator[tuple[RunningCluster, MemoryNetwork, tuple[LocalMember, ...]]]:
+def ring() -> Iterator[Ring]:
     network = MemoryNetwork()
     members = make_local_members(["alpha", "beta", "gamma"])
-    peers = [PeerThread(me, PeerOptions(MEMBER), network) for me in members[1:]]
+    peers = [TellingPeer(me, PeerOptions(MEMBER), network) for me in members[1:]]
+    ended = peers[0].tell_ends()
     cluster = RunningCluster.start(
         membership_of(members[0]), ModelSource.resolve(MODEL), HEAD, network=network
     )
-    yield cluster, network, members
+    yield Ring(cluster, network, members, ended)
     cluster.close()
     for peer in peers:
         peer.stop()
@@ -453,24 +477,23 @@ NOT_FOR_PEERS: dict[str, Message] = {
 
 
 @pytest.mark.attack("a peer that sends a plan, cancel or block table", layer="inner alone")
-def test_what_only_a_head_may_send_ends_the_link_of_a_peer(
-    ring: tuple[RunningCluster, MemoryNetwork, tuple[LocalMember, ...]], row: Row
-) -> None:
-    cluster, network, members = ring
+def test_what_only_a_head_may_send_ends_the_link_of_a_peer(ring: Ring, row: Row) -> None:
     answers: list[str] = []
-    busy = threading.Thread(target=lambda: answers.extend(ask(cluster) for _ in range(4)))
+    busy = threading.Thread(target=lambda: answers.extend(ask(ring.cluster) for _ in range(4)))
     busy.start()
     for message in NOT_FOR_PEERS.values():
-        link = network.dial(membership_of(members[2]), members[1].member, 5)
-        ended: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
-        link.start(lambda _link, _item: None, lambda _link, error, q=ended: q.put(error), frozenset())  # type: ignore[misc]
+        link = ring.network.dial(membership_of(ring.members[2]), ring.members[1].member, 5)
+        over = threading.Event()
+        link.start(lambda _link, _item: None, lambda _link, _error, over=over: over.set(), frozenset())  # type: ignore[misc]
         link.send(message, generation=2**62, step=1)
-        error = ended.get(timeout=WAIT_S)
+        error = ring.ended.get(timeout=WAIT_S)
         row.tried(type(error).__name__)
-        assert type(error).__name__ == "LinkBroken"
+        assert type(error).__name__ == "FrameError"
+        assert "which it may not send here" in error.message
+        assert over.wait(WAIT_S)
     busy.join(WAIT_S)
     assert answers == ["17"] * 4
-    assert ask(cluster) == "17"
+    assert ask(ring.cluster) == "17"
 
 
 # A false peer before an honest head.

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from adversary.victim import Crash, membership
 from convoy.cluster.options import MemberOptions, PeerOptions
@@ -51,8 +52,7 @@ class PeerVictim(Peer):
     def answer_orders(self) -> None:
         for line in sys.stdin:
             if json.loads(line)["do"] == "state":
-                with open("/proc/self/statm", encoding="ascii") as statm:
-                    rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                rss_bytes = psutil.Process().memory_info().rss
                 self.say("state", rss_bytes=rss_bytes, threads=threading.active_count())
 
 

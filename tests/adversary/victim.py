@@ -12,13 +12,14 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from adversary.bare import take_away_the_outer_layer
 from adversary.options import attack_options
@@ -139,15 +140,12 @@ class Victim:
             link.close("told to")
 
     def do_state(self) -> None:
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            rss_bytes = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        descriptors = len(os.listdir("/proc/self/fd"))
+        rss_bytes = psutil.Process().memory_info().rss
         self.say(
             "state",
             epoch=self._me.roster.epoch,
             rss_bytes=rss_bytes,
             threads=threading.active_count(),
-            descriptors=descriptors,
         )
 
     # What happens to it.
