@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,3 +236,25 @@ def test_a_malformed_handover_is_refused_by_its_field(change: tuple[bytes, bytes
     assert change[0] in signed
     with pytest.raises(RosterError, match=named):
         verify_roster(signed.replace(*change), operator_key=OLD.public_key)
+
+
+@pytest.mark.parametrize("how", ["stripped", "padded", "reordered"])
+def test_who_passes_a_roster_on_cannot_change_its_handovers(how: str) -> None:
+    """Otherwise members that adopted the changed copy could not lead one that slept to the new operator."""
+    steps = [handed(2), handed(3, old=NEW, new=THIRD)]
+    signed = sign_roster(at(4), THIRD, steps)
+    first, second = (part.start() for part in re.finditer(rb"\n\[\[signature.handovers\]\]", signed))
+    changed = {
+        "stripped": signed[:first],
+        "padded": signed + signed[first:second],
+        "reordered": signed[:first] + signed[second:] + signed[first:second],
+    }[how]
+    knows_them_all = OperatorAuthority(THIRD.public_key)
+    assert knows_them_all.verify(signed) == at(4)
+    with pytest.raises(RosterError, match="changed after it was signed"):
+        knows_them_all.verify(changed)
+
+
+def test_an_operator_cannot_sign_more_handovers_than_members_read() -> None:
+    with pytest.raises(RosterError, match="33 handovers led to this operator"):
+        sign_roster(at(40), NEW, [handed(epoch) for epoch in range(2, 35)])

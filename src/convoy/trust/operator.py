@@ -46,6 +46,11 @@ class Handover:
                     f"the handover to operator {self.new.hex()[:16]}... is not signed by {key.hex()[:16]}..."
                 ) from None
 
+    def encode(self) -> bytes:
+        """All of it, for the signature of a roster that brings it."""
+        text = _text(self.cluster_id, self.epoch, self.old, self.new)
+        return prefixed(text, self.by_old, self.by_new)
+
 
 def make_handover(cluster_id: str, epoch: int, old: OperatorKey, new: OperatorKey) -> Handover:
     """Both keys sign. Raises `RosterError` if they are one."""

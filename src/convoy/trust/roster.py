@@ -14,9 +14,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from convoy.crypto.identity import OperatorKey, verify
+from convoy.crypto.keys import prefixed
 from convoy.errors import HandshakeError, RosterError
 from convoy.transport.member import Member, Roster
-from convoy.trust.operator import Handover, check_path, handover_to_toml, handovers_from, walk
+from convoy.trust.operator import (
+    MAX_HANDOVERS,
+    Handover,
+    check_path,
+    handover_to_toml,
+    handovers_from,
+    walk,
+)
 from convoy.trust.roster_check import check_member, check_roster
 from convoy.trust.roster_text import (
     check_keys,
@@ -49,6 +57,7 @@ _MAX_TAIL_BYTES = 16 * 1024
 DEFAULT_LIFETIME = datetime.timedelta(days=30)
 
 _LABEL = b"convoy signed roster v1\0"
+_LABEL_HANDED_OVER = b"convoy signed roster with handovers v1"
 _SEPARATOR = b"\n[signature]\n"
 
 
@@ -56,8 +65,7 @@ _SEPARATOR = b"\n[signature]\n"
 class SignedRoster:
     """A roster whose signature was checked, and the file that it came from.
 
-    ``operator`` signed it. ``handovers`` are all that the file brings; those from the trusted key to
-    ``operator`` were checked.
+    ``operator`` signed it, with ``handovers``; those from the trusted key to ``operator`` were checked.
     """
 
     roster: Roster
@@ -96,8 +104,12 @@ def sign_roster(roster: Roster, operator: OperatorKey, handovers: Sequence[Hando
     Raises `RosterError` if the roster makes no sense.
     """
     check_roster(roster)
+    if len(handovers) > MAX_HANDOVERS:
+        raise RosterError(
+            f"{len(handovers)} handovers led to this operator, and no member reads more than {MAX_HANDOVERS}"
+        )
     body = format_body(roster)
-    signature = base64.b64encode(operator.sign(_LABEL + body)).decode()
+    signature = base64.b64encode(operator.sign(_signed_bytes(body, handovers))).decode()
     signed_by = operator.public_key.hex()
     tail = f'operator = "{signed_by}"\ned25519 = "{signature}"\n'
     return body + _SEPARATOR + (tail + "".join(map(handover_to_toml, handovers))).encode()
@@ -128,7 +140,7 @@ def verify_roster(data: bytes, *, operator_key: bytes) -> SignedRoster:
     body, signature = _split(data)
     path = walk(operator_key, signature.operator, signature.handovers)
     try:
-        verify(signature.operator, signature.ed25519, _LABEL + body)
+        verify(signature.operator, signature.ed25519, _signed_bytes(body, signature.handovers))
     except HandshakeError:
         raise RosterError(
             "the roster was changed after it was signed", hint="fetch it again, or sign it again"
@@ -136,6 +148,15 @@ def verify_roster(data: bytes, *, operator_key: bytes) -> SignedRoster:
     roster = parse_body(body)
     check_path(path, roster.cluster_id, roster.epoch)
     return SignedRoster(roster, roster.digest, data, signature.operator, signature.handovers)
+
+
+def _signed_bytes(body: bytes, handovers: Sequence[Handover]) -> bytes:
+    """The handovers too: whoever passes a roster on could strip or pad them, and what a member adopts, it
+    keeps and passes on in turn.
+    """
+    if not handovers:
+        return _LABEL + body
+    return prefixed(_LABEL_HANDED_OVER, body, *(handover.encode() for handover in handovers))
 
 
 @dataclass(frozen=True, slots=True)
