@@ -120,6 +120,19 @@ def test_what_repeats_a_members_words_by_the_thousand_is_bounded(roster: Roster)
     assert len(sightings._member_of) <= MAX_INSTANCES
 
 
+def test_one_name_under_which_two_members_words_are_repeated_breaks_nothing(roster: Roster) -> None:
+    sightings = Sightings(lambda: roster.members)
+    alpha, beta = (said_by(roster, name, os.urandom(16)) for name in ("alpha", "beta"))
+    for words in (alpha, beta):
+        sightings.judge(instance(0), words, [("192.0.2.1", 7777)])
+    assert (sightings.find("alpha"), sightings.find("beta")) == ((), (("192.0.2.1", 7777),))
+    sightings.forget(instance(0))
+    for number in range(1, 2 * MAX_INSTANCES):
+        sightings.judge(instance(number), alpha, [("192.0.2.2", 7777)])
+    assert sightings.find("alpha") == (("192.0.2.2", 7777),)
+    assert sightings.find("beta") == ()
+
+
 def test_no_more_announcements_are_judged_than_the_rate_allows(roster: Roster) -> None:
     asked = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -86,6 +87,21 @@ def test_a_member_that_is_not_the_predecessor_cannot_end_a_plan(
         assert ended.wait(10), "the offending link must end"
     link.close("done")
     assert ask(cluster) == "17"
+
+
+def test_members_that_are_turned_away_and_do_not_hang_up_hold_up_no_step(
+    cluster: RunningCluster, members: tuple[LocalMember, ...], network: MemoryNetwork
+) -> None:
+    answer, granted = ask(cluster), cluster.head.granted
+    assert granted is not None
+    gamma = membership_of(members[2])
+    for _ in range(8):  # never started, so nobody reads the goodbye: each would cost its second
+        link = network.dial(gamma, members[1].member, 5)
+        stray = WireTensor("float32", (1,), bytes(4))
+        link.send_tensor(stray, generation=granted.plan.generation, step=1, boundary=1)
+    began_s = time.monotonic()
+    assert ask(cluster) == answer
+    assert time.monotonic() - began_s < 4
 
 
 def test_a_second_link_of_a_neighbour_that_ends_ends_nothing(

@@ -105,6 +105,9 @@ class Sightings:
 
     def _keep(self, name: str, instance: str, addresses: tuple[Address, ...]) -> None:
         with self._lock:
+            before = self._member_of.get(instance, name)
+            if before != name:  # anybody may repeat what two members said, under one name
+                self._found[before].pop(instance, None)
             known = self._found.setdefault(name, OrderedDict())
             known[instance] = addresses
             known.move_to_end(instance)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -111,7 +112,7 @@ class Peer:
     # Receiver threads and the listener's threads: only fill the inbox.
 
     def _greet(self, link: Link) -> None:
-        from_head = self._me.roster.member(link.peer).head
+        from_head = link.facts.member.head  # as membership judges the link, whatever was adopted since
         self._links.add(link)
         self._attestation.attach(link)
         link.start(self._deliver, self._ended, FROM_HEAD if from_head else FROM_PREDECESSOR)
@@ -147,7 +148,7 @@ class Peer:
             case Hello():
                 self._meet(link)
             case message if link is not self._head:
-                link.close(f"{type(message).__name__} is for the head whose greeting was taken to send")
+                _dismiss(link, f"{type(message).__name__} is for the head whose greeting was taken to send")
             case Plan() as plan:
                 self._load(link, plan)
             case Activate() as activate:
@@ -161,7 +162,7 @@ class Peer:
         old = self._head
         if old is not None and old is not link:
             if old.peer != link.peer:
-                link.close(f"{old.peer} is the head of {self._me.name} already")
+                _dismiss(link, f"{old.peer} is the head of {self._me.name} already")
                 return
             self._forget("the head came back on a new link")
             old.close("the head came back on a new link")
@@ -243,7 +244,7 @@ class Peer:
         if loaded.predecessor is None and link.peer == loaded.predecessor_name:
             loaded.predecessor = link
         if link is not loaded.predecessor:
-            link.close("hidden states are for the predecessor in the ring to send")
+            _dismiss(link, "hidden states are for the predecessor in the ring to send")
             return
         loaded.loop.accept_hidden(link.peer, received)
 
@@ -296,3 +297,8 @@ class Peer:
     def _tell(self, kind: str, text: str) -> None:
         _log.info("%s: %s", kind, text)
         self._on_event(PeerEvent(kind, text))
+
+
+def _dismiss(link: Link, reason: str) -> None:
+    """Close without waiting: a member that does not hang up must not hold up the thread of the steps."""
+    threading.Thread(target=link.close, args=(reason,), name=f"dismiss {link.peer}", daemon=True).start()
