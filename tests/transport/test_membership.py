@@ -363,12 +363,13 @@ def test_a_roster_is_sent_on_adoption_only_so_that_it_goes_round_no_loop(town: T
     assert [end.link.sent_frames - before for end, before in zip(ends, sent, strict=True)] == [2] * 6
 
 
-def test_a_subscriber_that_fails_does_not_keep_a_roster_from_counting() -> None:
+@pytest.mark.parametrize("failure", [RosterError("no"), KeyError("a bug")])
+def test_a_subscriber_that_fails_does_not_keep_a_roster_from_counting(failure: Exception) -> None:
     me = membership_of(make_local_members(NAMES)[0])
     seen: list[int] = []
 
     def fail(_roster: object) -> None:
-        raise RosterError("no")
+        raise failure
 
     me.subscribe(fail)
     end = me.subscribe(lambda roster: seen.append(roster.epoch))

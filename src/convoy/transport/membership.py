@@ -212,6 +212,9 @@ class Membership:
                 callback(me.roster)
             except ConvoyError as error:
                 _log.error("roster epoch %d: %s", me.roster.epoch, error.message)
+            except Exception:  # noqa: BLE001 - logged whole
+                # A bug of one must not keep the others, the listener's trust anchors above all, at the old.
+                _log.exception("roster epoch %d: a subscriber failed", me.roster.epoch)
 
     def _leave(self, roster: Roster, source: str) -> None:
         """The operator has taken this member out, or changed its keys: it has nobody any more."""
