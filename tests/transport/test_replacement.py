@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from convoy.crypto.seal import MAX_SEQUENCE
 from convoy.errors import ConvoyError, FrameError, HandshakeError, LinkBroken, LinkClosed, PeerUnreachable
 from convoy.transport.dial import dial
 from convoy.transport.link import Link, LinkOptions, ReceivedMessage, ReceivedTensor
@@ -256,6 +257,27 @@ def test_a_switch_to_other_connections_than_those_kept_ends_the_link() -> None:
     assert error.message == "alpha switched to connections that this end does not have"
     with pytest.raises(LinkBroken):
         fresh[1]._streams[0].send_all(b"x")
+
+
+def test_a_dialler_that_switches_again_and_takes_nothing_piles_up_no_connections() -> None:
+    links = memory_link_pair(ALPHA, BETA, options=replace(OPTIONS, stall_timeout_s=0.2))
+    links[1]._outgoing._busy = True  # a write under way that the dialler does not take
+    first, second = (
+        memory_link_pair(ALPHA, BETA, options=OPTIONS, replaces=links[0].link_id) for _ in range(2)
+    )
+    End(links[0]).start()
+    there = End(links[1]).start()
+    for fresh in (first, second):
+        links[1].keep(fresh[1])
+        links[0]._commit(fresh[0].release())
+        while links[1]._replacement._kept is not None:
+            time.sleep(0.001)
+    assert "did not take a SWITCH for 0.2 s, and sent another" in there.error().message
+    for fresh in (first, second):
+        with pytest.raises(LinkBroken):
+            fresh[1]._streams[0].send_all(b"x")
+        assert fresh[1]._outgoing._sealer.sequence == MAX_SEQUENCE
+    links[0].close()
 
 
 def test_a_listener_that_confirms_other_connections_is_not_switched_to() -> None:

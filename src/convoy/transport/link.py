@@ -325,17 +325,22 @@ class Link:
             self._incoming = fresh.incoming
             self.cipher = fresh.cipher
         if self._replacement.redial is None:
-            with contextlib.suppress(
-                LinkClosed
-            ):  # being closed: the goodbye goes out over the old connection
+            try:
                 self._commit(fresh)
+            except ConvoyError as error:
+                fresh.outgoing.end(error)
+                if not isinstance(error, LinkClosed):  # being closed: the goodbye goes out over the old one
+                    raise
 
     def _commit(self, fresh: Connections) -> None:
         """Queue the last frame of the outgoing connection, and take ``fresh`` in after it."""
         with self._lock:
             if self._error is not None:
+                for stream in fresh.streams:
+                    stream.close()
                 raise LinkBroken(f"the link to {self.peer} ended before its connections were replaced")
-            self._streams = (*self._streams[-2:], *fresh.streams)
+            # At most the one that sends still, the one that its SWITCH names, and this.
+            self._streams = (*self._streams[-4:], *fresh.streams)
         said = encode_message(Switch(fresh.link_id))
         self._outgoing.post_switch(message_parcel(FrameType.SWITCH, said, 0, 0)._replace(onto=fresh.outgoing))
 

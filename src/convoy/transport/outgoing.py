@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from convoy.crypto.cipher import TAG_BYTES
@@ -77,6 +77,7 @@ class Outgoing:
         self._queued_bytes = 0
         self._busy = False
         self._closing = False
+        self._switching = False  # a SWITCH has not left yet
         self._error: ConvoyError | None = None
         self._buffer = bytearray(_FRAME_BYTES)
         self._view = memoryview(self._buffer)
@@ -124,12 +125,18 @@ class Outgoing:
                 self._changed.notify_all()
 
     def post_switch(self, parcel: Parcel) -> None:
-        """Queue the last frame of this connection, however much waits.
+        """Queue the last frame of this connection, however much waits; after the one before has left.
 
-        Raises `ConvoyError` if the link is over.
+        A dialler that reads switches again only once it has that one, so nobody waits for it; one that does
+        not read must not make connections pile up here. Raises `ConvoyError` if the link is over.
         """
         with self._changed:
+            stalled_s = self._options.stall_timeout_s
+            free = self._changed.wait_for(lambda: not self._switching or self._error is not None, stalled_s)
             self._raise_if_over()
+            if not free:
+                raise LinkBroken(f"the peer did not take a SWITCH for {stalled_s:g} s, and sent another")
+            self._switching = True
             self._queue.append(parcel)
             self._queued_bytes += parcel.nbytes
             self._changed.notify_all()
@@ -191,6 +198,7 @@ class Outgoing:
         with self._changed:
             if self._error is None:
                 self._error = error
+                _end_unused(self._queue, error)
                 self._queue.clear()
                 if not self._busy:
                     self._sealer.wipe()
@@ -256,6 +264,7 @@ class Outgoing:
                 self._busy = False
                 if self._error is not None:
                     self._sealer.wipe()
+                    _end_unused(parcels, self._error)
                 if self._queue or self._closing:
                     self._changed.notify_all()
 
@@ -267,7 +276,9 @@ class Outgoing:
         """Write what is packed, then go on where ``fresh``, which nobody uses, would begin."""
         self._flush()
         old, sealer = self._stream, self._sealer
-        with self._lock:  # against `end`: nothing is sealed after it
+        with self._changed:  # against `end`: nothing is sealed after it
+            self._switching = False
+            self._changed.notify_all()
             self._stream, self._sealer = fresh._stream, fresh._sealer
             self.num_frames += fresh.num_frames
             self.num_bytes += fresh.num_bytes
@@ -337,6 +348,13 @@ class Outgoing:
             self._stream.send_all(part)
             self._progress_s = time.monotonic()
             self._wear.add(-(-len(part) // TLS_RECORD_BYTES))
+
+
+def _end_unused(parcels: Iterable[Parcel], error: ConvoyError) -> None:
+    """Wipe the keys of connections that were to follow."""
+    for parcel in parcels:
+        if parcel.onto is not None:
+            parcel.onto.end(error)
 
 
 def message_parcel(kind: FrameType, payload: bytes, generation: int, step: int) -> Parcel:
