@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import queue
 import threading
 from dataclasses import replace
@@ -9,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cluster.roster_watch import RosterWatch
+from convoy.cluster.roster_watch import TRY_AGAIN_S, RosterWatch
 from convoy.transport.membership import Membership
 from convoy.trust.roster import sign_roster
-from support.members import OPERATOR, later, make_local_members, membership_of
+from support.members import OPERATOR, later, make_local_members, membership_of, shifted
 
 
 @pytest.fixture
@@ -66,3 +67,26 @@ def test_an_older_file_is_refused_and_what_was_accepted_stays(me: Membership, tm
     RosterWatch(path, me, said.put).close()
     assert "offers roster epoch 1, and this member accepted epoch 4" in said.get(timeout=20)
     assert me.roster.epoch == 4
+
+
+def test_a_file_that_is_refused_for_now_is_tried_again_and_said_once(tmp_path: Path) -> None:
+    now = [datetime.datetime.now(datetime.UTC)]
+    now_s = [0.0]
+    members = make_local_members(["alpha", "beta", "gamma"])
+    me = membership_of(members[0], now=lambda: now[0])
+    path = tmp_path / "roster.toml"
+    said: list[str] = []
+    watch = RosterWatch(path, me, said.append, clock=lambda: now_s[0])
+    watch.close()  # from here on the test looks
+    hour = datetime.timedelta(hours=1)
+    without_gamma = replace(me.roster, epoch=2, members=me.roster.members[:2])
+    put(path, sign_roster(shifted(without_gamma, hour), OPERATOR))  # this machine's clock is behind
+    for _ in range(3):
+        watch.look()
+        now_s[0] += TRY_AGAIN_S
+    assert me.roster.epoch == 1
+    assert len(said) == 1
+    assert "is not valid before" in said[0]
+    now[0] += hour
+    watch.look()
+    assert [member.name for member in me.roster.members] == ["alpha", "beta"]
