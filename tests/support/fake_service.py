@@ -74,6 +74,7 @@ class FakeEngine:
         self.submitting = threading.Event()
         self.admit = threading.Event()
         self.admit.set()
+        self.admitted = threading.Event()
         self.handles: list[FakeHandle] = []
         self.threads: list[threading.Thread] = []
 
@@ -84,6 +85,7 @@ class FakeEngine:
             raise self.refuse
         handle = FakeHandle(request, on_output)
         self.handles.append(handle)
+        self.admitted.set()
         thread = threading.Thread(target=self._run, args=(handle,), name="fake-engine")
         self.threads.append(thread)
         thread.start()
