@@ -236,6 +236,19 @@ def test_what_was_queued_for_a_removed_member_is_not_sent_any_more() -> None:
     assert end.arrived.empty()
 
 
+def test_a_removed_member_that_takes_nothing_and_hangs_up_never_is_out_within_a_second() -> None:
+    alpha, _, gamma = make_local_members(NAMES)
+    me = membership_of(alpha)
+    mine, _ = memory_link_pair(alpha, gamma)  # nobody reads at the other end
+    me.attach(mine)
+    end = End(mine).start()
+    mine._outgoing._busy = True  # a write under way that gamma does not take
+    began_s = time.monotonic()
+    me.offer(later(me.roster, without=["gamma"]), "the operator")
+    assert "does not list gamma" in end.error().message
+    assert time.monotonic() - began_s < 1.0
+
+
 def _parcel(signed: bytes) -> Parcel:
     return message_parcel(FrameType.ROSTER, encode_message(RosterUpdate(signed)), 0, 0)
 

@@ -236,17 +236,15 @@ class Link:
                 return
             self._closing = error
         bye = message_parcel(FrameType.BYE, encode_message(Bye(reason[:_MAX_REASON])), 0, 0)
-        self._outgoing.finish(bye, timeout_s=self._options.close_timeout_s, drop=revoke)
+        timeout_s = self._options.close_timeout_s
+        # Who is out is so within a second, whether it takes the goodbye and hangs up or not.
+        farewell_s = timeout_s / 4 if revoke else timeout_s
+        self._outgoing.finish(bye, timeout_s=farewell_s, drop=revoke)
         for thread in self._threads[:1]:
-            self._join(thread)  # the peer hangs up when it has read our goodbye
+            _join(thread, farewell_s)  # the peer hangs up when it has read our goodbye
         self._end(error)
         for thread in self._threads:
-            self._join(thread)
-
-    def _join(self, thread: threading.Thread) -> None:
-        # One that `start` has not come to yet finds the link over, and ends by itself.
-        if thread.is_alive() and thread is not threading.current_thread():
-            thread.join(self._options.close_timeout_s)
+            _join(thread, timeout_s)
 
     def _end(self, error: ConvoyError) -> None:
         """First call counts: both connections end, senders and pings wake."""
@@ -364,6 +362,12 @@ class Link:
             case _:
                 return False
         return True
+
+
+def _join(thread: threading.Thread, timeout_s: float) -> None:
+    # One that `start` has not come to yet finds the link over, and ends by itself.
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(timeout_s)
 
 
 def _check_position(generation: int, step: int, boundary: int) -> None:
