@@ -226,7 +226,7 @@ class Membership:
     def _received(self, link: Link, signed: bytes) -> None:
         """On the link's receiver thread. Raises `FrameError` for a peer that does not stop."""
         try:
-            if self._offer(signed, link.peer, link):
+            if signed != self._signed and self._offer(signed, link.peer, link):
                 return
             why = "it is known here"
         except ConvoyError as error:

@@ -21,8 +21,8 @@ _SCOPE = re.compile(r"[A-Za-z0-9._-]{1,32}")
 _FIRST_TIME = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
-def check_member(member: Member) -> None:
-    """Raises `RosterError` if a member's facts cannot be right."""
+def check_member(member: Member) -> bytes:
+    """Raises `RosterError` if a member's facts cannot be right. Returns its TLS key."""
     if not _NAME.fullmatch(member.name):
         raise RosterError(
             f"{member.name!r} cannot name a member: 1 to 63 letters, digits, dots, dashes or underscores"
@@ -47,6 +47,7 @@ def check_member(member: Member) -> None:
             f"{member.name} has an attestation key of {len(member.attestation_key)} bytes, "
             f"and the limit is {MAX_ATTESTATION_KEY_BYTES}"
         )
+    return tls_key
 
 
 def _is_host(host: str) -> bool:
@@ -76,22 +77,23 @@ def check_roster(roster: Roster) -> None:
         raise RosterError("the roster expires before it is valid")
     if not 1 <= len(roster.members) <= MAX_MEMBERS:
         raise RosterError(f"the roster lists {len(roster.members)} members, expected 1 to {MAX_MEMBERS}")
-    for member in roster.members:
-        check_member(member)
+    # Reading a certificate is what costs: once each, because members can send old rosters to be judged.
+    tls_keys = [check_member(member) for member in roster.members]
     _check_distinct(roster, "name", [member.name for member in roster.members])
     _check_distinct(roster, "identity key", [member.identity_key for member in roster.members])
-    _check_distinct(roster, "TLS key", [certificate_key(m.certificate_der) for m in roster.members])
-    tls_keys = {certificate_key(member.certificate_der) for member in roster.members}
+    _check_distinct(roster, "TLS key", tls_keys)
+    known = set(tls_keys)
     for member in roster.members:
-        if member.identity_key in tls_keys:
+        if member.identity_key in known:
             raise RosterError(f"the identity key of {member.name} is another member's TLS key")
     if not any(member.head for member in roster.members):
         raise RosterError("the roster lists no member that may be head", hint="give one of them --head")
 
 
 def _check_distinct(roster: Roster, what: str, values: list[Any]) -> None:
+    seen: dict[Any, int] = {}
     for index, value in enumerate(values):
-        first = values.index(value)
+        first = seen.setdefault(value, index)
         if first != index:
             names = f"{roster.members[first].name} and {roster.members[index].name}"
             raise RosterError(f"the roster lists the same {what} twice: {names}")

@@ -61,6 +61,12 @@ def member_to_toml(member: Member) -> str:
 
 def member_from_table(table: object) -> Member:
     """A member from parsed TOML. Raises `RosterError` naming the field."""
+    member = _read_member(table)
+    check_member(member)
+    return member
+
+
+def _read_member(table: object) -> Member:
     if not isinstance(table, Mapping):
         raise RosterError("a member of the roster is not a table")
     check_keys(table, _MEMBER_KEYS, "a member", _MEMBER_EXTRAS)
@@ -75,9 +81,7 @@ def member_from_table(table: object) -> Member:
         raise RosterError(f"the keys of {name[:63]!r} are not hex and base64") from None
     address = parse_address(get(table, "address", str))
     head = get(table, "head", bool)
-    member = Member(name, identity_key, certificate, address, head, attestation_key)
-    check_member(member)
-    return member
+    return Member(name, identity_key, certificate, address, head, attestation_key)
 
 
 def parse_body(body: bytes) -> Roster:
@@ -92,7 +96,7 @@ def parse_body(body: bytes) -> Roster:
         epoch=get(table, "epoch", int),
         not_before=_time(table, "not_before"),
         expires=_time(table, "expires"),
-        members=tuple(member_from_table(member) for member in members[: MAX_MEMBERS + 1]),
+        members=tuple(_read_member(member) for member in members[: MAX_MEMBERS + 1]),
     )
     check_roster(roster)
     return roster
