@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -111,6 +112,18 @@ def two_sides(
         for one in (alpha, beta):
             one.attestation.close()
             one.link.close()
+
+
+def test_a_member_that_asks_and_takes_nothing_keeps_no_evidence_from_others() -> None:
+    with two_sides(Policy()) as (alpha, beta):
+        stalled, _ = memory_link_pair(*make_local_members(("beta", "gamma")))
+        beta.attestation.attach(stalled)
+        stalled._outgoing._busy = True  # a write under way that gamma does not take
+        for _ in range(stalled._options.max_queued_frames + 1):
+            asked = ReceivedMessage(0, 0, Challenge(secrets.token_bytes(32), []))
+            assert beta.attestation.takes(stalled, asked)
+            assert alpha.attestation.check([alpha.link])["beta"].level is Level.SELF_SIGNED
+        stalled._outgoing._busy = False
 
 
 def test_both_ends_of_a_link_can_judge_each_other() -> None:

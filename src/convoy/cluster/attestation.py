@@ -175,7 +175,7 @@ class Attestation:
             binding = self._bindings.get(link, b"")
             asked = self._asked[link] = _Asked(self._challenge(link.peer), binding)
         try:
-            link.send(asked.challenge)
+            link.post(asked.challenge)  # where there is no room, its deadline passes
         except ConvoyError:
             asked.done.set()
         return asked
@@ -229,7 +229,10 @@ class Attestation:
             if binding is None:
                 continue
             try:
-                link.send(self.attester.prove(self._me(), binding, challenge))
+                evidence = self.attester.prove(self._me(), binding, challenge)
+                # Never waits: a member that asks and takes nothing would keep it from all the others.
+                if not link.post(evidence):
+                    self._quiet.warning("no room", f"{link.peer} asks for evidence and takes none")
             except ConvoyError as error:
                 _log.warning("no evidence for %s: %s", link.peer, error.message)
 

@@ -114,8 +114,8 @@ def check_plan(plan: Plan, num_layers: int, max_context: int) -> None:
     for stage in plan.stages:
         if not stage.start == reached < stage.end <= num_layers:
             raise StepError(
-                f"a stage of the plan has layers [{stage.start}, {stage.end}), expected to begin at {reached} "
-                f"and to end by {num_layers}"
+                f"a stage of the plan has layers [{stage.start}, {stage.end}), expected to begin at "
+                f"{reached} and to end by {num_layers}"
             )
         reached = stage.end
     if reached != num_layers:

@@ -153,6 +153,14 @@ class Link:
         _check_position(generation, step, 0)
         self._outgoing.send(message_parcel(frame_type_of(message), encode_message(message), generation, step))
 
+    def post(self, message: Message) -> bool:
+        """Queue for the sender thread, and never wait for the peer: False if there is no room.
+
+        Raises what `send` raises.
+        """
+        parcel = message_parcel(frame_type_of(message), encode_message(message), 0, 0)
+        return self._outgoing.post(parcel, 0.0)
+
     def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
         """Send a hidden state that goes into layer ``boundary``.
 
