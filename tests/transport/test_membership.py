@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,6 +33,7 @@ from convoy.wire.codec import encode_message
 from convoy.wire.messages import FrameType, Hello, RosterUpdate
 from support.links import WAIT_S, End
 from support.members import OPERATOR, later, make_local_members, membership_of, shifted, with_roster
+from support.waiting import wait_until
 
 NAMES = ["alpha", "beta", "gamma"]
 DAY = datetime.timedelta(days=1)
@@ -83,13 +83,6 @@ def town(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Town]:
     made = Town(members, TcpNetwork() if tcp else MemoryNetwork(), tcp)
     yield made
     made.close()
-
-
-def wait_until(what: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < deadline_s
-        threading.Event().wait(0.005)
 
 
 def test_a_removed_member_loses_its_links_everywhere_and_the_others_live_on(town: Town) -> None:

@@ -27,6 +27,7 @@ from convoy.wire.messages import FrameType, Row, Step, Switch
 from convoy.wire.tensor import WireTensor
 from support.links import WAIT_S, End
 from support.members import make_local_members, membership_of
+from support.waiting import wait_until
 
 ALPHA, BETA = make_local_members(["alpha", "beta"])
 STEP = Step(7, [], [], [Row(1, 0, 2, 1)], b"\1\0\0\0\2\0\0\0")
@@ -130,13 +131,6 @@ def exchange(pair: Pair, num_rounds: int) -> None:
                 assert bytes(item.tensor.data) == tensor(size, number).data
     for thread in threads:
         thread.join()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.001)
 
 
 def wear_out(pair: Pair) -> None:

@@ -45,6 +45,7 @@ from convoy.wire.messages import FrameType, Row, Step
 from support.links import WAIT_S, End, tls_link_pair
 from support.members import make_local_members, membership_of, shifted, with_roster
 from support.relay import Relay
+from support.waiting import wait_until
 
 STEP = Step(7, [], [], [Row(1, 0, 2, 1)], b"")
 
@@ -345,8 +346,7 @@ def test_half_open_connections_are_bounded(members: tuple[LocalMember, ...]) -> 
 def test_a_half_open_connection_that_proved_nothing_gives_way(members: tuple[LocalMember, ...]) -> None:
     with opened(members[1], LinkOptions(max_half_open=4)) as door:
         held = [socket.create_connection(door.address) for _ in range(4)]
-        while door.listener.admission.num_half_open < 4:
-            time.sleep(0.001)
+        wait_until(lambda: door.listener.admission.num_half_open == 4)
         link = dial(door.address, me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
         held[0].settimeout(WAIT_S)
         assert held[0].recv(1) == b""
@@ -543,8 +543,7 @@ def test_a_closed_listener_hands_over_no_link_whose_handshake_was_under_way(
 ) -> None:
     with opened(members[1]) as door:
         streams = tuple(half(members[0], door, d, b"l" * 16) for d in (TO_LISTENER, TO_DIALLER))
-        while door.listener.admission.num_half_open > 1 or door.listener._halves:
-            time.sleep(0.001)
+        wait_until(lambda: door.listener.admission.num_half_open <= 1 and not door.listener._halves)
         door.listener.close()
         peer = members[0].roster.member("beta")
         link = establish_initiator(members[0], peer, b"l" * 16, (streams[0], streams[1]), LinkOptions())
