@@ -43,8 +43,9 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 demo: setup
 	@$(BIN)/convoy demo
 
+# Two at a time: much of it is waiting for processes. A file stays with one worker, so that its fixtures are made once.
 test: setup
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # Its files are not called test_*, so that `make test` leaves them out.
 test-adversary: setup
