@@ -155,7 +155,7 @@ def test_a_link_keeps_its_id_and_binding_when_its_connections_change(make: Make)
     pair = count(make(OPTIONS))
     before = [(end.link.link_id, end.link.binding) for end in (pair.here, pair.there)]
     exchange(pair, 10)
-    assert pair.num_replaced >= 1
+    wait_until(lambda: pair.num_replaced >= 1)  # on a busy machine the traffic may be over first
     assert [(end.link.link_id, end.link.binding) for end in (pair.here, pair.there)] == before
     assert before[0] == before[1]
 
