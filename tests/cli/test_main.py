@@ -1,4 +1,4 @@
-"""The process as a whole: help that is instant and fits, interrupts, readers that leave, internal errors."""
+"""The process as a whole: help that loads nothing heavy and fits, interrupts, readers that leave, internal errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from cli.transcript import run_convoy
 from convoy.cli import main
 from convoy.errors import RequestError
 
-MAX_HELP_S = 0.5
 SCREEN = (80, 24)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
 HEAVY = ("torch", "transformers", "cryptography", "numpy", "starlette", "uvicorn", "rich", "asyncio")
@@ -30,16 +29,6 @@ def test_help_fits_a_screen(tmp_path: Path) -> None:
     assert len(lines) < SCREEN[1]
     assert max(map(len, lines)) <= SCREEN[0]
     assert [line for line in lines[1:] if line.endswith("...")] == [], "a verb's line is cut off"
-
-
-def test_help_comes_within_half_a_second(tmp_path: Path) -> None:
-    # The best of five: what is measured is the program, not what else the machine does.
-    times_s = []
-    for _ in range(5):
-        started = time.monotonic()
-        run_convoy(["--help"], tmp_path)
-        times_s.append(time.monotonic() - started)
-    assert min(times_s) < MAX_HELP_S
 
 
 def test_help_imports_nothing_heavy() -> None:

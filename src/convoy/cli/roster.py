@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from convoy.transport.member import Member
     from convoy.trust.roster import SignedRoster
 
-app = typer.Typer(help="Sign, show or verify the list of members.", rich_markup_mode=None)
+app = typer.Typer(help="Sign, change, show or verify the list of members.", rich_markup_mode=None)
 _MAX_FILE_BYTES = 2 << 20
 _CLOCKS_DIFFER = datetime.timedelta(minutes=10)
 
@@ -29,7 +29,11 @@ DaysFlag = Annotated[int, typer.Option(min=1, max=3650, help="How long the roste
 OperatorFlag = Annotated[
     Path, typer.Option(help="Directory of the operator's key; `new` makes it if there is none.")
 ]
-RosterFlag = Annotated[Path, typer.Option(help="The roster that is read, and replaced.")]
+SignerFlag = Annotated[Path, typer.Option(help="Directory of the operator's key.")]
+RosterFlag = Annotated[
+    Path,
+    typer.Option(help="The roster that is read, and replaced; .convoy/roster.toml after an invitation."),
+]
 
 
 @app.command()
@@ -77,7 +81,7 @@ def add(
     cards: Annotated[list[Path], typer.Argument(help="A card of each new member.")],
     head: Annotated[list[str] | None, typer.Option(help="A new member that may be head.")] = None,
     days: DaysFlag = 30,
-    operator: OperatorFlag = OPERATOR_DIRECTORY,
+    operator: SignerFlag = OPERATOR_DIRECTORY,
     roster: RosterFlag = Path("roster.toml"),
     as_json: JsonFlag = False,
 ) -> None:
@@ -104,7 +108,7 @@ def add(
 def remove(
     names: Annotated[list[str], typer.Argument(help="Members that are to be out.")],
     days: DaysFlag = 30,
-    operator: OperatorFlag = OPERATOR_DIRECTORY,
+    operator: SignerFlag = OPERATOR_DIRECTORY,
     roster: RosterFlag = Path("roster.toml"),
     as_json: JsonFlag = False,
 ) -> None:
@@ -121,7 +125,7 @@ def remove(
 @app.command()
 def sign(
     days: DaysFlag = 30,
-    operator: OperatorFlag = OPERATOR_DIRECTORY,
+    operator: SignerFlag = OPERATOR_DIRECTORY,
     new_operator: Annotated[
         Path | None, typer.Option(help="Directory of the key that signs from now on; made if there is none.")
     ] = None,
@@ -216,7 +220,7 @@ def _claims(data: bytes, file: Path) -> tuple[bytes, datetime.datetime]:
     """The operator key that a roster claims and a time at which it is valid; nothing is verified by that."""
     try:
         table = tomllib.loads(data.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError also for a number of 4,301 digits
         raise RosterError(f"{file} is not TOML, so it is no roster") from None
     signature, valid_at = table.get("signature"), table.get("not_before")
     if not isinstance(signature, dict) or not isinstance(signature.get("operator"), str):
