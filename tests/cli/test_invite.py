@@ -251,3 +251,11 @@ def test_two_invitations_at_once_are_two_epochs_and_no_crash(tmp_path: Path) -> 
             _, said = second.communicate(timeout=30)
             assert "an earlier invitation" not in said
     assert epoch(alpha) == 3
+
+
+def test_the_invitation_of_a_killed_serve_ends_with_it(tmp_path: Path) -> None:
+    arguments = ["serve", "demo-mini", "--invite", "--name", "alpha", "--address", "127.0.0.1", "--json"]
+    with process(tmp_path / "alpha", *arguments) as serve:
+        event(serve, "invited")
+        serve.kill()
+        serve.communicate(timeout=20)  # to the end of what the invitation's process could still write

@@ -6,11 +6,14 @@ ends.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import select
+import signal
 import sys
 import termios
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +66,11 @@ def invite(
     cluster: Annotated[str | None, typer.Option(help="A first machine's cluster.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the token here (0600), show it not.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value a line, as it happens.")] = False,
+    ends_with: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Let one more machine in: shows a token for `convoy join` there."""
+    if ends_with is not None:
+        threading.Thread(target=_end_with, args=(ends_with,), daemon=True).start()
     home = Home(directory)
     if config is None and not home.config.exists():
         make_first_machine(home, name=name, address=address[0] if address else None, cluster=cluster)
@@ -119,6 +125,16 @@ def _meet(
         return token, enrolment.wait()
     finally:
         enrolment.close()
+
+
+def _end_with(pipe: int) -> None:
+    """End this process as SIGTERM does once whoever started it is gone, with or without a goodbye.
+
+    An open listener and the operator key must not outlive the command that they belong to.
+    """
+    with contextlib.suppress(OSError):
+        os.read(pipe, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _listen(port: int | None) -> socket.socket:

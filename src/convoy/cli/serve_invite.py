@@ -6,6 +6,7 @@ is in the roster, and not before.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,7 +16,18 @@ import typer
 
 from convoy.cli.config import load_config
 from convoy.cli.home import Home
-from convoy.errors import UsageError
+from convoy.errors import InviteError, UsageError
+
+
+def _run_with_us(command: list[str]) -> int:
+    """Run it, and its exit code. However this process ends, the pipe closes then, and that ends the child."""
+    ours_read, ours_write = os.pipe()
+    try:
+        ends = ["--ends-with", str(ours_read)]
+        return subprocess.run([*command, *ends], check=False, pass_fds=[ours_read]).returncode
+    finally:
+        os.close(ours_read)
+        os.close(ours_write)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +63,13 @@ class InviteFlags:
         for place in self.address or ():
             arguments += ["--address", place]
         arguments += ["--auto-approve"] * self.auto_approve + ["--json"] * as_json
-        child = subprocess.run([sys.executable, "-m", "convoy", "invite", *arguments], check=False)
-        if child.returncode != 0:
-            raise typer.Exit(child.returncode if child.returncode > 0 else 1)
+        code = _run_with_us([sys.executable, "-m", "convoy", "invite", *arguments])
+        if code < 0:
+            raise InviteError(
+                f"the invitation's process was ended by signal {-code}", hint="start this command again"
+            )
+        if code != 0:
+            raise typer.Exit(code)
         return self._file()
 
     def _file(self) -> Path:
