@@ -120,6 +120,13 @@ def test_status_of_a_cluster_that_is_not_ready_fails_with_its_reason(head: FakeH
     assert "beta" in done.stdout
 
 
+def test_status_in_json_of_a_cluster_that_is_not_ready_is_one_value(head: FakeHead, tmp_path: Path) -> None:
+    head.say("/health", {"status": "not ready", "reason": "beta is gone"}, 503)
+    done = run_convoy(["status", "--url", head.url, "--json"], tmp_path)
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["health"]["reason"] == "beta is gone"
+
+
 @pytest.mark.parametrize("answer", [b"<html>", b"[]", b"{}", json.dumps({**STATUS, "stages": 3}).encode()])
 def test_something_else_at_the_address_is_said_plainly(head: FakeHead, tmp_path: Path, answer: bytes) -> None:
     head.say("/status", answer)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.files import read_bytes, replace_file
-from convoy.errors import RosterError
+from convoy.errors import ConfigError, RosterError
 
 if TYPE_CHECKING:
     from convoy.crypto.identity import OperatorKey
@@ -72,6 +72,11 @@ def open_change(file: Path, operator: Path, days: int) -> RosterChange:
     from convoy.trust.roster import MAX_ROSTER_BYTES, verify_roster
 
     key = OperatorKey.load(operator)
+    if not file.exists():
+        raise ConfigError(
+            f"there is no roster at {file}",
+            hint="name it with --roster; after an invitation it is .convoy/roster.toml",
+        )
     data = read_bytes(file, max_bytes=MAX_ROSTER_BYTES)
     old = verify_roster(data, operator_key=key.public_key)
     require_signer(old, key)

@@ -57,9 +57,14 @@ def _user(text: str) -> Message:
 def _once(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], *, as_json: bool) -> None:
     started = time.monotonic()
     answer = Answer()
-    for piece in _stream(endpoint, messages, options, answer):
-        if not as_json:
-            print(piece, end="", flush=True)
+    try:
+        for piece in _stream(endpoint, messages, options, answer):
+            if not as_json:
+                print(piece, end="", flush=True)
+    except ConvoyError:
+        if answer.text and not as_json:
+            print()  # the error begins a line of its own
+        raise
     if as_json:
         seconds = time.monotonic() - started
         print_json(
@@ -91,6 +96,8 @@ def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any
             print_note("\nstopped")
             continue
         except ConvoyError as error:
+            if answer.text:
+                print()
             print_note(f"{styled('error:', 'red', sys.stderr)} {error.message}")
             continue
         print()

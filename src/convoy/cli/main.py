@@ -5,6 +5,7 @@ Each verb is a file beside this one. They import rooms inside their functions, s
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -87,16 +88,22 @@ def run(arguments: list[str]) -> int:
             raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except BrokenPipeError:
-        # Whoever read our output is gone: nobody is left to tell, and the flush at exit must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILURE
+        return _nobody_reads()
     except (KeyboardInterrupt, typer.Abort):
         report_error("Interrupted", "interrupted", None, as_json=as_json)
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the last place that can report it
         if _debug_wanted(options):
             traceback.print_exc()
-        return _report(error, as_json)
+        with contextlib.suppress(BrokenPipeError):
+            return _report(error, as_json)
+        return _nobody_reads()
+
+
+def _nobody_reads() -> int:
+    """Whoever read our output is gone: nobody is left to tell, and the flush at exit must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return EXIT_FAILURE
 
 
 def _terminated(_number: int, _frame: FrameType | None) -> None:

@@ -92,7 +92,7 @@ def _enrol(
     name, host, port = asked
 
     def on_code(digits: str) -> None:
-        tell("code", f"{digits} - the inviting machine shows the same, and waits for its operator")
+        tell("code", f"{digits} - the inviting machine must show the same; its operator is asked")
 
     first = Asked(name or host_name(), host, port)
     try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import typer
 
 from convoy.cli.endpoint import DEFAULT_URL, ApiKeyFlag, Endpoint, UrlFlag
-from convoy.cli.output import JsonFlag, format_seconds, print_fields, print_json
+from convoy.cli.output import EXIT_FAILURE, JsonFlag, format_seconds, print_fields, print_json
 from convoy.cli.picture import print_picture
 from convoy.errors import NotReady
 
@@ -36,6 +37,8 @@ def status(
     else:
         _print(ready, cluster)
     if ready.get("status") != "ready":
+        if as_json:
+            raise typer.Exit(EXIT_FAILURE)  # the value above says why, and there is only one
         raise NotReady(f"the cluster is {ready.get('status')}: {ready.get('reason', 'no reason given')}")
 
 
