@@ -1,4 +1,4 @@
-"""The process as a whole: help that loads little and fits, interrupts, readers that leave, internal errors."""
+"""The process as a whole: help that loads little and fits, interrupts, readers that go, internal errors."""
 
 from __future__ import annotations
 
