@@ -31,6 +31,7 @@ from support.cluster import NAMES, PeerThread
 from support.driver import GREEDY, Driver, Run, assert_equal_to_the_bit, seeded
 from support.members import make_local_members, membership_of
 from support.odd_models import make_odd_llama
+from support.synthetic import write_config
 
 NUM_BLOCKS = 256
 NUM_TOKENS = 12
@@ -142,6 +143,17 @@ def test_a_model_of_odd_dimensions_equals_the_whole(tmp_path: Path, members: int
     layouts = two_way(source.spec.num_layers) if members == 2 else three_way(source.spec.num_layers)
     expected = alone(source)
     for spans in layouts[::3]:
+        with split(source, spans) as executor:
+            limits = replace(LIMITS, prefill_chunk=7)
+            assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))
+
+
+def test_a_model_drawn_by_every_member_for_itself_equals_the_whole(tmp_path: Path) -> None:
+    source = ModelSource.resolve(f"synthetic:{write_config(tmp_path)}@5")
+    expected = alone(source)
+    assert all(np.isfinite(logits).all() and logits.std() > 0.1 for run in expected for logits in run.logits)
+    assert len({token for run in expected for token in run.tokens}) > 20
+    for spans in [*two_way(source.spec.num_layers)[::2], three_way(source.spec.num_layers)[0]]:
         with split(source, spans) as executor:
             limits = replace(LIMITS, prefill_chunk=7)
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))

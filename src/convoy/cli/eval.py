@@ -30,7 +30,9 @@ class ScoreTooLow(ConvoyError):  # noqa: N818 - what was found, as in the rest o
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="demo, demo-mini or a Hugging Face directory.")],
+    model: Annotated[
+        str, typer.Argument(help="demo, demo-mini, a Hugging Face directory or synthetic:NAME.")
+    ],
     questions: Annotated[
         Path | None, typer.Option(help="JSON lines of kind, question, answer.  [default: the bundled 400]")
     ] = None,

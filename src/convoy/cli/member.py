@@ -95,12 +95,12 @@ def member_options(config: Config) -> MemberOptions:
 
 
 def peer_options(config: Config, model: str | None, *, exit_with_head: bool) -> PeerOptions:
-    """``model`` is the flag; a bundled model's name is as good as none: the head names those itself."""
+    """``model`` is the flag; a name that needs no files is as good as none: the head says those itself."""
     from convoy.cluster.options import PeerOptions
-    from convoy.model.source import BUNDLED
+    from convoy.model.source import needs_no_files
 
     chosen = model or config.model_name()
-    path = None if chosen is None or chosen in BUNDLED else Path(chosen)
+    path = None if chosen is None or needs_no_files(chosen) else Path(chosen)
     return PeerOptions(member=member_options(config), model_path=path, exit_with_head=exit_with_head)
 
 

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def plan(
-    model: Annotated[str | None, typer.Argument(help="demo, demo-mini or a directory.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="demo, demo-mini, a directory or synthetic:NAME.")
+    ] = None,
     members: Annotated[
         str | None, typer.Option(help="How many on this machine, or NAME=GB,NAME=GB; the first is the head.")
     ] = None,

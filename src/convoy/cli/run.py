@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="demo, demo-mini or a Hugging Face directory.")],
+    model: Annotated[
+        str, typer.Argument(help="demo, demo-mini, a Hugging Face directory or synthetic:NAME.")
+    ],
     members: Annotated[int, typer.Option(help="Processes on this machine; the first is the head.")] = 2,
     layers: LayersFlag = None,
     prompt: Annotated[str | None, typer.Option(help="Answer this and exit, instead of serving.")] = None,

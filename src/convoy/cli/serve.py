@@ -22,12 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from convoy.cluster.running import RunningCluster
+    from convoy.serve.options import ServeOptions
+    from convoy.transport.membership import Membership
     from convoy.transport.network import Network
 
 
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="demo, demo-mini or a directory.  [default: from --config]")
+        str | None,
+        typer.Argument(help="demo, demo-mini, a directory or synthetic:NAME.  [default: from --config]"),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="This member's convoy.toml; without one, this machine alone.")
@@ -68,15 +71,23 @@ def serve_cluster(
     settings: Config, model: str, *, as_json: bool, watch: Callable[[], None] | None = None
 ) -> None:
     """Bring the cluster up, serve until a signal, take it down."""
-    from convoy.serve.server import bind, run_server
-    from convoy.serve.service import ServedModel, Service
+    from convoy.serve.server import bind
 
     options = serve_options(settings)
     options.check()
     # A port in use is said before anything is loaded; until there is something to serve, nobody listens.
     bind(options).close()
-    with network_of(settings) as network:  # only to find the peers: a head that serves asks for nobody
-        cluster = start_cluster(settings, model, quiet=as_json, watch=watch, network=network)
+    me = load_head(settings)
+    with watched_roster(settings, me, quiet=as_json):
+        with network_of(settings) as network:  # only to find the peers: a head that serves asks for nobody
+            cluster = start_cluster(settings, model, me=me, quiet=as_json, watch=watch, network=network)
+        _serve(cluster, options, as_json=as_json)
+
+
+def _serve(cluster: RunningCluster, options: ServeOptions, *, as_json: bool) -> None:
+    from convoy.serve.server import run_server
+    from convoy.serve.service import ServedModel, Service
+
     try:
         granted = cluster.head.granted
         assert granted is not None
@@ -91,8 +102,7 @@ def serve_cluster(
                 print_picture(cluster.status())
                 print_note(f"serving {served.name} at {url}/v1")
 
-        with watched_roster(settings, cluster.head.membership, quiet=as_json):
-            run_server(service, options, on_ready=on_ready)
+        run_server(service, options, on_ready=on_ready)
     finally:
         cluster.close()
 
@@ -102,14 +112,18 @@ def start_cluster(
     model: str,
     *,
     quiet: bool,
+    me: Membership | None = None,
     watch: Callable[[], None] | None = None,
     network: Network | None = None,
 ) -> RunningCluster:
-    """Everything up to a token that has passed every stage. ``watch``: see `cluster.head.Head`."""
+    """Everything up to a token that has passed every stage.
+
+    ``me``: the head, where it was loaded already. ``watch``: see `cluster.head.Head`.
+    """
     from convoy.cluster.running import RunningCluster
     from convoy.model.source import ModelSource
 
-    me = load_head(settings)
+    me = me or load_head(settings)
     source = ModelSource.resolve(model)
     peers = [member.name for member in me.roster.members if member.name != me.name]
     if peers and not quiet:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from convoy.cluster.options import PeerOptions
 from convoy.engine.peer import StageLoop, StageRoute
 from convoy.errors import Incompatible, ModelError, StepError
-from convoy.model.source import BUNDLED, ModelSource
+from convoy.model.source import ModelSource, needs_no_files
 from convoy.model.stage import Stage, StageOptions
 from convoy.transport.link import Link
 from convoy.wire.messages import Activate, Hello, Plan, StageAssignment
@@ -132,7 +132,7 @@ def check_plan(plan: Plan, num_layers: int, max_context: int) -> None:
 def _find_source(model: str, me: str, options: PeerOptions) -> ModelSource:
     if options.model_path is not None:
         return ModelSource.resolve(str(options.model_path))
-    if model in BUNDLED:
+    if needs_no_files(model):
         return ModelSource.resolve(model)
     raise ModelError(
         f"{me} has no files for {model}",

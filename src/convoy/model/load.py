@@ -19,6 +19,7 @@ from convoy.model.checkpoint import StoredTensor, map_tensor
 from convoy.model.exact import make_layer_exact, make_output_exact
 from convoy.model.linear import PackedLinear
 from convoy.model.source import ModelSource
+from convoy.model.synthetic import draw_tensor
 from convoy.wire.messages import StageAssignment
 
 LoadProgress = Callable[[int, int], None]
@@ -75,7 +76,7 @@ def load_modules(
     state: dict[str, torch.Tensor] = {}
     bytes_read = 0
     for stored in wanted:
-        state[stored.name] = map_tensor(stored)
+        state[stored.name] = _tensor(source, stored)
         bytes_read += stored.num_bytes
         if progress is not None:
             progress(bytes_read, total)
@@ -85,11 +86,21 @@ def load_modules(
     return _take_modules(model, stored_dtype, embed=assignment.embed, bytes_read=bytes_read, packed=packed)
 
 
+def _tensor(source: ModelSource, stored: StoredTensor) -> torch.Tensor:
+    return map_tensor(stored) if source.seed is None else draw_tensor(stored, source.seed)
+
+
+def _read_config(source: ModelSource) -> Any:
+    if source.seed is not None:
+        return transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
+    return transformers.AutoConfig.from_pretrained(
+        str(source.path), local_files_only=True, trust_remote_code=False
+    )
+
+
 def _config(source: ModelSource, assignment: StageAssignment) -> Any:
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            str(source.path), local_files_only=True, trust_remote_code=False
-        )
+        config = _read_config(source)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise ModelError(f"{source.name}: config.json is not accepted: {error}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -1,4 +1,4 @@
-"""Where a model comes from: a bundled one by name, or a Hugging Face directory on disk."""
+"""Where a model comes from: a bundled one by name, a Hugging Face directory, or a seed and no file at all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from convoy.errors import ModelError
 from convoy.model.checkpoint import StoredTensor, file_bytes, read_headers
+from convoy.model.synthetic import CONFIGS, PREFIX, Synthetic, describe_tensors, is_synthetic_name
 from convoy.plan.spec import ModelSpec
 
 BUNDLED = ("demo", "demo-mini")
@@ -22,7 +23,8 @@ class ModelSource:
     """A model on this machine, described but not loaded.
 
     ``digest`` is the hex SHA-256 over the configuration and the names, dtypes and shapes of all tensors:
-    members that differ in it have different models. It does not cover the weights' values.
+    members that differ in it have different models. It does not cover the weights' values, unless these come
+    from a ``seed``. ``path`` is then what `resolve` takes again, and no file's.
     """
 
     name: str
@@ -31,14 +33,18 @@ class ModelSource:
     spec: ModelSpec
     digest: str
     tensors: Mapping[str, StoredTensor]
+    seed: int | None = None  # where the weights are drawn, not read
 
     @classmethod
     def resolve(cls, name_or_path: str) -> ModelSource:
-        """Find a bundled model by name, or a directory by path.
+        """Find a bundled model by name, a directory by path, or what ``synthetic:`` stands before.
 
         Raises ModelError for a directory that is not there, has no config.json or no weights, or holds a type
         of model that is not supported.
         """
+        synthetic = Synthetic.parse(name_or_path)
+        if synthetic is not None:
+            return cls._drawn(synthetic)
         directory = Path(name_or_path).expanduser()
         name = directory.resolve().name
         if name_or_path in BUNDLED:
@@ -46,12 +52,25 @@ class ModelSource:
         if not directory.is_dir():
             raise ModelError(
                 f"no model at {name_or_path}",
-                hint=f"give a Hugging Face directory, or a bundled model: {', '.join(BUNDLED)}",
+                hint=f"give a Hugging Face directory, or a bundled model: {', '.join(BUNDLED)}"
+                f" (for measurements {PREFIX}{next(iter(CONFIGS))})",
             )
         config = _read_config(directory / "config.json")
         spec = ModelSpec.from_config(config, name)
         tensors = read_headers(directory)
         return cls(name, directory.resolve(), config, spec, _digest(config, tensors), tensors)
+
+    @classmethod
+    def _drawn(cls, synthetic: Synthetic) -> ModelSource:
+        config, name = synthetic.config(), synthetic.name
+        spec = ModelSpec.from_config(config, name)
+        tensors = describe_tensors(config, spec)
+        return cls(name, synthetic.path, config, spec, synthetic.digest(config), tensors, synthetic.seed)
+
+
+def needs_no_files(name: str) -> bool:
+    """Whether a name alone is enough on any machine, so that a head may say it to its peers."""
+    return name in BUNDLED or is_synthetic_name(name)
 
 
 def _read_config(path: Path) -> dict[str, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from convoy.errors import ModelError, RequestError
@@ -130,6 +129,10 @@ class TextStream:
 
 
 def _load(source: ModelSource) -> Any:
+    if source.seed is not None:
+        from convoy.model.synthetic_text import byte_tokenizer
+
+        return byte_tokenizer(source.spec.vocab_size)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # tokenizer.json says all there is to say; AutoTokenizer would rebuild it by the model's type, which
@@ -165,7 +168,7 @@ def _eos_ids(source: ModelSource, of_tokenizer: object) -> Iterator[int]:
         ("the tokeniser", of_tokenizer),
         ("config.json", source.config.get("eos_token_id")),
         ("config.json", nested.get("eos_token_id") if isinstance(nested, Mapping) else None),
-        ("generation_config.json", _generation_config(source.path, source.name).get("eos_token_id")),
+        ("generation_config.json", _generation_config(source).get("eos_token_id")),
     ]
     for place, claim in claims:
         for number in claim if isinstance(claim, list | tuple) else [claim]:
@@ -183,9 +186,9 @@ def _eos_ids(source: ModelSource, of_tokenizer: object) -> Iterator[int]:
             yield number
 
 
-def _generation_config(directory: Path, name: str) -> Mapping[str, object]:
-    path = directory / "generation_config.json"
-    if not path.is_file():
+def _generation_config(source: ModelSource) -> Mapping[str, object]:
+    path, name = source.path / "generation_config.json", source.name
+    if source.seed is not None or not path.is_file():
         return {}
     try:
         config = json.loads(path.read_text("utf-8"))

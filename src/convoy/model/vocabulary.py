@@ -91,7 +91,7 @@ class Vocabulary:
         if token is None or token_id in self._added:
             return (token or "").encode()
         if "ByteLevel" in self._decoders:
-            return b"".join(_BYTE_OF.get(letter, letter.encode()) for letter in token)
+            return b"".join(BYTE_OF.get(letter, letter.encode()) for letter in token)
         spelled = _BYTE_TOKEN.fullmatch(token) if "ByteFallback" in self._decoders else None
         if spelled:
             return bytes([int(spelled[1], 16)])
@@ -173,4 +173,4 @@ def _letters_of_bytes() -> dict[str, bytes]:
     return letters | {chr(0x100 + index): bytes([byte]) for index, byte in enumerate(others)}
 
 
-_BYTE_OF = _letters_of_bytes()
+BYTE_OF = _letters_of_bytes()
