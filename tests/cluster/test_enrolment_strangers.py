@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.crypto.enrolment import OneTimeCertificate
-from convoy.errors import HandshakeError, LinkBroken, PeerUnreachable
+from convoy.errors import HandshakeError, InviteError, LinkBroken, PeerUnreachable
 from convoy.transport.admission import AdmissionLimits
 from convoy.transport.enrolment import dial_pinned, one_time_context, receive_enrolment
 from convoy.transport.enrolment_listener import EnrolmentLimits
@@ -179,3 +179,23 @@ def test_a_pinned_dial_shows_no_certificate_of_its_own(tmp_path: Path) -> None:
         stream, local = dial_pinned(offer.token.addresses[0], offer.token.fingerprint, time.monotonic() + 5)
         assert local == "127.0.0.1"
         stream.close()
+
+
+def test_a_newcomer_that_hung_up_while_the_operator_thought_is_not_let_in(tmp_path: Path) -> None:
+    with invitation(tmp_path, limits=LIMITS) as offer:
+        raw = RawNewcomer(offer.token)
+        raw.send(raw.proof(raw.hello()))
+        newcomer = offer.enrolment.wait()
+        newcomer.require_there()
+        raw.close()
+        with pytest.raises(InviteError, match="went away before it was let in"):
+            newcomer.require_there()
+
+
+def test_looking_whether_a_newcomer_is_there_leaves_it_room_to_be_let_in(tmp_path: Path) -> None:
+    with invitation(tmp_path, limits=LIMITS) as offer:
+        joining = Joining(offer.token)
+        newcomer = offer.enrolment.wait()
+        newcomer.require_there()
+        offer.accept(newcomer)
+        assert joining.end().enrolled is not None

@@ -150,11 +150,19 @@ def _listen(port: int | None) -> socket.socket:
 
 
 def _let_in(desk: Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:
-    """Sign, write, hand over: in this order, so that the newcomer never has a roster that is not on disk."""
-    from convoy.trust.consumption import ENROLLED
+    """Sign, write, hand over: in this order, so that the newcomer never has a roster that is not on disk.
+
+    Nobody is signed in who hung up while the operator thought.
+    """
+    from convoy.trust.consumption import ENROLLED, GONE
     from convoy.trust.newcomer import roster_with
     from convoy.trust.roster import sign_roster
 
+    try:
+        newcomer.require_there()
+    except InviteError:
+        consumption.end(GONE)
+        raise
     with desk.signing():
         before = desk.newest()
         roster = roster_with(before.roster, newcomer.card, datetime.datetime.now(datetime.UTC))

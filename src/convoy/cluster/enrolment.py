@@ -36,6 +36,8 @@ from convoy.trust.invite import Token
 from convoy.wire.enrolment import EnrolmentCard, EnrolmentType, Refusal, decode_card, decode_proof
 
 PENDING = b"pending"
+_LISTEN_S = 0.05
+_HAND_OVER_S = 10.0
 Judge = Callable[[EnrolmentCard], Refusal | None]
 
 
@@ -49,6 +51,22 @@ class Newcomer:
     _stream: Stream = field(repr=False)
     _secret: bytes = field(repr=False)
     _spoken: bytes = field(repr=False)
+
+    def require_there(self) -> None:
+        """Raises `InviteError` if it hung up, or spoke out of turn, while the operator thought."""
+        until_s = time.monotonic() + _LISTEN_S
+        self._stream.set_deadline(until_s)
+        try:
+            self._stream.recv_into(memoryview(bytearray(1)))
+        except LinkBroken:
+            if time.monotonic() >= until_s:  # it waits, as it should
+                self._stream.set_deadline(time.monotonic() + _HAND_OVER_S)
+                return
+        self._stream.close()
+        raise InviteError(
+            f"{self.card.name} went away before it was let in, and the invitation is used up",
+            hint="make a new one with `convoy invite`",
+        )
 
     def accept(self, signed_roster: bytes) -> None:
         """Hand over the roster that lists it. Raises `LinkBroken` if it is gone."""

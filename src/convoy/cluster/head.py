@@ -154,7 +154,7 @@ class Head:
 
     def _dial_all(self, peers: list[Member]) -> None:
         # At once, because each absent one takes the whole wait; the first that fails ends it for all.
-        reached: queue.SimpleQueue[Link | BaseException] = queue.SimpleQueue()
+        reached: queue.SimpleQueue[Link | BaseException | None] = queue.SimpleQueue()
 
         def reach(member: Member) -> None:
             try:
@@ -169,12 +169,16 @@ class Head:
             if isinstance(link, BaseException):
                 self._gone = True
                 raise link
-            self.links[link.peer] = link
+            if link is not None:
+                self.links[link.peer] = link
 
-    def _dial_until(self, member: Member) -> Link:
+    def _dial_until(self, member: Member) -> Link | None:
+        """None once the roster lists it no more."""
         deadline = time.monotonic() + self._options.wait_s
         while True:
             self._watch()
+            if all(listed.name != member.name for listed in self._me.roster.members):
+                return None
             try:
                 remaining = max(_RETRY_S, deadline - time.monotonic())
                 link = self._network.dial(self._me, member, min(5.0, remaining))
@@ -186,7 +190,8 @@ class Head:
                     host, port = member.address
                     raise PeerUnreachable(
                         f"{member.name} at {host}:{port} did not answer within {self._options.wait_s:g} s",
-                        hint=f"run `convoy join` on {member.name}, or mend its address in the roster",
+                        hint=f"run `convoy join` on {member.name}, mend its address in the roster, "
+                        f"or take it out: `convoy roster remove {member.name}`",
                     ) from error
                 time.sleep(_RETRY_S)
 
@@ -217,7 +222,9 @@ class Head:
     def _rank(self, name: str) -> int:
         """The head first, then the others as the roster lists them."""
         names = [member.name for member in self._me.roster.members]
-        return -1 if name == self._me.name else names.index(name)
+        if name == self._me.name:
+            return -1
+        return names.index(name) if name in names else len(names)  # taken out a moment ago
 
     def _max_context(self) -> int:
         context = self._source.spec.max_context

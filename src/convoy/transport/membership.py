@@ -170,7 +170,7 @@ class Membership:
                 raise
             self._authority.accept(signed, roster)
             self._adopt(me, signed, sender)
-        _log.warning("roster epoch %d of %s adopted, from %s", roster.epoch, roster.cluster_id, source)
+        _log.info("roster epoch %d of %s adopted, from %s", roster.epoch, roster.cluster_id, source)
         return True
 
     def _is_news(self, roster: Roster, source: str) -> bool:

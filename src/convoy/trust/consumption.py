@@ -18,6 +18,7 @@ USED = ".used"
 ENDED = ".ended"
 ENROLLED = "enrolled"
 DECLINED = "declined"
+GONE = "gone"
 
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -52,7 +53,7 @@ class Consumption:
             ) from error
 
     def end(self, outcome: str) -> None:
-        """Write down what came of it: `ENROLLED` or `DECLINED`."""
+        """Write down what came of it: `ENROLLED`, `DECLINED` or `GONE`."""
         write_private(self._file(ENDED), f"{outcome}\n".encode())
         _sync(self.directory)
 
