@@ -39,7 +39,10 @@ RosterFlag = Annotated[
 @app.command()
 def new(
     cluster: Annotated[str, typer.Argument(help="The cluster's name.")],
-    cards: Annotated[list[Path], typer.Argument(help="A card of each member, from `convoy identity new`.")],
+    cards: Annotated[
+        list[Path],
+        typer.Argument(metavar="CARD", help="A card of each member, from `convoy identity new`."),
+    ],
     head: Annotated[list[str], typer.Option(help="A member that may be head; may be given again.")],
     days: DaysFlag = 30,
     epoch: Annotated[
@@ -78,7 +81,7 @@ def new(
 
 @app.command()
 def add(
-    cards: Annotated[list[Path], typer.Argument(help="A card of each new member.")],
+    cards: Annotated[list[Path], typer.Argument(metavar="CARD", help="A card of each new member.")],
     head: Annotated[list[str] | None, typer.Option(help="A new member that may be head.")] = None,
     days: DaysFlag = 30,
     operator: SignerFlag = OPERATOR_DIRECTORY,

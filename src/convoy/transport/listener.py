@@ -254,8 +254,10 @@ class Listener:
     def _member_of(self, me: LocalMember, certificate_der: bytes) -> Member:
         self._me.require_valid()
         member = me.roster.member_with_certificate(certificate_der)
-        if member is None or member.name == me.name:
+        if member is None:
             raise HandshakeError("a connection shows a certificate that no other member has")
+        if member.name == me.name:
+            raise HandshakeError("it is our own certificate: `convoy doctor` here, or our keys elsewhere")
         return member
 
     def _pair(

@@ -87,7 +87,9 @@ def check_roster(roster: Roster) -> None:
         if member.identity_key in known:
             raise RosterError(f"the identity key of {member.name} is another member's TLS key")
     if not any(member.head for member in roster.members):
-        raise RosterError("the roster lists no member that may be head", hint="give one of them --head")
+        raise RosterError(
+            "the roster lists no member that may be head", hint="name one with --head, or keep one that may"
+        )
 
 
 def _check_distinct(roster: Roster, what: str, values: list[Any]) -> None:
