@@ -293,6 +293,18 @@ STEPS: dict[str, Step] = {
     "a release twice": Step(0, [1, 1], [FIRST], [], b""),
     "a step number below 0": Step(-1, [], [], [], b""),
     "two hundred thousand releases": Step(0, [5] * 200_000, [], [], b""),
+    "a block shared that was never full": Step(
+        0, [], [BlockGrant(1, 0, [0, 1], b"t" * 16)], [StepRow(1, 16, 1, 1, b"t" * 16, b"u" * 16)], b""
+    ),
+    "half a tag of a shared block": Step(
+        0, [], [BlockGrant(1, 0, [0, 1], b"t" * 8)], [StepRow(1, 0, 1, 1)], b""
+    ),
+    "more shared blocks than blocks": Step(
+        0, [], [BlockGrant(1, 0, [0], b"t" * 32)], [StepRow(1, 0, 1, 1)], b""
+    ),
+    "a row of half a tag": Step(0, [], [FIRST], [StepRow(1, 0, 1, 1, b"t" * 8, b"u" * 16)], b""),
+    "a row of a tag too many": Step(0, [], [FIRST], [StepRow(1, 0, 1, 1, b"t" * 16, b"u" * 32)], b""),
+    "one block for two sequences": Step(0, [], [FIRST, BlockGrant(2, 0, [1])], [StepRow(1, 0, 1, 1)], b""),
     "two hundred thousand rows": Step(0, [], [], [StepRow(1, 0, 1, 1)] * 200_000, b""),
 }
 

@@ -161,7 +161,7 @@ def test_a_probe_has_no_rows() -> None:
 def test_any_mix_ends_with_every_token_computed_once_and_every_block_free(
     shapes: list[tuple[int, int]], depth: int, num_blocks: int, random: Random
 ) -> None:
-    limits = replace(LIMITS, num_blocks=num_blocks, max_waiting=64, micro_batches=depth)
+    limits = replace(LIMITS, num_blocks=num_blocks, max_waiting=64, micro_batches=depth, prefix_cache=False)
     scheduler = Scheduler(limits)
     sequences = [make_sequence(prompt, max_tokens) for prompt, max_tokens in shapes]
     arriving = list(sequences)

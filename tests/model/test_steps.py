@@ -115,8 +115,10 @@ def test_a_row_beyond_the_context_is_refused(models: Models) -> None:
         stage.apply(step(rows=[Row(1, 1024, 1, 1)]))
 
 
-def test_a_shared_block_is_allowed(stage: Stage) -> None:
-    stage.apply(step(grants=[BlockGrant(2, 0, [0, 3])]))
+def test_a_block_that_a_sequence_holds_is_not_given_away(stage: Stage) -> None:
+    with pytest.raises(StepError, match="gives away block 0"):
+        stage.apply(step(grants=[BlockGrant(2, 0, [0, 3])]))
+    stage.apply(step(released=[1], grants=[BlockGrant(2, 0, [0, 3])]))
 
 
 def test_a_step_before_the_pools_is_refused(models: Models) -> None:

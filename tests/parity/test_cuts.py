@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +135,32 @@ def test_preemption_and_replay_change_no_bit(demo: ModelSource) -> None:
     runs = driver.run(prompts_for(demo), NUM_TOKENS)
     assert driver.num_preempted > 0
     assert_equal_to_the_bit(alone(demo), runs)
+
+
+@pytest.mark.parametrize("chunk", [7, 256])
+@pytest.mark.parametrize("layout", ["whole", "default", "reverse"])
+def test_a_shared_prefix_changes_no_bit(demo: ModelSource, layout: str, chunk: int) -> None:
+    last = demo.spec.num_layers - 1
+    spans = {
+        "default": {"alpha": "0:1,output", "beta": f"2:{last}"},
+        "reverse": {"alpha": "2:output", "beta": "0:1"},
+    }
+    limits = replace(LIMITS, prefill_chunk=chunk, micro_batches=1 if layout == "whole" else 2)
+    expected = alone(demo)
+    # what an earlier prompt began, what an answer went on with, and a cut within a block
+    turns = [(*run.prompt, *run.tokens, 5, 6, 7) for run in expected] + [expected[-1].prompt[:100]]
+    asked = [(turn, seeded(3)) for turn in turns]
+    cold = Driver(whole(demo), replace(LIMITS, prefix_cache=False)).run(asked, NUM_TOKENS)
+    with nullcontext(whole(demo)) if layout == "whole" else split(demo, spans[layout]) as executor:
+        driver = Driver(executor, limits)
+        for _ in range(2):
+            assert_equal_to_the_bit(expected, driver.run(prompts_for(demo), NUM_TOKENS))
+        assert driver.num_cached_tokens == sum((len(run.prompt) - 1) // 16 * 16 for run in expected)
+        assert_equal_to_the_bit(cold, driver.run(asked, NUM_TOKENS))
+    before = sum((len(run.prompt) - 1) // 16 * 16 for run in expected)
+    # the last token of an answer is told, but its K/V is never needed
+    found = [(len(run.prompt) + NUM_TOKENS - 1) // 16 * 16 for run in expected]
+    assert driver.num_cached_tokens == before + sum(found) + 96
 
 
 @pytest.mark.parametrize("members", [2, 3])

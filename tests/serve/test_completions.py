@@ -48,7 +48,8 @@ def test_choices_of_several_prompts_are_numbered_prompt_major(stream: bool) -> N
                 texts[choice["index"]] += choice["text"]
         else:
             texts = {choice["index"]: choice["text"] for choice in answer.json()["choices"]}
-            assert answer.json()["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+            usage = {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+            assert answer.json()["usage"] == {**usage, "prompt_tokens_details": {"cached_tokens": 0}}
         assert [texts[i] for i in range(6)] == ["a!", "a!", "b!", "b!", "c!", "c!"]
 
 

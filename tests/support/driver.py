@@ -45,6 +45,10 @@ class Driver:
     def num_preempted(self) -> int:
         return self._scheduler.num_preempted
 
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._scheduler.num_cached_tokens
+
     def run(self, prompts: SequenceOf[tuple[tuple[int, ...], SamplingParams]], num_tokens: int) -> list[Run]:
         runs = {Sequence(prompt, num_tokens): Run(prompt, params) for prompt, params in prompts}
         self._scheduler.add(list(runs))

@@ -24,35 +24,36 @@ def next_token(tokens: list[int]) -> int:
 
 
 class FakeExecutor:
-    """Keeps each table's tokens by position, as a stage keeps K/V.
+    """Keeps tokens by block and offset, as a stage keeps K/V: what is shared wrongly shows.
 
     ``fail_at`` makes that step's `collect` raise.
     """
 
-    def __init__(self, depth: int = 1, fail_at: int | None = None) -> None:
+    def __init__(self, depth: int = 1, fail_at: int | None = None, block_size: int = 4) -> None:
         self.depth = depth
+        self._block_size = block_size
         self.fail_at = fail_at
         self.steps: list[Step] = []
         self.closed = False
-        self._tables: dict[int, dict[int, int]] = {}
-        self._blocks: dict[int, int] = {}
+        self._tables: dict[int, list[int]] = {}
+        self._tokens: dict[tuple[int, int], int] = {}
         self._results: deque[StepResult | ConvoyError] = deque()
 
     def submit(self, step: Step) -> None:
         self.steps.append(step)
         for released in step.released:
             self._tables.pop(released, None)
-            self._blocks.pop(released, None)
         for grant in step.grants:
-            self._blocks[grant.sequence] = self._blocks.get(grant.sequence, 0) + len(grant.blocks)
+            self._tables.setdefault(grant.sequence, []).extend(grant.blocks)
         tokens = deque(np.frombuffer(step.tokens, dtype="<u4").tolist())
         logits = []
         for row in step.rows:
-            table = self._tables.setdefault(row.sequence, {})
-            for position in range(row.start, row.start + row.num_tokens):
-                table[position] = tokens.popleft()
+            table = self._tables[row.sequence]
+            places = [(block, offset) for block in table for offset in range(self._block_size)]
+            for place in places[row.start : row.start + row.num_tokens]:
+                self._tokens[place] = tokens.popleft()
             for end in range(row.start + row.num_tokens - row.num_outputs, row.start + row.num_tokens):
-                known = [table[position] for position in range(end + 1)]
+                known = [self._tokens[place] for place in places[: end + 1]]
                 logits.append(np.eye(VOCAB, dtype=np.float32)[next_token(known)] * 10)
         if self.fail_at is not None and step.number >= self.fail_at:
             self._results.append(StageLost("the fake stage went away"))

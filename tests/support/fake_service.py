@@ -10,7 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
+from convoy.engine.outputs import (
+    ErrorOutput,
+    FinishOutput,
+    FinishReason,
+    Output,
+    PromptOutput,
+    TokenLogprob,
+    TokenOutput,
+)
 from convoy.engine.request import GenerationRequest
 from convoy.errors import ConvoyError
 from convoy.serve.options import ServeOptions
@@ -59,11 +67,12 @@ class FakeEngine:
 
     With ``pause_after`` set, each choice waits after that many tokens until ``go`` is set, or it is aborted.
     With ``fail_after`` the request ends with ``error`` after that many tokens. ``refuse`` is raised by
-    `submit`, which waits for ``admit``.
+    `submit`, which waits for ``admit``. ``cached_tokens`` is what each choice's finish says of its prompt.
     """
 
     def __init__(self, reply: str | Callable[[GenerationRequest], str] = REPLY) -> None:
         self.reply = reply
+        self.cached_tokens = 0
         self.pause_after: int | None = None
         self.go = threading.Event()
         self.paused = threading.Event()
@@ -135,11 +144,8 @@ class FakeEngine:
                     return True
             shown += text
             emit(TokenOutput(choice, token, text, logprob))
-        emit(
-            FinishOutput(
-                choice, "length" if len(tokens) >= request.max_tokens else "stop", decoder.decode(b"", True)
-            )
-        )
+        reason: FinishReason = "length" if len(tokens) >= request.max_tokens else "stop"
+        emit(FinishOutput(choice, reason, decoder.decode(b"", True), self.cached_tokens))
         return True
 
 

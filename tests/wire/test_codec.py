@@ -43,6 +43,7 @@ MESSAGES: list[Message] = [
     Challenge(b"n" * 32, [0, 7]),
     Evidence(b"claims", b"s" * 64, "tpm2", [b"a", b""]),
     Step(4, [1], [BlockGrant(2, 0, [3, 4])], [Row(2, 0, 5, 1)], b"\1\0\0\0"),
+    Step(4, [], [BlockGrant(2, 0, [3, 4], b"s" * 16)], [Row(2, 16, 5, 1, b"s" * 16, b"t" * 16)], b""),
     StepFailed(4, "an index is out of range"),
     RosterUpdate(b"signed by the operator"),
     Ping(1),

@@ -1,43 +1,105 @@
-"""The head's account of K/V blocks: which are free, never what is in them."""
+"""The head's account of K/V blocks: which are free, who shares one, and whose prefix a full one holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Block ids 0..num_blocks-1 of ``block_size`` tokens each, valid on every stage alike."""
+    """Block ids 0..num_blocks-1 of ``block_size`` tokens each, valid on every stage alike.
+
+    A block is free, owned by one or more sequences, or kept: owned by none, but full and labelled with the
+    tag of its prefix, so that a sequence of that prefix may share it. Kept blocks are taken, oldest first,
+    when no other is free.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Last freed, first granted: the hottest block is the likeliest to be in a cache.
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._owned: set[int] = set()
+        self._owners: dict[int, int] = {}
+        self._kept: dict[int, None] = {}  # oldest first
+        self._tag_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """How many blocks nobody owns."""
+        return len(self._free) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """How many of them hold a prefix that may be shared."""
+        return len(self._kept)
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold ``num_tokens``."""
         return -(-num_tokens // self.block_size)
 
+    def find(self, tags: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest run of ``tags`` from its start that are all here."""
+        found = []
+        for tag in tags:
+            block = self._block_of.get(tag)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_unowned(self, blocks: Sequence[int]) -> int:
+        """How many of ``blocks`` count as free until they are shared."""
+        return sum(block in self._kept for block in blocks)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Own blocks that `find` gave, beside whoever owns them already."""
+        for block in blocks:
+            self._kept.pop(block, None)
+            self._owners[block] = self._owners.get(block, 0) + 1
+
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks; the caller has looked at ``num_free``."""
-        assert count <= len(self._free), "the scheduler asked for more blocks than are free"
-        blocks = [self._free.pop() for _ in range(count)]
-        self._owned.update(blocks)
+        assert count <= self.num_free, "the scheduler asked for more blocks than are free"
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        self._owners.update(dict.fromkeys(blocks, 1))
         return blocks
 
-    def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back."""
-        for block in reversed(blocks):
-            assert block in self._owned, "a block was freed twice"
-            self._owned.remove(block)
-            self._free.append(block)
+    def label(self, block: int, tag: bytes) -> None:
+        """An owned block is full, with this tag at its end. Of two with the same, the first is findable."""
+        assert block in self._owners, "a block that nobody owns was labelled"
+        if tag not in self._block_of and block not in self._tag_of:
+            self._tag_of[block] = tag
+            self._block_of[tag] = block
 
-    def check(self) -> None:
-        """Free and owned blocks together are all blocks, none twice."""
-        assert len(self._free) + len(self._owned) == self.num_blocks, "blocks leaked"
-        assert not self._owned.intersection(self._free), "a block is both free and owned"
+    def free(self, blocks: Sequence[int]) -> None:
+        """Give a sequence's blocks back, in its order: the end of a chain is evicted before its start."""
+        for block in reversed(blocks):
+            assert block in self._owners, "a block was freed twice"
+            self._owners[block] -= 1
+            if self._owners[block]:
+                continue
+            del self._owners[block]
+            if block in self._tag_of:
+                self._kept[block] = None
+            else:
+                self._free.append(block)
+
+    def check(self, owned: Iterable[int] | None = None) -> None:
+        """Free, kept and owned blocks together are all blocks, none twice.
+
+        ``owned`` lists the blocks of every sequence: each block has as many owners as it is listed times.
+        """
+        parts = (self._free, self._kept, self._owners)
+        assert sum(len(part) for part in parts) == self.num_blocks, "blocks leaked"
+        assert len(set().union(*parts)) == self.num_blocks, "a block is in two states"
+        assert self._block_of == {tag: block for block, tag in self._tag_of.items()}, "a label is lost"
+        assert set(self._kept) <= set(self._tag_of), "a block is kept that nobody can find"
+        assert not set(self._tag_of).intersection(self._free), "a free block has a label"
+        assert owned is None or Counter(owned) == self._owners, "a block's owners are miscounted"
+
+    def _evict(self) -> int:
+        block = next(iter(self._kept))
+        del self._kept[block]
+        del self._block_of[self._tag_of.pop(block)]
+        return block

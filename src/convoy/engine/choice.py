@@ -42,7 +42,7 @@ class Choice:
         """Emit what was held back and the reason, once."""
         if not self.finished:
             self.finished = True
-            self.emit(FinishOutput(self.index, reason, self.stream.finish()))
+            self.emit(FinishOutput(self.index, reason, self.stream.finish(), self.sequence.num_cached or 0))
 
     def _sample(self, logits: Logits) -> Sampled:
         return sample(

@@ -30,12 +30,14 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """``probe_s``: an idle engine sends an empty step round the ring this often; ``ready_s``: how old the
-    last may be.
+    last may be. ``share_across_keys``: requests share the K/V of a common prefix whatever their salt, which
+    lets one client see by its times what another has asked.
     """
 
     max_context: int
     probe_s: float = 5.0
     ready_s: float = 15.0
+    share_across_keys: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class EngineStats:
     prompt_tokens: int
     generated_tokens: int
     preempted: int
+    cached_tokens: int  # positions that were not run, because their K/V was there
     ring_s: float | None  # how long the last empty step took to pass every stage
 
 
@@ -160,6 +163,7 @@ class Engine:
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._generated_tokens,
                 preempted=scheduler.num_preempted,
+                cached_tokens=scheduler.num_cached_tokens,
                 ring_s=self._ring_s,
             )
 
@@ -279,7 +283,8 @@ class Engine:
         self, request: GenerationRequest, index: int, on_output: Callable[[Output], None]
     ) -> Choice:
         all_outputs = request.prompt_logprobs is not None and index == 0
-        sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs)
+        salt = b"" if self._options.share_across_keys else request.cache_salt
+        sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt)
         return Choice(request, index, sequence, TextStream(self._tokenizer, request.stop), on_output)
 
     def _check_size(self, request: GenerationRequest) -> None:

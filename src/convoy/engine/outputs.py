@@ -46,12 +46,14 @@ class PromptOutput:
 class FinishOutput:
     """The choice is complete.
 
-    ``text`` is what was held back until now; an end-of-text token is never shown.
+    ``text`` is what was held back until now; an end-of-text token is never shown. ``cached_tokens`` of the
+    prompt were not run again, because an earlier request of the same prefix had.
     """
 
     choice: int
     reason: FinishReason
     text: str = ""
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from convoy.model.params import SamplingParams
 
@@ -13,7 +13,7 @@ class GenerationRequest:
 
     ``num_choices`` independent continuations share the prompt; choice *i* draws with (seed, i, position).
     ``prompt_logprobs`` asks for the log-probability of each prompt token after the first, with that many
-    alternatives.
+    alternatives. Requests share the K/V of a common prefix only where their ``cache_salt`` is the same.
     """
 
     prompt_ids: tuple[int, ...]
@@ -23,3 +23,4 @@ class GenerationRequest:
     ignore_eos: bool = False
     num_choices: int = 1
     prompt_logprobs: int | None = None
+    cache_salt: bytes = field(default=b"", repr=False)

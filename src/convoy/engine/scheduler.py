@@ -3,8 +3,9 @@
 Decodes come first, so that a long prefill never starves a running stream; prefill chunks fill what is left of
 the token budget. A sequence has at most one row in a step and at most one sample in flight; chunks of its
 prompt may follow each other without waiting. When blocks run out, the sequence admitted last is preempted and
-recomputed later. Releasing blocks while a step that writes to them is in flight is safe: stages run steps in
-order, and a release travels in a later step.
+recomputed later. A new sequence shares the blocks of the longest prefix that is still in the pool, and at
+least its last token runs. Releasing blocks while a step that writes to them is in flight is safe: stages run
+steps in order, and a release travels in a later step.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from convoy.engine.blocks import BlockPool
+from convoy.engine.prefix import PrefixTags
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.errors import QueueFull, RequestError
 from convoy.wire.messages import BlockGrant, Row, Step
@@ -22,7 +24,10 @@ from convoy.wire.messages import BlockGrant, Row, Step
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What the plan granted: pool size, rows and tokens per step, waiting places, steps in flight."""
+    """What the plan granted: pool size, rows and tokens per step, waiting places, steps in flight.
+
+    Without ``prefix_cache`` no sequence shares a block.
+    """
 
     num_blocks: int
     block_size: int
@@ -31,6 +36,7 @@ class SchedulerLimits:
     prefill_chunk: int = 256
     max_waiting: int = 256
     micro_batches: int = 1
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +53,14 @@ class Scheduler:
     Not thread-safe: the engine holds a lock.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, tags: PrefixTags | None = None) -> None:
         self.limits = limits
+        self._tags = tags or PrefixTags(limits.block_size)
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preempted = 0
+        self.num_cached_tokens = 0  # positions that were shared and so did not run
         self._released: list[int] = []
         self._next_table_id = 0
         self._next_step = 0
@@ -69,6 +77,8 @@ class Scheduler:
                 f"and at most {self.limits.max_waiting} may",
                 hint="try again later, or raise engine.max_waiting",
             )
+        for sequence in sequences:
+            sequence.tags = [self._tags.root(sequence.salt)]
         self.waiting.extend(sequences)
 
     def finish(self, sequence: Sequence) -> None:
@@ -101,8 +111,8 @@ class Scheduler:
             sequence.num_in_flight -= 1
 
     def check(self) -> None:
-        """While idle: every block is free."""
-        self.pool.check()
+        """Every block has the owners it should have. While idle: every block is free."""
+        self.pool.check(block for sequence in self.running for block in sequence.blocks)
         if not self.running:
             assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are owned"
 
@@ -127,14 +137,38 @@ class Scheduler:
             # Preempted while its sample was in flight: that token belongs to what must be recomputed.
             if sequence.num_in_flight:
                 return
-            if self.pool.blocks_for(len(sequence.tokens) + 1) > self.pool.num_free:
+            shared = self._find_prefix(sequence)
+            needed = self.pool.blocks_for(len(sequence.tokens) + 1) - len(shared)
+            if needed > self.pool.num_free - self.pool.num_unowned(shared):
                 return
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.state = SequenceState.RUNNING
             sequence.table_id = self._next_table_id
             self._next_table_id += 1
+            self._share(sequence, shared, grants)
             self._plan_chunk(sequence, planned, grants)
+
+    def _find_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks of known prefix; the last token is never in one, because something has to run."""
+        if not self.limits.prefix_cache or sequence.all_outputs:
+            return []
+        num_blocks = (len(sequence.tokens) - 1) // self.limits.block_size
+        self._tags.extend(sequence.tags, sequence.tokens, num_blocks)
+        return self.pool.find(sequence.tags[1 : num_blocks + 1])
+
+    def _share(self, sequence: Sequence, blocks: list[int], grants: list[BlockGrant]) -> None:
+        num_tokens = len(blocks) * self.limits.block_size
+        if sequence.num_cached is None:
+            sequence.num_cached = num_tokens
+        if not blocks:
+            return
+        self.pool.share(blocks)
+        self.num_cached_tokens += num_tokens
+        sequence.blocks.extend(blocks)
+        sequence.num_scheduled = num_tokens
+        shared = sequence.tags[1 : len(blocks) + 1]
+        grants.append(BlockGrant(sequence.table_id, 0, list(blocks), b"".join(shared)))
 
     def _plan_chunk(self, sequence: Sequence, planned: dict[Sequence, int], grants: list[BlockGrant]) -> None:
         num_tokens = min(sequence.num_pending, self.limits.prefill_chunk, self._budget(planned))
@@ -182,7 +216,7 @@ class Scheduler:
             end = start + num_tokens
             last = end == len(sequence.tokens)
             num_outputs = num_tokens if sequence.all_outputs and start < sequence.num_prompt else int(last)
-            rows.append(Row(sequence.table_id, start, num_tokens, num_outputs))
+            rows.append(self._tagged_row(sequence, start, end, num_outputs))
             tokens.extend(sequence.tokens[start:end])
             sequence.num_scheduled = end
             sequence.num_in_flight += 1
@@ -190,3 +224,13 @@ class Scheduler:
         self._released = []
         self._next_step += 1
         return Scheduled(step, tuple(planned))
+
+    def _tagged_row(self, sequence: Sequence, start: int, end: int, num_outputs: int) -> Row:
+        """Also makes the blocks that the row fills findable: for later steps, which run after this one."""
+        tag = self._tags.at(sequence.tags, sequence.tokens, start)
+        tags = self._tags.of_row(sequence.tags, sequence.tokens, start, end, num_outputs)
+        if self.limits.prefix_cache:
+            size = self.limits.block_size
+            for index in range(start // size, end // size):
+                self.pool.label(sequence.blocks[index], sequence.tags[index + 1])
+        return Row(sequence.table_id, start, end - start, num_outputs, tag, tags)

@@ -24,12 +24,15 @@ class Sequence:
     prompt_ids: tuple[int, ...]
     max_tokens: int
     all_outputs: bool = False  # prompt log-probabilities need every position's logits
+    salt: bytes = b""  # of whom the sequence may share blocks with
     tokens: list[int] = field(init=False)
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     num_scheduled: int = field(init=False, default=0)
     num_in_flight: int = field(init=False, default=0)
     blocks: list[int] = field(init=False, default_factory=list)
     table_id: int = field(init=False, default=-1)  # its name on the wire, new at each admission
+    tags: list[bytes] = field(init=False, default_factory=list)  # T at 0 and at the ends of its first blocks
+    num_cached: int | None = field(init=False, default=None)  # prompt tokens that its first admission found
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt_ids)

@@ -1,25 +1,41 @@
 """K/V memory of a stage: block tables, which only count, and the pools, which hold the numbers.
 
 A block is ``block_size`` consecutive positions of one sequence, over all owned layers of one cache group. The
-head decides which blocks a sequence has; a stage checks that a step makes sense before it changes anything.
+head decides which blocks a sequence has; a stage checks that a step makes sense before it changes anything,
+and by the head's prefix tags that K/V which a row builds on is that of the row's own prefix.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 
 from convoy.errors import StepError
 from convoy.wire.messages import BlockGrant, Row, Step
 
+_TAG_BYTES = 16
+_Block = tuple[int, int]  # cache group, block
+
 
 @dataclass(slots=True)
 class BlockTable:
-    """A sequence's blocks, one list per cache group, and how many of its positions hold K/V."""
+    """A sequence's blocks, one list per cache group, and how many of its positions hold K/V.
+
+    ``ends`` has the tags at 0 and at the ends of its full blocks, ``last`` those at other positions of its
+    last row; both are empty where rows are not tagged.
+    """
 
     blocks: list[list[int]]
     length: int = 0
+    ends: list[bytes] = field(default_factory=list)
+    last: dict[int, bytes] = field(default_factory=dict)
+
+    def tag_at(self, position: int, block_size: int) -> bytes | None:
+        """The tag of the prefix before ``position``, where it is known."""
+        index, offset = divmod(position, block_size)
+        return self.ends[index] if not offset and index < len(self.ends) else self.last.get(position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +44,8 @@ class StagedStep:
 
     tables: dict[int, BlockTable | None]
     rows: list[tuple[Row, BlockTable]]
+    holders: Counter[_Block]  # how many tables more, or fewer, each block stands in
+    fresh: set[_Block]  # granted to be filled anew
 
 
 class BlockTables:
@@ -39,6 +57,8 @@ class BlockTables:
         self._block_size = block_size
         self._max_context = max_context
         self._tables: dict[int, BlockTable] = {}
+        self._holders: Counter[_Block] = Counter()  # in how many tables a block stands
+        self._full: dict[_Block, bytes] = {}  # the tags at the ends of full blocks, in a table or not
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -46,17 +66,20 @@ class BlockTables:
     def stage(self, step: Step) -> StagedStep:
         """Check releases, then grants, then rows, in that order; nothing changes. Raises StepError.
 
-        A block may stand in several tables (shared prefixes), but once in one table.
+        A full block may stand in several tables (shared prefixes), but once in one table; nobody writes to it
+        then.
         """
-        tables: dict[int, BlockTable | None] = {}
+        staged = StagedStep({}, [], Counter(), set())
+        tables = staged.tables
         for sequence in step.released:
-            if tables.get(sequence, self._tables.get(sequence)) is None:
+            table = tables.get(sequence, self._tables.get(sequence))
+            if table is None:
                 raise StepError(f"step {step.number} releases sequence {sequence}, which is not known here")
             tables[sequence] = None
+            staged.holders.subtract((g, block) for g, blocks in enumerate(table.blocks) for block in blocks)
         for grant in step.grants:
-            self._grant(grant, tables)
+            self._grant(grant, staged)
         seen: set[int] = set()
-        rows = []
         for row in step.rows:
             table = tables[row.sequence] if row.sequence in tables else self._tables.get(row.sequence)
             if table is None:
@@ -65,8 +88,10 @@ class BlockTables:
                 raise StepError(f"step {step.number} has sequence {row.sequence} in two rows")
             seen.add(row.sequence)
             self._check_row(row, table)
-            rows.append((row, table))
-        return StagedStep(tables, rows)
+            self._check_tags(row, table)
+            self._check_unshared(row, table, staged)
+            staged.rows.append((row, table))
+        return staged
 
     def commit(self, staged: StagedStep) -> None:
         """Make a staged step's changes. A row that starts before the known end overwrites and shortens."""
@@ -75,10 +100,39 @@ class BlockTables:
                 self._tables.pop(sequence, None)
             else:
                 self._tables[sequence] = table
+        for block, change in staged.holders.items():
+            self._holders[block] += change
+            if not self._holders[block]:
+                del self._holders[block]
+        for block in staged.fresh:
+            self._full.pop(block, None)
         for row, table in staged.rows:
             table.length = row.start + row.num_tokens
+            self._remember(row, table)
 
-    def _grant(self, grant: BlockGrant, tables: dict[int, BlockTable | None]) -> None:
+    def _remember(self, row: Row, table: BlockTable) -> None:
+        """Take a row's tags, and forget those of what it wrote over."""
+        size, end = self._block_size, row.start + row.num_tokens
+        first, num_ends = row.start // size, end // size - row.start // size
+        written = range(first, -(-end // size))
+        for group, blocks in enumerate(table.blocks):
+            for index in written:
+                self._full.pop((group, blocks[index]), None)
+        table.last = {}
+        if not row.tag:
+            return
+        tags = [row.tags[i : i + _TAG_BYTES] for i in range(0, len(row.tags), _TAG_BYTES)]
+        del table.ends[first + 1 :]
+        if not table.ends:
+            table.ends.append(row.tag)
+        table.ends.extend(tags[:num_ends])
+        table.last = dict(enumerate(tags[num_ends:], end - (len(tags) - num_ends) + 1))
+        for group, blocks in enumerate(table.blocks):
+            for index, tag in enumerate(tags[:num_ends], first):
+                self._full[group, blocks[index]] = tag
+
+    def _grant(self, grant: BlockGrant, staged: StagedStep) -> None:
+        tables = staged.tables
         if not 0 <= grant.group < self._num_groups:
             raise StepError(f"a grant names cache group {grant.group}, but there are {self._num_groups}")
         table = tables.get(grant.sequence)
@@ -88,15 +142,48 @@ class BlockTables:
             table = BlockTable(
                 [list(blocks) for blocks in known.blocks] if known else [[] for _ in range(self._num_groups)],
                 known.length if known else 0,
+                list(known.ends) if known else [],
+                known.last if known else {},
             )
             tables[grant.sequence] = table
         for block in grant.blocks:
             if not 0 <= block < self.num_blocks:
                 raise StepError(f"a grant names block {block}, but the pool has {self.num_blocks}")
         blocks = table.blocks[grant.group]
+        num_shared = self._adopt(grant, table, staged)
         blocks.extend(grant.blocks)
         if len(set(blocks)) != len(blocks):
             raise StepError(f"sequence {grant.sequence} is granted a block that it has already")
+        for block in grant.blocks[num_shared:]:
+            if self._num_holders((grant.group, block), staged):
+                raise StepError(f"a grant gives away block {block}, which a sequence holds")
+            staged.fresh.add((grant.group, block))
+        staged.holders.update((grant.group, block) for block in grant.blocks)
+
+    def _adopt(self, grant: BlockGrant, table: BlockTable, staged: StagedStep) -> int:
+        """Begin a table with full blocks of the tags that the grant claims. Returns how many."""
+        num_shared, odd = divmod(len(grant.shared), _TAG_BYTES)
+        if odd or num_shared > len(grant.blocks):
+            raise StepError(
+                f"a grant of {len(grant.blocks)} blocks has {len(grant.shared)} bytes of tags of shared ones"
+            )
+        if not num_shared:
+            return 0
+        if table.length or any(table.blocks):
+            raise StepError(f"sequence {grant.sequence} has blocks, and only a new one may share a prefix")
+        if self._num_groups > 1:
+            raise StepError(f"a prefix is shared in one of {self._num_groups} cache groups")
+        tags = [grant.shared[i * _TAG_BYTES :][:_TAG_BYTES] for i in range(num_shared)]
+        for block, tag in zip(grant.blocks, tags, strict=False):
+            found = (grant.group, block)
+            if found in staged.fresh or self._full.get(found) != tag:
+                raise StepError(f"sequence {grant.sequence} shares block {block}, which holds another prefix")
+        table.ends = [b"", *tags]
+        table.length = num_shared * self._block_size
+        return num_shared
+
+    def _num_holders(self, block: _Block, staged: StagedStep) -> int:
+        return self._holders[block] + staged.holders[block]
 
     def _check_row(self, row: Row, table: BlockTable) -> None:
         end = row.start + row.num_tokens
@@ -118,6 +205,33 @@ class BlockTables:
             )
         if end > self._max_context:
             raise StepError(f"a row ends at position {end}, beyond the context of {self._max_context}")
+
+    def _check_tags(self, row: Row, table: BlockTable) -> None:
+        end = row.start + row.num_tokens
+        num_ends = end // self._block_size - row.start // self._block_size
+        expected = _TAG_BYTES * (num_ends + max(1, row.num_outputs)) if row.tag else 0
+        if len(row.tag) not in (0, _TAG_BYTES) or len(row.tags) != expected:
+            raise StepError(
+                f"a row of sequence {row.sequence} has tags of {len(row.tag)} and {len(row.tags)} bytes, "
+                f"expected {_TAG_BYTES} and {expected}"
+            )
+        known = table.tag_at(row.start, self._block_size)
+        # at 0 nothing came before, so a sequence may begin there with any tag
+        begins = not row.start and not known and not (table.ends and not row.tag)
+        untagged = not row.tag and not table.ends
+        if known != row.tag and not begins and not untagged:
+            raise StepError(
+                f"a row of sequence {row.sequence} starts at {row.start} behind another prefix than is known"
+            )
+
+    def _check_unshared(self, row: Row, table: BlockTable, staged: StagedStep) -> None:
+        size, end = self._block_size, row.start + row.num_tokens
+        for group, blocks in enumerate(table.blocks):
+            for block in blocks[row.start // size : -(-end // size)]:
+                if self._num_holders((group, block), staged) > 1:
+                    raise StepError(
+                        f"a row of sequence {row.sequence} writes to block {block}, which another shares"
+                    )
 
 
 class KvPool:

@@ -6,12 +6,19 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """How many of the prompt's tokens were not run again, because an earlier prompt began the same."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Tokens of the prompt, counted once however many choices, and of all answers."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

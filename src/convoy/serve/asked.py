@@ -5,6 +5,7 @@ Tokenising a large body takes a while, so the server calls these on a thread of 
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -93,8 +94,7 @@ def _read(
     params.check_vocabulary(model.tokenizer.vocab_size)
     num_choices = 1 if body.n is None else body.n
     _check_range("n", num_choices, 1, options.max_choices)
-    if body.stream_options is not None and not body.stream:
-        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    _check_stream(body)
     scored = bool(texts) and params.logprobs is not None
     scoring = scored and max_tokens == 1
     requests = tuple(
@@ -106,6 +106,7 @@ def _read(
             ignore_eos=bool(body.ignore_eos) or scoring,
             num_choices=num_choices,
             prompt_logprobs=params.logprobs if scored else None,
+            cache_salt=_salt(options),
         )
         for ids in prompts
     )
@@ -229,6 +230,16 @@ def _room(model: ServedModel, num_prompt: int) -> int:
             hint="shorten the prompt",
         )
     return model.max_context - num_prompt
+
+
+def _check_stream(body: GenerationBody) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+
+
+def _salt(options: ServeOptions) -> bytes:
+    """Of the caller's API key: who has another key cannot see by its times what this one asked."""
+    return b"" if options.api_key is None else hashlib.sha256(options.api_key.encode()).digest()
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from convoy.engine.outputs import FinishOutput, Output, TokenOutput
-from convoy.serve.answers import Usage
+from convoy.serve.answers import PromptTokensDetails, Usage
 from convoy.serve.asked import Asked
 
 
@@ -51,6 +51,7 @@ class Tally:
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = 0
+    cached_tokens: int = 0  # as far as choices have finished
     first_token_s: float | None = None  # monotonic
 
     def __post_init__(self) -> None:
@@ -62,6 +63,9 @@ class Tally:
             self.completion_tokens += 1
             if self.first_token_s is None:
                 self.first_token_s = time.monotonic()
+        elif isinstance(output, FinishOutput) and output.choice == 0:
+            # a prompt is counted once, however many choices it has
+            self.cached_tokens += output.cached_tokens
 
     def choice_of(self, index: int, output: TokenOutput | FinishOutput) -> int:
         """The number of a choice among all prompts' choices."""
@@ -74,7 +78,8 @@ class Tally:
     @property
     def usage(self) -> Usage:
         prompt = self.asked.num_prompt_tokens
-        return Usage(prompt, self.completion_tokens, prompt + self.completion_tokens)
+        details = PromptTokensDetails(self.cached_tokens)
+        return Usage(prompt, self.completion_tokens, prompt + self.completion_tokens, details)
 
     @property
     def event_usage(self) -> Usage | msgspec.UnsetType | None:

@@ -108,7 +108,9 @@ def weight_of_message(message: Message) -> int:
         case Step() as step:
             num_objects = 1 + len(step.rows) + len(step.grants)
             num_numbers = len(step.released) + sum(len(grant.blocks) for grant in step.grants)
-            return num_objects * _OBJECT_BYTES + num_numbers * _NUMBER_BYTES + len(step.tokens)
+            num_bytes = sum(len(row.tags) for row in step.rows) + sum(len(g.shared) for g in step.grants)
+            num_bytes += len(step.tokens)
+            return num_objects * _OBJECT_BYTES + num_numbers * _NUMBER_BYTES + num_bytes
         case Plan(stages=stages):
             return (1 + len(stages)) * _OBJECT_BYTES
         case _:

@@ -145,14 +145,20 @@ class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
     start: int  # position of the first token
     num_tokens: int
     num_outputs: int  # how many trailing positions go on to the output (0 for an inner chunk)
+    tag: bytes = b""  # of the prefix that it starts behind; empty: not tagged
+    tags: bytes = b""  # 16 bytes each: at the block ends in (start, end], after the last max(1, num_outputs)
 
 
 class BlockGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Blocks appended to a sequence's table of one cache group."""
+    """Blocks appended to a sequence's table of one cache group.
+
+    The first of a new table may be full already: then ``shared`` has the tags of their ends, 16 bytes each.
+    """
 
     sequence: int
     group: int
     blocks: list[int]
+    shared: bytes = b""
 
 
 class Step(Message, frozen=True):
