@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from convoy.cli import throughput
 from convoy.cli.output import JsonFlag, print_json, print_note, print_table
 
 if TYPE_CHECKING:
@@ -19,7 +20,12 @@ _QUIET_S = 1.0
 
 @app.callback()
 def bench() -> None:
-    """Measure what sealing costs on this machine."""
+    """Measure sealing, and what one and two members reach."""
+
+
+app.command("solo")(throughput.solo)
+app.command("batch")(throughput.batch)
+app.command("prefill")(throughput.prefill)
 
 
 @app.command("hop")

@@ -23,6 +23,7 @@ import tomli_w
 
 from convoy.cli.config import Config, load_config
 from convoy.cli.members import local_names, spans_by_name
+from convoy.cli.pin import Cores, pin_process
 from convoy.errors import ConvoyError, PeerError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _STOP_WAIT_S = 5.0
 class LocalOptions:
     """What all members of a local cluster share. ``num_threads`` None shares the cores out evenly.
 
-    ``layers`` are the texts of ``--layers``.
+    ``layers`` are the texts of ``--layers``; ``cores`` are each member's own, None leaves them to the system.
     """
 
     num_members: int
@@ -44,6 +45,20 @@ class LocalOptions:
     num_threads: int | None = None
     serve_port: int = 0
     engine: dict[str, int] = field(default_factory=dict)
+    cores: tuple[Cores, ...] | None = None
+
+    @property
+    def head_cores(self) -> Cores | None:
+        """For `pin.pinned`, where the head runs in this process."""
+        return None if self.cores is None else self.cores[0]
+
+    @property
+    def threads(self) -> int:
+        """Of each member."""
+        if self.num_threads:
+            return self.num_threads
+        shared = max(1, (os.cpu_count() or 1) // self.num_members)
+        return shared if self.cores is None else len(self.cores[0])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,6 +135,8 @@ class LocalCluster:
                 start_new_session=True,  # Ctrl-C is for this process, which then ends the others in order
             )
         self._processes[name] = process
+        if self._options.cores is not None:
+            pin_process(process.pid, self._options.cores[self.names.index(name)])
         return process
 
     def log_file(self, name: str) -> Path:
@@ -175,7 +192,6 @@ class LocalCluster:
             self.config_file(member.name).write_text(text)
 
     def _tables(self, name: str, address: tuple[str, int], operator_key: bytes) -> dict[str, object]:
-        threads = self._options.num_threads or max(1, (os.cpu_count() or 1) // len(self.names))
         tables: dict[str, object] = {
             "cluster": {
                 "name": name,
@@ -187,7 +203,7 @@ class LocalCluster:
             "serve": {"port": self._options.serve_port},
             "model": {
                 "kernel": self._options.kernel,
-                "num_threads": threads,
+                "num_threads": self._options.threads,
                 "memory_gb": _free_memory_bytes() * 0.8 / len(self.names) / 1e9,
             },
             "engine": self._options.engine,

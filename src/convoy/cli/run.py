@@ -11,6 +11,7 @@ from convoy.cli.config import DEFAULT_SERVE_PORT, Config, override
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, print_json, print_note
+from convoy.cli.pin import PinFlag, pinned, share_cores
 from convoy.cli.serve import serve_cluster, start_cluster
 from convoy.errors import ConvoyError, UsageError
 
@@ -34,6 +35,7 @@ def run(
     raw: Annotated[bool, typer.Option("--raw", help="With --prompt: no chat template.")] = False,
     kernel: Annotated[str, typer.Option(help="auto, exact-f32 or plain-f32.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,
+    pin: PinFlag = False,
     host: Annotated[str, typer.Option(help="HTTP address.")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
     as_json: JsonFlag = False,
@@ -45,10 +47,11 @@ def run(
         raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
     # What is wrong with the flags is said before anything is started.
     source = ModelSource.resolve(model)
-    options = LocalOptions(members, layers, kernel, threads)
+    cores = share_cores(members) if pin else None
+    options = LocalOptions(members, layers, kernel, threads, cores=cores)
     options.check(source.spec)
     asked = None if prompt is None else Asked(prompt, raw, max_tokens, temperature, seed).request(source)
-    with LocalCluster(options) as local:
+    with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
         settings = local.config(local.head)
         http = override(settings.serve, host=host, port=DEFAULT_SERVE_PORT if port is None else port)

@@ -1,0 +1,196 @@
+"""Tokens per second of a running engine: many requests that decode at once, and one long prompt.
+
+bench/METHODOLOGY.md says what the figures mean and what they do not.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from convoy.bench.report import DecodeRow, PrefillRow
+from convoy.engine.engine import Engine, RequestHandle
+from convoy.engine.generation import generate
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
+from convoy.engine.request import GenerationRequest
+from convoy.errors import ConvoyError
+from convoy.model.params import SamplingParams
+
+Say = Callable[[str], None]
+BLOCK_SIZE = 16
+_SPARE_TOKENS = 64
+_GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeOptions:
+    """A window is ``window_tokens`` tokens of each request; each count of requests gets ``num_windows``."""
+
+    concurrent: tuple[int, ...] = (1, 4, 16, 32)
+    context: int = 512
+    num_windows: int = 5
+    window_tokens: int = 8
+    prefill_chunk: int = 256
+
+    @property
+    def max_tokens(self) -> int:
+        """What one request may say until it is ended: early ones go on while later prompts are read."""
+        prefill = max(self.concurrent) * -(-self.context // self.prefill_chunk)
+        measured = len(self.concurrent) * (self.num_windows + 2) * self.window_tokens
+        return prefill + measured + _SPARE_TOKENS
+
+    @property
+    def num_blocks(self) -> int:
+        """K/V blocks that hold all of them, so that none is preempted."""
+        return max(self.concurrent) * (-(-(self.context + self.max_tokens) // BLOCK_SIZE) + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOptions:
+    """``num_rounds`` prompts of ``num_tokens``, in steps of ``chunk``."""
+
+    num_tokens: int
+    chunk: int
+    num_rounds: int
+
+
+class Deadline:
+    """The end of a whole run."""
+
+    def __init__(self, max_s: float) -> None:
+        self._max_s = max_s
+        self._end_s = time.monotonic() + max_s
+
+    def left_s(self) -> float:
+        """Raises ConvoyError where nothing is left."""
+        left = self._end_s - time.monotonic()
+        if left <= 0:
+            raise ConvoyError(
+                f"the bench took longer than {self._max_s:g} s",
+                hint="measure less, or allow more with --max-seconds",
+            )
+        return left
+
+
+def measure_decode(
+    engine: Engine, vocab_size: int, members: int, options: DecodeOptions, *, deadline: Deadline, say: Say
+) -> list[DecodeRow]:
+    """All requests are read once; then they decode, most first, and are ended down to the next count."""
+    prompts = _Prompts(vocab_size)
+    crowd = _Crowd(engine, deadline)
+    rows = []
+    try:
+        sizes = sorted(set(options.concurrent), reverse=True)
+        say(f"members {members}: {sizes[0]} prompts of {options.context} tokens are read")
+        crowd.start([prompts.next(options.context) for _ in range(sizes[0])], options.max_tokens)
+        for size in sizes:
+            crowd.shrink(size)
+            crowd.window(options.window_tokens)  # the caches and the other counts' steps go
+            rates = [crowd.window(options.window_tokens) for _ in range(options.num_windows)]
+            rate = statistics.median(rates)
+            context = options.context + crowd.longest
+            rows.append(DecodeRow(members, size, context, round(rate, 2), round(1000 * size / rate, 3)))
+            say(f"members {members}: {size} at once decode {rate:.1f} tokens/s")
+    finally:
+        crowd.shrink(0)
+    return rows[::-1]
+
+
+def measure_prefill(
+    engine: Engine, vocab_size: int, members: int, options: PrefillOptions, *, deadline: Deadline, say: Say
+) -> PrefillRow:
+    """The median of some prompts, one after the other, none of which begins like another."""
+    prompts = _Prompts(vocab_size)
+    seconds = []
+    for number in range(options.num_rounds):
+        deadline.left_s()
+        request = GenerationRequest(prompts.next(options.num_tokens), _GREEDY, max_tokens=1, ignore_eos=True)
+        seconds.append(generate(engine, request).time_to_first_token_s)
+        say(f"members {members}: prompt {number + 1} of {options.num_rounds} in chunks of {options.chunk}")
+    median = statistics.median(seconds)
+    rate = options.num_tokens / median
+    return PrefillRow(members, options.num_tokens, options.chunk, round(median, 4), round(rate, 2))
+
+
+class _Prompts:
+    """Random tokens, each prompt another, so that no prefix is shared; the same in every run."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._random = random.Random(1)  # noqa: S311 - not a secret
+        self._vocab_size = vocab_size
+
+    def next(self, num_tokens: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(self._vocab_size) for _ in range(num_tokens))
+
+
+class _Crowd:
+    """Requests that run until they are ended, and the times of their tokens."""
+
+    def __init__(self, engine: Engine, deadline: Deadline) -> None:
+        self._engine = engine
+        self._deadline = deadline
+        self._outputs: queue.SimpleQueue[tuple[int, float, Output]] = queue.SimpleQueue()
+        self._running: list[tuple[int, RequestHandle]] = []
+        self._counts: dict[int, int] = {}
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the request that said most has said."""
+        return max(self._counts.values())
+
+    def start(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> None:
+        """Returns when each has said a token."""
+        for number, prompt in enumerate(prompts):
+            request = GenerationRequest(prompt, _GREEDY, max_tokens=max_tokens, ignore_eos=True)
+            self._running.append((number, self._engine.submit(request, self._listener(number))))
+        while len(self._counts) < len(prompts):
+            self._next()
+
+    def shrink(self, size: int) -> None:
+        """End all but the first ``size``."""
+        ended, self._running = self._running[size:], self._running[:size]
+        for _, handle in ended:
+            handle.abort()
+        if self._running:
+            self.window(1)  # what was in flight
+
+    def window(self, num_tokens: int) -> float:
+        """Tokens per second, of all together, over ``num_tokens`` of each.
+
+        Tokens come in bursts, one for each step: a window begins and ends at the same place of a burst.
+        """
+        while not self._outputs.empty():
+            self._next()
+        started_s = self._next()
+        ended_s = started_s
+        for _ in range(num_tokens * len(self._running)):
+            ended_s = self._next()
+        return num_tokens * len(self._running) / (ended_s - started_s)
+
+    def _listener(self, number: int) -> Callable[[Output], None]:
+        def listen(output: Output) -> None:
+            self._outputs.put((number, time.monotonic(), output))
+
+        return listen
+
+    def _next(self) -> float:
+        """The time of the next token of a request that still runs. Raises what ended one too early."""
+        running = {number for number, _ in self._running}
+        while True:
+            try:
+                number, time_s, output = self._outputs.get(timeout=self._deadline.left_s())
+            except queue.Empty:
+                continue  # the deadline says it
+            if isinstance(output, ErrorOutput):
+                raise output.error
+            if number not in running:
+                continue
+            if isinstance(output, FinishOutput):
+                raise ConvoyError("a request ended before it was measured")
+            if isinstance(output, TokenOutput):
+                self._counts[number] = self._counts.get(number, 0) + 1
+                return time_s

@@ -1,0 +1,54 @@
+"""Members of one machine on cores of their own: only then does one machine say anything about two."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from convoy.errors import UsageError
+
+Cores = tuple[int, ...]
+PinFlag = Annotated[bool, typer.Option("--pin", help="Each member on cores of its own (Linux).")]
+
+
+def share_cores(num_members: int) -> tuple[Cores, ...]:
+    """The cores that this process may use, dealt out evenly; what is left over stays idle.
+
+    Raises UsageError where a process cannot be pinned, and where there are fewer cores than members.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise UsageError(
+            "--pin: this system does not let a process choose its cores",
+            hint="leave --pin out, and take the figures for those of one shared machine",
+        )
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // max(1, num_members)
+    if not each:
+        raise UsageError(
+            f"--pin: {num_members} members need a core each, and this process may use {len(cores)}",
+            hint="ask for fewer members, or leave --pin out",
+        )
+    return tuple(tuple(cores[i * each : (i + 1) * each]) for i in range(num_members))
+
+
+def pin_process(process_id: int, cores: Cores) -> None:
+    """A process that has just been started, before it has threads: they inherit it."""
+    os.sched_setaffinity(process_id, cores)
+
+
+@contextmanager
+def pinned(cores: Cores | None) -> Iterator[None]:
+    """This thread, and those that it starts meanwhile, on these cores; on all as before without any."""
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,0 +1,53 @@
+"""The benches of whole clusters, as a user types them: real processes, and every form of the report."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from e2e.served import convoy_json
+from support.synthetic import write_config
+
+
+@pytest.mark.slow
+def test_batch_reports_one_member_and_two_as_json_table_and_plot(tmp_path: Path) -> None:
+    model = f"synthetic:{write_config(tmp_path)}@2"
+    table, plot = tmp_path / "rows.csv", tmp_path / "rows.svg"
+    sizes = ("--concurrent", "16,1", "--context", "20", "--windows", "2", "--tokens", "2")
+    shown = convoy_json("bench", "batch", model, *sizes, "--csv", str(table), "--plot", str(plot))
+    assert shown["bench"] == "batch"
+    assert shown["model"] == model
+    assert [(row["members"], row["concurrent"]) for row in shown["rows"]] == [
+        (1, 1),
+        (1, 16),
+        (2, 1),
+        (2, 16),
+    ]
+    assert shown["ratios"].keys() == {"batch_16_over_serial", "alone_over_solo"}
+    assert shown["machine"]["num_cores"] >= 1
+    assert len(list(csv.DictReader(table.read_text().splitlines()))) == 4
+    drawn = ElementTree.fromstring(plot.read_text())  # noqa: S314 - our own file
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins here")
+def test_solo_pinned_is_one_process_with_one_request(tmp_path: Path) -> None:
+    model = f"synthetic:{write_config(tmp_path)}"
+    shown = convoy_json("bench", "solo", model, "--context", "20", "--windows", "2", "--tokens", "4", "--pin")
+    assert [(row["members"], row["concurrent"]) for row in shown["rows"]] == [(1, 1)]
+    assert shown["settings"]["pinned"] is True
+    assert shown["ratios"] == {}
+
+
+@pytest.mark.slow
+def test_prefill_has_a_row_for_each_chunk_and_number_of_members(tmp_path: Path) -> None:
+    model = f"synthetic:{write_config(tmp_path)}"
+    sizes = ("--prompt-tokens", "100", "--chunks", "64", "--rounds", "1")
+    shown = convoy_json("bench", "prefill", model, *sizes)
+    assert [(row["members"], row["chunk"]) for row in shown["rows"]] == [(1, 64), (2, 64)]
+    assert shown["ratios"].keys() == {"two_members_over_one_prefill"}
