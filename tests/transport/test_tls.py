@@ -197,7 +197,7 @@ def test_a_member_cannot_link_with_itself(members: tuple[LocalMember, ...]) -> N
         with pytest.raises(RosterError, match="with itself"):
             dial(door.address, me=membership_of(members[0]), peer_name="alpha", timeout_s=WAIT_S)
         half(members[0], door, TO_LISTENER, b"l" * 16)
-        assert "no other member" in door.refusal().message
+        assert "our own certificate" in door.refusal().message
 
 
 def test_connections_of_two_members_do_not_pair(members: tuple[LocalMember, ...]) -> None:
