@@ -95,11 +95,6 @@ class Head:
         self.executor: Executor | None = None
         self.granted: Granted | None = None
 
-    @property
-    def membership(self) -> Membership:
-        """The roster that counts here now."""
-        return self._me
-
     def bring_up(self, on_load: LoadProgress | None = None) -> Granted:
         """Everything up to the first step.
 

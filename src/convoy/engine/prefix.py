@@ -14,7 +14,7 @@ import secrets
 import struct
 from collections.abc import Sequence
 
-TAG_BYTES = 16
+from convoy.wire.messages import PREFIX_TAG_BYTES
 
 
 class PrefixTags:
@@ -55,4 +55,4 @@ class PrefixTags:
         return self._mac(tag + struct.pack(f"<{len(tokens)}I", *tokens))
 
     def _mac(self, data: bytes) -> bytes:
-        return hmac.digest(self._key, data, "sha256")[:TAG_BYTES]
+        return hmac.digest(self._key, data, "sha256")[:PREFIX_TAG_BYTES]

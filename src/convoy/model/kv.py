@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from convoy.errors import StepError
-from convoy.wire.messages import BlockGrant, Row, Step
+from convoy.wire.messages import PREFIX_TAG_BYTES, BlockGrant, Row, Step
 
-_TAG_BYTES = 16
 _Block = tuple[int, int]  # cache group, block
 
 
@@ -121,7 +120,7 @@ class BlockTables:
         table.last = {}
         if not row.tag:
             return
-        tags = [row.tags[i : i + _TAG_BYTES] for i in range(0, len(row.tags), _TAG_BYTES)]
+        tags = [row.tags[i : i + PREFIX_TAG_BYTES] for i in range(0, len(row.tags), PREFIX_TAG_BYTES)]
         del table.ends[first + 1 :]
         if not table.ends:
             table.ends.append(row.tag)
@@ -162,7 +161,7 @@ class BlockTables:
 
     def _adopt(self, grant: BlockGrant, table: BlockTable, staged: StagedStep) -> int:
         """Begin a table with full blocks of the tags that the grant claims. Returns how many."""
-        num_shared, odd = divmod(len(grant.shared), _TAG_BYTES)
+        num_shared, odd = divmod(len(grant.shared), PREFIX_TAG_BYTES)
         if odd or num_shared > len(grant.blocks):
             raise StepError(
                 f"a grant of {len(grant.blocks)} blocks has {len(grant.shared)} bytes of tags of shared ones"
@@ -173,7 +172,7 @@ class BlockTables:
             raise StepError(f"sequence {grant.sequence} has blocks, and only a new one may share a prefix")
         if self._num_groups > 1:
             raise StepError(f"a prefix is shared in one of {self._num_groups} cache groups")
-        tags = [grant.shared[i * _TAG_BYTES :][:_TAG_BYTES] for i in range(num_shared)]
+        tags = [grant.shared[i * PREFIX_TAG_BYTES :][:PREFIX_TAG_BYTES] for i in range(num_shared)]
         for block, tag in zip(grant.blocks, tags, strict=False):
             found = (grant.group, block)
             if found in staged.fresh or self._full.get(found) != tag:
@@ -209,11 +208,11 @@ class BlockTables:
     def _check_tags(self, row: Row, table: BlockTable) -> None:
         end = row.start + row.num_tokens
         num_ends = end // self._block_size - row.start // self._block_size
-        expected = _TAG_BYTES * (num_ends + max(1, row.num_outputs)) if row.tag else 0
-        if len(row.tag) not in (0, _TAG_BYTES) or len(row.tags) != expected:
+        expected = PREFIX_TAG_BYTES * (num_ends + max(1, row.num_outputs)) if row.tag else 0
+        if len(row.tag) not in (0, PREFIX_TAG_BYTES) or len(row.tags) != expected:
             raise StepError(
                 f"a row of sequence {row.sequence} has tags of {len(row.tag)} and {len(row.tags)} bytes, "
-                f"expected {_TAG_BYTES} and {expected}"
+                f"expected {PREFIX_TAG_BYTES} and {expected}"
             )
         known = table.tag_at(row.start, self._block_size)
         # at 0 nothing came before, so a sequence may begin there with any tag

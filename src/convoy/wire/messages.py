@@ -40,6 +40,8 @@ class FrameType(enum.IntEnum):
     BYE = 0x3F
 
 
+PREFIX_TAG_BYTES = 16  # each of `Row.tag`, `Row.tags` and `BlockGrant.shared`
+
 Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
 Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
 
