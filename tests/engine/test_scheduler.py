@@ -13,7 +13,13 @@ from convoy.engine.sequence import Sequence, SequenceState
 from convoy.errors import QueueFull
 
 LIMITS = SchedulerLimits(
-    num_blocks=32, block_size=4, max_batch=4, max_step_tokens=16, prefill_chunk=8, max_waiting=8
+    prefill_window=8,
+    num_blocks=32,
+    block_size=4,
+    max_batch=4,
+    max_step_tokens=16,
+    prefill_chunk=8,
+    max_waiting=8,
 )
 
 

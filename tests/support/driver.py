@@ -14,8 +14,9 @@ import numpy.typing as npt
 from convoy.engine.executor import Executor
 from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
+from convoy.model.draw import GREEDY as GREEDY_DRAW
+from convoy.model.draw import Draw
 from convoy.model.params import SamplingParams
-from convoy.model.sampling import sample
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -56,7 +57,7 @@ class Driver:
         while in_flight or any(s.state is not SequenceState.FINISHED for s in runs):
             scheduled = self._scheduler.schedule()
             if scheduled is not None:
-                self._executor.submit(scheduled.step)
+                self._executor.submit(scheduled.step, _draws(scheduled, runs))
                 in_flight.append(scheduled)
             if scheduled is None or len(in_flight) >= self._executor.depth:
                 self._commit(in_flight.popleft(), runs)
@@ -72,20 +73,24 @@ class Driver:
             if not row.num_outputs or sequence.state is SequenceState.FINISHED:
                 continue
             run = runs[sequence]
-            logits = result.logits[offset - 1].copy()
-            sampled = sample(
-                logits,
-                run.params,
-                choice=0,
-                position=len(sequence.tokens),
-                prompt_ids=run.prompt,
-                generated_ids=run.tokens,
-            )
-            run.tokens.append(sampled.token_id)
-            run.logits.append(logits)
-            sequence.tokens.append(sampled.token_id)
+            outcome = result.outcomes[offset - 1]
+            assert outcome.logits is not None
+            assert outcome.error is None
+            run.tokens.append(outcome.sampled.token_id)
+            run.logits.append(outcome.logits)
+            sequence.tokens.append(outcome.sampled.token_id)
             if sequence.num_generated >= sequence.max_tokens:
                 self._scheduler.finish(sequence)
+
+
+def _draws(scheduled: Scheduled, runs: dict[Sequence, Run]) -> list[Draw]:
+    draws = []
+    for row, sequence in zip(scheduled.step.rows, scheduled.sequences, strict=True):
+        run = runs[sequence]
+        history = (run.prompt, list(run.tokens))
+        last = Draw(run.params, 0, len(sequence.tokens), *history, wants_logits=True)
+        draws.extend([GREEDY_DRAW] * (row.num_outputs - 1) + [last] * bool(row.num_outputs))
+    return draws
 
 
 def assert_equal_to_the_bit(expected: SequenceOf[Run], found: SequenceOf[Run]) -> None:

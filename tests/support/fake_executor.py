@@ -5,11 +5,13 @@ or misplaced token shows.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from convoy.engine.executor import StepResult
 from convoy.errors import ConvoyError, StageLost
+from convoy.model.draw import Draw, draw_all
 from convoy.wire.messages import Step
 
 VOCAB = 64
@@ -39,7 +41,7 @@ class FakeExecutor:
         self._tokens: dict[tuple[int, int], int] = {}
         self._results: deque[StepResult | ConvoyError] = deque()
 
-    def submit(self, step: Step) -> None:
+    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
         self.steps.append(step)
         for released in step.released:
             self._tables.pop(released, None)
@@ -59,7 +61,7 @@ class FakeExecutor:
             self._results.append(StageLost("the fake stage went away"))
         else:
             stacked = np.stack(logits) if logits else np.zeros((0, VOCAB), dtype=np.float32)
-            self._results.append(StepResult(step.number, stacked))
+            self._results.append(StepResult(step.number, draw_all(stacked, draws)))
 
     def collect(self) -> StepResult:
         result = self._results.popleft()

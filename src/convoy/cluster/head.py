@@ -46,6 +46,7 @@ FROM_PEER = frozenset(
         FrameType.ACTIVATED,
         FrameType.HIDDEN,
         FrameType.STEP_FAILED,
+        FrameType.DRAWN,
         FrameType.CHALLENGE,
         FrameType.EVIDENCE,
     }

@@ -3,40 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
 
-import numpy as np
-import numpy.typing as npt
-
-from convoy.engine.outputs import FinishOutput, FinishReason, Output, PromptOutput, TokenLogprob, TokenOutput
+from convoy.engine.continuation import Advance
+from convoy.engine.outputs import (
+    ErrorOutput,
+    FinishOutput,
+    FinishReason,
+    Output,
+    PromptOutput,
+    TokenLogprob,
+    TokenOutput,
+)
 from convoy.engine.request import GenerationRequest
 from convoy.engine.sequence import Sequence
-from convoy.model.sampling import Sampled, prompt_logprob, sample
+from convoy.errors import ConvoyError
+from convoy.model.draw import GREEDY, Draw, Outcome
+from convoy.model.sampling import Sampled
 from convoy.model.text import TextStream, Tokenizer
-
-Logits = npt.NDArray[np.float32]
+from convoy.wire.messages import Row
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """Turns logits into outputs. Lives on the engine's thread."""
+    """Turns what was drawn into outputs. Lives on the engine's thread."""
 
     request: GenerationRequest
     index: int
     sequence: Sequence
+    tokenizer: Tokenizer
     stream: TextStream
     emit: Callable[[Output], None]
+    group: object
     finished: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     prompt_told: bool = False
 
-    def advance(self, logits: Logits, start: int, num_tokens: int, tokenizer: Tokenizer) -> bool:
-        """Take the logits of a row that began at ``start``. Returns whether the choice is complete."""
+    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[Draw]:
+        """One for each output of ``row``, whose last ``len(drafts)`` tokens are guesses."""
+        end = row.start + row.num_tokens
+        return [self._draw(after + 1, drafts) for after in range(end - row.num_outputs, end)]
+
+    def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[Outcome]) -> Advance:
+        """Take what came of `draws`, draft by draft as long as each is the token that was drawn.
+
+        Raises ConvoyError where one could not be drawn.
+        """
         if self.request.prompt_logprobs is not None and self.index == 0:
-            self._score_prompt(logits, start)
-        if start + num_tokens < len(self.sequence.tokens) or not len(logits):
-            return False
-        return self._append(self._sample(logits[-1]), tokenizer)
+            self._score_prompt(outcomes, row.start)
+        if row.start + row.num_tokens - len(drafts) < len(self.sequence.tokens) or not outcomes:
+            return Advance()
+        num_accepted = 0
+        for outcome, draft in zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True):
+            if self._append(_sampled(outcome)):
+                return Advance(num_accepted, complete=True)
+            if self.sequence.tokens[-1] != draft:
+                break
+            num_accepted += 1
+        return Advance(num_accepted)
 
     def finish(self, reason: FinishReason) -> None:
         """Emit what was held back and the reason, once."""
@@ -44,18 +69,26 @@ class Choice:
             self.finished = True
             self.emit(FinishOutput(self.index, reason, self.stream.finish(), self.sequence.num_cached or 0))
 
-    def _sample(self, logits: Logits) -> Sampled:
-        return sample(
-            logits,
-            self.request.params,
-            choice=self.index,
-            position=len(self.sequence.tokens),
-            prompt_ids=self.request.prompt_ids,
-            generated_ids=self.sequence.generated_ids,
-        )
+    def fail(self, error: ConvoyError | None) -> None:
+        """Say no more, or only ``error``."""
+        self.finished = True
+        if error is not None:
+            self.emit(ErrorOutput(error))
 
-    def _append(self, sampled: Sampled, tokenizer: Tokenizer) -> bool:
-        if sampled.token_id in tokenizer.eos_ids and not self.request.ignore_eos:
+    def _draw(self, position: int, drafts: SequenceOf[int]) -> Draw:
+        request, known = self.request, len(self.sequence.tokens)
+        if position < len(request.prompt_ids):
+            params = replace(request.params, logprobs=request.prompt_logprobs)
+            return Draw(params, self.index, position, score=request.prompt_ids[position])
+        if position < known:
+            return GREEDY  # it was drawn before this sequence was preempted
+        if not request.params.reshapes:
+            return Draw(request.params, self.index, position)
+        generated = [*self.sequence.generated_ids, *drafts[: position - known]]
+        return Draw(request.params, self.index, position, request.prompt_ids, generated)
+
+    def _append(self, sampled: Sampled) -> bool:
+        if sampled.token_id in self.tokenizer.eos_ids and not self.request.ignore_eos:
             self.finish("stop")
             return True
         self.sequence.tokens.append(sampled.token_id)
@@ -69,14 +102,19 @@ class Choice:
             self.finish("length")
         return self.finished
 
-    def _score_prompt(self, logits: Logits, start: int) -> None:
+    def _score_prompt(self, outcomes: SequenceOf[Outcome], start: int) -> None:
         # A sequence that was preempted computes its prompt again: score each position once.
         prompt = self.request.prompt_ids
-        for offset, row in enumerate(logits):
-            position = start + offset + 1
+        for position, outcome in enumerate(outcomes, start + 1):
             if position == len(self.prompt_logprobs) and position < len(prompt):
-                scored = prompt_logprob(row, prompt[position], self.request.prompt_logprobs or 0)
+                scored = _sampled(outcome)
                 self.prompt_logprobs.append(TokenLogprob(scored.token_id, scored.logprob, scored.top))
         if len(self.prompt_logprobs) == len(prompt) and not self.prompt_told:
             self.prompt_told = True
             self.emit(PromptOutput(tuple(self.prompt_logprobs)))
+
+
+def _sampled(outcome: Outcome) -> Sampled:
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.sampled

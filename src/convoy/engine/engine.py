@@ -13,13 +13,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from convoy.engine.choice import Choice, Logits
+from convoy.engine.choice import Choice
+from convoy.engine.continuation import Continuation
 from convoy.engine.executor import Executor, StepResult
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
+from convoy.engine.prefix import PrefixTags
 from convoy.engine.request import GenerationRequest
-from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
+from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.errors import ConvoyError, Draining, NotReady, RequestError, StageLost
+from convoy.model.draw import Draw, Outcome
 from convoy.model.params import SamplingParams
 from convoy.model.text import TextStream, Tokenizer
 from convoy.wire.messages import Row
@@ -56,6 +59,13 @@ class EngineStats:
     ring_s: float | None  # how long the last empty step took to pass every stage
 
 
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    scheduled: Scheduled
+    draws: list[Draw]
+    submitted_s: float
+
+
 class RequestHandle:
     """A submitted request; `abort` ends it and may be called from any thread, at any time, more than once."""
 
@@ -71,14 +81,20 @@ class Engine:
     """Runs requests over an executor until `close`."""
 
     def __init__(
-        self, executor: Executor, tokenizer: Tokenizer, limits: SchedulerLimits, options: EngineOptions
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        limits: SchedulerLimits,
+        options: EngineOptions,
+        drafter: Drafter | None = None,
     ) -> None:
         self._executor = executor
         self._tokenizer = tokenizer
         self._options = options
-        self._scheduler = Scheduler(limits)
-        self._choices: dict[Sequence, Choice] = {}
-        self._in_flight: deque[tuple[Scheduled, float]] = deque()
+        self._tags = PrefixTags(limits.block_size)
+        self._scheduler = Scheduler(limits, self._tags, drafter)
+        self._live: dict[Sequence, Continuation] = {}
+        self._in_flight: deque[_InFlight] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._failed: ConvoyError | None = None
@@ -116,14 +132,15 @@ class Engine:
         Raises `RequestError`, `QueueFull`, `Draining` or `StageLost`; nothing is queued then.
         """
         self._check_size(request)
-        choices = [self._make_choice(request, index, on_output) for index in range(request.num_choices)]
+        group = object()
+        choices = [self._make_choice(request, i, on_output, group) for i in range(request.num_choices)]
         with self._changed:
             if self._failed is not None:
                 raise StageLost(self._failed.message, hint=self._failed.hint)
             if self._closing:
                 raise Draining("the server is shutting down", hint="send the request to another server")
             self._scheduler.add([choice.sequence for choice in choices])
-            self._choices.update((choice.sequence, choice) for choice in choices)
+            self._live.update((choice.sequence, choice) for choice in choices)
             self._prompt_tokens += len(request.prompt_ids)
             self._changed.notify()
         return RequestHandle(self, choices)
@@ -174,8 +191,8 @@ class Engine:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._choices, timeout=drain_s)
-            if self._choices and self._failed is None:
+            self._changed.wait_for(lambda: not self._live, timeout=drain_s)
+            if self._live and self._failed is None:
                 self._fail(Draining("the server shut down before the answer was complete"))
             self._failed = self._failed or Draining("the engine is closed")
             self._changed.notify_all()
@@ -187,10 +204,10 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while (scheduled := self._schedule()) is not None or self._in_flight:
-                if scheduled is not None:
-                    self._submit(scheduled)
-                if scheduled is None or len(self._in_flight) >= self._executor.depth:
+            while (ready := self._schedule()) is not None or self._in_flight:
+                if ready is not None:
+                    self._submit(ready)
+                if ready is None or len(self._in_flight) >= self._executor.depth:
                     self._commit(self._executor.collect())
         except ConvoyError as error:
             with self._changed:
@@ -203,89 +220,101 @@ class Engine:
             _log.exception("the engine stopped")
             raise
 
-    def _schedule(self) -> Scheduled | None:
+    def _schedule(self) -> _InFlight | None:
         """The next step; None if there is only something to collect, or the engine is closed."""
         with self._changed:
             while self._failed is None:
                 scheduled = self._scheduler.schedule()
-                if scheduled is not None or self._in_flight:
-                    return scheduled
-                if self._closing and not self._choices:
+                if scheduled is not None:
+                    return self._ready(scheduled)
+                if self._in_flight:
+                    return None
+                if self._closing and not self._live:
                     return None
                 self._scheduler.check()
                 if not self._changed.wait(timeout=self._options.probe_s):
-                    return self._scheduler.probe()
+                    return self._ready(self._scheduler.probe())
             self._in_flight.clear()
             return None
 
-    def _submit(self, scheduled: Scheduled) -> None:
-        self._in_flight.append((scheduled, time.monotonic()))
-        self._executor.submit(scheduled.step)
+    def _ready(self, scheduled: Scheduled) -> _InFlight:
+        parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
+        draws = [draw for row, sequence, drafts in parts for draw in self._live[sequence].draws(row, drafts)]
+        return _InFlight(scheduled, draws, time.monotonic())
+
+    def _submit(self, ready: _InFlight) -> None:
+        self._in_flight.append(ready)
+        self._executor.submit(ready.scheduled.step, ready.draws)
 
     def _commit(self, result: StepResult) -> None:
-        scheduled, submitted_s = self._in_flight.popleft()
+        done = self._in_flight.popleft()
+        scheduled = done.scheduled
         assert scheduled.step.number == result.number, "steps came back out of order"
         with self._changed:
             self._scheduler.collected(scheduled)
             self._last_step_s = time.monotonic()
             self._steps += 1
             if not scheduled.sequences:
-                self._ring_s = self._last_step_s - submitted_s
+                self._ring_s = self._last_step_s - done.submitted_s
             offset = 0
-            for row, sequence in zip(scheduled.step.rows, scheduled.sequences, strict=True):
-                logits = result.logits[offset : offset + row.num_outputs]
+            parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
+            for row, sequence, drafts in parts:
+                outcomes = result.outcomes[offset : offset + row.num_outputs]
                 offset += row.num_outputs
-                choice = self._choices.get(sequence)
-                if choice is not None:
-                    self._advance(choice, logits, row)
+                continuation = self._live.get(sequence)
+                if continuation is not None:
+                    self._advance(continuation, row, drafts, outcomes)
             self._changed.notify_all()
 
-    def _advance(self, choice: Choice, logits: Logits, row: Row) -> None:
-        sequence = choice.sequence
+    def _advance(
+        self, continuation: Continuation, row: Row, drafts: tuple[int, ...], outcomes: tuple[Outcome, ...]
+    ) -> None:
+        sequence = continuation.sequence
         before = sequence.num_generated
         try:
-            complete = choice.advance(logits, row.start, row.num_tokens, self._tokenizer)
+            advance = continuation.advance(row, drafts, outcomes)
         except ConvoyError as error:
             # Logits that cannot be drawn from are this request's misfortune, not everybody's.
-            self._end_request(choice, error)
+            self._end_group(continuation.group, error)
             return
         self._generated_tokens += sequence.num_generated - before
         # The callback may have aborted it already.
-        if complete and sequence in self._choices:
-            self._retire(choice)
+        if sequence not in self._live:
+            return
+        if drafts:
+            self._scheduler.keep(sequence, len(drafts), advance.num_accepted)
+        if advance.complete:
+            self._retire(continuation)
 
-    def _end_request(self, choice: Choice, error: ConvoyError) -> None:
-        for other in [
-            c for c in self._choices.values() if c.request is choice.request and c.emit is choice.emit
-        ]:
-            other.finished = True
-            self._retire(other)
-        choice.emit(ErrorOutput(error))
+    def _end_group(self, group: object, error: ConvoyError) -> None:
+        """End all of a group; the first of them tells it."""
+        told: ConvoyError | None = error
+        for continuation in [c for c in self._live.values() if c.group is group]:
+            self._retire(continuation)
+            continuation.fail(told)
+            told = None
 
-    def _retire(self, choice: Choice) -> None:
-        self._scheduler.finish(choice.sequence)
-        del self._choices[choice.sequence]
+    def _retire(self, continuation: Continuation) -> None:
+        self._scheduler.finish(continuation.sequence)
+        del self._live[continuation.sequence]
 
     def _fail(self, error: ConvoyError) -> None:
         """End every request; the caller holds the lock."""
         self._failed = error
-        emitters = {id(choice.emit): choice.emit for choice in self._choices.values()}
-        for choice in list(self._choices.values()):
-            choice.finished = True
-            self._retire(choice)
-        for emit in emitters.values():
-            emit(ErrorOutput(error))
+        for group in {id(c.group): c.group for c in self._live.values()}.values():
+            self._end_group(group, error)
         self._changed.notify_all()
 
     # Checks and construction.
 
     def _make_choice(
-        self, request: GenerationRequest, index: int, on_output: Callable[[Output], None]
+        self, request: GenerationRequest, index: int, on_output: Callable[[Output], None], group: object
     ) -> Choice:
         all_outputs = request.prompt_logprobs is not None and index == 0
         salt = b"" if self._options.share_across_keys else request.cache_salt
         sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt)
-        return Choice(request, index, sequence, TextStream(self._tokenizer, request.stop), on_output)
+        stream = TextStream(self._tokenizer, request.stop)
+        return Choice(request, index, sequence, self._tokenizer, stream, on_output, group)
 
     def _check_size(self, request: GenerationRequest) -> None:
         num_prompt, max_context = len(request.prompt_ids), self._options.max_context

@@ -5,21 +5,20 @@ The engine does not know where.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from convoy.model.draw import Draw, Outcome
 from convoy.wire.messages import Step
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """``logits`` is float32 [sum of the rows' num_outputs, vocabulary], in row order."""
+    """One outcome per output of the rows, in row order: as many as there were draws."""
 
     number: int
-    logits: npt.NDArray[np.float32]
+    outcomes: tuple[Outcome, ...]
 
 
 class Executor(Protocol):
@@ -29,8 +28,11 @@ class Executor(Protocol):
     def depth(self) -> int:
         """How many steps may be in flight at once."""
 
-    def submit(self, step: Step) -> None:
-        """Start a step. Raises `StageLost` if a stage is gone, `StepError` if it makes no sense."""
+    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+        """Start a step. ``draws``: what to do with each output of its rows.
+
+        Raises `StageLost` if a stage is gone, `StepError` if it makes no sense.
+        """
 
     def collect(self) -> StepResult:
         """Wait, bounded, for the oldest step in flight. Raises `StageLost`."""

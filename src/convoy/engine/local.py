@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
 from convoy.engine.executor import StepResult
+from convoy.model.draw import Draw, draw_all
 from convoy.model.stage import Stage
 from convoy.model.tensors import tokens_from_bytes
 from convoy.wire.messages import Step
@@ -21,10 +23,11 @@ class LocalExecutor:
         self._stage = stage
         self._results: deque[StepResult] = deque()
 
-    def submit(self, step: Step) -> None:
+    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
         hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
         logits = self._stage.output(self._stage.select(step, hidden))
-        self._results.append(StepResult(step.number, logits.numpy().astype(np.float32, copy=False)))
+        outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), draws)
+        self._results.append(StepResult(step.number, outcomes))
 
     def collect(self) -> StepResult:
         return self._results.popleft()

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from convoy.engine.drawing import answer_of, draw_of
 from convoy.errors import StepError
+from convoy.model.draw import draw_all
 from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.inbox import weight_of_message
 from convoy.transport.link import Link, ReceivedTensor
-from convoy.wire.messages import StageAssignment, Step
+from convoy.wire.messages import Drawn, StageAssignment, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,9 @@ class StageLoop:
     def _run(self, step: Step, hidden: torch.Tensor | None) -> None:
         tokens = tokens_from_bytes(step.tokens) if hidden is None else None
         out = self._stage.run(step, hidden=hidden, tokens=tokens)
+        if self._route.assignment.output:
+            self._draw(step, out)
+            return
         if self._route.last:
             out = self._stage.select(step, out)
         self._successor.send_tensor(
@@ -114,3 +120,10 @@ class StageLoop:
             step=step.number,
             boundary=self._route.assignment.end,
         )
+
+    def _draw(self, step: Step, hidden: torch.Tensor) -> None:
+        logits = self._stage.output(self._stage.select(step, hidden))
+        draws = [draw_of(request, self._stage.vocab_size) for request in step.draws]
+        outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), draws)
+        drawn = Drawn(step.number, [answer_of(outcome) for outcome in outcomes])
+        self._successor.send(drawn, generation=self._route.generation, step=step.number)

@@ -3,8 +3,10 @@
 1. every peer gets the composition (`Step`) on the head's own link to it; only the owner of the embedding gets
 token ids 2. a head that owns the first layers runs them and sends the hidden state to the next stage;
 otherwise the first peer starts
-3. the hidden state travels the ring and comes back to the head
-4. a head that owns the last layers runs them, then the output; several steps may be between 1 and 3 at once
+3. the hidden state travels the ring and comes back to the owner of the output
+4. the head, if that is who owns it, runs the last layers that are its own, then the output, and draws; a last
+peer that owns it does so instead, as the step's draws say, and sends what it drew; several steps may be
+between 1 and 3 at once
 """
 
 from __future__ import annotations
@@ -19,17 +21,25 @@ import msgspec
 import numpy as np
 import torch
 
+from convoy.engine.drawing import outcome_of, request_of
 from convoy.engine.executor import StepResult
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError
+from convoy.model.draw import Draw, draw_all
 from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
-from convoy.wire.messages import StageAssignment, Step, StepFailed
+from convoy.wire.messages import Drawn, StageAssignment, Step, StepFailed
 
 
 def _not_its_turn(step: int) -> StepFailed:
-    return StepFailed(step, "a hidden state came from a member that is not the last stage")
+    return StepFailed(step, "the end of a step came from a member that is not the last stage")
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    step: Step
+    draws: Sequence[Draw]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +75,10 @@ class PipelineExecutor:
         self._head_first = stages[0].member == head
         self._predecessor = stages[-1].member if self._head_first else stages[-2].member
         self._boundary = stages[-1].end if self._head_first else stages[-1].start
-        self._in_flight: deque[Step] = deque()
+        self._owner = next(stage.member for stage in stages if stage.output)
+        self._in_flight: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox()
-        self._returned: dict[int, torch.Tensor] = {}
+        self._returned: dict[int, torch.Tensor | Drawn] = {}
 
     def deliver(self, link: Link, received: Received) -> None:
         """Receiver threads of the head's links call this.
@@ -75,7 +86,8 @@ class PipelineExecutor:
         A hidden state counts only from the last stage before the head: a readiness probe has to prove that
         every stage ran.
         """
-        if isinstance(received, ReceivedTensor) and link.peer != self._predecessor:
+        is_end = isinstance(received, ReceivedTensor) or isinstance(received.message, Drawn)
+        if is_end and link.peer != self._predecessor:
             received = ReceivedMessage(received.generation, received.step, _not_its_turn(received.step))
         self._arrivals.put(link, received, weight_of(received))
 
@@ -88,32 +100,43 @@ class PipelineExecutor:
         lost.__cause__ = error
         self._arrivals.put_last(link, lost)
 
-    def submit(self, step: Step) -> None:
-        bare = msgspec.structs.replace(step, tokens=b"")
+    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+        self._in_flight.append(_Running(step, draws))
         try:
             for assignment in self._stages:
                 if assignment.member != self._head:
-                    composition = step if assignment.embed else bare
                     self._links[assignment.member].send(
-                        composition, generation=self._options.generation, step=step.number
+                        self._part_of(step, draws, assignment),
+                        generation=self._options.generation,
+                        step=step.number,
                     )
             if self._head_first:
                 self._start(step)
         except (LinkBroken, LinkClosed) as error:
             raise StageLost(f"a stage could not be reached: {error.message}") from error
-        self._in_flight.append(step)
 
     def collect(self) -> StepResult:
-        step = self._in_flight[0]
-        hidden = self._await_return(step)
+        running = self._in_flight[0]
+        returned = self._await_return(running.step)
         self._in_flight.popleft()
+        if isinstance(returned, Drawn):
+            return self._read(returned, running)
         if not self._head_first:
-            hidden = self._stage.select(step, self._stage.run(step, hidden=hidden, tokens=None))
-        logits = self._stage.output(hidden)
-        return StepResult(step.number, logits.numpy().astype(np.float32, copy=False))
+            hidden = self._stage.run(running.step, hidden=returned, tokens=None)
+            returned = self._stage.select(running.step, hidden)
+        logits = self._stage.output(returned).numpy().astype(np.float32, copy=False)
+        return StepResult(running.step.number, draw_all(logits, running.draws))
 
     def close(self) -> None:
         self._arrivals.close(LinkClosed("the engine was closed"))
+
+    def _part_of(self, step: Step, draws: Sequence[Draw], assignment: StageAssignment) -> Step:
+        """Token ids are for the owner of the embedding, draws for that of the output."""
+        return msgspec.structs.replace(
+            step,
+            tokens=step.tokens if assignment.embed else b"",
+            draws=[request_of(draw) for draw in draws] if assignment.output else [],
+        )
 
     def _start(self, step: Step) -> None:
         hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
@@ -125,7 +148,7 @@ class PipelineExecutor:
             boundary=first_peer.start,
         )
 
-    def _await_return(self, step: Step) -> torch.Tensor:
+    def _await_return(self, step: Step) -> torch.Tensor | Drawn:
         deadline = time.monotonic() + self._options.step_timeout_s
         while step.number not in self._returned:
             try:
@@ -146,14 +169,33 @@ class PipelineExecutor:
         if isinstance(item, ReceivedMessage):
             if isinstance(item.message, StepFailed):
                 raise StageLost(f"a stage could not run step {item.message.number}: {item.message.reason}")
+            if isinstance(item.message, Drawn):
+                self._expect(item.message.number, self._owner != self._head)
+                self._returned[item.message.number] = item.message
             return
         self._accept_hidden(item)
 
+    def _expect(self, number: int, expected: bool) -> Step:
+        """The step in flight of which this is the end. Raises `StageLost`."""
+        step = next((one.step for one in self._in_flight if one.step.number == number), None)
+        if step is None or not expected or number in self._returned:
+            raise StageLost(f"the end of step {number} was not expected")
+        return step
+
+    def _read(self, drawn: Drawn, running: _Running) -> StepResult:
+        if len(drawn.answers) != len(running.draws):
+            found, expected = len(drawn.answers), len(running.draws)
+            raise StageLost(f"step {drawn.number} came back with {found} draws, expected {expected}")
+        try:
+            pairs = zip(drawn.answers, running.draws, strict=True)
+            outcomes = tuple(outcome_of(answer, draw, self._stage.vocab_size) for answer, draw in pairs)
+        except PeerError as error:
+            raise StageLost(f"step {drawn.number} came back malformed: {error.message}") from error
+        return StepResult(drawn.number, outcomes)
+
     def _accept_hidden(self, item: ReceivedTensor) -> None:
-        step = next((s for s in self._in_flight if s.number == item.step), None)
-        if step is None or item.boundary != self._boundary or item.step in self._returned:
-            raise StageLost(f"a hidden state for step {item.step} at layer {item.boundary} was not expected")
-        rows = step.rows
+        at_boundary = item.boundary == self._boundary and self._owner == self._head
+        rows = self._expect(item.step, at_boundary).rows
         expected = sum(r.num_outputs if self._head_first else r.num_tokens for r in rows)
         try:
             hidden = from_wire(

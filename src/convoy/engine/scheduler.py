@@ -4,14 +4,17 @@ Decodes come first, so that a long prefill never starves a running stream; prefi
 the token budget. A sequence has at most one row in a step and at most one sample in flight; chunks of its
 prompt may follow each other without waiting. When blocks run out, the sequence admitted last is preempted and
 recomputed later. A new sequence shares the blocks of the longest prefix that is still in the pool, and at
-least its last token runs. Releasing blocks while a step that writes to them is in flight is safe: stages run
-steps in order, and a release travels in a later step.
+least its last token runs. A decode may carry drafts, guesses of the tokens that come next: they are outputs
+too, and `keep` is told how many of them stand. Releasing blocks while a step that writes to them is in flight
+is safe: stages run steps in order, and a release travels in a later step.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -26,6 +29,7 @@ from convoy.wire.messages import BlockGrant, Row, Step
 class SchedulerLimits:
     """What the plan granted: pool size, rows and tokens per step, waiting places, steps in flight.
 
+    ``prefill_window`` bounds the chunks of one prompt that are in flight; 0: as many as micro-batches.
     Without ``prefix_cache`` no sequence shares a block.
     """
 
@@ -34,17 +38,50 @@ class SchedulerLimits:
     max_batch: int = 32
     max_step_tokens: int = 512
     prefill_chunk: int = 256
+    prefill_window: int = 0
     max_waiting: int = 256
     micro_batches: int = 1
     prefix_cache: bool = True
 
+    @property
+    def max_chunks(self) -> int:
+        """How many chunks of one prompt may be in flight."""
+        return self.prefill_window or self.micro_batches
+
+
+class Drafter(Protocol):
+    """Guesses what a sequence says next."""
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        """At most ``max_tokens`` guesses; none is fine."""
+
+    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """What came of the last guesses."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A step and, for each of its rows, the sequence it belongs to."""
+    """A step and, for each of its rows, the sequence it belongs to and the drafts at its end."""
 
     step: Step
     sequences: tuple[Sequence, ...]
+    drafts: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step in the making: how many tokens of whom, drafts included."""
+
+    rows: dict[Sequence, int] = field(default_factory=dict)
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    grants: list[BlockGrant] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.rows.values())
 
 
 class Scheduler:
@@ -53,9 +90,12 @@ class Scheduler:
     Not thread-safe: the engine holds a lock.
     """
 
-    def __init__(self, limits: SchedulerLimits, tags: PrefixTags | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, tags: PrefixTags | None = None, drafter: Drafter | None = None
+    ) -> None:
         self.limits = limits
         self._tags = tags or PrefixTags(limits.block_size)
+        self._drafter = drafter
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -88,27 +128,57 @@ class Scheduler:
             self._release(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
         sequence.state = SequenceState.FINISHED
+
+    def reset(self, limits: SchedulerLimits) -> None:
+        """Every stage forgot its K/V: running sequences wait again, first and in their order; pools are new.
+
+        Step numbers and the names of tables go on. ``limits`` keeps the size of a block.
+        """
+        assert limits.block_size == self.limits.block_size, "tags are made for one size of block"
+        for sequence in self.running:
+            sequence.blocks.clear()
+            sequence.state = SequenceState.WAITING
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
+        for sequence in self.waiting:
+            sequence.num_scheduled = sequence.num_in_flight = 0
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks, limits.block_size)
+        self._released = []
 
     def schedule(self) -> Scheduled | None:
         """The next step, or None when nothing can run now. With no rows it only carries releases."""
-        planned: dict[Sequence, int] = {}
-        grants: list[BlockGrant] = []
-        self._plan_decodes(planned, grants)
-        self._plan_prefills(planned, grants)
-        self._admit(planned, grants)
-        if not planned and not self._released:
+        plan = _Plan()
+        self._plan_decodes(plan)
+        self._plan_prefills(plan)
+        self._admit(plan)
+        if not plan.rows and not self._released:
             return None
-        return self._commit_plan(planned, grants)
+        return self._commit_plan(plan)
 
     def probe(self) -> Scheduled:
         """A step without rows: it passes every stage and comes back."""
-        return self._commit_plan({}, [])
+        return self._commit_plan(_Plan())
 
     def collected(self, scheduled: Scheduled) -> None:
         """A step came back from the stages."""
         for sequence in scheduled.sequences:
             sequence.num_in_flight -= 1
+
+    def keep(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Of the drafts in the row that was collected last, the first ``num_accepted`` are tokens now.
+
+        The sequence goes on right after them; what stages computed beyond is written over.
+        """
+        if self._drafter is not None:
+            self._drafter.learn(sequence, num_drafts, num_accepted)
+        if sequence.state is SequenceState.RUNNING and num_accepted:
+            start = sequence.num_scheduled
+            sequence.num_scheduled += num_accepted
+            self._label(sequence, start, sequence.num_scheduled)
 
     def check(self) -> None:
         """Every block has the owners it should have. While idle: every block is free."""
@@ -116,23 +186,39 @@ class Scheduler:
         if not self.running:
             assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are owned"
 
-    def _plan_decodes(self, planned: dict[Sequence, int], grants: list[BlockGrant]) -> None:
+    def _plan_decodes(self, plan: _Plan) -> None:
         # With several steps in flight, each takes its share of the streams, so that no stage waits for
         # another.
         max_rows = max(1, -(-len(self.running) // self.limits.micro_batches))
         for sequence in list(self.running):
-            if len(planned) >= max_rows or self._budget(planned) == 0:
+            if len(plan.rows) >= max_rows or self._budget(plan) == 0:
                 return
             if sequence.num_pending == 1 and sequence.num_scheduled > 0:
-                self._plan_row(sequence, 1, planned, grants)
+                self._plan_row(sequence, 1, plan, self._draft(sequence, plan))
 
-    def _plan_prefills(self, planned: dict[Sequence, int], grants: list[BlockGrant]) -> None:
+    def _draft(self, sequence: Sequence, plan: _Plan) -> list[int]:
+        """Guesses for a decode: none that would cost another sequence its blocks."""
+        if self._drafter is None or sequence.num_in_flight:
+            return []
+        room = len(sequence.blocks) + self.pool.num_free
+        most = min(
+            self._budget(plan) - 1,
+            sequence.max_tokens - sequence.num_generated - 1,
+            room * self.limits.block_size - len(sequence.tokens),
+        )
+        return self._drafter.propose(sequence, most)[:most] if most > 0 else []
+
+    def _plan_prefills(self, plan: _Plan) -> None:
         for sequence in list(self.running):
-            if sequence.num_pending > 1 and sequence not in planned:
-                self._plan_chunk(sequence, planned, grants)
+            if (
+                sequence.num_pending > 1
+                and sequence not in plan.rows
+                and sequence.num_in_flight < self.limits.max_chunks
+            ):
+                self._plan_chunk(sequence, plan)
 
-    def _admit(self, planned: dict[Sequence, int], grants: list[BlockGrant]) -> None:
-        while self.waiting and len(self.running) < self.limits.max_batch and self._budget(planned) > 0:
+    def _admit(self, plan: _Plan) -> None:
+        while self.waiting and len(self.running) < self.limits.max_batch and self._budget(plan) > 0:
             sequence = self.waiting[0]
             # Preempted while its sample was in flight: that token belongs to what must be recomputed.
             if sequence.num_in_flight:
@@ -146,8 +232,8 @@ class Scheduler:
             sequence.state = SequenceState.RUNNING
             sequence.table_id = self._next_table_id
             self._next_table_id += 1
-            self._share(sequence, shared, grants)
-            self._plan_chunk(sequence, planned, grants)
+            self._share(sequence, shared, plan)
+            self._plan_chunk(sequence, plan)
 
     def _find_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks of known prefix; the last token is never in one, because something has to run."""
@@ -157,7 +243,7 @@ class Scheduler:
         self._tags.extend(sequence.tags, sequence.tokens, num_blocks)
         return self.pool.find(sequence.tags[1 : num_blocks + 1])
 
-    def _share(self, sequence: Sequence, blocks: list[int], grants: list[BlockGrant]) -> None:
+    def _share(self, sequence: Sequence, blocks: list[int], plan: _Plan) -> None:
         num_tokens = len(blocks) * self.limits.block_size
         if sequence.num_cached is None:
             sequence.num_cached = num_tokens
@@ -168,32 +254,35 @@ class Scheduler:
         sequence.blocks.extend(blocks)
         sequence.num_scheduled = num_tokens
         shared = sequence.tags[1 : len(blocks) + 1]
-        grants.append(BlockGrant(sequence.table_id, 0, list(blocks), b"".join(shared)))
+        plan.grants.append(BlockGrant(sequence.table_id, 0, list(blocks), b"".join(shared)))
 
-    def _plan_chunk(self, sequence: Sequence, planned: dict[Sequence, int], grants: list[BlockGrant]) -> None:
-        num_tokens = min(sequence.num_pending, self.limits.prefill_chunk, self._budget(planned))
+    def _plan_chunk(self, sequence: Sequence, plan: _Plan) -> None:
+        num_tokens = min(sequence.num_pending, self.limits.prefill_chunk, self._budget(plan))
         if num_tokens > 0:
-            self._plan_row(sequence, num_tokens, planned, grants)
+            self._plan_row(sequence, num_tokens, plan)
 
     def _plan_row(
-        self, sequence: Sequence, num_tokens: int, planned: dict[Sequence, int], grants: list[BlockGrant]
+        self, sequence: Sequence, num_tokens: int, plan: _Plan, drafts: SequenceOf[int] = ()
     ) -> None:
         if sequence.state is not SequenceState.RUNNING:  # preempted a moment ago, for another row
             return
+        num_tokens += len(drafts)
         needed = self.pool.blocks_for(sequence.num_scheduled + num_tokens) - len(sequence.blocks)
         while needed > self.pool.num_free:
-            victim = next((s for s in reversed(self.running) if s not in planned), sequence)
+            victim = next((s for s in reversed(self.running) if s not in plan.rows), sequence)
             self._preempt(victim)
             if victim is sequence:
                 return
         if needed > 0:
             blocks = self.pool.allocate(needed)
             sequence.blocks.extend(blocks)
-            grants.append(BlockGrant(sequence.table_id, 0, blocks))
-        planned[sequence] = num_tokens
+            plan.grants.append(BlockGrant(sequence.table_id, 0, blocks))
+        plan.rows[sequence] = num_tokens
+        if drafts:
+            plan.drafts[sequence] = list(drafts)
 
-    def _budget(self, planned: dict[Sequence, int]) -> int:
-        return self.limits.max_step_tokens - sum(planned.values())
+    def _budget(self, plan: _Plan) -> int:
+        return self.limits.max_step_tokens - plan.num_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preempted += 1
@@ -208,29 +297,45 @@ class Scheduler:
         sequence.blocks.clear()
         self._released.append(sequence.table_id)
 
-    def _commit_plan(self, planned: dict[Sequence, int], grants: list[BlockGrant]) -> Scheduled:
+    def _commit_plan(self, plan: _Plan) -> Scheduled:
         rows = []
         tokens: list[int] = []
-        for sequence, num_tokens in planned.items():
+        for sequence, num_tokens in plan.rows.items():
+            drafts = plan.drafts.get(sequence, [])
             start = sequence.num_scheduled
             end = start + num_tokens
-            last = end == len(sequence.tokens)
-            num_outputs = num_tokens if sequence.all_outputs and start < sequence.num_prompt else int(last)
-            rows.append(self._tagged_row(sequence, start, end, num_outputs))
-            tokens.extend(sequence.tokens[start:end])
-            sequence.num_scheduled = end
+            known = end - len(drafts)
+            num_outputs = (1 + len(drafts)) * int(known == len(sequence.tokens))
+            if sequence.all_outputs and start < sequence.num_prompt:
+                num_outputs = num_tokens
+            rows.append(self._tagged_row(sequence, start, end, num_outputs, drafts))
+            tokens.extend(sequence.tokens[start:known])
+            tokens.extend(drafts)
+            self._label(sequence, start, known)
+            sequence.num_scheduled = known
             sequence.num_in_flight += 1
-        step = Step(self._next_step, self._released, grants, rows, np.array(tokens, dtype="<u4").tobytes())
+        encoded = np.array(tokens, dtype="<u4").tobytes()
+        step = Step(self._next_step, self._released, plan.grants, rows, encoded)
         self._released = []
         self._next_step += 1
-        return Scheduled(step, tuple(planned))
+        drafted = tuple(tuple(plan.drafts.get(sequence, ())) for sequence in plan.rows)
+        return Scheduled(step, tuple(plan.rows), drafted)
 
-    def _tagged_row(self, sequence: Sequence, start: int, end: int, num_outputs: int) -> Row:
-        """Also makes the blocks that the row fills findable: for later steps, which run after this one."""
-        tag = self._tags.at(sequence.tags, sequence.tokens, start)
-        tags = self._tags.of_row(sequence.tags, sequence.tokens, start, end, num_outputs)
-        if self.limits.prefix_cache:
-            size = self.limits.block_size
-            for index in range(start // size, end // size):
-                self.pool.label(sequence.blocks[index], sequence.tags[index + 1])
+    def _tagged_row(
+        self, sequence: Sequence, start: int, end: int, num_outputs: int, drafts: SequenceOf[int]
+    ) -> Row:
+        # Tags of blocks that end in drafts must not be taken for the sequence's own.
+        chain = list(sequence.tags) if drafts else sequence.tags
+        tokens = [*sequence.tokens, *drafts] if drafts else sequence.tokens
+        tag = self._tags.at(chain, tokens, start)
+        tags = self._tags.of_row(chain, tokens, start, end, num_outputs)
         return Row(sequence.table_id, start, end - start, num_outputs, tag, tags)
+
+    def _label(self, sequence: Sequence, start: int, end: int) -> None:
+        """Make the blocks findable that [start, end) fills: for later steps, which run after this one."""
+        if not self.limits.prefix_cache:
+            return
+        size = self.limits.block_size
+        self._tags.extend(sequence.tags, sequence.tokens, end // size)
+        for index in range(start // size, end // size):
+            self.pool.label(sequence.blocks[index], sequence.tags[index + 1])

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from convoy.transport.incoming import Received, ReceivedTensor
-from convoy.wire.messages import Message, Plan, Step
+from convoy.wire.messages import Drawn, Message, Plan, Step
 
 T = TypeVar("T")
 
@@ -110,7 +110,13 @@ def weight_of_message(message: Message) -> int:
             num_numbers = len(step.released) + sum(len(grant.blocks) for grant in step.grants)
             num_bytes = sum(len(row.tags) for row in step.rows) + sum(len(g.shared) for g in step.grants)
             num_bytes += len(step.tokens)
+            for draw in step.draws:
+                num_objects += 1 + len(draw.logit_bias)
+                num_bytes += len(draw.prompt) + len(draw.generated)
             return num_objects * _OBJECT_BYTES + num_numbers * _NUMBER_BYTES + num_bytes
+        case Drawn(answers=answers):
+            num_objects = 1 + sum(1 + len(answer.top) for answer in answers)
+            return num_objects * _OBJECT_BYTES + sum(len(answer.logits) for answer in answers)
         case Plan(stages=stages):
             return (1 + len(stages)) * _OBJECT_BYTES
         case _:

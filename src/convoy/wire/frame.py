@@ -51,6 +51,7 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.STEP: 4 * 1024 * 1024,
     FrameType.HIDDEN: RECORD_BYTES,
     FrameType.STEP_FAILED: 16 * 1024,
+    FrameType.DRAWN: 4 * 1024 * 1024,
     FrameType.PING: 64,
     FrameType.PONG: 64,
     FrameType.SWITCH: 64,

@@ -34,6 +34,7 @@ class FrameType(enum.IntEnum):
     STEP = 0x20
     HIDDEN = 0x21
     STEP_FAILED = 0x22
+    DRAWN = 0x23
     PING = 0x30
     PONG = 0x31
     SWITCH = 0x32
@@ -163,8 +164,42 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     shared: bytes = b""
 
 
+class DrawRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a peer that owns the output does with the logits of one position: draw a token, or score one."""
+
+    position: int  # of the token to be drawn
+    choice: int
+    seed: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: list[tuple[int, float]]
+    logprobs: int  # alternatives to report; -1: no log-probability at all
+    score: int  # the token to score; -1: draw one
+    wants_logits: bool
+    prompt: bytes  # little-endian uint32 per token; empty where no penalty looks back
+    generated: bytes
+
+
+class DrawAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What came of a `DrawRequest`; where ``error`` says something, nothing else counts."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+    logits: bytes  # little-endian float32 per token of the vocabulary; empty unless asked for
+    error: str
+
+
 class Step(Message, frozen=True):
-    """Head to every stage: release, then grant, then run the rows in order. No rows: a probe of the ring."""
+    """Head to every stage: release, then grant, then run the rows in order. No rows: a probe of the ring.
+
+    ``draws`` has one entry per output of the rows, for a peer that owns the output; otherwise it is empty.
+    """
 
     number: int
     released: list[int]  # sequences whose tables end
@@ -173,6 +208,14 @@ class Step(Message, frozen=True):
     tokens: (
         bytes  # little-endian uint32 per token of all rows for the owner of the embedding, otherwise empty
     )
+    draws: list[DrawRequest] = []
+
+
+class Drawn(Message, frozen=True):
+    """Owner of the output to head: this step passed every stage, with this for each of its outputs."""
+
+    number: int
+    answers: list[DrawAnswer]
 
 
 class StepFailed(Message, frozen=True):
@@ -228,6 +271,7 @@ MESSAGE_TYPES: dict[FrameType, type[Message]] = {
     FrameType.EVIDENCE: Evidence,
     FrameType.STEP: Step,
     FrameType.STEP_FAILED: StepFailed,
+    FrameType.DRAWN: Drawn,
     FrameType.PING: Ping,
     FrameType.PONG: Pong,
     FrameType.SWITCH: Switch,
