@@ -30,7 +30,8 @@ class SchedulerLimits:
     """What the plan granted: pool size, rows and tokens per step, waiting places, steps in flight.
 
     ``prefill_window`` bounds the chunks of one prompt that are in flight; 0: as many as micro-batches.
-    Without ``prefix_cache`` no sequence shares a block.
+    Without ``prefix_cache`` no sequence shares a block. ``max_drafts`` bounds the guesses in one step: its
+    decodes share them, because a guess costs as much to run as a token.
     """
 
     num_blocks: int
@@ -42,6 +43,7 @@ class SchedulerLimits:
     max_waiting: int = 256
     micro_batches: int = 1
     prefix_cache: bool = True
+    max_drafts: int = 32
 
     @property
     def max_chunks(self) -> int:
@@ -101,6 +103,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preempted = 0
         self.num_cached_tokens = 0  # positions that were shared and so did not run
+        self.num_drafted = self.num_accepted = 0  # guesses that ran, and those of them that stand
         self._released: list[int] = []
         self._next_table_id = 0
         self._next_step = 0
@@ -173,6 +176,8 @@ class Scheduler:
 
         The sequence goes on right after them; what stages computed beyond is written over.
         """
+        self.num_drafted += num_drafts
+        self.num_accepted += num_accepted
         if self._drafter is not None:
             self._drafter.learn(sequence, num_drafts, num_accepted)
         if sequence.state is SequenceState.RUNNING and num_accepted:
@@ -187,22 +192,27 @@ class Scheduler:
             assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are owned"
 
     def _plan_decodes(self, plan: _Plan) -> None:
-        # With several steps in flight, each takes its share of the streams, so that no stage waits for
-        # another.
-        max_rows = max(1, -(-len(self.running) // self.limits.micro_batches))
+        max_rows = self._max_rows()
         for sequence in list(self.running):
             if len(plan.rows) >= max_rows or self._budget(plan) == 0:
                 return
             if sequence.num_pending == 1 and sequence.num_scheduled > 0:
                 self._plan_row(sequence, 1, plan, self._draft(sequence, plan))
 
+    def _max_rows(self) -> int:
+        # With several steps in flight, each takes its share of the streams, so that no stage waits for
+        # another.
+        return max(1, -(-len(self.running) // self.limits.micro_batches))
+
     def _draft(self, sequence: Sequence, plan: _Plan) -> list[int]:
-        """Guesses for a decode: none that would cost another sequence its blocks."""
-        if self._drafter is None or sequence.num_in_flight:
+        """Guesses for a decode: none that would cost another sequence its place in the step or its blocks."""
+        if self._drafter is None or sequence.num_in_flight or sequence.all_outputs:
             return []
-        room = len(sequence.blocks) + self.pool.num_free
+        others = len(self.running) - 1
+        room = len(sequence.blocks) + max(0, self.pool.num_free - others)
         most = min(
-            self._budget(plan) - 1,
+            self.limits.max_drafts // self._max_rows(),
+            self._budget(plan) - 1 - others,
             sequence.max_tokens - sequence.num_generated - 1,
             room * self.limits.block_size - len(sequence.tokens),
         )
