@@ -81,6 +81,35 @@ def test_the_reverse_layout_puts_the_embedding_with_the_first_peer() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "spans",
+    [
+        {"alpha": "0:3", "beta": "4:7", "gamma": "8:output"},
+        {"alpha": "0:3", "gamma": "8:output"},
+        {"alpha": "0:3"},  # forward: whoever gets the last layers owns the output
+        {"beta": "4:7", "gamma": "8:output"},
+    ],
+)
+def test_the_forward_layout_gives_the_output_to_the_last_peer(spans: dict[str, str]) -> None:
+    offers = [replace(member, num_threads=i) for i, member in enumerate(members(GB, GB, GB))]
+    placement = place(spec_of(), offers, spans)
+    assert owned(placement) == [
+        ("alpha", 0, 4, True, False),
+        ("beta", 4, 8, False, False),
+        ("gamma", 8, 12, False, True),
+    ]
+    assert placement.route.describe() == "complete: alpha 0:3 -> beta 4:7 -> gamma 8:output"
+    assert placement.route.token_id_members == ("alpha", "gamma")
+    gone = placement.route.without(["gamma"])
+    assert gone.describe() == "missing layers 8-11 and the output"
+
+
+def test_without_spans_no_peer_owns_the_output() -> None:
+    for head in range(3):
+        placement = place(spec_of(), members(GB, GB, GB, head=head))
+        assert [stage.member for stage in placement.stages if stage.output] == [placement.head]
+
+
 def test_members_without_a_span_share_what_is_left() -> None:
     spec, three = spec_of(), members(GB, GB, 3 * GB)
     assert [s[:3] for s in owned(place(spec, three, {"alpha": "0:3,output"}))] == [
@@ -124,8 +153,19 @@ def test_members_without_a_span_share_what_is_left() -> None:
             {"alpha": "8:11", "beta": "0:7"},
             "nobody owns the output, expected the head, alpha (8:11), to own it",
         ),
-        ({"alpha": "0:3", "beta": "4:output"}, "beta claims the output (4:output), expected the head, alpha"),
-        ({"alpha": "0:3,output", "beta": "4:output"}, "beta claims the output (4:output)"),
+        (
+            {"alpha": "0:3", "beta": "4:11"},
+            "to own it, or the member with the last layers, beta (4:11)",
+        ),
+        (
+            {"alpha": "8:11", "beta": "0:7,output"},
+            "the output claimed by beta (0:7,output), expected the head, alpha (8:11), to own it",
+        ),
+        ({"alpha": "8:11"}, "nobody owns the output, expected the head, alpha (8:11), to own it"),
+        (
+            {"alpha": "0:3,output", "beta": "4:output"},
+            "the output claimed twice, by alpha (0:3,output) and by beta (4:output)",
+        ),
         (
             {"alpha": "0:3,output", "beta": "4:12"},
             "beta: invalid span '4:12': it ends past the last layer, 11",
@@ -150,6 +190,21 @@ def test_a_head_that_claims_the_last_layer_without_the_output_is_told_how_to_cla
 
 def test_a_head_in_the_middle_is_refused() -> None:
     spans = {"alpha": "4:7,output", "beta": "0:3", "gamma": "8:11"}
+    with pytest.raises(SpanError, match="the head, alpha, owns layers 4-7 in the middle"):
+        place(spec_of(), members(GB, GB, GB), spans)
+
+
+def test_a_peer_in_the_middle_cannot_own_the_output() -> None:
+    spans = {"alpha": "0:3", "beta": "4:7,output", "gamma": "8:11"}
+    with pytest.raises(
+        SpanError, match=r"the output claimed by beta \(4:7,output\), expected the head, alpha"
+    ) as caught:
+        place(spec_of(), members(GB, GB, GB), spans)
+    assert caught.value.hint == "use 0:3,output for alpha, or 8:output for gamma and no output for alpha"
+
+
+def test_a_head_in_the_middle_is_refused_whoever_owns_the_output() -> None:
+    spans = {"alpha": "4:7", "beta": "0:3", "gamma": "8:output"}
     with pytest.raises(SpanError, match="the head, alpha, owns layers 4-7 in the middle"):
         place(spec_of(), members(GB, GB, GB), spans)
 
@@ -198,7 +253,9 @@ def test_layers_move_away_from_a_member_that_embedding_and_output_fill() -> None
     ends = spec.embed_bytes("float32") + spec.output_bytes("float32")
     layer = spec.layer_bytes(0, "float32") + 16 * spec.kv_token_bytes(0, 1, "float32")
     room = ends + 3 * layer
-    placement = place(spec, members(room, room))
+    # equal members would have been given the cut by time already
+    offers = [replace(offer, num_threads=i) for i, offer in enumerate(members(room, room))]
+    placement = place(spec, offers)
     assert [(stage.start, stage.end) for stage in placement.stages] == [(0, 3), (3, 12)]
 
 

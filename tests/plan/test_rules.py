@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import PlanError, SpanError
-from convoy.plan.arrange import arrangements
+from convoy.plan.arrange import Rest, arrangements
 from convoy.plan.offer import MemberOffer
 from convoy.plan.placement import place
 from convoy.plan.report import report, rule_reports
@@ -304,8 +304,38 @@ def test_whatever_way_there_is_is_found(
     members: list[MemberOffer], rules: list[PlacementRule], num_layers: int
 ) -> None:
     members = sorted(members, key=lambda member: not member.head)
-    found = next(arrangements(members, (0, num_layers), num_layers, rules), None)
+    found = next(arrangements(spec_of(num_layers), members, Rest(0, num_layers), rules), None)
     assert (found is not None) == exists(members, num_layers, rules)
+
+
+def test_the_output_goes_to_a_peer_only_where_the_rules_let_it() -> None:
+    forward = {"alpha": "0:3"}
+    kept = [keep(output=True, last=2)]
+    told, _ = refusal(offers("hn"), forward, kept)
+    assert told == "rule 1: layer 11 and the output must be on members of level hardware, and beta has none"
+    with pytest.raises(
+        SpanError, match="rule 1: layers 10-11 and the output must be on members of level har"
+    ):
+        place(spec_of(), offers("hn"), {"alpha": "0:3", "beta": "4:output"}, kept)
+    # of two that share the rest, the one that may comes last
+    found = owned(place(spec_of(), offers("hnh"), forward, kept))
+    assert [(member, output) for member, *_, output in found] == [
+        ("alpha", False),
+        ("beta", False),
+        ("gamma", True),
+    ]
+    found = owned(place(spec_of(), offers("hhn"), forward, kept))
+    assert [(member, output) for member, *_, output in found] == [
+        ("alpha", False),
+        ("gamma", False),
+        ("beta", True),
+    ]
+
+
+def test_a_rule_alone_gives_no_peer_the_output() -> None:
+    told, hint = refusal(offers("nh"), None, [keep(output=True)])
+    assert told.endswith("(alpha is the head)")
+    assert hint == "beta would satisfy rule 1: give the output to one of them"
 
 
 def test_a_rule_is_never_met_by_a_name_alone_where_it_asks_for_a_level() -> None:

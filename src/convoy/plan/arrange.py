@@ -3,43 +3,88 @@
 Rules leave each member one run of layers, `rules.room`. Taking the least that each member must have, one
 layer, this is scheduling unit jobs between a release time and a deadline, which earliest deadline first
 solves (Jackson 1955; Horn 1974); a member is stretched over layers that the next one may not have yet. Then
-each cut moves as near to the shares by memory as the rules let it.
+each cut moves as near to the wanted one as the rules let it. Wanted is, between equal members, that stages
+take the same time (`plan.cost`); otherwise layers in proportion to memory.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+from convoy.plan.cost import balanced, equals, output_cost
 from convoy.plan.offer import MemberOffer
 from convoy.plan.partition import consecutive, shares
 from convoy.plan.rules import room
+from convoy.plan.span import Span
+from convoy.plan.spec import ModelSpec
 from convoy.trust.policy import PlacementRule
 
 Run = tuple[int, int]  # layers [start, end)
+Owners = list[tuple[str, Span]]
+
+
+class OutputOwner(enum.Enum):
+    """Who owns the output among those who share a run of layers."""
+
+    HEAD = "the head"
+    LAST = "whoever gets the last layers"
+    ELSEWHERE = "a member with a span"
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Layers [start, end) that are to be shared, and whose the output is."""
+
+    start: int
+    end: int
+    output: OutputOwner = OutputOwner.HEAD
+
+    @property
+    def run(self) -> Run:
+        return self.start, self.end
 
 
 def arrangements(
-    members: Sequence[MemberOffer], run: Run, num_layers: int, rules: Sequence[PlacementRule]
-) -> Iterator[list[tuple[MemberOffer, Run]]]:
-    """Ways to give each of ``members`` a part of ``run``, the most natural first; none where no way exists.
+    spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
+) -> Iterator[Owners]:
+    """Ways to give each of ``members`` a part of ``rest``, the most natural first; none where no way exists.
 
     The first is always the given order where the rules allow it. A head among the members stays first or
     last, as it was given. Raises PlanError as `shares` does.
     """
-    counts = shares(run[1] - run[0], [member.memory_bytes for member in members])
-    rooms = {member.name: room(num_layers, rules, member) for member in members}
+    rooms = {member.name: room(spec.num_layers, rules, member) for member in members}
     tried = set()
-    for order in _orders(members, run, rooms):
+    for order in _orders(members, rest.run, rooms):
         names = tuple(member.name for member in order)
         if names in tried:
             continue
         tried.add(names)
-        if names != tuple(member.name for member in members):
-            counts = shares(run[1] - run[0], [member.memory_bytes for member in order])
-        cuts = _cuts(consecutive(counts, run[0]), [rooms[name] for name in names])
+        cuts = _cuts(wanted_runs(spec, order, rest), [rooms[name] for name in names])
         if cuts is not None:
-            yield list(zip(order, itertools.pairwise(cuts), strict=True))
+            yield owners_of(order, list(itertools.pairwise(cuts)), rest.output)
+
+
+def wanted_runs(spec: ModelSpec, order: Sequence[MemberOffer], rest: Rest) -> list[Run]:
+    """The parts that these members would have without rules. Raises PlanError as `shares` does."""
+    counts = shares(rest.end - rest.start, [member.memory_bytes for member in order])
+    if equals(order):
+        owners = owners_of(order, consecutive(counts, rest.start), rest.output)
+        extras = [output_cost(spec) if span.output else 0 for _, span in owners]
+        counts = balanced(spec.layer_elements[rest.start : rest.end], extras)
+    return consecutive(counts, rest.start)
+
+
+def owners_of(order: Sequence[MemberOffer], runs: Sequence[Run], output: OutputOwner) -> Owners:
+    """Spans of these runs, with the output where it belongs."""
+    last = order[-1].name
+    mine = [
+        member.head if output is OutputOwner.HEAD else output is OutputOwner.LAST and member.name == last
+        for member in order
+    ]
+    return [(member.name, Span(*run, owned)) for member, run, owned in zip(order, runs, mine, strict=True)]
 
 
 def _orders(members: Sequence[MemberOffer], run: Run, rooms: dict[str, Run]) -> Iterator[list[MemberOffer]]:

@@ -15,3 +15,4 @@ class MemberOffer:
     memory_bytes: int  # for weights and K/V
     head: bool = False
     level: Level = Level.NONE
+    num_threads: int = 0  # that compute; 0: not known

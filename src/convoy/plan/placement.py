@@ -1,9 +1,10 @@
-"""Which member owns which layers: as a person says, or by memory, under a policy; or the reason why not.
+"""Which member owns which layers: as a person says, or by itself, under a policy; or the reason why not.
 
-In this version the output belongs to the head. So the head owns the first layers and the output
-(`0:K,output`, the default), the last layers and the output (`K:output`, reverse), or everything; peers
-share the rest in any way. A policy's placement rules bind spans and shares alike; `plan.rules` has their
-words.
+The head owns the first layers and the output (`0:K,output`, the default), the last layers and the output
+(`K:output`, reverse), everything, or only the first layers (`0:K`, forward): then the member with the last
+layers owns the output. Peers share the rest in any way. Only spans give the output to a peer, which then
+draws the tokens and reads them. A policy's placement rules bind spans and shares alike; `plan.rules` has
+their words.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.errors import PlanError, SpanError
+from convoy.plan.arrange import OutputOwner, Rest
 from convoy.plan.memory import check_memory
 from convoy.plan.offer import MemberOffer
 from convoy.plan.route import Route, missing_layers
@@ -53,9 +55,10 @@ def place(
 ) -> Placement:
     """Give every member a stage.
 
-    ``spans`` maps member names to span texts; who is not in it shares the layers left over, by memory and as
-    ``rules`` allow. Raises SpanError for spans that are wrong, alone or together, or break a rule; PlanError
-    where there are too many members or too little memory, or no way to share the layers keeps the rules.
+    ``spans`` maps member names to span texts. Who is not in it shares the layers left over as ``rules``
+    allow: between equal members so that stages take the same time, else by memory. Raises SpanError for spans
+    that are wrong, alone or together, or break a rule; PlanError where there are too many members or too
+    little memory, or no way to share the layers keeps the rules.
     """
     head = _find_head(members)
     memory_bytes = {member.name: member.memory_bytes for member in members}
@@ -113,7 +116,19 @@ def _share_rest(
     # The head comes first, for the default layout, unless the first layers are taken: then last, for the
     # reverse.
     without.sort(key=lambda member: member.head is not (start == 0))
-    return share(spec, without, (start, end), rules, dtype)
+    rest = Rest(start, end, _output_owner(spec, members, given, end))
+    return share(spec, without, rest, rules, dtype)
+
+
+def _output_owner(
+    spec: ModelSpec, members: Sequence[MemberOffer], given: Mapping[str, Span], end: int
+) -> OutputOwner:
+    """The head, unless a span names another, or is the head's `0:K` and the last layers are to be shared."""
+    if any(span.output for span in given.values()):
+        return OutputOwner.ELSEWHERE
+    mine = next((given.get(member.name) for member in members if member.head), None)
+    forward = mine is not None and mine.embed and end == spec.num_layers
+    return OutputOwner.LAST if forward else OutputOwner.HEAD
 
 
 def _left_over(spec: ModelSpec, names: Sequence[str], given: Mapping[str, Span]) -> tuple[int, int]:
@@ -146,29 +161,25 @@ def _check_layers(spec: ModelSpec, owners: Sequence[tuple[str, Span]]) -> None:
 
 
 def _check_output(spec: ModelSpec, owners: Sequence[tuple[str, Span]], head: str) -> None:
-    last = spec.num_layers - 1
-    for name, span in owners:
-        if span.output and name != head:
-            text = format_span(span, spec.num_layers)
-            raise SpanError(
-                f"{name} claims the output ({text}), expected the head, {head}, to own it",
-                hint=f"give {head} a span such as 0:K,output or K:output, and {name} none of it",
-            )
-    mine = dict(owners)[head]
-    if not mine.output:
-        claimed = format_span(mine, spec.num_layers)
-        if mine.end > last and mine.start > 0:
-            hint = f"use {mine.start}:output for {head}"
-        else:
-            hint = f"use {claimed},output for {head}"
-        raise SpanError(
-            f"nobody owns the output, expected the head, {head} ({claimed}), to own it", hint=hint
-        )
-    if mine.start > 0 and mine.end <= last:
+    mine, (last, widest) = dict(owners)[head], owners[-1]
+    if mine.start > 0 and last != head:
         raise SpanError(
             f"the head, {head}, owns {layers_text(mine.start, mine.end)} in the middle, "
-            f"expected the first layers (0:K,output) or the last (K:output)"
+            f"expected the first layers (0:K or 0:K,output) or the last (K:output)"
         )
+    claimed = {name: f"{name} ({format_span(span, spec.num_layers)})" for name, span in owners}
+    claiming = [name for name, span in owners if span.output]
+    hint = f"use {mine.start}:{'' if last == head else f'{mine.end - 1},'}output for {head}"
+    expected = f"expected the head, {claimed[head]}, to own it"
+    if last != head:
+        expected += f", or the member with the last layers, {claimed[last]}"
+        hint += f", or {widest.start}:output for {last} and no output for {head}"
+    if not claiming:
+        raise SpanError(f"nobody owns the output, {expected}", hint=hint)
+    if len(claiming) > 1:
+        raise SpanError(f"the output claimed twice, by {' and by '.join(claimed[name] for name in claiming)}")
+    if claiming[0] not in (head, last):
+        raise SpanError(f"the output claimed by {claimed[claiming[0]]}, {expected}", hint=hint)
 
 
 def _check_cuts(spec: ModelSpec, owners: Sequence[tuple[str, Span]]) -> None:

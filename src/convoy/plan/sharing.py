@@ -1,30 +1,27 @@
-"""Sharing a run of layers out by memory, as a policy's rules allow; or which rule leaves no way to do it."""
+"""Sharing a run of layers out, as a policy's rules allow; or which rule leaves no way to do it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from convoy.errors import PlanError, SpanError
-from convoy.plan.arrange import arrangements
+from convoy.plan.arrange import OutputOwner, Owners, Rest, arrangements, owners_of, wanted_runs
 from convoy.plan.memory import fits, relieve
 from convoy.plan.offer import MemberOffer
-from convoy.plan.partition import consecutive, shares
 from convoy.plan.rules import Breach, breaches, mend_text, room
 from convoy.plan.span import Span, layers_text
 from convoy.plan.spec import ModelSpec
 from convoy.trust.policy import PlacementRule
 
-Owners = list[tuple[str, Span]]
-
 
 def share(
     spec: ModelSpec,
     members: Sequence[MemberOffer],
-    run: tuple[int, int],
+    rest: Rest,
     rules: Sequence[PlacementRule],
     dtype: str,
 ) -> Owners:
-    """Part of ``run`` for each of ``members``, in the given order if the rules allow it.
+    """Part of ``rest`` for each of ``members``, in the given order if the rules allow it.
 
     The first way that fits in memory; where none fits, the first of all, for `check_memory` to refuse. Raises
     PlanError where no way keeps the rules.
@@ -36,17 +33,16 @@ def share(
         return not breaches(spec, rules, [(by_name[name], span) for name, span in owners])
 
     first: Owners | None = None
-    for arranged in arrangements(members, run, spec.num_layers, rules):
-        owners = [(member.name, Span(start, end, member.head)) for member, (start, end) in arranged]
-        if not kept(owners):
+    for arranged in arrangements(spec, members, rest, rules):
+        if not kept(arranged):
             continue
-        owners = relieve(spec, owners, memory_bytes, dtype, kept)
+        owners = relieve(spec, arranged, memory_bytes, dtype, kept)
         if fits(spec, owners, memory_bytes, dtype):
             return owners
         first = first or owners
     if first is not None:
         return first
-    raise _no_way(spec, members, run, rules)
+    raise _no_way(spec, members, rest, rules)
 
 
 def check_rules(
@@ -65,61 +61,64 @@ def check_rules(
 
 
 def _no_way(
-    spec: ModelSpec, members: Sequence[MemberOffer], run: tuple[int, int], rules: Sequence[PlacementRule]
+    spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> PlanError:
     """Why the rules leave no way, by the first of these that is the reason."""
     for reason in (_head_refused, _homeless, _unowned):
-        error = reason(spec, members, run, rules)
+        error = reason(spec, members, rest, rules)
         if error is not None:
             return error
-    counts = shares(run[1] - run[0], [member.memory_bytes for member in members])
-    runs = zip(members, consecutive(counts, run[0]), strict=True)
-    found = breaches(spec, rules, [(member, Span(*layers, member.head)) for member, layers in runs])
+    owners = owners_of(members, wanted_runs(spec, members, rest), rest.output)
+    spans = [span for _, span in owners]
+    found = breaches(spec, rules, list(zip(members, spans, strict=True)))
     why = "; ".join(map(str, found))
+    layers = layers_text(*rest.run)
     return PlanError(
-        f"the rules leave no way to give each of {len(members)} members some of {layers_text(*run)}: {why}",
+        f"the rules leave no way to give each of {len(members)} members some of {layers}: {why}",
         hint="leave a member out of the roster, or change the rules",
     )
 
 
 def _head_refused(
-    spec: ModelSpec, members: Sequence[MemberOffer], run: tuple[int, int], rules: Sequence[PlacementRule]
+    spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> PlanError | None:
-    """The head owns the output, and one end of the layers: rules bind it first."""
+    """The head owns one end of the layers, and as a rule the output: rules bind it first."""
     head = next((member for member in members if member.head), None)
     if head is None:
         return None
-    least = Span(run[0], run[0] + 1, True) if run[0] == 0 else Span(run[1] - 1, run[1], True)
+    run, owned = rest.run, rest.output is OutputOwner.HEAD
+    least = Span(run[0], run[0] + 1, owned) if run[0] == 0 else Span(run[1] - 1, run[1], owned)
     found = breaches(spec, rules, [(head, least)])
     if not found:
         return None
     other = not breaches(spec, rules, [(head, Span(spec.num_layers - 1, spec.num_layers, True))])
     hint = mend_text(found[0], members)
-    if run[0] == 0 and other and spec.num_layers > 1:
+    if owned and run[0] == 0 and other and spec.num_layers > 1:
         hint = f"in the reverse layout {head.name} owns the last layers: {head.name}=K:output, or {hint}"
     return PlanError(_told(found, f"{head.name} is the head"), hint=hint)
 
 
 def _homeless(
-    spec: ModelSpec, members: Sequence[MemberOffer], run: tuple[int, int], rules: Sequence[PlacementRule]
+    spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> PlanError | None:
     """A member for which the rules leave no layer of the run."""
     for member in members:
         start, end = room(spec.num_layers, rules, member)
-        if max(start, run[0]) >= min(end, run[1]):
-            found = breaches(spec, rules, [(member, Span(*run))])
-            told = _told(found, f"no layer of {layers_text(*run)} is left for it")
+        if max(start, rest.start) >= min(end, rest.end):
+            found = breaches(spec, rules, [(member, Span(*rest.run))])
+            told = _told(found, f"no layer of {layers_text(*rest.run)} is left for it")
             return PlanError(told, hint=mend_text(found[0], members))
     return None
 
 
 def _unowned(
-    spec: ModelSpec, members: Sequence[MemberOffer], run: tuple[int, int], rules: Sequence[PlacementRule]
+    spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
 ) -> PlanError | None:
     """The first or last layer of the run, which nobody who is free may hold."""
-    for layer, given in ((run[0], members[0]), (run[1] - 1, members[-1])):
+    for layer, given in ((rest.start, members[0]), (rest.end - 1, members[-1])):
         free = [given] if given.head else [member for member in members if not member.head]
-        refused = [breaches(spec, rules, [(member, Span(layer, layer + 1))]) for member in free]
+        owned = rest.output is OutputOwner.LAST and layer == rest.end - 1
+        refused = [breaches(spec, rules, [(member, Span(layer, layer + 1, owned))]) for member in free]
         if free and all(refused):
             found = [breach for each in refused for breach in each]
             return PlanError("; ".join(map(str, found)), hint=_elsewhere(found[0], members))
