@@ -29,6 +29,7 @@ ConvoyError                     carries a message and, where there is one, a hin
 │   ├── NotReady                no token has passed every stage yet, or not lately
 │   ├── Draining                the server is shutting down
 │   └── StageLost               a stage went away while the request ran
+│       └── StepLate            a step did not come back in time; it still may
 ├── LinkClosed                  this side closed the link earlier
 └── SelfCheckError              exact mode cannot be proved on this machine
 """
@@ -162,6 +163,10 @@ class Draining(Unavailable):
 
 class StageLost(Unavailable):
     """A stage went away while the request ran."""
+
+
+class StepLate(StageLost):
+    """A step did not come back in time. Nothing is lost yet: whoever waits may go on waiting."""
 
 
 class LinkClosed(ConvoyError):  # noqa: N818

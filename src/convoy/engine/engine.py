@@ -16,47 +16,23 @@ from dataclasses import dataclass
 from convoy.engine.choice import Choice
 from convoy.engine.continuation import Continuation
 from convoy.engine.executor import Executor, StepResult
+from convoy.engine.fit import check_request, check_still_fits
+from convoy.engine.options import EngineOptions, EngineStats
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
 from convoy.engine.prefix import PrefixTags
+from convoy.engine.recovered import Recovery
 from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
-from convoy.errors import ConvoyError, Draining, NotReady, RequestError, StageLost
+from convoy.errors import CapacityError, ConvoyError, Draining, NotReady, StageLost
 from convoy.model.draw import Draw, Outcome
 from convoy.model.params import SamplingParams
 from convoy.model.text import TextStream, Tokenizer
 from convoy.wire.messages import Row
 
+__all__ = ["Engine", "EngineOptions", "EngineStats", "RequestHandle"]
+
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """``probe_s``: an idle engine sends an empty step round the ring this often; ``ready_s``: how old the
-    last may be. ``share_across_keys``: requests share the K/V of a common prefix whatever their salt, which
-    lets one client see by its times what another has asked.
-    """
-
-    max_context: int
-    probe_s: float = 5.0
-    ready_s: float = 15.0
-    share_across_keys: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot for people and metrics."""
-
-    running: int
-    waiting: int
-    num_blocks: int
-    free_blocks: int
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    preempted: int
-    cached_tokens: int  # positions that were not run, because their K/V was there
-    ring_s: float | None  # how long the last empty step took to pass every stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +63,13 @@ class Engine:
         limits: SchedulerLimits,
         options: EngineOptions,
         drafter: Drafter | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         self._executor = executor
         self._tokenizer = tokenizer
         self._options = options
+        self._recovery = recovery
+        self._max_context = options.max_context
         self._tags = PrefixTags(limits.block_size)
         self._scheduler = Scheduler(limits, self._tags, drafter)
         self._live: dict[Sequence, Continuation] = {}
@@ -98,6 +77,10 @@ class Engine:
         self._changed = threading.Condition()
         self._closing = False
         self._failed: ConvoyError | None = None
+        self._recovering = False
+        self._woken = False  # look at the ring now, instead of when the next probe is due
+        self._renewal: StageLost | None = None
+        self._recoveries = 0
         self._last_step_s: float | None = None
         self._ring_s: float | None = None
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -131,7 +114,12 @@ class Engine:
 
         Raises `RequestError`, `QueueFull`, `Draining` or `StageLost`; nothing is queued then.
         """
-        self._check_size(request)
+        check_request(
+            request,
+            vocab_size=self._tokenizer.vocab_size,
+            max_context=self._max_context,
+            pool=self._scheduler.pool,
+        )
         group = object()
         choices = [self._make_choice(request, i, on_output, group) for i in range(request.num_choices)]
         with self._changed:
@@ -159,6 +147,8 @@ class Engine:
         with self._changed:
             if self._failed is not None:
                 raise StageLost(self._failed.message, hint=self._failed.hint)
+            if self._recovering and self._recovery is not None:
+                raise NotReady(f"recovering: {self._recovery.state()}")
             if self._last_step_s is None:
                 raise NotReady("no token has passed every stage yet")
             age = time.monotonic() - self._last_step_s
@@ -182,7 +172,20 @@ class Engine:
                 preempted=scheduler.num_preempted,
                 cached_tokens=scheduler.num_cached_tokens,
                 ring_s=self._ring_s,
+                recoveries=self._recoveries,
             )
+
+    def wake(self) -> None:
+        """Something may have happened to a stage: while idle, pass an empty step now."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def renew(self, why: str) -> None:
+        """Once nothing runs, ask for other stages, as after a loss: there may be better ones now."""
+        with self._changed:
+            self._renewal = StageLost(why)
+            self._changed.notify_all()
 
     def close(self, drain_s: float = 0.0) -> None:
         """Take no more requests, let running ones finish for ``drain_s`` seconds, then end the rest with an
@@ -196,6 +199,8 @@ class Engine:
                 self._fail(Draining("the server shut down before the answer was complete"))
             self._failed = self._failed or Draining("the engine is closed")
             self._changed.notify_all()
+        if self._recovery is not None:
+            self._recovery.cancel()
         self._executor.close()
         if self._thread.is_alive():
             self._thread.join(timeout=10.0)
@@ -204,11 +209,8 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while (ready := self._schedule()) is not None or self._in_flight:
-                if ready is not None:
-                    self._submit(ready)
-                if ready is None or len(self._in_flight) >= self._executor.depth:
-                    self._commit(self._executor.collect())
+            while self._step():
+                pass
         except ConvoyError as error:
             with self._changed:
                 if not self._closing:
@@ -219,6 +221,58 @@ class Engine:
                 self._fail(StageLost("the engine met an internal error", hint="the log has its traceback"))
             _log.exception("the engine stopped")
             raise
+
+    def _step(self) -> bool:
+        """One turn of the loop; False once the engine is closed."""
+        try:
+            # Full after a step that was late: then there is only that one to wait for.
+            full = len(self._in_flight) >= self._executor.depth
+            ready = None if full else self._schedule()
+            if ready is None and not self._in_flight:
+                return False
+            if ready is not None:
+                self._submit(ready)
+            if ready is None or len(self._in_flight) >= self._executor.depth:
+                self._commit(self._executor.collect())
+        except StageLost as error:
+            if self._recovery is None:
+                raise
+            self._recover(self._recovery, error)
+        return True
+
+    def _recover(self, recovery: Recovery, error: StageLost) -> None:
+        """Go on over other stages: what ran waits again, and its known tokens are run once more."""
+        with self._changed:
+            if self._failed is not None:
+                return
+            self._recovering = True
+        try:
+            recovered = recovery.recover(error)
+        finally:
+            with self._changed:
+                self._recovering = False
+        if recovered is None:
+            return
+        with self._changed:
+            self._executor, self._max_context = recovered.executor, recovered.max_context
+            if self._failed is not None:  # closed meanwhile, with the executor of then
+                self._executor.close()
+                return
+            self._in_flight.clear()
+            self._scheduler.reset(recovered.limits)
+            self._end_what_does_not_fit()
+            self._recoveries += 1
+            self._last_step_s = None  # ready once a token has passed these stages
+            self._woken = True
+
+    def _end_what_does_not_fit(self) -> None:
+        for continuation in list(self._live.values()):
+            try:
+                check_still_fits(
+                    continuation.sequence, max_context=self._max_context, pool=self._scheduler.pool
+                )
+            except CapacityError as error:
+                self._end_group(continuation.group, error)
 
     def _schedule(self) -> _InFlight | None:
         """The next step; None if there is only something to collect, or the engine is closed."""
@@ -232,7 +286,11 @@ class Engine:
                 if self._closing and not self._live:
                     return None
                 self._scheduler.check()
-                if not self._changed.wait(timeout=self._options.probe_s):
+                if self._renewal is not None:
+                    renewal, self._renewal = self._renewal, None
+                    raise renewal
+                if self._woken or not self._changed.wait(timeout=self._options.probe_s):
+                    self._woken = False
                     return self._ready(self._scheduler.probe())
             self._in_flight.clear()
             return None
@@ -305,7 +363,7 @@ class Engine:
             self._end_group(group, error)
         self._changed.notify_all()
 
-    # Checks and construction.
+    # Construction.
 
     def _make_choice(
         self, request: GenerationRequest, index: int, on_output: Callable[[Output], None], group: object
@@ -315,32 +373,3 @@ class Engine:
         sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt)
         stream = TextStream(self._tokenizer, request.stop)
         return Choice(request, index, sequence, self._tokenizer, stream, on_output, group)
-
-    def _check_size(self, request: GenerationRequest) -> None:
-        num_prompt, max_context = len(request.prompt_ids), self._options.max_context
-        if num_prompt == 0:
-            raise RequestError("the prompt is empty, expected at least one token", param="prompt")
-        if max(request.prompt_ids) >= self._tokenizer.vocab_size or min(request.prompt_ids) < 0:
-            raise RequestError(
-                f"a prompt token is outside the vocabulary of {self._tokenizer.vocab_size}", param="prompt"
-            )
-        # Found in time: on the engine's thread it would end everybody's requests.
-        request.params.check_vocabulary(self._tokenizer.vocab_size)
-        if num_prompt + request.max_tokens > max_context:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens and max_tokens is {request.max_tokens}, "
-                f"but the context holds {max_context}",
-                param="max_tokens" if num_prompt < max_context else "prompt",
-                code="context_length_exceeded",
-                hint="shorten the prompt or lower max_tokens",
-            )
-        pool = self._scheduler.pool
-        needed = pool.blocks_for(num_prompt + request.max_tokens)
-        if needed > pool.num_blocks:
-            raise RequestError(
-                f"the request needs {needed} K/V blocks of {pool.block_size} tokens, "
-                f"but the whole pool has {pool.num_blocks}",
-                param="max_tokens",
-                code="context_length_exceeded",
-                hint="lower max_tokens, or give the members more memory",
-            )

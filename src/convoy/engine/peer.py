@@ -47,6 +47,7 @@ class StageLoop:
         self._hidden_bytes = 0
         self._steps_bytes = 0
         self._next_step = 0
+        self.finished_step = -1  # the last one that was run and sent on; read from other threads
 
     def accept_step(self, step: Step, generation: int) -> None:
         """A composition from the head. One of an old generation is dropped."""
@@ -105,6 +106,7 @@ class StageLoop:
             hidden = self._hidden.pop(step.number, None)
             self._hidden_bytes -= 0 if hidden is None else hidden.nbytes
             self._run(step, hidden)
+            self.finished_step = step.number
 
     def _run(self, step: Step, hidden: torch.Tensor | None) -> None:
         tokens = tokens_from_bytes(step.tokens) if hidden is None else None

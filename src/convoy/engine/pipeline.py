@@ -21,9 +21,10 @@ import msgspec
 import numpy as np
 import torch
 
+from convoy.engine.deadline import StepClock
 from convoy.engine.drawing import outcome_of, request_of
 from convoy.engine.executor import StepResult
-from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError
+from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
 from convoy.model.draw import Draw, draw_all
 from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
@@ -44,7 +45,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """``depth`` steps may be in flight; a step that is not back after ``step_timeout_s`` ends the plan."""
+    """``depth`` steps may be in flight; ``step_timeout_s``: how long one may take where nothing was measured."""
 
     generation: int
     depth: int
@@ -65,8 +66,10 @@ class PipelineExecutor:
         head: str,
         links: dict[str, Link],
         options: PipelineOptions,
+        clock: StepClock | None = None,
     ) -> None:
         self.depth = options.depth
+        self.clock = clock or StepClock(options.step_timeout_s)
         self._stage = stage
         self._stages = tuple(stages)
         self._links = links
@@ -102,6 +105,7 @@ class PipelineExecutor:
 
     def submit(self, step: Step, draws: Sequence[Draw]) -> None:
         self._in_flight.append(_Running(step, draws))
+        self.clock.sent(step)
         try:
             for assignment in self._stages:
                 if assignment.member != self._head:
@@ -119,6 +123,7 @@ class PipelineExecutor:
         running = self._in_flight[0]
         returned = self._await_return(running.step)
         self._in_flight.popleft()
+        self.clock.returned()
         if isinstance(returned, Drawn):
             return self._read(returned, running)
         if not self._head_first:
@@ -126,6 +131,11 @@ class PipelineExecutor:
             returned = self._stage.select(running.step, hidden)
         logits = self._stage.output(returned).numpy().astype(np.float32, copy=False)
         return StepResult(running.step.number, draw_all(logits, running.draws))
+
+    @property
+    def oldest(self) -> int | None:
+        """The number of the step that `collect` waits for."""
+        return self._in_flight[0].step.number if self._in_flight else None
 
     def close(self) -> None:
         self._arrivals.close(LinkClosed("the engine was closed"))
@@ -149,13 +159,13 @@ class PipelineExecutor:
         )
 
     def _await_return(self, step: Step) -> torch.Tensor | Drawn:
-        deadline = time.monotonic() + self._options.step_timeout_s
         while step.number not in self._returned:
+            due_s = self.clock.due_s()
             try:
-                item = self._arrivals.get(max(0.0, deadline - time.monotonic()))
+                item = self._arrivals.get(max(0.0, due_s - time.monotonic()))
             except queue.Empty:
-                raise StageLost(
-                    f"step {step.number} did not come back within {self._options.step_timeout_s:g} s",
+                raise StepLate(
+                    f"step {step.number} did not come back within {self.clock.allowed_s():.3g} s",
                     hint="a stage hangs or its machine is overloaded: look at `convoy status`",
                 ) from None
             self._sort(item)

@@ -1,0 +1,53 @@
+"""Whether a request can ever be run here: vocabulary, context and K/V blocks."""
+
+from __future__ import annotations
+
+from convoy.engine.blocks import BlockPool
+from convoy.engine.request import GenerationRequest
+from convoy.engine.sequence import Sequence
+from convoy.errors import CapacityError, RequestError
+
+
+def check_request(request: GenerationRequest, *, vocab_size: int, max_context: int, pool: BlockPool) -> None:
+    """Raises `RequestError`, naming the parameter and both numbers."""
+    num_prompt = len(request.prompt_ids)
+    if num_prompt == 0:
+        raise RequestError("the prompt is empty, expected at least one token", param="prompt")
+    if max(request.prompt_ids) >= vocab_size or min(request.prompt_ids) < 0:
+        raise RequestError(f"a prompt token is outside the vocabulary of {vocab_size}", param="prompt")
+    # Found in time: on the engine's thread it would end everybody's requests.
+    request.params.check_vocabulary(vocab_size)
+    if num_prompt + request.max_tokens > max_context:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens and max_tokens is {request.max_tokens}, "
+            f"but the context holds {max_context}",
+            param="max_tokens" if num_prompt < max_context else "prompt",
+            code="context_length_exceeded",
+            hint="shorten the prompt or lower max_tokens",
+        )
+    needed = pool.blocks_for(num_prompt + request.max_tokens)
+    if needed > pool.num_blocks:
+        raise RequestError(
+            f"the request needs {needed} K/V blocks of {pool.block_size} tokens, "
+            f"but the whole pool has {pool.num_blocks}",
+            param="max_tokens",
+            code="context_length_exceeded",
+            hint="lower max_tokens, or give the members more memory",
+        )
+
+
+def check_still_fits(sequence: Sequence, *, max_context: int, pool: BlockPool) -> None:
+    """For a sequence that ran on other stages. Raises `CapacityError` with both numbers."""
+    num_tokens = max(len(sequence.tokens), sequence.num_prompt + sequence.max_tokens)
+    if num_tokens > max_context:
+        raise CapacityError(
+            f"the request may grow to {num_tokens} tokens, and after the loss of a member "
+            f"the context holds {max_context}"
+        )
+    needed = pool.blocks_for(num_tokens)
+    if needed > pool.num_blocks:
+        raise CapacityError(
+            f"the request needs {needed} K/V blocks of {pool.block_size} tokens, and after the loss of a "
+            f"member the whole pool has {pool.num_blocks}",
+            hint="bring the member back, or give the others more memory",
+        )

@@ -1,0 +1,35 @@
+"""What an engine is told, and what it tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """``probe_s``: an idle engine sends an empty step round the ring this often; ``ready_s``: how old the
+    last may be. ``share_across_keys``: requests share the K/V of a common prefix whatever their salt, which
+    lets one client see by its times what another has asked.
+    """
+
+    max_context: int
+    probe_s: float = 5.0
+    ready_s: float = 15.0
+    share_across_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for people and metrics."""
+
+    running: int
+    waiting: int
+    num_blocks: int
+    free_blocks: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    preempted: int
+    cached_tokens: int  # positions that were not run, because their K/V was there
+    ring_s: float | None  # how long the last empty step took to pass every stage
+    recoveries: int  # how often other stages took over after a loss

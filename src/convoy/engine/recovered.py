@@ -1,0 +1,35 @@
+"""What an engine asks for when a stage is lost, and gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from convoy.engine.executor import Executor
+from convoy.engine.scheduler import SchedulerLimits
+from convoy.errors import StageLost
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """Other stages, which know no sequence yet."""
+
+    executor: Executor
+    limits: SchedulerLimits
+    max_context: int
+
+
+class Recovery(Protocol):
+    """Finds other stages. Called on the engine's thread, without its lock."""
+
+    def recover(self, error: StageLost) -> Recovered | None:
+        """Other stages, or None where nothing was lost and the steps in flight may still come back.
+
+        May take as long as members may be waited for. Raises `ConvoyError` where no stages are to be had.
+        """
+
+    def state(self) -> str:
+        """How far it is, in a few words, from any thread."""
+
+    def cancel(self) -> None:
+        """`recover` raises soon, now and from now on; from any thread."""
