@@ -14,8 +14,9 @@ import pytest
 
 from bench.rows import made_up_rows
 from cli.transcript import run_convoy
-from convoy.bench.hop import HopOptions, percentile, ratios_of, size_name
+from convoy.bench.hop import HopOptions, ratios_of, size_name
 from convoy.bench.pair import Pair
+from convoy.bench.percentile import percentile
 from convoy.errors import PeerError
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")

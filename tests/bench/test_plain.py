@@ -24,7 +24,8 @@ def test_only_its_own_verbs_import_the_bench() -> None:
         for name, edges in graph.items()
         if not name.startswith("convoy.bench") and any(target.startswith("convoy.bench") for target in edges)
     }
-    assert importers == {"convoy.cli.bench", "convoy.cli.throughput"}
+    assert importers
+    assert all(name.startswith(("convoy.cli.bench", "convoy.cli.throughput")) for name in importers)
 
 
 def test_the_plain_stream_stays_on_loopback() -> None:

@@ -9,11 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from convoy.bench.clock import Deadline
 from convoy.bench.machine import Watch
-from convoy.bench.report import DecodeRow, PrefillRow, Report, decode_ratios, prefill_ratios
+from convoy.bench.report import (
+    RING,
+    STAGE,
+    STAGES,
+    DecodeRow,
+    PrefillRow,
+    Report,
+    StepRow,
+    decode_ratios,
+    hop_ratios,
+    prefill_ratios,
+)
 from convoy.bench.throughput import (
     BLOCK_SIZE,
-    Deadline,
     DecodeOptions,
     PrefillOptions,
     measure_decode,
@@ -64,7 +75,7 @@ def test_decode_has_a_row_for_each_count_and_leaves_nothing_running(tmp_path: Pa
 
 def test_prefill_is_the_time_to_the_first_token(tmp_path: Path) -> None:
     with engine_of(tmp_path, 64) as engine:
-        options = PrefillOptions(num_tokens=200, chunk=64, num_rounds=3)
+        options = PrefillOptions(num_tokens=200, chunk=64, window=1, num_rounds=3)
         row = measure_prefill(engine, 301, 1, options, deadline=Deadline(60), say=lambda _text: None)
         assert engine.stats().prompt_tokens == 600
     assert row.tokens_per_s == pytest.approx(200 / row.seconds, rel=0.05)
@@ -92,17 +103,28 @@ def decoded(members: int, concurrent: int, rate: float) -> DecodeRow:
 
 def test_ratios_are_those_of_the_rows_that_are_there() -> None:
     rows = [decoded(1, 1, 20), decoded(1, 16, 60), decoded(2, 1, 18), decoded(2, 16, 90), decoded(2, 32, 108)]
-    assert decode_ratios(rows) == {
+    assert decode_ratios(rows) == {"batch_16_over_serial": 5.0, "two_members_over_one_decode": 1.8}
+    assert decode_ratios(rows[:2]) == {}
+    bare = DecodeRow(1, 1, 600, 27.0, 37.037, STAGE)
+    assert decode_ratios([*rows, bare]) == {
         "batch_16_over_serial": 5.0,
         "two_members_over_one_decode": 1.8,
-        "alone_over_solo": 1.111,
+        "loop_over_solo": 1.35,
+        "alone_over_solo": 1.5,
     }
-    assert decode_ratios(rows[:2]) == {}
-    prefill = [
-        PrefillRow(m, 100, c, 1.0, r) for m, c, r in ((1, 1, 10.0), (1, 2, 8.0), (2, 1, 9), (2, 2, 17))
-    ]
-    assert prefill_ratios(prefill) == {"two_members_over_one_prefill": 1.7}
-    assert prefill_ratios(prefill[:2]) == {}
+
+
+def test_the_best_chunk_and_window_of_two_members_is_compared_with_the_best_chunk_of_one() -> None:
+    found = ((1, 1, 1, 10.0), (1, 2, 1, 8.0), (2, 1, 2, 9.0), (2, 2, 2, 12.0), (2, 2, 3, 17.0))
+    rows = [PrefillRow(m, 100, chunk, window, 1.0, rate) for m, chunk, window, rate in found]
+    assert prefill_ratios(rows) == {"two_members_over_one_prefill": 1.7}
+    assert prefill_ratios(rows[:2]) == {}
+
+
+def test_a_hop_is_what_the_ring_takes_beyond_its_stages_compute() -> None:
+    steps = [StepRow(STAGE, 0, 9.0, 10.0), StepRow(STAGES, 0, 9.5, 11.0), StepRow(RING, 2, 10.1, 13.0)]
+    rows = [DecodeRow(1, 1, 600, 100.0, 10.0, STAGE), DecodeRow(2, 1, 600, 90.0, 11.66)]
+    assert hop_ratios(rows, steps) == {"hop_us": 300.0, "alone_over_solo_and_hops": 1.1}
 
 
 def test_a_report_is_a_table_for_other_programs_too() -> None:

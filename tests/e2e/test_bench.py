@@ -21,15 +21,16 @@ def test_batch_reports_one_member_and_two_as_json_table_and_plot(tmp_path: Path)
     shown = convoy_json("bench", "batch", model, *sizes, "--csv", str(table), "--plot", str(plot))
     assert shown["bench"] == "batch"
     assert shown["model"] == model
-    assert [(row["members"], row["concurrent"]) for row in shown["rows"]] == [
-        (1, 1),
-        (1, 16),
-        (2, 1),
-        (2, 16),
+    assert [(row["members"], row["concurrent"], row["through"]) for row in shown["rows"]] == [
+        (1, 1, "engine"),
+        (1, 16, "engine"),
+        (2, 1, "engine"),
+        (2, 16, "engine"),
+        (1, 1, "stage"),
     ]
-    assert shown["ratios"].keys() == {"batch_16_over_serial", "alone_over_solo"}
+    assert shown["ratios"].keys() == {"batch_16_over_serial", "loop_over_solo", "alone_over_solo"}
     assert shown["machine"]["num_cores"] >= 1
-    assert len(list(csv.DictReader(table.read_text().splitlines()))) == 4
+    assert len(list(csv.DictReader(table.read_text().splitlines()))) == 5
     drawn = ElementTree.fromstring(plot.read_text())  # noqa: S314 - our own file
     assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 4
 
@@ -39,9 +40,40 @@ def test_batch_reports_one_member_and_two_as_json_table_and_plot(tmp_path: Path)
 def test_solo_pinned_is_one_process_with_one_request(tmp_path: Path) -> None:
     model = f"synthetic:{write_config(tmp_path)}"
     shown = convoy_json("bench", "solo", model, "--context", "20", "--windows", "2", "--tokens", "4", "--pin")
-    assert [(row["members"], row["concurrent"]) for row in shown["rows"]] == [(1, 1)]
+    rows = shown["rows"]
+    assert [(row["members"], row["concurrent"], row["through"]) for row in rows] == [(1, 1, "stage")]
     assert shown["settings"]["pinned"] is True
     assert shown["ratios"] == {}
+
+
+@pytest.mark.slow
+def test_loop_tells_the_engine_and_the_hops_apart_from_the_stages(tmp_path: Path) -> None:
+    model = f"synthetic:{write_config(tmp_path)}"
+    shown = convoy_json("bench", "loop", model, "--context", "20", "--windows", "2", "--tokens", "4")
+    decodes, steps = shown["rows"][:3], shown["rows"][3:]
+    assert [(row["members"], row["through"]) for row in decodes] == [
+        (1, "stage"),
+        (1, "engine"),
+        (2, "engine"),
+    ]
+    assert [(row["through"], row["num_hops"]) for row in steps] == [("stage", 0), ("stages", 0), ("ring", 2)]
+    ratios = shown["ratios"]
+    assert ratios.keys() == {"loop_over_solo", "alone_over_solo", "hop_us", "alone_over_solo_and_hops"}
+    ms = {row["through"]: row["p50_ms"] for row in steps}
+    assert ratios["hop_us"] == pytest.approx((ms["ring"] - ms["stages"]) / 2 * 1000, abs=0.2)
+
+
+def test_comms_has_a_row_for_each_size_and_sealing(tmp_path: Path) -> None:
+    table, plot = tmp_path / "rows.csv", tmp_path / "rows.svg"
+    files = ("--csv", str(table), "--plot", str(plot))
+    shown = convoy_json("bench", "comms", "--sizes", "4,1", "--rounds", "5", *files)
+    assert [(row["bytes"], row["sealing"]) for row in shown["rows"]] == [
+        (size, sealing) for size in (8192, 32768) for sealing in ("none", "outer", "both")
+    ]
+    assert {"p50_8KiB_both_minus_none_us", "gb_per_s_32KiB_both_over_none"} <= shown["ratios"].keys()
+    assert len(list(csv.DictReader(table.read_text().splitlines()))) == 6
+    drawn = ElementTree.fromstring(plot.read_text())  # noqa: S314 - our own file
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 6
 
 
 @pytest.mark.slow

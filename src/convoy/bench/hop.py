@@ -6,7 +6,6 @@ bench/METHODOLOGY.md says what the figures mean and what they do not.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import statistics
 import time
@@ -14,14 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.bench.carrier import Ask, Carrier
-from convoy.bench.machine import Machine, Watch
+from convoy.bench.clock import Deadline
 from convoy.bench.pair import Pair
+from convoy.bench.percentile import percentile
 from convoy.errors import LinkBroken
 from convoy.wire.tensor import WireTensor
 
 SEALINGS = ("none", "outer", "both")
 KIB, MIB = 1024, 1024 * 1024
-SHAPES = {8 * KIB: (1, 2048), 16 * MIB: (2048, 2048)}  # one row, and a prefill chunk, of float32
+WIDTH = 2048  # float32 of a row, which is 8 KiB
 
 _LARGE_SHARE = 40
 _MIN_LARGE = 5
@@ -31,13 +31,21 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class HopOptions:
-    """``rounds``: 8 KiB round trips per block and sealing. 16 MiB gets a fortieth of them, but 5 at least."""
+    """``rounds``: round trips per block and sealing of what is under 1 MiB. A MiB or more gets a fortieth of
+    them, but 5 at least. ``rows``: sizes, in rows of `WIDTH`: that of a decode, and of a prefill chunk.
+    """
 
     rounds: int = 400
     num_blocks: int = 5
+    rows: tuple[int, ...] = (1, 2048)
 
     def rounds_of(self, num_bytes: int) -> int:
         return self.rounds if num_bytes < MIB else max(_MIN_LARGE, self.rounds // _LARGE_SHARE)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        return tuple(4 * WIDTH * count for count in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +60,11 @@ class HopRow:
 
 
 @dataclass(frozen=True, slots=True)
-class HopReport:
-    """All that a run found, in the order in which it is printed as JSON."""
+class Measured:
+    """Every row of a run, by size and then by sealing."""
 
-    bench: str
-    machine: Machine
-    model: None
-    settings: Mapping[str, int | str]
+    cipher: str
     rows: tuple[HopRow, ...]
-    ratios: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +74,35 @@ class _Block:
     gb_per_s: float
 
 
-def measure_hop(options: HopOptions, progress: Progress | None = None) -> HopReport:
+def measure_hop(options: HopOptions, deadline: Deadline, progress: Progress | None = None) -> Measured:
     """Start the second process, measure, end it. ``progress`` gets (done, all) blocks.
 
-    Raises `ConvoyError` if the two cannot connect or one of them ends.
+    Raises `ConvoyError` if the two cannot connect, one of them ends, or the time is over.
     """
-    watch = Watch()
     blocks: dict[tuple[int, str], list[_Block]] = {}
-    num_all = options.num_blocks * len(SHAPES)
+    num_all = options.num_blocks * len(options.sizes)
     with Pair() as pair:
-        tensors = [WireTensor("float32", shape, os.urandom(size)) for size, shape in SHAPES.items()]
+        tensors = [
+            WireTensor("float32", (count, WIDTH), os.urandom(size))
+            for count, size in zip(options.rows, options.sizes, strict=True)
+        ]
         for tensor in tensors:
             _check(pair.carriers, tensor)
         for done, (_, tensor) in enumerate(itertools.product(range(options.num_blocks), tensors)):
+            deadline.left_s()
             if progress is not None:
                 progress(done, num_all)
             for sealing, block in _measure(pair.carriers, tensor, options).items():
                 blocks.setdefault((tensor.nbytes, sealing), []).append(block)
         cipher = pair.cipher
-    rows = tuple(_row(size, sealing, blocks[size, sealing]) for size in SHAPES for sealing in SEALINGS)
-    settings: dict[str, int | str] = {
-        "cipher": cipher,
-        "num_blocks": options.num_blocks,
-        **{f"rounds_{size_name(size)}": options.rounds_of(size) for size in SHAPES},
-    }
-    return HopReport("hop", watch.machine(), None, settings, rows, ratios_of(rows))
+    rows = (_row(size, sealing, blocks[size, sealing]) for size in options.sizes for sealing in SEALINGS)
+    return Measured(cipher, tuple(rows))
+
+
+def settings_of(options: HopOptions, cipher: str) -> dict[str, int | float | str | bool]:
+    """What a report says beside the rows."""
+    rounds = {f"rounds_{size_name(size)}": options.rounds_of(size) for size in options.sizes}
+    return {"cipher": cipher, "num_blocks": options.num_blocks, **rounds}
 
 
 def _check(carriers: Mapping[str, Carrier], tensor: WireTensor) -> None:
@@ -143,11 +151,6 @@ def _gb_per_s(carrier: Carrier, tensor: WireTensor, count: int) -> float:
     return count * tensor.nbytes / (time.perf_counter() - started_s) / 1e9
 
 
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that ``percent`` of all do not exceed (nearest rank); no value is made up."""
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
-
-
 def _row(size: int, sealing: str, blocks: Sequence[_Block]) -> HopRow:
     def median(values: list[float], digits: int) -> float:
         return round(statistics.median(values), digits)
@@ -165,7 +168,7 @@ def ratios_of(rows: Sequence[HopRow]) -> dict[str, float]:
     """What sealing adds (microseconds) and leaves (a fraction), from the rows of one run."""
     by_key = {(row.bytes, row.sealing): row for row in rows}
     ratios: dict[str, float] = {}
-    for size in SHAPES:
+    for size in dict.fromkeys(row.bytes for row in rows):
         name = size_name(size)
         for sealing, other in (("both", "none"), ("outer", "none"), ("both", "outer")):
             one, two = by_key[size, sealing], by_key[size, other]

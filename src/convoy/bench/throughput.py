@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from convoy.bench.clock import Deadline
 from convoy.bench.report import DecodeRow, PrefillRow
 from convoy.engine.engine import Engine, RequestHandle
 from convoy.engine.generation import generate
@@ -23,7 +24,7 @@ from convoy.model.params import SamplingParams
 Say = Callable[[str], None]
 BLOCK_SIZE = 16
 _SPARE_TOKENS = 64
-_GREEDY = SamplingParams(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,37 +52,20 @@ class DecodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOptions:
-    """``num_rounds`` prompts of ``num_tokens``, in steps of ``chunk``."""
+    """``num_rounds`` prompts of ``num_tokens``, in steps of ``chunk``, ``window`` of them in flight."""
 
     num_tokens: int
     chunk: int
+    window: int
     num_rounds: int
-
-
-class Deadline:
-    """The end of a whole run."""
-
-    def __init__(self, max_s: float) -> None:
-        self._max_s = max_s
-        self._end_s = time.monotonic() + max_s
-
-    def left_s(self) -> float:
-        """Raises ConvoyError where nothing is left."""
-        left = self._end_s - time.monotonic()
-        if left <= 0:
-            raise ConvoyError(
-                f"the bench took longer than {self._max_s:g} s",
-                hint="measure less, or allow more with --max-seconds",
-            )
-        return left
 
 
 def measure_decode(
     engine: Engine, vocab_size: int, members: int, options: DecodeOptions, *, deadline: Deadline, say: Say
 ) -> list[DecodeRow]:
     """All requests are read once; then they decode, most first, and are ended down to the next count."""
-    prompts = _Prompts(vocab_size)
-    crowd = _Crowd(engine, deadline)
+    prompts = Prompts(vocab_size)
+    crowd = Crowd(engine, deadline)
     rows = []
     try:
         sizes = sorted(set(options.concurrent), reverse=True)
@@ -104,19 +88,24 @@ def measure_prefill(
     engine: Engine, vocab_size: int, members: int, options: PrefillOptions, *, deadline: Deadline, say: Say
 ) -> PrefillRow:
     """The median of some prompts, one after the other, none of which begins like another."""
-    prompts = _Prompts(vocab_size)
+    prompts = Prompts(vocab_size)
     seconds = []
     for number in range(options.num_rounds):
         deadline.left_s()
-        request = GenerationRequest(prompts.next(options.num_tokens), _GREEDY, max_tokens=1, ignore_eos=True)
+        request = GenerationRequest(prompts.next(options.num_tokens), GREEDY, max_tokens=1, ignore_eos=True)
         seconds.append(generate(engine, request).time_to_first_token_s)
-        say(f"members {members}: prompt {number + 1} of {options.num_rounds} in chunks of {options.chunk}")
+        say(
+            f"members {members}: prompt {number + 1} of {options.num_rounds} in chunks of {options.chunk}, "
+            f"{options.window} in flight: {seconds[-1]:.2f} s"
+        )
     median = statistics.median(seconds)
     rate = options.num_tokens / median
-    return PrefillRow(members, options.num_tokens, options.chunk, round(median, 4), round(rate, 2))
+    return PrefillRow(
+        members, options.num_tokens, options.chunk, options.window, round(median, 4), round(rate, 2)
+    )
 
 
-class _Prompts:
+class Prompts:
     """Random tokens, each prompt another, so that no prefix is shared; the same in every run."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -127,7 +116,7 @@ class _Prompts:
         return tuple(self._random.randrange(self._vocab_size) for _ in range(num_tokens))
 
 
-class _Crowd:
+class Crowd:
     """Requests that run until they are ended, and the times of their tokens."""
 
     def __init__(self, engine: Engine, deadline: Deadline) -> None:
@@ -145,7 +134,7 @@ class _Crowd:
     def start(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> None:
         """Returns when each has said a token."""
         for number, prompt in enumerate(prompts):
-            request = GenerationRequest(prompt, _GREEDY, max_tokens=max_tokens, ignore_eos=True)
+            request = GenerationRequest(prompt, GREEDY, max_tokens=max_tokens, ignore_eos=True)
             self._running.append((number, self._engine.submit(request, self._listener(number))))
         while len(self._counts) < len(prompts):
             self._next()

@@ -1,0 +1,147 @@
+"""One decode without an engine: steps made by hand, over whatever executor runs them.
+
+Over a `LocalExecutor` that is the bare loop of one process: no scheduler, no threads, no text. Over the
+members' ring it is what members and links cost, and nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from convoy.bench.clock import Deadline
+from convoy.bench.percentile import percentile
+from convoy.bench.report import STAGE, DecodeRow, StepRow
+from convoy.engine.executor import Executor, StepResult
+from convoy.model.draw import GREEDY, Draw, draw_all
+from convoy.model.selfcheck import choose_kernel
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.model.tensors import tokens_from_bytes
+from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+
+BLOCK_SIZE = 16
+_CHUNK = 256
+
+
+class InTurn:
+    """An executor that runs the stages of a plan one after the other in this process, without links."""
+
+    depth = 1
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages = list(stages)
+        self._owner = next(stage for stage in stages if stage.assignment.output)
+        self.kernel = self._owner.options.kernel
+        self._results: deque[StepResult] = deque()
+
+    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+        first, *others = self._stages
+        hidden = first.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
+        for stage in others:
+            hidden = stage.run(step, hidden=hidden, tokens=None)
+        logits = self._owner.output(first.select(step, hidden))
+        outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), draws)
+        self._results.append(StepResult(step.number, outcomes))
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def close(self) -> None:
+        """Nothing waits elsewhere."""
+
+
+def load_in_turn(
+    source: ModelSource,
+    assignments: Sequence[StageAssignment],
+    kernel: str,
+    num_threads: int,
+    max_tokens: int,
+) -> InTurn:
+    """Every stage of a plan in this process, with room for one sequence."""
+    chosen = choose_kernel(kernel, num_threads)
+    options = StageOptions(kernel=chosen, block_size=BLOCK_SIZE, num_threads=num_threads)
+    stages = [Stage.load(source, assignment, options) for assignment in assignments]
+    for stage in stages:
+        stage.make_pools(num_blocks(max_tokens))
+    return InTurn(stages)
+
+
+def whole(source: ModelSource) -> list[StageAssignment]:
+    """The model as one stage."""
+    return [StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)]
+
+
+def num_blocks(max_tokens: int) -> int:
+    return -(-max_tokens // BLOCK_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Seconds of each step, one after the other."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return len(self.seconds) / sum(self.seconds)
+
+
+class BareDecode:
+    """One sequence on an executor that runs nothing else."""
+
+    def __init__(self, executor: Executor, vocab_size: int, max_tokens: int, deadline: Deadline) -> None:
+        self._executor = executor
+        self._vocab_size = vocab_size
+        self._grants = [BlockGrant(0, 0, list(range(num_blocks(max_tokens))))]
+        self._deadline = deadline
+        self._number = 0
+        self._length = 0
+        self._last = 0
+
+    def read(self, num_tokens: int) -> None:
+        """The prompt, in chunks; its last token gives the first of the answer."""
+        drawn = random.Random(1)  # noqa: S311 - not a secret
+        prompt = [drawn.randrange(self._vocab_size) for _ in range(num_tokens)]
+        for start in range(0, num_tokens, _CHUNK):
+            chunk = prompt[start : start + _CHUNK]
+            self._run(chunk, num_outputs=int(start + len(chunk) == num_tokens))
+
+    def window(self, num_tokens: int) -> Window:
+        """Decode so many tokens."""
+        seconds = []
+        for _ in range(num_tokens):
+            started_s = time.perf_counter()
+            self._run([self._last], num_outputs=1)
+            seconds.append(time.perf_counter() - started_s)
+        return Window(tuple(seconds))
+
+    def _run(self, tokens: list[int], num_outputs: int) -> None:
+        self._deadline.left_s()
+        row = Row(0, self._length, len(tokens), num_outputs)
+        encoded = np.array(tokens, dtype="<u4").tobytes()
+        self._executor.submit(Step(self._number, [], self._grants, [row], encoded), [GREEDY] * num_outputs)
+        outcomes = self._executor.collect().outcomes
+        self._grants = []
+        self._number += 1
+        self._length += len(tokens)
+        if outcomes:
+            self._last = outcomes[0].sampled.token_id
+
+
+def step_row(through: str, num_hops: int, windows: Sequence[Window]) -> StepRow:
+    """Percentiles over all steps of all windows."""
+    ms = [1000 * second for window in windows for second in window.seconds]
+    return StepRow(through, num_hops, round(percentile(ms, 50), 4), round(percentile(ms, 99), 4))
+
+
+def solo_row(windows: Sequence[Window], context_tokens: int) -> DecodeRow:
+    """The median of the windows, in the form of the other benches' rows."""
+    rate = statistics.median(window.tokens_per_s for window in windows)
+    return DecodeRow(1, 1, context_tokens, round(rate, 2), round(1000 / rate, 3), STAGE)
