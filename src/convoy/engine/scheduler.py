@@ -6,7 +6,8 @@ prompt may follow each other without waiting. When blocks run out, the sequence 
 recomputed later. A new sequence shares the blocks of the longest prefix that is still in the pool, and at
 least its last token runs. A decode may carry drafts, guesses of the tokens that come next: they are outputs
 too, and `keep` is told how many of them stand. Releasing blocks while a step that writes to them is in flight
-is safe: stages run steps in order, and a release travels in a later step.
+is safe: stages run steps in order, and a release travels in a later step. A sequence with nothing to run (a
+session between two calls) idles: it keeps its blocks while nobody needs them, and no place in the batch.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class SchedulerLimits:
     max_waiting: int = 256
     micro_batches: int = 1
     prefix_cache: bool = True
-    max_drafts: int = 32
+    max_drafts: int = 64
 
     @property
     def max_chunks(self) -> int:
@@ -101,6 +102,7 @@ class Scheduler:
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.idle: list[Sequence] = []  # the one that has been so for longest first
         self.num_preempted = 0
         self.num_cached_tokens = 0  # positions that were shared and so did not run
         self.num_drafted = self.num_accepted = 0  # guesses that ran, and those of them that stand
@@ -129,6 +131,9 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self._release(sequence)
+        elif sequence.state is SequenceState.IDLE:
+            self.idle.remove(sequence)
+            self._release(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
         if self._drafter is not None:
@@ -138,14 +143,17 @@ class Scheduler:
     def reset(self, limits: SchedulerLimits) -> None:
         """Every stage forgot its K/V: running sequences wait again, first and in their order; pools are new.
 
-        Step numbers and the names of tables go on. ``limits`` keeps the size of a block.
+        Step numbers and the names of tables go on. ``limits`` keeps the size of a block. Idle sequences that
+        have tokens to run wait too, the others are finished.
         """
         assert limits.block_size == self.limits.block_size, "tags are made for one size of block"
-        for sequence in self.running:
+        again = [*self.running, *(s for s in self.idle if s.num_pending)]
+        for sequence in (*self.running, *self.idle):
             sequence.blocks.clear()
-            sequence.state = SequenceState.WAITING
-        self.waiting.extendleft(reversed(self.running))
+            sequence.state = SequenceState.WAITING if sequence in again else SequenceState.FINISHED
+        self.waiting.extendleft(reversed(again))
         self.running.clear()
+        self.idle.clear()
         for sequence in self.waiting:
             sequence.num_scheduled = sequence.num_in_flight = 0
         self.limits = limits
@@ -155,6 +163,7 @@ class Scheduler:
     def schedule(self) -> Scheduled | None:
         """The next step, or None when nothing can run now. With no rows it only carries releases."""
         plan = _Plan()
+        self._wake()
         self._plan_decodes(plan)
         self._plan_prefills(plan)
         self._admit(plan)
@@ -170,6 +179,18 @@ class Scheduler:
         """A step came back from the stages."""
         for sequence in scheduled.sequences:
             sequence.num_in_flight -= 1
+
+    def rest(self, sequence: Sequence) -> None:
+        """All that it has was run, and more may come: it keeps its blocks while nobody needs them.
+
+        One that was preempted meanwhile has none: it is finished.
+        """
+        if sequence.state is not SequenceState.RUNNING:
+            self.finish(sequence)
+            return
+        self.running.remove(sequence)
+        self.idle.append(sequence)
+        sequence.state = SequenceState.IDLE
 
     def keep(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Of the drafts in the row that was collected last, the first ``num_accepted`` are tokens now.
@@ -187,9 +208,17 @@ class Scheduler:
 
     def check(self) -> None:
         """Every block has the owners it should have. While idle: every block is free."""
-        self.pool.check(block for sequence in self.running for block in sequence.blocks)
-        if not self.running:
+        owners = (*self.running, *self.idle)
+        self.pool.check(block for sequence in owners for block in sequence.blocks)
+        if not owners:
             assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are owned"
+
+    def _wake(self) -> None:
+        for sequence in [s for s in self.idle if s.num_pending]:
+            if len(self.running) < self.limits.max_batch:
+                self.idle.remove(sequence)
+                self.running.append(sequence)
+                sequence.state = SequenceState.RUNNING
 
     def _plan_decodes(self, plan: _Plan) -> None:
         max_rows = self._max_rows()
@@ -235,8 +264,9 @@ class Scheduler:
                 return
             shared = self._find_prefix(sequence)
             needed = self.pool.blocks_for(len(sequence.tokens) + 1) - len(shared)
-            if needed > self.pool.num_free - self.pool.num_unowned(shared):
-                return
+            while needed > self.pool.num_free - self.pool.num_unowned(shared):
+                if not self._drop_idle():
+                    return
             self.waiting.popleft()
             self.running.append(sequence)
             sequence.state = SequenceState.RUNNING
@@ -279,6 +309,8 @@ class Scheduler:
         num_tokens += len(drafts)
         needed = self.pool.blocks_for(sequence.num_scheduled + num_tokens) - len(sequence.blocks)
         while needed > self.pool.num_free:
+            if self._drop_idle():
+                continue
             victim = next((s for s in reversed(self.running) if s not in plan.rows), sequence)
             self._preempt(victim)
             if victim is sequence:
@@ -301,6 +333,15 @@ class Scheduler:
         sequence.state = SequenceState.WAITING
         sequence.num_scheduled = 0
         self.waiting.appendleft(sequence)
+
+    def _drop_idle(self) -> bool:
+        """Take the blocks of the sequence that has idled for longest: its tokens are known to its owner."""
+        victim = next((s for s in self.idle if not s.num_pending), None)
+        if victim is None:
+            return False
+        self.num_preempted += 1
+        self.finish(victim)
+        return True
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.free(sequence.blocks)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 class SequenceState(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
+    IDLE = "idle"
     FINISHED = "finished"
 
 
