@@ -18,6 +18,7 @@ from convoy.engine.sequence import Sequence
 _PAIR = 2  # tokens that must be the same before a place is looked at
 _LONGEST = 16  # same tokens that are counted: more make no place better
 _MAX_PLACES = 8  # looked at for one guess
+_SURE = 8  # same tokens after which a guess is made whatever became of the last ones
 _FIRST_LENGTH = 4
 _FIRST_PAUSE = 4  # guesses that are left out after a length of 0; doubles while retries fail
 _MAX_PAUSE = 64
@@ -30,12 +31,15 @@ class PlaceIndex:
         self._latest: dict[int, int] = {}  # pair -> the position after it, the latest
         self._earlier = array("L", (0, 0))  # position -> the one before it with the same pair; 0: none
 
-    def find(self, tokens: SequenceOf[int]) -> int:
-        """The position after the best earlier place: most same tokens before it, then latest. 0: none."""
+    def find(self, tokens: SequenceOf[int]) -> tuple[int, int]:
+        """The position after the best earlier place, and how many tokens before it are the same as at the end.
+
+        The most of these count, then the latest place. (0, 0): there is none.
+        """
         self._extend(tokens)
         best = best_same = 0
         if len(tokens) <= _PAIR:
-            return best
+            return best, best_same
         place = self._latest.get(_pair(tokens, len(tokens)), 0)
         for _ in range(_MAX_PLACES):
             if not place:
@@ -46,7 +50,7 @@ class PlaceIndex:
             if same == _LONGEST:
                 break
             place = self._earlier[place]
-        return best
+        return best, best_same
 
     def _extend(self, tokens: SequenceOf[int]) -> None:
         if len(self._earlier) > max(_PAIR, len(tokens)):  # it was cut back
@@ -69,7 +73,7 @@ def copy_from(tokens: SequenceOf[int], place: int, length: int) -> list[int]:
 
 @dataclass(slots=True)
 class _Guessing:
-    """How one sequence's guesses go: the next may have ``length`` tokens, after ``pause`` are left out."""
+    """How one sequence's guesses go: the next may have ``length`` tokens, once ``pause`` were left out."""
 
     length: int
     index: PlaceIndex = field(default_factory=PlaceIndex)
@@ -103,12 +107,11 @@ class LookupDrafter:
         guessing = self._guessing.get(sequence)
         if guessing is None:
             guessing = self._guessing[sequence] = _Guessing(min(_FIRST_LENGTH, self._max_length))
-        if guessing.pause:
+        place, num_same = guessing.index.find(sequence.tokens)
+        if guessing.pause and num_same < _SURE:
             guessing.pause -= 1
             return []
-        length = min(guessing.length, max_tokens)
-        place = guessing.index.find(sequence.tokens) if length > 0 else 0
-        return copy_from(sequence.tokens, place, length) if place else []
+        return copy_from(sequence.tokens, place, min(guessing.length, max_tokens)) if place else []
 
     def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
         """More after a guess that was right throughout, fewer after one that was not."""
