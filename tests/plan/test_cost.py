@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.model.synthetic import CONFIGS
-from convoy.plan.cost import attention_slope, balanced, equals, output_cost, stage_cost
+from convoy.plan.cost import TokenCost, balanced, equals, output_cost, stage_cost
 from convoy.plan.memory import stage_bytes
 from convoy.plan.placement import place
 from convoy.plan.span import Span
@@ -99,7 +99,26 @@ def test_memory_limits_come_before_level_stages() -> None:
     assert [(s.start, s.end) for s in placement.stages] == [(0, 6), (6, 16)], "the embedding fills alpha"
 
 
-def test_attention_weighs_more_in_a_narrow_model() -> None:
+def test_attention_weighs_more_the_later_a_token_comes() -> None:
+    cost = TokenCost.of(LLAMA)
     layer = LLAMA.layer_elements[0]
-    assert attention_slope(LLAMA) == 2 * 1024 / layer
-    assert attention_slope(spec_of()) > attention_slope(LLAMA)
+    assert cost.of_chunk(0, 1) == pytest.approx(1 + 0.5 * 2 * 1024 / layer)
+    assert cost.of_chunk(8000, 1) == pytest.approx(1 + 8000.5 * 2 * 1024 / layer)
+
+
+def test_a_window_bounds_what_attention_costs() -> None:
+    windowed = spec_of(model_type="mistral", num_key_value_heads=4, sliding_window=64)
+    cost = TokenCost.of(windowed)
+    assert cost.of_chunk(100, 16) == cost.of_chunk(4000, 16)
+    assert TokenCost.of(spec_of()).of_chunk(4000, 16) > cost.of_chunk(4000, 16)
+
+
+@given(st.integers(0, 20_000), st.integers(1, 4096))
+def test_a_level_chunk_costs_no_more_than_the_first_and_never_grows(start: int, most: int) -> None:
+    cost = TokenCost.of(LLAMA)
+    chunk = cost.level_chunk(start, most)
+    assert 1 <= chunk <= most
+    assert chunk % 16 == 0 or chunk == most
+    assert chunk <= 16 or cost.of_chunk(start, chunk) <= cost.of_chunk(0, most)
+    assert chunk == most or cost.of_chunk(start, chunk + 16) > cost.of_chunk(0, most)
+    assert cost.level_chunk(start + 1000, most) <= chunk <= cost.level_chunk(0, most) == most

@@ -6,8 +6,11 @@ prompt may follow each other without waiting. When blocks run out, the sequence 
 recomputed later. A new sequence shares the blocks of the longest prefix that is still in the pool, and at
 least its last token runs. A decode may carry drafts, guesses of the tokens that come next: they are outputs
 too, and `keep` is told how many of them stand. Releasing blocks while a step that writes to them is in flight
-is safe: stages run steps in order, and a release travels in a later step. A sequence with nothing to run (a
-session between two calls) idles: it keeps its blocks while nobody needs them, and no place in the batch.
+is safe: stages run steps in order, and a release travels in a later step. Chunks get shorter as the keys that
+they look back on get more, so that all steps of a prefill take about the same time; and while anyone decodes,
+no more steps are in flight than keep the stages busy, because a token waits for all that are ahead of it. A
+sequence with nothing to run (a session between two calls) idles: it keeps its blocks while nobody needs them,
+and no place in the batch.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from convoy.engine.blocks import BlockPool
 from convoy.engine.prefix import PrefixTags
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.errors import QueueFull, RequestError
+from convoy.plan.cost import TokenCost
 from convoy.wire.messages import BlockGrant, Row, Step
 
 
@@ -30,7 +34,8 @@ from convoy.wire.messages import BlockGrant, Row, Step
 class SchedulerLimits:
     """What the plan granted: pool size, rows and tokens per step, waiting places, steps in flight.
 
-    ``prefill_window`` bounds the chunks of one prompt that are in flight; 0: as many as micro-batches.
+    ``prefill_window`` bounds the chunks of one prompt that are in flight; 0: as many as micro-batches. With
+    ``cost``, a chunk costs no more than one of ``prefill_chunk`` tokens does at the start of a prompt.
     Without ``prefix_cache`` no sequence shares a block. ``max_drafts`` bounds the guesses in one step: its
     decodes share them, because a guess costs as much to run as a token.
     """
@@ -45,6 +50,7 @@ class SchedulerLimits:
     micro_batches: int = 1
     prefix_cache: bool = True
     max_drafts: int = 64
+    cost: TokenCost | None = None
 
     @property
     def max_chunks(self) -> int:
@@ -106,6 +112,7 @@ class Scheduler:
         self.num_preempted = 0
         self.num_cached_tokens = 0  # positions that were shared and so did not run
         self.num_drafted = self.num_accepted = 0  # guesses that ran, and those of them that stand
+        self._num_in_flight = 0  # steps with rows
         self._released: list[int] = []
         self._next_table_id = 0
         self._next_step = 0
@@ -156,6 +163,7 @@ class Scheduler:
         self.idle.clear()
         for sequence in self.waiting:
             sequence.num_scheduled = sequence.num_in_flight = 0
+        self._num_in_flight = 0
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
         self._released = []
@@ -177,6 +185,7 @@ class Scheduler:
 
     def collected(self, scheduled: Scheduled) -> None:
         """A step came back from the stages."""
+        self._num_in_flight -= bool(scheduled.sequences)
         for sequence in scheduled.sequences:
             sequence.num_in_flight -= 1
 
@@ -228,10 +237,18 @@ class Scheduler:
             if sequence.num_pending == 1 and sequence.num_scheduled > 0:
                 self._plan_row(sequence, 1, plan, self._draft(sequence, plan))
 
+    def _num_streams(self) -> int:
+        """How many sequences decode, or are about to."""
+        return sum(sequence.num_pending <= 1 for sequence in self.running)
+
     def _max_rows(self) -> int:
         # With several steps in flight, each takes its share of the streams, so that no stage waits for
         # another.
-        return max(1, -(-len(self.running) // self.limits.micro_batches))
+        return max(1, -(-self._num_streams() // self.limits.micro_batches))
+
+    def _max_in_flight(self) -> int:
+        limits = self.limits
+        return limits.micro_batches if self._num_streams() else max(limits.micro_batches, limits.max_chunks)
 
     def _draft(self, sequence: Sequence, plan: _Plan) -> list[int]:
         """Guesses for a decode: none that would cost another sequence its place in the step or its blocks."""
@@ -297,7 +314,10 @@ class Scheduler:
         plan.grants.append(BlockGrant(sequence.table_id, 0, list(blocks), b"".join(shared)))
 
     def _plan_chunk(self, sequence: Sequence, plan: _Plan) -> None:
-        num_tokens = min(sequence.num_pending, self.limits.prefill_chunk, self._budget(plan))
+        most = self.limits.prefill_chunk
+        if self.limits.cost is not None:
+            most = self.limits.cost.level_chunk(sequence.num_scheduled, most)
+        num_tokens = min(sequence.num_pending, most, self._budget(plan))
         if num_tokens > 0:
             self._plan_row(sequence, num_tokens, plan)
 
@@ -369,6 +389,7 @@ class Scheduler:
         step = Step(self._next_step, self._released, plan.grants, rows, encoded)
         self._released = []
         self._next_step += 1
+        self._num_in_flight += bool(rows)
         drafted = tuple(tuple(plan.drafts.get(sequence, ())) for sequence in plan.rows)
         return Scheduled(step, tuple(plan.rows), drafted)
 

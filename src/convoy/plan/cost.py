@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from convoy.plan.offer import MemberOffer
 from convoy.plan.spec import ModelSpec
 
+TILE = 16  # tokens that attention runs together: a smaller chunk costs as much
 _ALIKE = 0.9  # free memory differs a little between machines that are the same
 
 
@@ -33,10 +35,39 @@ def output_cost(spec: ModelSpec) -> int:
     return (spec.vocab_size + 1) * spec.hidden_size
 
 
-def attention_slope(spec: ModelSpec) -> float:
-    """What one key costs a token's attention, relative to all else that the token costs, over all layers."""
-    per_key = 2 * spec.num_heads * spec.head_dim * spec.num_layers  # q.k and p.v, in multiplications
-    return per_key / max(1, sum(spec.layer_elements))
+@dataclass(frozen=True)
+class TokenCost:
+    """What a token costs at a position: 1 for the weights that it passes, and a part for each key it sees.
+
+    ``slopes``: for layers that look back alike, the cost of one key over them, and their window (None: all).
+    """
+
+    slopes: tuple[tuple[float, int | None], ...]
+
+    @classmethod
+    def of(cls, spec: ModelSpec) -> TokenCost:
+        """In multiplications: q.k and p.v for each key, one for each weight of the layers."""
+        per_key = 2 * spec.num_heads * spec.head_dim / max(1, sum(spec.layer_elements))
+        return cls(tuple((per_key * len(group.layers), group.window) for group in spec.cache_groups))
+
+    def of_chunk(self, start: int, num_tokens: int) -> float:
+        """Of ``num_tokens`` from position ``start``, in tokens without attention."""
+        keys = start + num_tokens / 2
+        seen = sum(slope * (keys if window is None else min(keys, window)) for slope, window in self.slopes)
+        return num_tokens * (1 + seen)
+
+    def level_chunk(self, start: int, most: int) -> int:
+        """The largest chunk from ``start`` that costs no more than ``most`` tokens from 0; multiples of 16.
+
+        Never less than 16, or than ``most`` where that is less.
+        """
+        limit = self.of_chunk(0, most)
+        if self.of_chunk(start, most) <= limit:
+            return most
+        fitting = (
+            n for n in range((most - 1) // TILE * TILE, TILE, -TILE) if self.of_chunk(start, n) <= limit
+        )
+        return next(fitting, min(TILE, most))
 
 
 def balanced(costs: Sequence[int], extras: Sequence[int]) -> list[int]:
