@@ -1,8 +1,8 @@
 """When a step is late: from what steps of comparable size took on these stages, not from a constant.
 
-Late is max(1 s, 5 times the 99th percentile of comparable steps). Comparable are steps with as much work before
-their end, that of steps in flight ahead of them included, within a factor of two; a size that was never seen
-is taken for a multiple of the next smaller one that was.
+Late is max(1 s, 5 times the 99th percentile of comparable steps). Comparable are steps with as much work
+before their end, that of steps in flight ahead of them included, within a factor of two; a size that was
+never seen is taken for a multiple of the next smaller one that was.
 """
 
 from __future__ import annotations

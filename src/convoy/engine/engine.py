@@ -11,12 +11,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Any
 
+from convoy.engine.between import Between, BetweenSteps
 from convoy.engine.choice import Choice
 from convoy.engine.continuation import Continuation
 from convoy.engine.executor import Executor, StepResult
-from convoy.engine.fit import check_request, check_still_fits
+from convoy.engine.fit import check_request, check_still_fits, check_tokens
 from convoy.engine.options import EngineOptions, EngineStats
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
 from convoy.engine.prefix import PrefixTags
@@ -63,6 +66,7 @@ class Engine:
         limits: SchedulerLimits,
         options: EngineOptions,
         drafter: Drafter | None = None,
+        *,
         recovery: Recovery | None = None,
     ) -> None:
         self._executor = executor
@@ -74,6 +78,7 @@ class Engine:
         self._scheduler = Scheduler(limits, self._tags, drafter)
         self._live: dict[Sequence, Continuation] = {}
         self._in_flight: deque[_InFlight] = deque()
+        self._between = BetweenSteps()
         self._changed = threading.Condition()
         self._closing = False
         self._failed: ConvoyError | None = None
@@ -123,10 +128,7 @@ class Engine:
         group = object()
         choices = [self._make_choice(request, i, on_output, group) for i in range(request.num_choices)]
         with self._changed:
-            if self._failed is not None:
-                raise StageLost(self._failed.message, hint=self._failed.hint)
-            if self._closing:
-                raise Draining("the server is shutting down", hint="send the request to another server")
+            self._raise_if_over()
             self._scheduler.add([choice.sequence for choice in choices])
             self._live.update((choice.sequence, choice) for choice in choices)
             self._prompt_tokens += len(request.prompt_ids)
@@ -141,6 +143,43 @@ class Engine:
                     self._retire(choice)
                     choice.finish("abort")
             self._changed.notify()
+
+    def resume(self, continuation: Continuation, tokens: SequenceOf[int]) -> bool:
+        """Run ``tokens`` after those of a sequence that rests, or all of one that is new.
+
+        False for one that lost its blocks: make it anew. Raises as `submit`; nothing runs then.
+        """
+        sequence = continuation.sequence
+        with self._changed:
+            self._raise_if_over()
+            if sequence.state is SequenceState.FINISHED:
+                return False
+            pool = self._scheduler.pool
+            check_tokens(len(sequence.tokens) + len(tokens), max_context=self._max_context, pool=pool)
+            if sequence.state is SequenceState.WAITING:
+                self._scheduler.add([sequence])
+            sequence.tokens.extend(tokens)
+            self._live[sequence] = continuation
+            self._changed.notify()
+            return True
+
+    def release(self, continuation: Continuation) -> None:
+        """Let a sequence go that runs or rests, without a word; its blocks are free for the next step."""
+        with self._changed:
+            self._scheduler.finish(continuation.sequence)
+            self._live.pop(continuation.sequence, None)
+            self._changed.notify()
+
+    def between_steps(self, work: Between) -> Any:
+        """Do ``work`` on the engine's thread while no step is in flight. Raises what it raises, and `StageLost`.
+
+        It is called without the lock; it must come to an end, because no step runs meanwhile.
+        """
+        with self._changed:
+            self._raise_if_over()
+            future = self._between.add(work)
+            self._changed.notify()
+        return future.result()
 
     def check_ready(self) -> None:
         """Raises `NotReady` or `StageLost` unless a step passed every stage lately."""
@@ -198,6 +237,7 @@ class Engine:
             if self._live and self._failed is None:
                 self._fail(Draining("the server shut down before the answer was complete"))
             self._failed = self._failed or Draining("the engine is closed")
+            self._between.refuse(self._failed)
             self._changed.notify_all()
         if self._recovery is not None:
             self._recovery.cancel()
@@ -227,9 +267,11 @@ class Engine:
         try:
             # Full after a step that was late: then there is only that one to wait for.
             full = len(self._in_flight) >= self._executor.depth
-            ready = None if full else self._schedule()
+            if self._between and not self._in_flight:
+                self._between.do_one(self._executor, self._scheduler, self._changed)
+            ready = None if full or (self._between and self._in_flight) else self._schedule()
             if ready is None and not self._in_flight:
-                return False
+                return bool(self._between)
             if ready is not None:
                 self._submit(ready)
             if ready is None or len(self._in_flight) >= self._executor.depth:
@@ -281,7 +323,7 @@ class Engine:
                 scheduled = self._scheduler.schedule()
                 if scheduled is not None:
                     return self._ready(scheduled)
-                if self._in_flight:
+                if self._in_flight or self._between:
                     return None
                 if self._closing and not self._live:
                     return None
@@ -343,6 +385,9 @@ class Engine:
             self._scheduler.keep(sequence, len(drafts), advance.num_accepted)
         if advance.complete:
             self._retire(continuation)
+        elif advance.rests:
+            self._scheduler.rest(sequence)
+            del self._live[sequence]
 
     def _end_group(self, group: object, error: ConvoyError) -> None:
         """End all of a group; the first of them tells it."""
@@ -361,7 +406,14 @@ class Engine:
         self._failed = error
         for group in {id(c.group): c.group for c in self._live.values()}.values():
             self._end_group(group, error)
+        self._between.refuse(error)
         self._changed.notify_all()
+
+    def _raise_if_over(self) -> None:
+        if self._failed is not None:
+            raise StageLost(self._failed.message, hint=self._failed.hint)
+        if self._closing:
+            raise Draining("the server is shutting down", hint="send the request to another server")
 
     # Construction.
 

@@ -45,7 +45,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """``depth`` steps may be in flight; ``step_timeout_s``: how long one may take where nothing was measured."""
+    """``depth`` steps may be in flight; one may take ``step_timeout_s`` as long as nothing was measured."""
 
     generation: int
     depth: int
@@ -66,6 +66,7 @@ class PipelineExecutor:
         head: str,
         links: dict[str, Link],
         options: PipelineOptions,
+        *,
         clock: StepClock | None = None,
     ) -> None:
         self.depth = options.depth

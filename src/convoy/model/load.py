@@ -29,6 +29,15 @@ _LIBRARY = threading.Lock()
 
 
 @dataclass(frozen=True)
+class _Part:
+    """What is to be read: all that a stage owns, or what it lacks of that."""
+
+    layers: frozenset[int]
+    embed: bool
+    output: bool
+
+
+@dataclass
 class LoadedModules:
     """A stage's modules; what it does not own is None."""
 
@@ -47,6 +56,18 @@ class LoadedModules:
             *(p for p in (self.embedding, self.norm, self.output) if p is not None),
         ]
 
+    def narrow(self, assignment: StageAssignment) -> None:
+        """Free what ``assignment`` does not own.
+
+        Embedding and output stay only together and unchanged: what one of them is depends on the other where
+        they are tied.
+        """
+        for layer in [i for i in self.layers if not assignment.start <= i < assignment.end]:
+            del self.layers[layer]
+        held = self.embedding is not None, self.output is not None
+        if held != (assignment.embed, assignment.output):
+            self.embedding = self.norm = self.output = None
+
     @property
     def weight_bytes(self) -> int:
         """Resident bytes; a tied matrix that is stored once counts once."""
@@ -58,20 +79,32 @@ class LoadedModules:
 
 
 def load_modules(
-    source: ModelSource, assignment: StageAssignment, *, packed: bool, progress: LoadProgress | None
+    source: ModelSource,
+    assignment: StageAssignment,
+    *,
+    packed: bool,
+    progress: LoadProgress | None,
+    kept: LoadedModules | None = None,
 ) -> LoadedModules:
     """Read just the tensors of the assignment and build its modules in float32.
 
-    ``packed`` gives exact mode's layers. Raises ModelError for a span outside the model, and for missing,
-    misshapen or unreadable tensors, naming them.
+    ``packed`` gives exact mode's layers. Of ``kept``, loaded earlier from the same source in the same form,
+    what is owned still is used again, and the rest freed first. Raises ModelError for a span outside the
+    model, and for missing, misshapen or unreadable tensors, naming them.
     """
     if not 0 <= assignment.start <= assignment.end <= source.spec.num_layers:
         raise ModelError(
             f"{source.name} has layers 0 to {source.spec.num_layers - 1}, "
             f"asked for {assignment.start} to {assignment.end - 1}"
         )
-    config = _config(source, assignment)
-    wanted = _owned_tensors(source, assignment)
+    if kept is not None:
+        kept.narrow(assignment)
+    part = _lacking(assignment, kept)
+    if kept is not None and not (part.layers or part.embed or part.output):
+        kept.bytes_read = 0
+        return kept
+    config = _config(source, part)
+    wanted = _owned_tensors(source, part)
     total = sum(tensor.num_bytes for tensor in wanted)
     state: dict[str, torch.Tensor] = {}
     bytes_read = 0
@@ -80,10 +113,33 @@ def load_modules(
         bytes_read += stored.num_bytes
         if progress is not None:
             progress(bytes_read, total)
-    model = _build(source, assignment, config, state)
+    model = _build(source, part, config, state)
     stored_dtype = next((t.dtype for n, t in state.items() if n.endswith("embed_tokens.weight")), None)
     del state
-    return _take_modules(model, stored_dtype, embed=assignment.embed, bytes_read=bytes_read, packed=packed)
+    fresh = _take_modules(model, stored_dtype, embed=part.embed, bytes_read=bytes_read, packed=packed)
+    return fresh if kept is None else _joined(kept, fresh)
+
+
+def _lacking(assignment: StageAssignment, kept: LoadedModules | None) -> _Part:
+    layers = frozenset(range(assignment.start, assignment.end))
+    if kept is None:
+        return _Part(layers, assignment.embed, assignment.output)
+    ends = kept.embedding is None and kept.output is None
+    return _Part(layers - kept.layers.keys(), assignment.embed and ends, assignment.output and ends)
+
+
+def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:
+    layers = kept.layers | fresh.layers
+    ends = kept if fresh.embedding is None and fresh.output is None else fresh
+    return LoadedModules(
+        embedding=ends.embedding,
+        layers={layer: layers[layer] for layer in sorted(layers)},
+        norm=ends.norm,
+        output=ends.output,
+        rotary=fresh.rotary,
+        fused_attention=all(part.fused_attention for part in (kept, fresh) if part.layers),
+        bytes_read=fresh.bytes_read,
+    )
 
 
 def _tensor(source: ModelSource, stored: StoredTensor) -> torch.Tensor:
@@ -98,7 +154,7 @@ def _read_config(source: ModelSource) -> Any:
     )
 
 
-def _config(source: ModelSource, assignment: StageAssignment) -> Any:
+def _config(source: ModelSource, part: _Part) -> Any:
     try:
         config = _read_config(source)
     except (ValueError, KeyError, OSError, TypeError) as error:
@@ -108,29 +164,27 @@ def _config(source: ModelSource, assignment: StageAssignment) -> Any:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _UNSTEADY_ROPE:
         raise ModelError(f"{source.name}: rope type {rope['rope_type']!r} is not supported")
-    if not assignment.output:
+    if not part.output:
         # the library would look for an lm_head to tie
         config.tie_word_embeddings = False
     return config
 
 
-def _owned_tensors(source: ModelSource, assignment: StageAssignment) -> list[StoredTensor]:
-    prefixes = [f"model.layers.{layer}." for layer in range(assignment.start, assignment.end)]
+def _owned_tensors(source: ModelSource, part: _Part) -> list[StoredTensor]:
+    prefixes = [f"model.layers.{layer}." for layer in part.layers]
     tied = source.spec.tied_embeddings
-    if assignment.embed or (assignment.output and tied):
+    if part.embed or (part.output and tied):
         prefixes.append("model.embed_tokens.")
-    if assignment.output:
+    if part.output:
         prefixes.append("model.norm.")
         if not tied:
             prefixes.append("lm_head.")
     return [t for name, t in source.tensors.items() if name.startswith(tuple(prefixes))]
 
 
-def _build(
-    source: ModelSource, assignment: StageAssignment, config: Any, state: dict[str, torch.Tensor]
-) -> nn.Module:
+def _build(source: ModelSource, part: _Part, config: Any, state: dict[str, torch.Tensor]) -> nn.Module:
     whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    keep_embedding = assignment.embed or (assignment.output and source.spec.tied_embeddings)
+    keep_embedding = part.embed or (part.output and source.spec.tied_embeddings)
 
     class OwnedPart(whole):  # type: ignore[misc, valid-type]
         """The model's own class without what this stage does not own: those modules never get memory."""
@@ -140,11 +194,11 @@ def _build(
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             for layer in range(len(self.model.layers)):
-                if not assignment.start <= layer < assignment.end:
+                if layer not in part.layers:
                     self.model.layers[layer] = nn.Identity()
             if not keep_embedding:
                 self.model.embed_tokens = nn.Identity()
-            if not assignment.output:
+            if not part.output:
                 self.model.norm, self.lm_head = nn.Identity(), nn.Identity()
 
     with _library_to_ourselves():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,7 @@ class Stage:
         self.block_bytes = options.block_size * spec.kv_token_bytes(
             assignment.start, assignment.end, "float32"
         )
+        self._source = (source.digest, source.path)
         self._modules = modules
         self._rope = RopeTable(modules.rotary, spec.max_context)
         self._spec = spec
@@ -62,8 +63,13 @@ class Stage:
         assignment: StageAssignment,
         options: StageOptions,
         progress: LoadProgress | None = None,
+        *,
+        before: Stage | None = None,
     ) -> Stage:
         """Load the assignment's weights, in float32; ``progress`` is called with (loaded, total) bytes.
+
+        ``before`` is the stage that this one takes the place of: what both own is not read again. It is over
+        then, also where this raises.
 
         Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError,
         and SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
@@ -76,10 +82,26 @@ class Stage:
             raise ModelError(f"block size {options.block_size} does not divide {KEY_BLOCK}")
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
-        modules = load_modules(source, assignment, packed=options.kernel == EXACT, progress=progress)
-        if options.kernel == EXACT:
+        kept = None if before is None else before.give_up(source, options)
+        packed = options.kernel == EXACT
+        modules = load_modules(source, assignment, packed=packed, progress=progress, kept=kept)
+        if packed and modules.bytes_read:
             check_linears(modules.parts())
         return cls(source, assignment, options, modules)
+
+    def forget(self) -> None:
+        """Free the K/V pools; steps are refused until there are new ones."""
+        self._pools, self._tables = {}, None
+
+    def give_up(self, source: ModelSource, options: StageOptions) -> LoadedModules | None:
+        """This stage is over: its modules, where one with these options can use them."""
+        self.forget()
+        modules = self._modules
+        self._modules = replace(
+            modules, layers={}, embedding=None, norm=None, output=None, fused_attention=False
+        )
+        same = (source.digest, source.path) == self._source and options.kernel == self.options.kernel
+        return modules if same else None
 
     def make_pools(self, num_blocks: int) -> None:
         """Forget all sequences and make K/V pools of ``num_blocks`` blocks. Raises StepError, PlanError."""

@@ -1,0 +1,97 @@
+"""A stage that takes another's place: what both own is not read again, and nothing else stays."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from convoy.errors import ModelError
+from convoy.model.stage import Stage, StageOptions
+from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from support.tiny_models import Models
+
+EXACT = StageOptions(kernel="exact-f32")
+PLAIN = StageOptions(kernel="plain-f32")
+CHANGES = {
+    "grows down": (StageAssignment("a", 2, 4, False, False), StageAssignment("a", 0, 4, True, False)),
+    "grows up": (StageAssignment("a", 0, 2, True, True), StageAssignment("a", 0, 5, True, True)),
+    "shrinks": (StageAssignment("a", 1, 5, False, False), StageAssignment("a", 2, 4, False, False)),
+    "moves": (StageAssignment("a", 0, 3, True, False), StageAssignment("a", 2, 5, False, True)),
+    "gains the output": (StageAssignment("a", 0, 5, True, False), StageAssignment("a", 0, 5, True, True)),
+    "loses the embedding": (StageAssignment("a", 0, 5, True, True), StageAssignment("a", 1, 5, False, True)),
+    "stays": (StageAssignment("a", 0, 5, True, True), StageAssignment("a", 0, 5, True, True)),
+}
+
+
+def outputs(stage: Stage) -> list[torch.Tensor]:
+    """What a step gives, hidden state and logits."""
+    stage.make_pools(8)
+    tokens = torch.tensor([3, 1, 4, 1, 5])
+    embed = stage.assignment.embed
+    hidden = None if embed else torch.randn(5, stage.hidden_size, generator=torch.Generator().manual_seed(1))
+    step = Step(0, [], [BlockGrant(0, 0, [0])], [Row(0, 0, 5, 5)], b"")
+    out = stage.run(step, hidden=hidden, tokens=tokens if embed else None)
+    return [out, stage.output(out)] if stage.assignment.output else [out]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["odd", "even"])
+@pytest.mark.parametrize("options", [EXACT, PLAIN], ids=["exact", "plain"])
+def test_a_stage_made_of_another_computes_as_one_that_was_read_whole(
+    models: Models, change: str, kind: str, options: StageOptions
+) -> None:
+    source = models.source(kind)
+    first, second = CHANGES[change]
+    fresh = Stage.load(source, second, options)
+    before = Stage.load(source, first, options)
+    reused = Stage.load(source, second, options, before=before)
+    assert reused.bytes_read < fresh.bytes_read
+    assert reused.weight_bytes <= fresh.weight_bytes
+    for found, expected in zip(outputs(reused), outputs(fresh), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_only_the_missing_layers_are_read_and_told(models: Models) -> None:
+    source = models.source("odd")
+    before = Stage.load(source, StageAssignment("a", 1, 4, False, False), EXACT)
+    told: list[tuple[int, int]] = []
+    after = Stage.load(
+        source, StageAssignment("a", 2, 5, False, False), EXACT, lambda *now: told.append(now), before=before
+    )
+    layer = sum(t.num_bytes for n, t in source.tensors.items() if n.startswith("model.layers.4."))
+    assert after.bytes_read == layer
+    assert told[-1] == (layer, layer)
+
+
+def test_what_is_not_owned_any_more_is_free_before_the_rest_is_read(models: Models) -> None:
+    source = models.source("odd")
+    before = Stage.load(source, StageAssignment("a", 0, 3, True, False), EXACT)
+    gone = weakref.ref(before._modules.layers[0])
+    alive: list[bool] = []
+
+    def look(_loaded: int, _total: int) -> None:
+        gc.collect()
+        alive.append(gone() is not None)
+
+    Stage.load(source, StageAssignment("a", 1, 4, False, False), EXACT, look, before=before)
+    assert alive
+    assert not any(alive)
+
+
+def test_nothing_of_another_kernel_is_used(models: Models) -> None:
+    source = models.source("odd")
+    whole = StageAssignment("a", 0, 5, True, True)
+    plain = Stage.load(source, whole, PLAIN)
+    exact = Stage.load(source, whole, EXACT, before=plain)
+    assert exact.bytes_read == Stage.load(source, whole, EXACT).bytes_read
+
+
+def test_the_stage_before_is_over_even_where_the_next_cannot_be_loaded(models: Models) -> None:
+    source = models.source("odd")
+    before = Stage.load(source, StageAssignment("a", 0, 3, True, False), EXACT)
+    with pytest.raises(ModelError):
+        Stage.load(source, StageAssignment("a", 4, 9, False, False), EXACT, before=before)
+    assert not before._modules.layers
