@@ -235,7 +235,7 @@ class Scheduler:
             if len(plan.rows) >= max_rows or self._budget(plan) == 0:
                 return
             if sequence.num_pending == 1 and sequence.num_scheduled > 0:
-                self._plan_row(sequence, 1, plan, self._draft(sequence, plan))
+                self._plan_row(sequence, 1, plan, self._draft(sequence, plan, max_rows))
 
     def _num_streams(self) -> int:
         """How many sequences decode, or are about to."""
@@ -250,14 +250,14 @@ class Scheduler:
         limits = self.limits
         return limits.micro_batches if self._num_streams() else max(limits.micro_batches, limits.max_chunks)
 
-    def _draft(self, sequence: Sequence, plan: _Plan) -> list[int]:
+    def _draft(self, sequence: Sequence, plan: _Plan, max_rows: int) -> list[int]:
         """Guesses for a decode: none that would cost another sequence its place in the step or its blocks."""
         if self._drafter is None or sequence.num_in_flight or sequence.all_outputs:
             return []
         others = len(self.running) - 1
         room = len(sequence.blocks) + max(0, self.pool.num_free - others)
         most = min(
-            self.limits.max_drafts // self._max_rows(),
+            self.limits.max_drafts // max_rows,
             self._budget(plan) - 1 - others,
             sequence.max_tokens - sequence.num_generated - 1,
             room * self.limits.block_size - len(sequence.tokens),
