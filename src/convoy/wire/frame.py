@@ -52,6 +52,8 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.HIDDEN: RECORD_BYTES,
     FrameType.STEP_FAILED: 16 * 1024,
     FrameType.DRAWN: 4 * 1024 * 1024,
+    FrameType.INQUIRE: 64,
+    FrameType.REACHED: 64,
     FrameType.PING: 64,
     FrameType.PONG: 64,
     FrameType.SWITCH: 64,

@@ -35,6 +35,8 @@ class FrameType(enum.IntEnum):
     HIDDEN = 0x21
     STEP_FAILED = 0x22
     DRAWN = 0x23
+    INQUIRE = 0x28
+    REACHED = 0x29
     PING = 0x30
     PONG = 0x31
     SWITCH = 0x32
@@ -60,6 +62,7 @@ class Hello(Message, frozen=True):
     memory_bytes: int  # memory it offers for weights and K/V
     num_threads: int
     platform: str
+    standby: bool = False  # holds nothing until another member is lost
 
 
 class Challenge(Message, frozen=True):
@@ -225,6 +228,19 @@ class StepFailed(Message, frozen=True):
     reason: str
 
 
+class Inquire(Message, frozen=True):
+    """Head to peer, when a step is late: how far are you? Answered at once, also while a step runs there."""
+
+    generation: int
+
+
+class Reached(Message, frozen=True):
+    """Answer to `Inquire`: the last step of this generation that was run here and sent on, -1 for none."""
+
+    generation: int
+    step: int
+
+
 class RosterUpdate(Message, frozen=True):
     """The sender holds this newer roster: the operator's file, byte for byte. Verified before it is read."""
 
@@ -272,6 +288,8 @@ MESSAGE_TYPES: dict[FrameType, type[Message]] = {
     FrameType.STEP: Step,
     FrameType.STEP_FAILED: StepFailed,
     FrameType.DRAWN: Drawn,
+    FrameType.INQUIRE: Inquire,
+    FrameType.REACHED: Reached,
     FrameType.PING: Ping,
     FrameType.PONG: Pong,
     FrameType.SWITCH: Switch,
