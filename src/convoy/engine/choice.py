@@ -114,6 +114,25 @@ class Choice:
             self.emit(PromptOutput(tuple(self.prompt_logprobs)))
 
 
+def make_choices(
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    emit: Callable[[Output], None],
+    *,
+    share_across_keys: bool,
+) -> list[Choice]:
+    """All of a request, as one group, with sequences that wait."""
+    salt = b"" if share_across_keys else request.cache_salt
+    group = object()
+    choices = []
+    for index in range(request.num_choices):
+        all_outputs = request.prompt_logprobs is not None and index == 0
+        sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt)
+        stream = TextStream(tokenizer, request.stop)
+        choices.append(Choice(request, index, sequence, tokenizer, stream, emit, group))
+    return choices
+
+
 def _sampled(outcome: Outcome) -> Sampled:
     if outcome.error is not None:
         raise outcome.error

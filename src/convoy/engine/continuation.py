@@ -15,10 +15,14 @@ from convoy.wire.messages import Row
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What a row came to: how many of its drafts stand, and whether the sequence is complete."""
+    """What a row came to: how many of its drafts stand, and whether the sequence is complete, or rests.
+
+    One that rests has what it was asked for: the engine knows it no more until `Engine.resume`.
+    """
 
     num_accepted: int = 0
     complete: bool = False
+    rests: bool = False
 
 
 class Continuation(Protocol):

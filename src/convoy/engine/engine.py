@@ -16,21 +16,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from convoy.engine.between import Between, BetweenSteps
-from convoy.engine.choice import Choice
+from convoy.engine.choice import Choice, make_choices
 from convoy.engine.continuation import Continuation
 from convoy.engine.executor import Executor, StepResult
 from convoy.engine.fit import check_request, check_still_fits, check_tokens
+from convoy.engine.handle import RequestHandle
 from convoy.engine.options import EngineOptions, EngineStats
-from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
+from convoy.engine.outputs import Output
 from convoy.engine.prefix import PrefixTags
 from convoy.engine.recovered import Recovery
 from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
+from convoy.engine.warm_up import warm_up
 from convoy.errors import CapacityError, ConvoyError, Draining, NotReady, StageLost
 from convoy.model.draw import Draw, Outcome
-from convoy.model.params import SamplingParams
-from convoy.model.text import TextStream, Tokenizer
+from convoy.model.text import Tokenizer
 from convoy.wire.messages import Row
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "RequestHandle"]
@@ -43,17 +44,6 @@ class _InFlight:
     scheduled: Scheduled
     draws: list[Draw]
     submitted_s: float
-
-
-class RequestHandle:
-    """A submitted request; `abort` ends it and may be called from any thread, at any time, more than once."""
-
-    def __init__(self, engine: Engine, choices: list[Choice]) -> None:
-        self._engine = engine
-        self._choices = choices
-
-    def abort(self) -> None:
-        self._engine.abort(self._choices)
 
 
 class Engine:
@@ -99,19 +89,7 @@ class Engine:
         Raises `StageLost` if it does not come back.
         """
         self._thread.start()
-        done = threading.Event()
-        outputs: list[Output] = []
-
-        def on_output(output: Output) -> None:
-            outputs.append(output)
-            if isinstance(output, FinishOutput | ErrorOutput):
-                done.set()
-
-        warm_up = GenerationRequest((0,), SamplingParams(temperature=0.0), max_tokens=1, ignore_eos=True)
-        self.submit(warm_up, on_output)
-        done.wait()
-        if isinstance(outputs[-1], ErrorOutput):
-            raise outputs[-1].error
+        warm_up(self.submit)
         self._prompt_tokens = self._generated_tokens = 0
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> RequestHandle:
@@ -125,15 +103,16 @@ class Engine:
             max_context=self._max_context,
             pool=self._scheduler.pool,
         )
-        group = object()
-        choices = [self._make_choice(request, i, on_output, group) for i in range(request.num_choices)]
+        choices = make_choices(
+            request, self._tokenizer, on_output, share_across_keys=self._options.share_across_keys
+        )
         with self._changed:
             self._raise_if_over()
             self._scheduler.add([choice.sequence for choice in choices])
             self._live.update((choice.sequence, choice) for choice in choices)
             self._prompt_tokens += len(request.prompt_ids)
             self._changed.notify()
-        return RequestHandle(self, choices)
+        return RequestHandle(lambda: self.abort(choices))
 
     def abort(self, choices: list[Choice]) -> None:
         """End choices that still run; their blocks are free for the next step."""
@@ -171,7 +150,7 @@ class Engine:
             self._changed.notify()
 
     def between_steps(self, work: Between) -> Any:
-        """Do ``work`` on the engine's thread while no step is in flight. Raises what it raises, and `StageLost`.
+        """Do ``work`` on the engine's thread while no step is in flight. Raises what it raises.
 
         It is called without the lock; it must come to an end, because no step runs meanwhile.
         """
@@ -414,14 +393,3 @@ class Engine:
             raise StageLost(self._failed.message, hint=self._failed.hint)
         if self._closing:
             raise Draining("the server is shutting down", hint="send the request to another server")
-
-    # Construction.
-
-    def _make_choice(
-        self, request: GenerationRequest, index: int, on_output: Callable[[Output], None], group: object
-    ) -> Choice:
-        all_outputs = request.prompt_logprobs is not None and index == 0
-        salt = b"" if self._options.share_across_keys else request.cache_salt
-        sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt)
-        stream = TextStream(self._tokenizer, request.stop)
-        return Choice(request, index, sequence, self._tokenizer, stream, on_output, group)

@@ -36,6 +36,18 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_context: i
         )
 
 
+def check_tokens(num_tokens: int, *, max_context: int, pool: BlockPool) -> None:
+    """For a session that would hold so many. Raises `RequestError` with both numbers."""
+    room = min(max_context, pool.num_blocks * pool.block_size - 1)
+    if num_tokens > room:
+        raise RequestError(
+            f"the session would have {num_tokens} tokens, but there is room for {room}",
+            param="tokens",
+            code="context_length_exceeded",
+            hint="rewind it, or give the members more memory",
+        )
+
+
 def check_still_fits(sequence: Sequence, *, max_context: int, pool: BlockPool) -> None:
     """For a sequence that ran on other stages. Raises `CapacityError` with both numbers."""
     num_tokens = max(len(sequence.tokens), sequence.num_prompt + sequence.max_tokens)
