@@ -81,7 +81,11 @@ class Head:
         network: Network | None = None,
         watch: Callable[[], None] | None = None,
     ) -> None:
-        """``watch`` is called while waiting for peers; what it raises ends the bring-up."""
+        """``watch`` is called while waiting for peers; what it raises ends the bring-up.
+
+        Raises `ConfigError` for options that make no sense.
+        """
+        options.check()
         self._watch = watch or (lambda: None)
         self._gone = False
         self._me = me
@@ -197,7 +201,9 @@ class Head:
         kernel = agree_kernel(hellos, self._me.name)
         dtype = check_dtype(hellos, self._me.name)
         offers = [
-            MemberOffer(name, hello.memory_bytes, name == self._me.name, self.vetting.level(name))
+            MemberOffer(
+                name, hello.memory_bytes, name == self._me.name, self.vetting.level(name), hello.num_threads
+            )
             for name, hello in sorted(hellos.items(), key=lambda item: self._rank(item[0]))
         ]
         rules = self._options.member.policy.placement
@@ -288,7 +294,7 @@ class Head:
             return LocalExecutor(stage)
         options = PipelineOptions(
             generation=plan.generation,
-            depth=len(plan.stages),
+            depth=self._options.depth(len(plan.stages)),
             step_timeout_s=self._options.step_timeout_s,
             activation_dtype=plan.activation_dtype,
         )

@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from convoy.engine.executor import MAX_IN_FLIGHT
+from convoy.engine.scheduler import SchedulerLimits
+from convoy.errors import ConfigError
+from convoy.plan.cost import TokenCost
+from convoy.plan.spec import ModelSpec
 from convoy.trust.policy import Policy
 
 
@@ -42,7 +47,10 @@ class PeerOptions:
 class HeadOptions:
     """What the head asks of the cluster.
 
-    ``num_blocks`` 0 means as many as fit, up to a full batch of full contexts.
+    ``num_blocks`` 0 means as many as fit, up to a full batch of full contexts. ``micro_batches`` are steps in
+    flight, 0: as many as stages; ``prefill_window`` chunks of one prompt in flight, 0: as many as
+    micro-batches. With ``level_chunks`` a chunk gets shorter as attention grows. ``max_batch`` 1 runs one
+    sequence at a time.
     """
 
     member: MemberOptions = field(default_factory=MemberOptions)
@@ -56,4 +64,45 @@ class HeadOptions:
     max_batch: int = 32
     max_step_tokens: int = 512
     prefill_chunk: int = 256
+    prefill_window: int = 0
+    micro_batches: int = 0
+    level_chunks: bool = True
     max_waiting: int = 256
+
+    def check(self) -> None:
+        """Raises `ConfigError` for more steps in flight than a stage's queue takes, and for sizes below 1."""
+        for name, least, most in (
+            ("max_batch", 1, None),
+            ("max_step_tokens", 1, None),
+            ("prefill_chunk", 1, None),
+            ("prefill_window", 0, MAX_IN_FLIGHT),
+            ("micro_batches", 0, MAX_IN_FLIGHT),
+        ):
+            value = getattr(self, name)
+            if value < least or (most is not None and value > most):
+                expected = f"at least {least}" if most is None else f"{least} to {most} steps in flight"
+                raise ConfigError(f"{name} is {value}, expected {expected}")
+
+    def num_micro_batches(self, num_stages: int) -> int:
+        """Steps in flight while tokens are generated. One stage runs a step at a time anyway."""
+        return 1 if num_stages == 1 else self.micro_batches or num_stages
+
+    def depth(self, num_stages: int) -> int:
+        """The most steps in flight."""
+        return max(self.num_micro_batches(num_stages), 0 if num_stages == 1 else self.prefill_window)
+
+    def limits(
+        self, spec: ModelSpec, *, num_stages: int, num_blocks: int, block_size: int
+    ) -> SchedulerLimits:
+        """What the scheduler keeps to, once a plan is known."""
+        return SchedulerLimits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_batch=self.max_batch,
+            max_step_tokens=max(self.max_step_tokens, self.prefill_chunk),
+            prefill_chunk=self.prefill_chunk,
+            prefill_window=0 if num_stages == 1 else self.prefill_window,
+            max_waiting=self.max_waiting,
+            micro_batches=self.num_micro_batches(num_stages),
+            cost=TokenCost.of(spec) if self.level_chunks else None,
+        )

@@ -8,7 +8,6 @@ from convoy.cluster.head import Head, LoadProgress
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.status import ClusterStatus
 from convoy.engine.engine import Engine, EngineOptions
-from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import ConvoyError
 from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
@@ -44,14 +43,11 @@ class RunningCluster:
         head = Head(me, source, options, network, watch)
         granted = head.bring_up(on_load)
         assert head.executor is not None
-        limits = SchedulerLimits(
+        limits = options.limits(
+            source.spec,
+            num_stages=len(granted.plan.stages),
             num_blocks=granted.num_blocks,
             block_size=granted.plan.block_size,
-            max_batch=options.max_batch,
-            max_step_tokens=options.max_step_tokens,
-            prefill_chunk=options.prefill_chunk,
-            max_waiting=options.max_waiting,
-            micro_batches=len(granted.plan.stages),
         )
         engine = Engine(head.executor, tokenizer, limits, EngineOptions(max_context=granted.max_context))
         running = cls(head, engine, tokenizer)

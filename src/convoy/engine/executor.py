@@ -12,6 +12,8 @@ from typing import Protocol
 from convoy.model.draw import Draw, Outcome
 from convoy.wire.messages import Step
 
+MAX_IN_FLIGHT = 64  # steps, at most: what a stage lets wait, and a link's inbox holds
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:

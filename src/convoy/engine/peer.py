@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from convoy.engine.drawing import answer_of, draw_of
+from convoy.engine.executor import MAX_IN_FLIGHT
 from convoy.errors import StepError
 from convoy.model.draw import draw_all
 from convoy.model.stage import Stage
@@ -31,7 +32,7 @@ class StageRoute:
     predecessor: str | None  # None: this stage owns the embedding and starts each step
     last: bool  # the next stop is the owner of the output, which wants selected rows only
     activation_dtype: str = "float32"
-    max_steps: int = 64  # steps known but not yet run; a head never has more in flight
+    max_steps: int = MAX_IN_FLIGHT  # steps known but not yet run; a head never has more in flight
     max_waiting_bytes: int = 256 * 1024 * 1024  # of hidden states, and of compositions, that wait for another
 
 
