@@ -1,0 +1,102 @@
+"""A TCP relay in front of a member that keeps every byte for a fixed time, both ways: a longer wire.
+
+It delays, and does not slow down: what arrives while earlier bytes wait is taken at once, with its own time.
+A link through it is sealed as ever, because the relay knows nothing of what it carries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+
+_PIECE_BYTES = 1 << 18
+_MAX_PIECES = 1 << 10  # that wait in one direction
+_CONNECT_S = 5.0
+
+
+class DelayRelay:
+    """Listens on a loopback ``address`` of its own and passes connections on to ``target``, until `close`.
+
+    A byte leaves ``delay_s`` after it came, or as soon after that as the system wakes a thread.
+    """
+
+    def __init__(self, target: tuple[str, int], delay_s: float) -> None:
+        self._target = target
+        self._delay_s = delay_s
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._closed = False
+        host, port = self._listening.getsockname()[:2]
+        self.address: tuple[str, int] = (host, port)
+        threading.Thread(target=self._accept, name="delay", daemon=True).start()
+
+    def close(self) -> None:
+        """End every connection. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            ended = list(self._open)
+        for sock in (self._listening, *ended):
+            _end(sock)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._join, args=(near,), name="delay", daemon=True).start()
+
+    def _join(self, near: socket.socket) -> None:
+        with contextlib.suppress(OSError), near, socket.create_connection(self._target, _CONNECT_S) as far:
+            far.settimeout(None)
+            for sock in (near, far):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with self._lock:
+                if self._closed:
+                    return
+                self._open |= {near, far}
+            back = threading.Thread(target=self._carry, args=(far, near), name="delay", daemon=True)
+            back.start()
+            self._carry(near, far)
+            back.join()
+            with self._lock:
+                self._open -= {near, far}
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        """One direction, until its end, which is passed on as late as everything else."""
+        pieces: queue.Queue[tuple[float, bytes]] = queue.Queue(_MAX_PIECES)
+        taker = threading.Thread(target=self._take, args=(source, pieces), name="delay", daemon=True)
+        taker.start()
+        piece, is_open = b" ", True
+        while piece:
+            due_s, piece = pieces.get()
+            if is_open and (early_s := due_s - time.monotonic()) > 0:
+                time.sleep(early_s)
+            try:
+                if is_open:
+                    sink.sendall(piece)
+            except OSError:
+                is_open = False  # nobody takes it any more
+                _end(source)
+        taker.join()
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+    def _take(self, source: socket.socket, pieces: queue.Queue[tuple[float, bytes]]) -> None:
+        piece = b" "
+        while piece:
+            try:
+                piece = source.recv(_PIECE_BYTES)
+            except OSError:
+                piece = b""
+            pieces.put((time.monotonic() + self._delay_s, piece))
+
+
+def _end(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
