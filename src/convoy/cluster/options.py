@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from convoy.engine.draft import MAX_DRAFT, LookupDrafter
 from convoy.engine.executor import MAX_IN_FLIGHT
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import ConfigError
@@ -50,7 +51,7 @@ class HeadOptions:
     ``num_blocks`` 0 means as many as fit, up to a full batch of full contexts. ``micro_batches`` are steps in
     flight, 0: as many as stages; ``prefill_window`` chunks of one prompt in flight, 0: as many as
     micro-batches. With ``level_chunks`` a chunk gets shorter as attention grows. ``max_batch`` 1 runs one
-    sequence at a time.
+    sequence at a time. ``speculate`` is how many tokens are guessed at once, at most; 0: none.
     """
 
     member: MemberOptions = field(default_factory=MemberOptions)
@@ -67,6 +68,7 @@ class HeadOptions:
     prefill_window: int = 0
     micro_batches: int = 0
     level_chunks: bool = True
+    speculate: int = 0
     max_waiting: int = 256
 
     def check(self) -> None:
@@ -77,10 +79,12 @@ class HeadOptions:
             ("prefill_chunk", 1, None),
             ("prefill_window", 0, MAX_IN_FLIGHT),
             ("micro_batches", 0, MAX_IN_FLIGHT),
+            ("speculate", 0, MAX_DRAFT),
         ):
             value = getattr(self, name)
             if value < least or (most is not None and value > most):
-                expected = f"at least {least}" if most is None else f"{least} to {most} steps in flight"
+                unit = "tokens" if name == "speculate" else "steps in flight"
+                expected = f"at least {least}" if most is None else f"{least} to {most} {unit}"
                 raise ConfigError(f"{name} is {value}, expected {expected}")
 
     def num_micro_batches(self, num_stages: int) -> int:
@@ -106,3 +110,7 @@ class HeadOptions:
             micro_batches=self.num_micro_batches(num_stages),
             cost=TokenCost.of(spec) if self.level_chunks else None,
         )
+
+    def drafter(self, spec: ModelSpec) -> LookupDrafter | None:
+        """Who guesses: nobody where a wrong guess could not be taken back."""
+        return LookupDrafter(self.speculate) if self.speculate and spec.can_rewind else None

@@ -49,7 +49,13 @@ class RunningCluster:
             num_blocks=granted.num_blocks,
             block_size=granted.plan.block_size,
         )
-        engine = Engine(head.executor, tokenizer, limits, EngineOptions(max_context=granted.max_context))
+        engine = Engine(
+            head.executor,
+            tokenizer,
+            limits,
+            EngineOptions(max_context=granted.max_context),
+            options.drafter(source.spec),
+        )
         running = cls(head, engine, tokenizer)
         try:
             engine.start()
@@ -92,6 +98,8 @@ class RunningCluster:
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generated_tokens,
             ring_s=stats.ring_s,
+            drafted_tokens=stats.drafted_tokens,
+            accepted_tokens=stats.accepted_tokens,
             level=self.level(),
             minimum_level=self.head.vetting.attestation.policy.minimum.text,
             verdicts=self.head.vetting.report(),

@@ -51,6 +51,8 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     prompt_tokens: int
     generated_tokens: int
     ring_s: float | None
+    drafted_tokens: int = 0  # guesses that were run, and those of them that were right
+    accepted_tokens: int = 0
     level: str = "none"  # the weakest of all members'
     minimum_level: str = "none"  # what the policy demands of a peer
     verdicts: list[VerdictStatus] = []

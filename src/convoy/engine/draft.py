@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from convoy.engine.sequence import Sequence
 
+MAX_DRAFT = 64
 _PAIR = 2  # tokens that must be the same before a place is looked at
 _LONGEST = 16  # same tokens that are counted: more make no place better
 _MAX_PLACES = 8  # looked at for one guess
@@ -32,7 +33,7 @@ class PlaceIndex:
         self._earlier = array("L", (0, 0))  # position -> the one before it with the same pair; 0: none
 
     def find(self, tokens: SequenceOf[int]) -> tuple[int, int]:
-        """The position after the best earlier place, and how many tokens before it are the same as at the end.
+        """The position after the best earlier place, and how many tokens before it are those at the end.
 
         The most of these count, then the latest place. (0, 0): there is none.
         """

@@ -189,6 +189,8 @@ class Engine:
                 generated_tokens=self._generated_tokens,
                 preempted=scheduler.num_preempted,
                 cached_tokens=scheduler.num_cached_tokens,
+                drafted_tokens=scheduler.num_drafted,
+                accepted_tokens=scheduler.num_accepted,
                 ring_s=self._ring_s,
                 recoveries=self._recoveries,
             )

@@ -31,5 +31,7 @@ class EngineStats:
     generated_tokens: int
     preempted: int
     cached_tokens: int  # positions that were not run, because their K/V was there
+    drafted_tokens: int  # guesses that were run
+    accepted_tokens: int  # those of them that were right, and so generated
     ring_s: float | None  # how long the last empty step took to pass every stage
     recoveries: int  # how often other stages took over after a loss

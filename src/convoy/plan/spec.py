@@ -36,6 +36,7 @@ class ModelSpec:
     stored_dtype: str  # of the checkpoint, as config.json claims; "float32" where it does not
     layer_elements: tuple[int, ...]  # weight elements of each layer
     cache_groups: tuple[CacheGroup, ...]
+    can_rewind: bool = True  # rows may write over the last positions: not so where state is recurrent
     num_streams: int = 1  # hidden states that cross a boundary for each token
     token_id_layers: frozenset[int] = field(default_factory=frozenset)  # layers that need token ids
     forbidden_cuts: Mapping[int, str] = field(
