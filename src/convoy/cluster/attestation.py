@@ -242,7 +242,7 @@ class Attestation:
             verdicts = self.check(links, holds_stage=self._hold_stages)
             for link in links:
                 verdict = verdicts[link.peer]
-                if self._closed.is_set() or link not in self._bindings:
+                if self._closed.is_set() or link not in self._bindings or link not in self._watched:
                     continue
                 if not self.suffices(verdict):
                     self._on_fall(link, verdict)

@@ -79,8 +79,9 @@ def load_plan(
     hello: Hello,
     options: PeerOptions,
     progress: Callable[[int, int], None],
+    before: Stage | None = None,
 ) -> LoadedPlan:
-    """Check a plan against this member's offer, and load its stage.
+    """Check a plan against this member's offer, and load its stage; ``before`` is what the last plan left.
 
     Raises `Incompatible`, `ModelError`, or `StepError` for stages that make no whole model.
     """
@@ -103,7 +104,7 @@ def load_plan(
     stage_options = StageOptions(
         kernel=plan.kernel, block_size=plan.block_size, num_threads=options.member.num_threads
     )
-    stage = Stage.load(source, plan.stages[position], stage_options, progress)
+    stage = Stage.load(source, plan.stages[position], stage_options, progress, before=before)
     room = hello.memory_bytes - stage.weight_bytes
     return LoadedPlan(plan, digest, stage, position, max(0, room // stage.block_bytes))
 

@@ -20,16 +20,19 @@ class Mailbox:
     """Collects one answer of a given type from each of several peers, within a deadline.
 
     Bounded: a receiver thread that finds its link's share full waits, which holds its peer back. ``watch`` is
-    called while waiting; what it raises ends the wait.
+    called while waiting; what it raises ends the wait. What comes under another plan than that of
+    ``generation`` is not for here. ``failed`` names the peer because of which `gather` raised.
     """
 
-    def __init__(self, watch: Callable[[], None] | None = None) -> None:
+    def __init__(self, watch: Callable[[], None] | None = None, generation: int = 0) -> None:
+        self.failed: str | None = None
+        self._generation = generation
         self._items: Inbox[tuple[str, Message | ConvoyError]] = Inbox()
         self._watch = watch or (lambda: None)
 
     def deliver(self, link: Link, received: Received) -> None:
         # No hidden state belongs here: no step is under way.
-        if isinstance(received, ReceivedMessage):
+        if isinstance(received, ReceivedMessage) and received.generation == self._generation:
             self._items.put(link, (link.peer, received.message), weight_of(received))
 
     def lost(self, link: Link, error: ConvoyError) -> None:
@@ -73,11 +76,14 @@ class Mailbox:
             except queue.Empty:
                 if left > 0:
                     continue
+                self.failed = min(missing)
                 names = ", ".join(sorted(missing))
                 raise PeerUnreachable(
                     f"{names} sent no {kind.__name__} within {timeout_s:g} s",
                     hint="look at that member's own output",
                 ) from None
+            if isinstance(item, ConvoyError | Refuse | StepFailed):
+                self.failed = peer
             match item:
                 case ConvoyError():
                     raise LinkBroken(f"the link to {peer} ended: {item.message}", hint=item.hint) from item

@@ -42,6 +42,7 @@ class PeerOptions:
     model_path: Path | None = None
     successor_wait_s: float = 10.0
     exit_with_head: bool = False
+    standby: bool = False  # no stage until another member is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class HeadOptions:
     flight, 0: as many as stages; ``prefill_window`` chunks of one prompt in flight, 0: as many as
     micro-batches. With ``level_chunks`` a chunk gets shorter as attention grows. ``max_batch`` 1 runs one
     sequence at a time. ``speculate`` is how many tokens are guessed at once, at most; 0: none.
+    ``step_timeout_s``: how long a step may take as long as none was measured. ``recover_wait_s``: how long a
+    lost member that nobody can stand in for may take to come back.
     """
 
     member: MemberOptions = field(default_factory=MemberOptions)
@@ -59,6 +62,7 @@ class HeadOptions:
     wait_s: float = 60.0
     load_wait_s: float = 600.0
     step_timeout_s: float = 60.0
+    recover_wait_s: float = 60.0
     block_size: int = 16
     num_blocks: int = 0
     max_context: int = 0

@@ -35,12 +35,15 @@ class Vetting:
     def admit(self, links: dict[str, Link], watch: Callable[[], None]) -> None:
         """Ask every peer for evidence. Who is below the minimum is told so and taken out of ``links``."""
         self.attestation.check_self()
+        for name in links:
+            self.excluded.pop(name, None)
+            self._fallen.pop(name, None)
         for name, verdict in self.attestation.check(list(links.values()), watch=watch).items():
             if not self.attestation.suffices(verdict):
                 self.excluded[name] = verdict
                 refusal = self.attestation.refusal(verdict).message
                 _log.warning("%s", refusal)
-                links.pop(name).close(refusal)
+                links.pop(name).dismiss(refusal)
 
     def level(self, member: str) -> Level:
         verdict = self.attestation.verdicts.get(member)
@@ -63,6 +66,10 @@ class Vetting:
         holders = [links[stage.member] for stage in plan.stages if stage.member in links]
         if holders:
             self.attestation.watch(holders, hold_stages=True)
+
+    def pause(self) -> None:
+        """No plan runs: nobody has to prove that it holds a stage."""
+        self.attestation.watch((), hold_stages=False)
 
     def lost(self, link: Link, error: ConvoyError) -> ConvoyError | None:
         """A link ended: the error to tell, or None if nobody waits for that member."""
@@ -88,4 +95,4 @@ class Vetting:
         refusal = self.attestation.refusal(verdict)
         _log.warning("%s", refusal.message)
         self._fallen[link.peer] = refusal
-        link.revoke(refusal.message)
+        link.dismiss(refusal.message, revoke=True)

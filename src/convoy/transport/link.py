@@ -30,7 +30,7 @@ from convoy.transport.replacement import Connections, Replacement
 from convoy.transport.stream import Stream
 from convoy.wire.codec import encode_message, frame_type_of
 from convoy.wire.frame import cluster_tag
-from convoy.wire.messages import Bye, FrameType, Message, Ping, Pong, RosterUpdate, Switch
+from convoy.wire.messages import TENSOR_TYPES, Bye, FrameType, Message, Ping, Pong, RosterUpdate, Switch
 from convoy.wire.tensor import WireTensor
 
 __all__ = ["Link", "LinkOptions", "Received", "ReceivedMessage", "ReceivedTensor"]
@@ -161,17 +161,26 @@ class Link:
         parcel = message_parcel(frame_type_of(message), encode_message(message), 0, 0)
         return self._outgoing.post(parcel, 0.0)
 
-    def send_tensor(self, tensor: WireTensor, *, generation: int, step: int, boundary: int) -> None:
-        """Send a hidden state that goes into layer ``boundary``.
+    def send_tensor(
+        self,
+        tensor: WireTensor,
+        *,
+        generation: int,
+        step: int,
+        boundary: int,
+        kind: FrameType = FrameType.HIDDEN,
+    ) -> None:
+        """Send a hidden state that goes into layer ``boundary``, or another tensor of `TENSOR_TYPES`.
 
         Its memory must not change afterwards: it may be queued. Raises `FrameTooLong` over
         ``max_tensor_bytes``, and what `send` raises.
         """
         _check_position(generation, step, boundary)
+        assert kind in TENSOR_TYPES, "only frames of tensors carry one"
         limit = self._options.max_tensor_bytes
         if tensor.nbytes > limit:
             raise FrameTooLong(f"a tensor of {tensor.nbytes} bytes is over the limit of {limit}")
-        self._outgoing.send(Parcel(FrameType.HIDDEN, generation, step, boundary, tensor=tensor))
+        self._outgoing.send(Parcel(kind, generation, step, boundary, tensor=tensor))
 
     def ping(self, timeout_s: float) -> float:
         """Round trip in seconds, through both layers both ways.
@@ -237,6 +246,11 @@ class Link:
         Twice is allowed.
         """
         self._close(LinkClosed(f"this side closed the link to {self.peer}"), reason, revoke=False)
+
+    def dismiss(self, reason: str = "", *, revoke: bool = False) -> None:
+        """As `close` or `revoke`, without waiting: a peer that does not hang up must hold nobody up."""
+        end = self.revoke if revoke else self.close
+        threading.Thread(target=end, args=(reason,), name=f"dismiss {self.peer}", daemon=True).start()
 
     def _close(self, error: LinkClosed, reason: str, *, revoke: bool) -> None:
         with self._lock:

@@ -275,4 +275,4 @@ def _why_not(link: Link, roster: Roster) -> str | None:
 def _revoke_all(ends: list[tuple[Link, str]]) -> None:
     """At the same time, and without waiting: a peer that does not hang up holds nobody else up."""
     for link, reason in ends:
-        threading.Thread(target=link.revoke, args=(reason,), name=f"revoke {link.peer}", daemon=True).start()
+        link.dismiss(reason, revoke=True)
