@@ -1,4 +1,4 @@
-"""A TCP relay in front of a member that keeps every byte for a fixed time, both ways: a longer wire.
+"""A TCP relay in front of a member that keeps every byte for a fixed time, both ways: a longer or a cut wire.
 
 It delays, and does not slow down: what arrives while earlier bytes wait is taken at once, with its own time.
 A link through it is sealed as ever, because the relay knows nothing of what it carries.
@@ -29,10 +29,23 @@ class DelayRelay:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
-        self._closed = False
+        self._closed = self._is_cut = False
         host, port = self._listening.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
         threading.Thread(target=self._accept, name="delay", daemon=True).start()
+
+    def cut(self) -> None:
+        """End every connection and let none through, until `mend`."""
+        with self._lock:
+            self._is_cut = True
+            ended = list(self._open)
+        for sock in ended:
+            _end(sock)
+
+    def mend(self) -> None:
+        """New connections pass again."""
+        with self._lock:
+            self._is_cut = False
 
     def close(self) -> None:
         """End every connection. A second call does nothing."""
@@ -57,7 +70,7 @@ class DelayRelay:
             for sock in (near, far):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
-                if self._closed:
+                if self._closed or self._is_cut:
                     return
                 self._open |= {near, far}
             back = threading.Thread(target=self._carry, args=(far, near), name="delay", daemon=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from convoy.cli import bench_hop, throughput
+from convoy.cli import bench_hop, bench_recover, throughput
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -20,3 +20,4 @@ app.command("batch")(throughput.batch)
 app.command("prefill")(throughput.prefill)
 app.command("hop")(bench_hop.hop)
 app.command("comms")(bench_hop.comms)
+app.command("recover")(bench_recover.recover)

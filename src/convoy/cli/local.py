@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import tomli_w
 
-from convoy.cli.config import Config, load_config
+from convoy.cli.config import Config, EngineConfig, load_config, override
 from convoy.cli.members import local_names, spans_by_name
 from convoy.cli.pin import Cores, pin_process
 from convoy.errors import ConvoyError, PeerError
@@ -29,6 +29,7 @@ from convoy.errors import ConvoyError, PeerError
 if TYPE_CHECKING:
     from convoy.plan.spec import ModelSpec
 
+Address = tuple[str, int]
 _STOP_WAIT_S = 5.0
 
 
@@ -37,6 +38,8 @@ class LocalOptions:
     """What all members of a local cluster share. ``num_threads`` None shares the cores out evenly.
 
     ``layers`` are the texts of ``--layers``; ``cores`` are each member's own, None leaves them to the system.
+    ``memory_gb`` is each member's, None shares out what is free. ``publish`` says where others reach a member
+    that listens at an address: a relay's, for a bench of what fails between them.
     """
 
     num_members: int
@@ -46,6 +49,8 @@ class LocalOptions:
     serve_port: int = 0
     engine: dict[str, int] = field(default_factory=dict)
     cores: tuple[Cores, ...] | None = None
+    memory_gb: float | None = None
+    publish: Callable[[str, Address], Address] = lambda _name, address: address
 
     @property
     def head_cores(self) -> Cores | None:
@@ -69,8 +74,14 @@ class LocalOptions:
         return spans_by_name(self.layers, self.names)
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises what `plan.placement.place` raises for these spans, before anything is started."""
+        """Raises what `plan.placement.place` raises for these spans, before anything is started.
+
+        And what `HeadOptions.check` raises for the flags of the engine.
+        """
+        from convoy.cli.member import head_options
         from convoy.plan.placement import MemberOffer, place
+
+        head_options(Config(engine=override(EngineConfig(), **self.engine))).check()
 
         offers = [MemberOffer(name, 1 << 62, head=name == self.names[0]) for name in self.names]
         place(spec, offers, self.spans)
@@ -114,19 +125,16 @@ class LocalCluster:
     def start_peers(self, model: str) -> None:
         """`convoy join` for every member but the head."""
         for name in self.names[1:]:
-            self.start(
-                name,
-                "join",
-                "--config",
-                str(self.config_file(name)),
-                "--model",
-                model,
-                "--until-stdin-closes",
-            )
+            self.start_peer(name, model)
+
+    def start_peer(self, name: str, model: str) -> subprocess.Popen[bytes]:
+        """One of them; also once more, after it ended."""
+        file = str(self.config_file(name))
+        return self.start(name, "join", "--config", file, "--model", model, "--until-stdin-closes")
 
     def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         """A `convoy` command as a process whose output goes to a log beside its configuration."""
-        with self.log_file(name).open("wb") as log:
+        with self.log_file(name).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "convoy", *arguments],
                 stdin=subprocess.PIPE,
@@ -181,17 +189,21 @@ class LocalCluster:
 
         operator = OperatorKey.generate()
         members = []
+        listening: dict[str, Address] = {}
         for name, port in zip(self.names, _free_ports(len(self.names)), strict=True):
             identity = Identity.generate()
             identity.save(self.directory / name)
-            members.append(member_of(name, identity, ("127.0.0.1", port), head=name == self.head))
+            listening[name] = ("127.0.0.1", port)
+            address = self._options.publish(name, listening[name])
+            members.append(member_of(name, identity, address, head=name == self.head))
         roster = self.directory / "roster.toml"
         roster.write_bytes(sign_roster(make_roster("local", members), operator))
         for member in members:
-            text = tomli_w.dumps(self._tables(member.name, member.address, operator.public_key))
+            text = tomli_w.dumps(self._tables(member.name, listening[member.name], operator.public_key))
             self.config_file(member.name).write_text(text)
 
-    def _tables(self, name: str, address: tuple[str, int], operator_key: bytes) -> dict[str, object]:
+    def _tables(self, name: str, address: Address, operator_key: bytes) -> dict[str, object]:
+        memory_gb = self._options.memory_gb
         tables: dict[str, object] = {
             "cluster": {
                 "name": name,
@@ -204,7 +216,7 @@ class LocalCluster:
             "model": {
                 "kernel": self._options.kernel,
                 "num_threads": self._options.threads,
-                "memory_gb": _free_memory_bytes() * 0.8 / len(self.names) / 1e9,
+                "memory_gb": memory_gb or _free_memory_bytes() * 0.8 / len(self.names) / 1e9,
             },
             "engine": self._options.engine,
         }
