@@ -12,6 +12,7 @@ from convoy.wire.messages import (
     Activate,
     Activated,
     BlockGrant,
+    BlocksDone,
     Bye,
     Challenge,
     DrawAnswer,
@@ -27,6 +28,7 @@ from convoy.wire.messages import (
     Pong,
     Progress,
     Reached,
+    ReadBlocks,
     Ready,
     Refuse,
     RosterUpdate,
@@ -35,6 +37,7 @@ from convoy.wire.messages import (
     Step,
     StepFailed,
     Switch,
+    WriteBlocks,
 )
 
 MESSAGES: list[Message] = [
@@ -58,6 +61,9 @@ MESSAGES: list[Message] = [
         [DrawRequest(6, 0, -1, 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, [(7, -1.5)], 2, -1, True, b"p" * 4, b"")],
     ),
     Drawn(5, [DrawAnswer(9, -0.5, [(9, -0.5)], b"\0" * 4, ""), DrawAnswer(0, 0.0, [], b"", "not finite")]),
+    ReadBlocks(6, "ab", 2, 4, [7, 1]),
+    WriteBlocks(7, "ab", [7, 1], b"t" * 32),
+    BlocksDone(7, "block 7 has an owner"),
     StepFailed(4, "an index is out of range"),
     Hello("convoy 0.1", ["float32"], ["exact-f32"], 1 << 30, 2, "linux", standby=True),
     Inquire(3),
@@ -105,7 +111,7 @@ def test_the_error_does_not_quote_the_payload() -> None:
     assert "words" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [FrameType.HIDDEN, FrameType.HANDSHAKE_1])
+@pytest.mark.parametrize("kind", [FrameType.HIDDEN, FrameType.BLOCKS, FrameType.HANDSHAKE_1])
 def test_a_type_without_a_message_is_refused(kind: FrameType) -> None:
     with pytest.raises(FrameError, match="carries no message"):
         decode_message(kind, b"")

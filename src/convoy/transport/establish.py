@@ -23,7 +23,8 @@ from convoy.crypto.claims import (
 from convoy.crypto.handshake import Initiator, Responder, Secrets
 from convoy.crypto.seal import make_sealing
 from convoy.errors import ConvoyError, HandshakeError, LinkBroken
-from convoy.transport.link import Link, LinkFacts
+from convoy.transport.link import Link
+from convoy.transport.link_facts import LinkFacts
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.options import LinkOptions
 from convoy.transport.stream import Stream, recv_exactly

@@ -29,7 +29,7 @@ from convoy.wire.frame import (
     decode_header,
     decode_preamble,
 )
-from convoy.wire.messages import FrameType, Message
+from convoy.wire.messages import TENSOR_TYPES, FrameType, Message
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, decode_descriptor
 
 _BUFFER_BYTES = 2 * (HEADER_BYTES + RECORD_BYTES + TAG_BYTES)
@@ -45,12 +45,13 @@ class ReceivedMessage(NamedTuple):
 
 
 class ReceivedTensor(NamedTuple):
-    """A hidden state for the layer ``boundary``; its memory belongs to whoever receives it."""
+    """A hidden state for the layer ``boundary``, or K/V from there on; its memory is the receiver's."""
 
     generation: int
     step: int
     boundary: int
     tensor: WireTensor
+    kind: FrameType = FrameType.HIDDEN
 
 
 Received = ReceivedMessage | ReceivedTensor
@@ -133,8 +134,9 @@ class Incoming:
         """
         self.patience.begin()
         header = self._next_header(allowed)
-        if header.type is FrameType.HIDDEN:
-            return ReceivedTensor(header.generation, header.step, header.boundary, self._tensor(header))
+        if header.type in TENSOR_TYPES:
+            tensor = self._tensor(header)
+            return ReceivedTensor(header.generation, header.step, header.boundary, tensor, header.type)
         if not header.last or header.record != 0 or header.boundary != 0:
             raise FrameError(f"a {header.type.name} has flags, boundary or record of a tensor")
         if header.length > RECORD_BYTES:
@@ -208,7 +210,7 @@ class Incoming:
         patience.begin()
 
     def _record(self, first: FrameHeader, record: int, out: memoryview, *, last: bool) -> None:
-        header = self._next_header(frozenset({FrameType.HIDDEN}))
+        header = self._next_header(frozenset({first.type}))
         same = (header.boundary, header.generation, header.step) == (
             first.boundary,
             first.generation,

@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from convoy.crypto.seal import FrameOpener, FrameSealer
 from convoy.errors import ConvoyError, FrameTooLong, LinkBroken, LinkClosed, PeerUnreachable
@@ -23,7 +22,7 @@ from convoy.transport.incoming import (
     ReceivedMessage,
     ReceivedTensor,
 )
-from convoy.transport.member import Member
+from convoy.transport.link_facts import LinkFacts
 from convoy.transport.options import LinkOptions
 from convoy.transport.outgoing import Outgoing, Parcel, message_parcel
 from convoy.transport.replacement import Connections, Replacement
@@ -41,23 +40,6 @@ Deliver = Callable[["Link", Received], None]
 Ended = Callable[["Link", ConvoyError], None]
 
 _MAX_REASON = 200
-
-
-@dataclass(frozen=True, slots=True)
-class LinkFacts:
-    """What a handshake came to. ``member``: the peer as our roster of ``epoch`` lists it.
-
-    ``peer_epoch`` is the peer's; where it is not ours, the link is for the newer roster alone.
-    """
-
-    member: Member
-    link_id: bytes
-    binding: bytes = field(repr=False)
-    replaces: bytes
-    cipher: str
-    cluster_id: str
-    epoch: int
-    peer_epoch: int
 
 
 class Link:

@@ -7,7 +7,17 @@ from __future__ import annotations
 import msgspec
 
 from convoy.errors import FrameError
-from convoy.wire.messages import MESSAGE_TYPES, Bye, FrameType, Hello, Message, Plan, Refuse, StepFailed
+from convoy.wire.messages import (
+    MESSAGE_TYPES,
+    BlocksDone,
+    Bye,
+    FrameType,
+    Hello,
+    Message,
+    Plan,
+    Refuse,
+    StepFailed,
+)
 from convoy.wire.text import plain_text, require_plain
 
 _TYPE_OF: dict[type[Message], FrameType] = {message: kind for kind, message in MESSAGE_TYPES.items()}
@@ -44,6 +54,7 @@ _PROSE: dict[type[Message], dict[str, int]] = {
     Hello: {"software": 100, "platform": 200},
     Refuse: {"reason": 500, "hint": 500},
     StepFailed: {"reason": 500},
+    BlocksDone: {"error": 500},
     Bye: {"reason": 200},
 }
 

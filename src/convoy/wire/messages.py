@@ -35,6 +35,10 @@ class FrameType(enum.IntEnum):
     HIDDEN = 0x21
     STEP_FAILED = 0x22
     DRAWN = 0x23
+    READ_BLOCKS = 0x24
+    WRITE_BLOCKS = 0x25
+    BLOCKS = 0x26
+    BLOCKS_DONE = 0x27
     INQUIRE = 0x28
     REACHED = 0x29
     PING = 0x30
@@ -43,6 +47,7 @@ class FrameType(enum.IntEnum):
     BYE = 0x3F
 
 
+TENSOR_TYPES = frozenset({FrameType.HIDDEN, FrameType.BLOCKS})  # they carry no message
 PREFIX_TAG_BYTES = 16  # each of `Row.tag`, `Row.tags` and `BlockGrant.shared`
 
 Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
@@ -221,6 +226,41 @@ class Drawn(Message, frozen=True):
     answers: list[DrawAnswer]
 
 
+Blocks = Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class ReadBlocks(Message, frozen=True):
+    """Head to peer, while no step is in flight: send the K/V of these blocks in layers [start, end).
+
+    Answered by a BLOCKS tensor, or by `BlocksDone` with what is wrong.
+    """
+
+    number: int  # of this exchange, also the step in its frames' headers
+    model_digest: str
+    start: int
+    end: int
+    blocks: Blocks
+
+
+class WriteBlocks(Message, frozen=True):
+    """Head to peer, as `ReadBlocks`: a BLOCKS tensor follows, with their K/V in all your layers.
+
+    Nobody may have them. They are full then, with these tags at their ends. Answered by `BlocksDone`.
+    """
+
+    number: int
+    model_digest: str
+    blocks: Blocks
+    tags: Annotated[bytes, msgspec.Meta(max_length=1024 * 16)]
+
+
+class BlocksDone(Message, frozen=True):
+    """Peer to head: done, or what is wrong."""
+
+    number: int
+    error: str
+
+
 class StepFailed(Message, frozen=True):
     """Peer to head: this step could not be run."""
 
@@ -288,6 +328,9 @@ MESSAGE_TYPES: dict[FrameType, type[Message]] = {
     FrameType.STEP: Step,
     FrameType.STEP_FAILED: StepFailed,
     FrameType.DRAWN: Drawn,
+    FrameType.READ_BLOCKS: ReadBlocks,
+    FrameType.WRITE_BLOCKS: WriteBlocks,
+    FrameType.BLOCKS_DONE: BlocksDone,
     FrameType.INQUIRE: Inquire,
     FrameType.REACHED: Reached,
     FrameType.PING: Ping,
