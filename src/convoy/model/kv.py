@@ -8,8 +8,10 @@ and by the head's prefix tags that K/V which a row builds on is that of the row'
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from convoy.errors import StepError
@@ -108,6 +110,29 @@ class BlockTables:
         for row, table in staged.rows:
             table.length = row.start + row.num_tokens
             self._remember(row, table)
+
+    def check_blocks(self, blocks: Sequence[int]) -> None:
+        """Raises StepError for a block that the pools do not have, or that is named twice."""
+        for block in blocks:
+            if not 0 <= block < self.num_blocks:
+                raise StepError(f"block {block} is named, but the pool has {self.num_blocks}")
+        if len(set(blocks)) != len(blocks):
+            raise StepError("a block is named twice")
+
+    def fill(self, blocks: Sequence[int], tags: Sequence[bytes]) -> None:
+        """Blocks of the one cache group, in no table, are full from now on, with ``tags`` at their ends.
+
+        Raises StepError; nothing is changed then.
+        """
+        self.check_blocks(blocks)
+        if self._num_groups > 1:
+            raise StepError(f"blocks are filled in one of {self._num_groups} cache groups")
+        if len(tags) != len(blocks) or any(len(tag) != PREFIX_TAG_BYTES for tag in tags):
+            raise StepError(f"{len(blocks)} blocks come with {len(tags)} tags")
+        for block in blocks:
+            if self._holders[0, block]:
+                raise StepError(f"block {block} is filled, which a sequence holds")
+        self._full.update(((0, block), tag) for block, tag in zip(blocks, tags, strict=True))
 
     def _remember(self, row: Row, table: BlockTable) -> None:
         """Take a row's tags, and forget those of what it wrote over."""
@@ -241,9 +266,22 @@ class KvPool:
     """
 
     def __init__(self, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> None:
-        self._runs = torch.zeros(2 * num_blocks * num_kv_heads, block_size * head_dim)
+        # the system gives zeroed pages as they are touched; torch would write all the zeros at once
+        memory = np.zeros((2 * num_blocks * num_kv_heads, block_size * head_dim), dtype=np.float32)
+        self._runs = torch.from_numpy(memory)
         self._rows = self._runs.view(-1, head_dim)
         self._head_dim = head_dim
+        self._blocks = self._runs.view(2, num_blocks, num_kv_heads, block_size, head_dim)
+
+    def read_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
+        """[2, positions, kv_heads, head_dim] of ``blocks``, int64, in their order."""
+        found = self._blocks.index_select(1, blocks).transpose(2, 3)
+        return found.reshape(2, -1, *found.shape[3:])
+
+    def write_blocks(self, blocks: torch.Tensor, kv: torch.Tensor) -> None:
+        """The reverse."""
+        runs = kv.view(2, len(blocks), -1, *kv.shape[2:]).transpose(2, 3)
+        self._blocks.index_copy_(1, blocks, torch.nan_to_num(runs))
 
     def write(self, rows: torch.Tensor, kv: torch.Tensor) -> None:
         """Put ``kv`` [N, head_dim] at ``rows`` [N] of [2 * num_blocks * kv_heads * block_size]."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,9 +14,11 @@ from convoy.model.kv import BlockTables, KvPool, StagedStep
 from convoy.model.load import LoadedModules, LoadProgress, load_modules
 from convoy.model.packed import KEY_BLOCK, HeadShape, describe_group
 from convoy.model.rope import RopeTable, spread_over_heads
-from convoy.model.selfcheck import EXACT, PLAIN, check_linears
+from convoy.model.selfcheck import EXACT, PLAIN, check_heads, check_linears, least_tile_rows
 from convoy.model.source import ModelSource
 from convoy.wire.messages import StageAssignment, Step
+
+MAX_CARRIED_BYTES = 64 * 1024 * 1024  # of K/V that is read or written at once
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,46 @@ class Stage:
         padded = hidden if num_rows > 1 or self.options.kernel != EXACT else hidden.expand(2, -1)
         logits: torch.Tensor = head(norm(padded))
         return logits[:num_rows]
+
+    @torch.inference_mode()
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
+        """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
+
+        Raises StepError for what this stage does not have, and for more than MAX_CARRIED_BYTES.
+        """
+        self._need_tables().check_blocks(blocks)
+        mine = self.assignment
+        if not mine.start <= start < end <= mine.end:
+            raise StepError(
+                f"layers [{start}, {end}) are asked for, and this stage has [{mine.start}, {mine.end})"
+            )
+        self._kv_shape(end - start, len(blocks))
+        index = torch.tensor(blocks, dtype=torch.int64)
+        return torch.stack([self._pools[layer].read_blocks(index) for layer in range(start, end)])
+
+    @torch.inference_mode()
+    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor) -> None:
+        """Fill ``blocks``, which no sequence has, in every layer here; ``kv`` as `read_blocks` gives.
+
+        They hold the prefixes of ``tags`` then. Raises StepError; nothing is changed then.
+        """
+        tables = self._need_tables()
+        expected = self._kv_shape(len(self._pools), len(blocks))
+        if kv.shape != expected or kv.dtype != torch.float32:
+            raise StepError(
+                f"K/V came as {kv.dtype} of shape {list(kv.shape)}, expected float32 of {list(expected)}"
+            )
+        tables.fill(blocks, tags)
+        index = torch.tensor(blocks, dtype=torch.int64)
+        for layer, pool in self._pools.items():
+            pool.write_blocks(index, kv[layer - self.assignment.start])
+
+    def _kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        spec, size = self._spec, self.options.block_size
+        shape = (num_layers, 2, num_blocks * size, spec.num_kv_heads, spec.head_dim)
+        if 4 * math.prod(shape) > MAX_CARRIED_BYTES:
+            raise StepError(f"{num_blocks} blocks of {num_layers} layers are over {MAX_CARRIED_BYTES} bytes")
+        return shape
 
     def _need_tables(self) -> BlockTables:
         if self._tables is None:
