@@ -68,7 +68,7 @@ def test_the_reverse_layout_shows_that_a_peer_sees_token_ids(folder: Path) -> No
     [
         (["--layers", "0:3,output", "--layers", "3:5"], "layer 3 claimed twice"),
         (["--layers", "0:1,output", "--layers", "3:5"], "nobody owns layer 2"),
-        (["--layers", "0:2", "--layers", "3:output"], "beta claims the output"),
+        (["--layers", "0:2,output", "--layers", "3:output"], "the output claimed twice, by alpha"),
         (["--layers", "0-2"], "invalid span '0-2'"),
         (["--members", "7"], "7 members cannot share 6 layers"),
     ],

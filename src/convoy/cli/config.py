@@ -5,7 +5,8 @@
     [listen]   host, port, discover                         where peers reach this member
     [serve]    host, port, api_key_file, max_waiting, drain_s   the HTTP server of a head
     [model]    name or path, kernel, activation_dtype, num_threads, memory_gb
-    [engine]   max_batch, max_step_tokens, prefill_chunk, block_size, num_blocks (0: as many as fit)
+    [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
+               many as stages), block_size, num_blocks (0: as many as fit)
     [plan]     layers = { alpha = "0:5,output", beta = "6:11" }, wait_s
 
 Every table and key is optional here; what a verb cannot do without, it asks for with a `require_` method.
@@ -32,6 +33,7 @@ _OPERATOR_KEY_BYTES = 32
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+InFlight = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Complaint = Callable[[str], str]
@@ -83,11 +85,16 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """Limits of the scheduler. ``num_blocks`` 0 means as many as fit in memory."""
+    """Limits of the scheduler. 0 means: ``num_blocks`` as many as fit in memory, ``micro_batches`` as many as
+    stages, ``prefill_window`` as many as micro-batches.
+    """
 
     max_batch: Count = 32
     max_step_tokens: Count = 512
     prefill_chunk: Count = 256
+    prefill_window: InFlight = 0
+    micro_batches: InFlight = 0
+    level_chunks: bool = True
     block_size: Count = 16
     num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
 

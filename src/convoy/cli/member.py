@@ -117,6 +117,9 @@ def head_options(config: Config) -> HeadOptions:
         max_batch=engine.max_batch,
         max_step_tokens=engine.max_step_tokens,
         prefill_chunk=engine.prefill_chunk,
+        prefill_window=engine.prefill_window,
+        micro_batches=engine.micro_batches,
+        level_chunks=engine.level_chunks,
         max_waiting=config.serve.max_waiting,
     )
 

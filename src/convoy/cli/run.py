@@ -13,6 +13,7 @@ from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.pin import PinFlag, pinned, share_cores
 from convoy.cli.serve import serve_cluster, start_cluster
+from convoy.cli.steps import MaxBatchFlag, MicroBatchesFlag, PrefillChunkFlag, PrefillWindowFlag, given
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:
@@ -36,6 +37,10 @@ def run(
     kernel: Annotated[str, typer.Option(help="auto, exact-f32 or plain-f32.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,
     pin: PinFlag = False,
+    max_batch: MaxBatchFlag = None,
+    prefill_chunk: PrefillChunkFlag = None,
+    prefill_window: PrefillWindowFlag = None,
+    micro_batches: MicroBatchesFlag = None,
     host: Annotated[str, typer.Option(help="HTTP address.")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
     as_json: JsonFlag = False,
@@ -48,7 +53,13 @@ def run(
     # What is wrong with the flags is said before anything is started.
     source = ModelSource.resolve(model)
     cores = share_cores(members) if pin else None
-    options = LocalOptions(members, layers, kernel, threads, cores=cores)
+    engine = given(
+        max_batch=max_batch,
+        prefill_chunk=prefill_chunk,
+        prefill_window=prefill_window,
+        micro_batches=micro_batches,
+    )
+    options = LocalOptions(members, layers, kernel, threads, engine=engine, cores=cores)
     options.check(source.spec)
     asked = None if prompt is None else Asked(prompt, raw, max_tokens, temperature, seed).request(source)
     with LocalCluster(options) as local, pinned(options.head_cores):

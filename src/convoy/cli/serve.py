@@ -16,6 +16,7 @@ from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
 from convoy.cli.serve_invite import InviteFlags
+from convoy.cli.steps import MaxBatchFlag, MicroBatchesFlag, PrefillChunkFlag, PrefillWindowFlag
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="HTTP address.")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
+    max_batch: MaxBatchFlag = None,
+    prefill_chunk: PrefillChunkFlag = None,
+    prefill_window: PrefillWindowFlag = None,
+    micro_batches: MicroBatchesFlag = None,
     invite: Annotated[
         bool, typer.Option("--invite", help="First let one machine in; makes what a first machine needs.")
     ] = False,
@@ -57,12 +62,21 @@ def serve(
     if chosen is None:
         raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
     http = override(settings.serve, host=host, port=port)
-    settings = override(settings, serve=http)
+    engine = override(
+        settings.engine,
+        max_batch=max_batch,
+        prefill_chunk=prefill_chunk,
+        prefill_window=prefill_window,
+        micro_batches=micro_batches,
+    )
+    settings = override(settings, serve=http, engine=engine)
+    head_options(settings).check()
     if config is None:
         from convoy.cli.local import LocalCluster, LocalOptions
 
         with LocalCluster(LocalOptions(num_members=1)) as local:
-            serve_cluster(override(local.config(local.head), serve=http), chosen, as_json=as_json)
+            settings = override(local.config(local.head), serve=http, engine=engine)
+            serve_cluster(settings, chosen, as_json=as_json)
     else:
         serve_cluster(settings, chosen, as_json=as_json)
 
