@@ -75,8 +75,7 @@ HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
 
 
 def plan_for(source: ModelSource, head: Head) -> Plan:
-    plan, _ = head._make_plan({"alpha": HELLO, "beta": HELLO})
-    return plan
+    return head.planner.first({"alpha": HELLO, "beta": HELLO}).plan
 
 
 def ask_once(cluster: RunningCluster) -> str:

@@ -1,57 +1,45 @@
-"""Bring-up on the head: reach the peers, agree on a plan, load, activate, and hand an executor to the engine.
+"""The head of a cluster: its company, its own stage, and the plan that runs over all of them.
 
-1. dial every peer of the roster and say `Hello`
-2. place the layers over what the members offer
+1. gather the peers of the roster, and greet them (`company`)
+2. place the layers over what the members offer (`planning`)
 3. send `Plan`; every member loads its own stage at the same time
 4. take the smallest block count that fits everywhere and send `Activate`
-5. steps may flow
+5. steps may flow, until a member is lost; then 2 to 4 once more (`recovery`)
 """
 
 from __future__ import annotations
 
 import hashlib
-import queue
-import threading
-import time
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from convoy.cluster.company import FROM_PEER, Company
 from convoy.cluster.mailbox import Mailbox
-from convoy.cluster.offer import agree_kernel, check_dtype, make_hello
 from convoy.cluster.options import HeadOptions
+from convoy.cluster.planning import Planner, Proposal
 from convoy.cluster.status import StageStatus
 from convoy.cluster.vetting import Vetting
+from convoy.engine.deadline import StepClock
 from convoy.engine.executor import Executor
 from convoy.engine.local import LocalExecutor
 from convoy.engine.pipeline import PipelineExecutor, PipelineOptions
-from convoy.errors import ConvoyError, LinkClosed, PeerError, PeerUnreachable, PlanError
+from convoy.errors import ConvoyError, LinkClosed, PeerError, PlanError
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
-from convoy.plan.placement import MemberOffer, Placement, place
+from convoy.plan.placement import Placement
+from convoy.plan.route import Route
 from convoy.transport.link import Link, Received
-from convoy.transport.member import Member
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
 from convoy.wire.codec import encode_message
-from convoy.wire.messages import Activate, Activated, FrameType, Hello, Plan, Ready, StageAssignment
+from convoy.wire.messages import Activate, Activated, Hello, Plan, Ready, StageAssignment
+
+__all__ = ["FROM_PEER", "Granted", "Head", "LoadProgress", "plan_digest"]
+
+_log = logging.getLogger(__name__)
 
 LoadProgress = Callable[[str, int, int], None]  # member, loaded bytes, total bytes
-
-FROM_PEER = frozenset(
-    {
-        FrameType.HELLO,
-        FrameType.PROGRESS,
-        FrameType.READY,
-        FrameType.REFUSE,
-        FrameType.ACTIVATED,
-        FrameType.HIDDEN,
-        FrameType.STEP_FAILED,
-        FrameType.DRAWN,
-        FrameType.CHALLENGE,
-        FrameType.EVIDENCE,
-    }
-)
-_RETRY_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +52,10 @@ class Granted:
     num_blocks: int
     max_context: int
 
+    @property
+    def members(self) -> set[str]:
+        return {stage.member for stage in self.plan.stages}
+
 
 def plan_digest(plan: Plan) -> bytes:
     """SHA-256 of the plan's encoding: what `Activate` names."""
@@ -71,7 +63,7 @@ def plan_digest(plan: Plan) -> bytes:
 
 
 class Head:
-    """The head's side of a running cluster: its links, its stage, the plan and the executor over all."""
+    """The head's side of a running cluster: its company, its stage, the plan and the executor over all."""
 
     def __init__(
         self,
@@ -87,18 +79,41 @@ class Head:
         """
         options.check()
         self._watch = watch or (lambda: None)
-        self._gone = False
         self._me = me
-        self._network = network or TcpNetwork()
         self._source = source
         self._options = options
-        self._mailbox = Mailbox(watch)
-        self._pipeline: PipelineExecutor | None = None
-        self.vetting = Vetting(lambda: self._me.current, options.member)
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_joined: Callable[[str], None] = lambda _name: None
+        self.company = Company(
+            me,
+            network or TcpNetwork(),
+            options,
+            receive=self._deliver,
+            lost=self._lost,
+            joined=self._joined,
+        )
+        self.planner = Planner(me, source, options, self.company.vetting)
+        self.clock = StepClock(options.step_timeout_s)
+        self._stage: Stage | None = None
+        self._members: set[str] = set()
+        self._receiver: Mailbox | PipelineExecutor | None = None
         self._closed = False
-        self.links: dict[str, Link] = {}
+        self.failed: str | None = None
         self.executor: Executor | None = None
         self.granted: Granted | None = None
+
+    @property
+    def vetting(self) -> Vetting:
+        return self.company.vetting
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """Of the peers that are here now."""
+        return self.company.links
+
+    @property
+    def name(self) -> str:
+        return self._me.name
 
     def bring_up(self, on_load: LoadProgress | None = None) -> Granted:
         """Everything up to the first step.
@@ -106,16 +121,64 @@ class Head:
         Raises `PeerError`, `PlanError` or `ModelError`; the links are closed then.
         """
         try:
-            hellos = self._meet_peers()
-            plan, placement = self._make_plan(hellos)
-            stage, readies = self._load(plan, on_load)
-            self.granted = self._activate(plan, placement, hellos, stage, readies)
-            self.executor = self._make_executor(plan, stage)
-            self.vetting.watch(self.links, plan)
-            return self.granted
+            self.company.gather(self._watch)
+            proposal = self.planner.first(self.hellos())
+            granted = self.install(proposal, self._watch, on_load)
+            self.company.seek()
+            return granted
         except BaseException:
             self.close("the head could not bring the cluster up")
             raise
+
+    def hellos(self) -> dict[str, Hello]:
+        """What those offer that are here, the head first."""
+        return {self.name: self.company.hello} | {
+            name: hello for name, (_, hello) in self.company.present().items()
+        }
+
+    def install(
+        self, proposal: Proposal, watch: Callable[[], None], on_load: LoadProgress | None = None
+    ) -> Granted:
+        """Load, activate, and make the executor of this plan; `stop` was called if another one ran.
+
+        ``watch`` is called meanwhile, and what it raises ends it. Raises `PeerError`, `PlanError` or
+        `ModelError`; then ``failed`` names the peer because of which, if it was one.
+        """
+        plan = proposal.plan
+        links = {name: link for name, (link, _) in self.company.present().items() if name in proposal.members}
+        mailbox = Mailbox(watch, plan.generation)
+        self._receiver, self._members, self.failed = mailbox, proposal.members, None
+        try:
+            for link in links.values():
+                link.send(plan, generation=plan.generation)
+            self._stage = stage = self._load(plan, watch, on_load)
+            readies = self._gather_ready(mailbox, links, on_load)
+            granted = self._activate(proposal, stage, mailbox, links, readies)
+        except BaseException:
+            self.failed = mailbox.failed
+            raise
+        finally:
+            self._receiver = None
+            mailbox.close()
+        self._run(granted, stage, links)
+        return granted
+
+    def stop(self) -> None:
+        """The plan is over: its frames are for nobody, and its K/V is free. The stage's weights stay."""
+        self.vetting.pause()
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+        if self.executor is not None:
+            self.executor.close()
+        if self._stage is not None:
+            self._stage.forget()
+
+    def route(self) -> Route:
+        """The way of a token through those that are here: it may lack stages."""
+        assert self.granted is not None, "route() before bring_up()"
+        here = {self.name, *self.company.present()}
+        return self.granted.placement.route.without(self.granted.members - here)
 
     def stages(self) -> list[StageStatus]:
         """The picture of the cluster now, with a fresh round trip to each peer."""
@@ -124,155 +187,67 @@ class Head:
 
     def sealed_bytes(self) -> int:
         """All that the head sent and received in sealed frames."""
-        return sum(link.sent_sealed_bytes + link.received_sealed_bytes for link in self.links.values())
+        return self.company.sealed_bytes()
 
     def close(self, reason: str = "the head is shutting down") -> None:
         """Say goodbye on every link. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
-        self._mailbox.close()
-        self.vetting.attestation.close()
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.close()
         if self.executor is not None:
             self.executor.close()
-        for link in self.links.values():
-            link.close(reason)
-
-    # 1. dial and greet
-
-    def _meet_peers(self) -> dict[str, Hello]:
-        hello = make_hello(self._options.member)
-        peers = [member for member in self._me.roster.members if member.name != self._me.name]
-        self._dial_all(peers)
-        for link in self.links.values():
-            self.vetting.attestation.attach(link)
-            link.start(self._deliver, self._lost, FROM_PEER)
-            link.send(hello)
-        answers = self._mailbox.gather(self.links, Hello, self._options.wait_s)
-        self.vetting.admit(self.links, self._watch)
-        return {self._me.name: hello, **{name: answers[name] for name in self.links}}
-
-    def _dial_all(self, peers: list[Member]) -> None:
-        # At once, because each absent one takes the whole wait; the first that fails ends it for all.
-        reached: queue.SimpleQueue[Link | BaseException | None] = queue.SimpleQueue()
-
-        def reach(member: Member) -> None:
-            try:
-                reached.put(self._dial_until(member))
-            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-                reached.put(error)
-
-        for member in peers:
-            threading.Thread(target=reach, args=(member,), name=f"dial {member.name}", daemon=True).start()
-        for _ in peers:
-            link = reached.get()
-            if isinstance(link, BaseException):
-                self._gone = True
-                raise link
-            if link is not None:
-                self.links[link.peer] = link
-
-    def _dial_until(self, member: Member) -> Link | None:
-        """None once the roster lists it no more."""
-        deadline = time.monotonic() + self._options.wait_s
-        while True:
-            self._watch()
-            if all(listed.name != member.name for listed in self._me.roster.members):
-                return None
-            try:
-                remaining = max(_RETRY_S, deadline - time.monotonic())
-                link = self._network.dial(self._me, member, min(5.0, remaining))
-                if self._gone:
-                    link.close("the head gave up on another member")
-                return link
-            except PeerUnreachable as error:
-                if time.monotonic() >= deadline or self._gone:
-                    host, port = member.address
-                    raise PeerUnreachable(
-                        f"{member.name} at {host}:{port} did not answer within {self._options.wait_s:g} s",
-                        hint=f"run `convoy join` on {member.name}, mend its address in the roster, "
-                        f"or take it out: `convoy roster remove {member.name}`",
-                    ) from error
-                time.sleep(_RETRY_S)
-
-    # 2. plan
-
-    def _make_plan(self, hellos: dict[str, Hello]) -> tuple[Plan, Placement]:
-        kernel = agree_kernel(hellos, self._me.name)
-        dtype = check_dtype(hellos, self._me.name)
-        offers = [
-            MemberOffer(
-                name, hello.memory_bytes, name == self._me.name, self.vetting.level(name), hello.num_threads
-            )
-            for name, hello in sorted(hellos.items(), key=lambda item: self._rank(item[0]))
-        ]
-        rules = self._options.member.policy.placement
-        with self.vetting.explain():
-            placement = place(self._source.spec, offers, self._options.spans, rules)
-        plan = Plan(
-            generation=time.time_ns(),  # grows over restarts: frames of an earlier head are told apart
-            model=self._source.name,
-            model_digest=self._source.digest,
-            stages=list(placement.stages),
-            kernel=kernel,
-            activation_dtype=dtype,
-            block_size=self._options.block_size,
-            max_context=self._max_context(),
-        )
-        return plan, placement
-
-    def _rank(self, name: str) -> int:
-        """The head first, then the others as the roster lists them."""
-        names = [member.name for member in self._me.roster.members]
-        if name == self._me.name:
-            return -1
-        return names.index(name) if name in names else len(names)  # taken out a moment ago
-
-    def _max_context(self) -> int:
-        context = self._source.spec.max_context
-        return min(context, self._options.max_context) if self._options.max_context else context
+        self.company.close(reason)
 
     # 3. load
 
-    def _load(self, plan: Plan, on_load: LoadProgress | None) -> tuple[Stage, dict[str, Ready]]:
-        holders = [link for name, link in self.links.items() if any(s.member == name for s in plan.stages)]
-        for link in holders:
-            link.send(plan, generation=plan.generation)
-        mine = next(stage for stage in plan.stages if stage.member == self._me.name)
-        progress = None if on_load is None else (lambda done, total: on_load(self._me.name, done, total))
+    def _load(self, plan: Plan, watch: Callable[[], None], on_load: LoadProgress | None) -> Stage:
+        mine = next(stage for stage in plan.stages if stage.member == self.name)
         options = StageOptions(
             kernel=plan.kernel, block_size=plan.block_size, num_threads=self._options.member.num_threads
         )
-        stage = Stage.load(self._source, mine, options, progress)
-        readies = self._mailbox.gather(
-            [link.peer for link in holders],
+
+        def progress(done: int, total: int) -> None:
+            watch()
+            if on_load is not None:
+                on_load(self.name, done, total)
+
+        before, self._stage = self._stage, None
+        return Stage.load(self._source, mine, options, progress, before=before)
+
+    def _gather_ready(
+        self, mailbox: Mailbox, links: dict[str, Link], on_load: LoadProgress | None
+    ) -> dict[str, Ready]:
+        return mailbox.gather(
+            links,
             Ready,
             self._options.load_wait_s,
             None if on_load is None else (lambda peer, p: on_load(peer, p.loaded_bytes, p.total_bytes)),
         )
-        return stage, readies
 
     # 4. activate
 
     def _activate(
         self,
-        plan: Plan,
-        placement: Placement,
-        hellos: dict[str, Hello],
+        proposal: Proposal,
         stage: Stage,
+        mailbox: Mailbox,
+        links: dict[str, Link],
         readies: dict[str, Ready],
     ) -> Granted:
-        room = hellos[self._me.name].memory_bytes - stage.weight_bytes
-        fits = {self._me.name: room // stage.block_bytes} | {n: r.max_blocks for n, r in readies.items()}
+        plan = proposal.plan
+        room = self.company.hello.memory_bytes - stage.weight_bytes
+        fits = {self.name: room // stage.block_bytes} | {n: r.max_blocks for n, r in readies.items()}
         num_blocks = self._choose_blocks(fits, plan)
         stage.make_pools(num_blocks)
+        activate = Activate(plan.generation, plan_digest(plan), num_blocks)
         for name in readies:
-            self.links[name].send(
-                Activate(plan.generation, plan_digest(plan), num_blocks), generation=plan.generation
-            )
-        self._mailbox.gather(readies, Activated, self._options.wait_s)
-        weights = {self._me.name: stage.weight_bytes} | {n: r.weight_bytes for n, r in readies.items()}
-        return Granted(plan, placement, weights, num_blocks, plan.max_context)
+            links[name].send(activate, generation=plan.generation)
+        mailbox.gather(readies, Activated, self._options.wait_s)
+        weights = {self.name: stage.weight_bytes} | {n: r.weight_bytes for n, r in readies.items()}
+        return Granted(plan, proposal.placement, weights, num_blocks, plan.max_context)
 
     def _choose_blocks(self, fits: dict[str, int], plan: Plan) -> int:
         tightest = min(fits, key=lambda name: fits[name])
@@ -289,34 +264,60 @@ class Head:
 
     # 5. run
 
-    def _make_executor(self, plan: Plan, stage: Stage) -> Executor:
+    def _run(self, granted: Granted, stage: Stage, links: dict[str, Link]) -> None:
+        plan = granted.plan
+        self.clock.settle()
         if len(plan.stages) == 1:
-            return LocalExecutor(stage)
-        options = PipelineOptions(
-            generation=plan.generation,
-            depth=self._options.depth(len(plan.stages)),
-            step_timeout_s=self._options.step_timeout_s,
-            activation_dtype=plan.activation_dtype,
+            self.executor = LocalExecutor(stage)
+        else:
+            options = PipelineOptions(
+                generation=plan.generation,
+                depth=self._options.depth(len(plan.stages)),
+                step_timeout_s=self._options.step_timeout_s,
+                activation_dtype=plan.activation_dtype,
+            )
+            self.executor = self._receiver = PipelineExecutor(
+                stage, plan.stages, self.name, links, options, clock=self.clock
+            )
+        self.granted = granted
+        self.vetting.watch(links, plan)
+        self._preload(granted)
+
+    def _preload(self, granted: Granted) -> None:
+        """Standbys that have the memory load the largest peer's stage, so that a loss finds it there."""
+        largest = max(
+            (name for name in granted.weight_bytes if name != self.name),
+            key=lambda name: granted.weight_bytes[name],
+            default=None,
         )
-        self._pipeline = PipelineExecutor(stage, plan.stages, self._me.name, self.links, options)
-        self._mailbox.close()
-        return self._pipeline
+        if largest is None:
+            return
+        for name, (link, hello) in self.company.present().items():
+            if not hello.standby or name in granted.members:
+                continue
+            if hello.memory_bytes < granted.weight_bytes[largest]:
+                _log.info("%s is a standby without the memory for the stage of %s", name, largest)
+                continue
+            plan = self.planner.in_place_of(granted.plan, largest, name)
+            try:
+                link.post(plan)
+            except ConvoyError as error:
+                _log.info("%s preloads nothing: %s", name, error.message)
 
     def _deliver(self, link: Link, received: Received) -> None:
-        if self.vetting.attestation.takes(link, received):
-            return
-        (self._pipeline or self._mailbox).deliver(link, received)
+        receiver = self._receiver
+        if receiver is not None and link.peer in self._members:
+            receiver.deliver(link, received)
 
     def _lost(self, link: Link, error: ConvoyError) -> None:
-        told = self.vetting.lost(link, error)
-        if told is not None and self._needs(link):
-            (self._pipeline or self._mailbox).lost(link, told)
+        """Before a plan runs, a loss is one of those that it is made for; then of those that hold a stage."""
+        receiver = self._receiver
+        if receiver is not None and link.peer in self._members:
+            receiver.lost(link, error)
+            self.on_lost()
 
-    def _needs(self, link: Link) -> bool:
-        """Before a plan runs everybody is needed; then those that hold a stage."""
-        if self._pipeline is None or self.granted is None:
-            return True
-        return any(stage.member == link.peer for stage in self.granted.plan.stages)
+    def _joined(self, name: str) -> None:
+        self.on_joined(name)
 
     def _address(self, name: str) -> str:
         """Empty for a member that a newer roster took out: its stage is lost, and shown until a new plan."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from convoy.cluster.options import PeerOptions
+from convoy.engine.keeper import BlockKeeper
 from convoy.engine.peer import StageLoop, StageRoute
 from convoy.errors import Incompatible, ModelError, StepError
 from convoy.model.source import ModelSource, needs_no_files
@@ -16,7 +17,7 @@ from convoy.wire.messages import Activate, Hello, Plan, StageAssignment
 
 @dataclass(slots=True)
 class LoadedPlan:
-    """``loop``, ``successor`` and ``predecessor`` are None until the plan is active.
+    """``loop``, ``keeper``, ``successor`` and ``predecessor`` are None until the plan is active.
 
     The predecessor's link is known with its first hidden state; a predecessor that is the head uses the
     head's link.
@@ -28,6 +29,7 @@ class LoadedPlan:
     position: int
     max_blocks: int
     loop: StageLoop | None = None
+    keeper: BlockKeeper | None = None
     successor: Link | None = None
     predecessor: Link | None = None
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import msgspec
 
 from convoy.cluster.attestation import Attestation
 from convoy.cluster.head import plan_digest
 from convoy.cluster.loaded import LoadedPlan, load_plan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
+from convoy.engine.keeper import BlockKeeper
 from convoy.errors import ConvoyError, LinkClosed, StepError
+from convoy.model.stage import Stage
 from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.transport.membership import Membership
@@ -25,12 +28,16 @@ from convoy.wire.messages import (
     Activated,
     FrameType,
     Hello,
+    Inquire,
     Plan,
     Progress,
+    Reached,
+    ReadBlocks,
     Ready,
     Refuse,
     Step,
     StepFailed,
+    WriteBlocks,
 )
 
 _log = logging.getLogger(__name__)
@@ -41,7 +48,11 @@ FROM_HEAD = frozenset(
         FrameType.PLAN,
         FrameType.ACTIVATE,
         FrameType.STEP,
+        FrameType.INQUIRE,
         FrameType.HIDDEN,
+        FrameType.READ_BLOCKS,
+        FrameType.WRITE_BLOCKS,
+        FrameType.BLOCKS,
         FrameType.CHALLENGE,
         FrameType.EVIDENCE,
     }
@@ -76,11 +87,12 @@ class Peer:
         self._on_event = on_event or (lambda _event: None)
         self._quiet = QuietLog(_log)  # a member that sends nonsense without end fills no disk
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
-        self._hello = make_hello(options.member)
+        self._hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
         self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
         self._links: set[Link] = set()
         self._head: Link | None = None
         self._loaded: LoadedPlan | None = None
+        self._kept: Stage | None = None  # of a plan that is over: its weights, for the next
         self._generation = 0  # of the newest plan seen; an older one is a head that was given up
         self._stopping = False
 
@@ -118,8 +130,29 @@ class Peer:
         link.start(self._deliver, self._ended, FROM_HEAD if from_head else FROM_PREDECESSOR)
 
     def _deliver(self, link: Link, received: Received) -> None:
-        if not self._attestation.takes(link, received):
-            self._inbox.put(link, (link, received), weight_of(received))
+        if self._attestation.takes(link, received):
+            return
+        if isinstance(received, ReceivedMessage) and link is self._head:
+            if isinstance(received.message, Inquire):
+                self._say_how_far(link, received.message.generation)
+                return
+            if isinstance(received.message, Plan):
+                self._end_ring()
+        self._inbox.put(link, (link, received), weight_of(received))
+
+    def _say_how_far(self, link: Link, generation: int) -> None:
+        loaded = self._loaded
+        running = loaded is not None and loaded.plan.generation == generation
+        loop = loaded.loop if loaded is not None and running else None
+        with contextlib.suppress(ConvoyError):  # then its link is over, and says so itself
+            link.post(Reached(generation, -1 if loop is None else loop.finished_step))
+
+    def _end_ring(self) -> None:
+        """Another plan is here: nobody has to finish a send to a neighbour of the old one."""
+        loaded = self._loaded
+        for link in loaded.neighbours() if loaded is not None else []:
+            if link is not self._head:
+                link.dismiss("the plan is over", revoke=True)
 
     def _ended(self, link: Link, error: ConvoyError) -> None:
         self._attestation.detach(link)
@@ -148,13 +181,15 @@ class Peer:
             case Hello():
                 self._meet(link)
             case message if link is not self._head:
-                _dismiss(link, f"{type(message).__name__} is for the head whose greeting was taken to send")
+                link.dismiss(f"{type(message).__name__} is for the head whose greeting was taken to send")
             case Plan() as plan:
                 self._load(link, plan)
             case Activate() as activate:
                 self._activate(link, activate, received.generation)
             case Step() as step if self._loaded is not None and self._loaded.loop is not None:
                 self._loaded.loop.accept_step(step, received.generation)
+            case ReadBlocks() | WriteBlocks() as asked if self._loaded and self._loaded.keeper is not None:
+                self._loaded.keeper.accept(asked, received.generation)
             case message:
                 raise StepError(f"{type(message).__name__} came before a plan was active")
 
@@ -162,11 +197,12 @@ class Peer:
         old = self._head
         if old is not None and old is not link:
             if old.peer != link.peer:
-                _dismiss(link, f"{old.peer} is the head of {self._me.name} already")
+                link.dismiss(f"{old.peer} is the head of {self._me.name} already")
                 return
-            self._forget("the head came back on a new link")
-            old.close("the head came back on a new link")
+            self._forget("the head came back on a new link", everything=True)
+            old.dismiss("the head came back on a new link")
         self._head = link
+        self._generation = 0  # generations grow on one link: another head has another clock
         self._tell("head", f"{link.peer} is here")
         link.send(self._hello)
         self._vet(link)
@@ -209,6 +245,7 @@ class Peer:
             hello=self._hello,
             options=self._options,
             progress=progress,
+            before=self._take_kept(),
         )
         self._loaded = loaded
         self._attestation.attester.model = plan.model_digest
@@ -224,6 +261,7 @@ class Peer:
         if loaded.loop is not None:
             raise StepError("the plan is active already")
         loaded.activate(activate, link.peer, self._dial_successor(link, loaded.successor_name))
+        loaded.keeper = BlockKeeper(loaded.stage, link, generation)
         if loaded.predecessor_name == link.peer:
             loaded.predecessor = link
         link.send(Activated(generation), generation=generation)
@@ -241,12 +279,21 @@ class Peer:
         loaded = self._loaded
         if loaded is None or loaded.loop is None or received.generation != loaded.plan.generation:
             return  # of a plan that is gone: whoever sent it was given up
+        if received.kind is FrameType.BLOCKS:
+            self._blocks(link, loaded, received)
+            return
         if loaded.predecessor is None and link.peer == loaded.predecessor_name:
             loaded.predecessor = link
         if link is not loaded.predecessor:
-            _dismiss(link, "hidden states are for the predecessor in the ring to send")
+            link.dismiss("hidden states are for the predecessor in the ring to send")
             return
         loaded.loop.accept_hidden(link.peer, received)
+
+    def _blocks(self, link: Link, loaded: LoadedPlan, received: ReceivedTensor) -> None:
+        if link is not self._head or loaded.keeper is None:
+            link.dismiss("the K/V of sessions is for the plan's head to send")
+            return
+        loaded.keeper.accept_tensor(received)
 
     def _failed(self, item: Received, error: ConvoyError) -> None:
         """Tell the head, in the form that it waits for; the item came from it or from the predecessor."""
@@ -268,7 +315,7 @@ class Peer:
         self._links.discard(link)
         if link is self._head:
             self._head = None
-            self._forget(f"{link.peer} is gone: {error.message}")
+            self._forget(f"{link.peer} is gone: {error.message}", everything=True)
             self._stopping = self._stopping or self._options.exit_with_head
         elif self._loaded is not None and self._loaded.is_neighbour(link):
             self._ring_broke(
@@ -282,23 +329,31 @@ class Peer:
             with contextlib.suppress(ConvoyError):  # then its link ends too, and says so itself
                 self._head.send(StepFailed(0, why[:_MAX_REASON]), generation=generation)
 
-    def _forget(self, why: str) -> None:
+    def _forget(self, why: str, *, everything: bool = False) -> None:
         self._drop_plan()
+        if everything:
+            self._kept = None
         self._tell("lost", why)
 
     def _drop_plan(self) -> None:
-        """Free the stage and end the ring's links to both neighbours; the head's own link stays."""
+        """Free the K/V and end the ring's links to both neighbours.
+
+        The head's own link stays, and the weights, because its next plan may need most of them.
+        """
         loaded, self._loaded = self._loaded, None
         self._attestation.attester.model = ""
-        for link in loaded.neighbours() if loaded is not None else []:
+        if loaded is None:
+            return
+        loaded.stage.forget()
+        self._kept = loaded.stage
+        for link in loaded.neighbours():
             if link is not self._head:
-                link.close("the plan is over")
+                link.dismiss("the plan is over")
+
+    def _take_kept(self) -> Stage | None:
+        kept, self._kept = self._kept, None
+        return kept
 
     def _tell(self, kind: str, text: str) -> None:
         _log.info("%s: %s", kind, text)
         self._on_event(PeerEvent(kind, text))
-
-
-def _dismiss(link: Link, reason: str) -> None:
-    """Close without waiting: a member that does not hang up must not hold up the thread of the steps."""
-    threading.Thread(target=link.close, args=(reason,), name=f"dismiss {link.peer}", daemon=True).start()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from convoy.cluster.head import Head, LoadProgress
+from convoy.cluster.head import Granted, Head, LoadProgress
 from convoy.cluster.options import HeadOptions
+from convoy.cluster.recovery import Recovery
 from convoy.cluster.status import ClusterStatus
 from convoy.engine.engine import Engine, EngineOptions
+from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import ConvoyError
 from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
@@ -43,19 +45,24 @@ class RunningCluster:
         head = Head(me, source, options, network, watch)
         granted = head.bring_up(on_load)
         assert head.executor is not None
-        limits = options.limits(
-            source.spec,
-            num_stages=len(granted.plan.stages),
-            num_blocks=granted.num_blocks,
-            block_size=granted.plan.block_size,
-        )
+
+        def limits_of(granted: Granted) -> SchedulerLimits:
+            return options.limits(
+                source.spec,
+                num_stages=len(granted.plan.stages),
+                num_blocks=granted.num_blocks,
+                block_size=granted.plan.block_size,
+            )
+
         engine = Engine(
             head.executor,
             tokenizer,
-            limits,
+            limits_of(granted),
             EngineOptions(max_context=granted.max_context),
             options.drafter(source.spec),
+            recovery=Recovery(head, options.recover_wait_s, limits_of),
         )
+        head.on_lost = engine.wake
         running = cls(head, engine, tokenizer)
         try:
             engine.start()
@@ -86,7 +93,7 @@ class RunningCluster:
             model=granted.plan.model,
             ready=ready,
             reason=reason,
-            route=granted.placement.route.describe(),
+            route=self.head.route().describe(),
             kernel=granted.plan.kernel,
             generation=granted.plan.generation,
             stages=self.head.stages(),
@@ -98,6 +105,7 @@ class RunningCluster:
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generated_tokens,
             ring_s=stats.ring_s,
+            recoveries=stats.recoveries,
             drafted_tokens=stats.drafted_tokens,
             accepted_tokens=stats.accepted_tokens,
             level=self.level(),

@@ -51,6 +51,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     prompt_tokens: int
     generated_tokens: int
     ring_s: float | None
+    recoveries: int = 0  # how often other stages took over after a loss
     drafted_tokens: int = 0  # guesses that were run, and those of them that were right
     accepted_tokens: int = 0
     level: str = "none"  # the weakest of all members'

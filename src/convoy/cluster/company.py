@@ -1,0 +1,370 @@
+"""The peers that are with the head now: linked, greeted and admitted; who is missing is dialled meanwhile.
+
+A peer is with the head from its admission until its link ends or it is given up. All of it happens on threads
+of links and of dials; whoever waits for a change waits here.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from convoy.cluster.backoff import Backoff
+from convoy.cluster.mailbox import Mailbox
+from convoy.cluster.offer import make_hello
+from convoy.cluster.options import HeadOptions
+from convoy.cluster.vetting import Vetting
+from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
+from convoy.transport.link import Link, Received, ReceivedMessage
+from convoy.transport.member import Member, Roster
+from convoy.transport.membership import Membership
+from convoy.transport.network import Network
+from convoy.wire.messages import FrameType, Hello, Inquire, Reached
+
+_log = logging.getLogger(__name__)
+
+FROM_PEER = frozenset(
+    {
+        FrameType.HELLO,
+        FrameType.PROGRESS,
+        FrameType.READY,
+        FrameType.REFUSE,
+        FrameType.ACTIVATED,
+        FrameType.HIDDEN,
+        FrameType.STEP_FAILED,
+        FrameType.DRAWN,
+        FrameType.REACHED,
+        FrameType.BLOCKS,
+        FrameType.BLOCKS_DONE,
+        FrameType.CHALLENGE,
+        FrameType.EVIDENCE,
+    }
+)
+_RETRY_S = 0.2
+_DIAL_S = 5.0
+_GREET_S = 10.0
+_EXCLUDED_AGAIN_S = 60.0
+
+
+class Company:
+    """Thread-safe. ``receive`` and ``lost`` are called on receiver threads, ``joined`` on a dial's."""
+
+    def __init__(
+        self,
+        me: Membership,
+        network: Network,
+        options: HeadOptions,
+        *,
+        receive: Callable[[Link, Received], None],
+        lost: Callable[[Link, ConvoyError], None],
+        joined: Callable[[str], None],
+    ) -> None:
+        self.vetting = Vetting(lambda: me.current, options.member)
+        self.links: dict[str, Link] = {}
+        self.hellos: dict[str, Hello] = {}
+        self.slow: set[str] = set()  # given up because they held everybody up
+        self._me = me
+        self._network = network
+        self._options = options
+        self._receive, self._lost, self._joined = receive, lost, joined
+        self._hello = make_hello(options.member)
+        self._changed = threading.Condition()
+        self._num_changes = 0
+        self._greeting: dict[Link, Mailbox] = {}
+        self._sought: set[str] = set()
+        self._seeking = False
+        self._closed = threading.Event()
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._answers: queue.SimpleQueue[tuple[str, Reached]] = queue.SimpleQueue()
+        self._past_bytes = 0
+
+    @property
+    def hello(self) -> Hello:
+        """The head's own."""
+        return self._hello
+
+    @property
+    def num_changes(self) -> int:
+        return self._num_changes
+
+    def present(self) -> dict[str, tuple[Link, Hello]]:
+        """Who is here now."""
+        with self._changed:
+            return {name: (link, self.hellos[name]) for name, link in self.links.items() if not link.is_over}
+
+    def sealed_bytes(self) -> int:
+        """All that crossed the head's links in sealed frames, those that ended included."""
+        with self._changed:
+            links = list(self.links.values())
+            past = self._past_bytes
+        return past + sum(link.sent_sealed_bytes + link.received_sealed_bytes for link in links)
+
+    # Bring-up: everybody that the roster lists, or an error.
+
+    def gather(self, watch: Callable[[], None]) -> None:
+        """Dial, greet and admit all peers, waiting for each. Raises what that comes to for the first."""
+        peers = [member for member in self._me.roster.members if member.name != self._me.name]
+        links = self._dial_all(peers, watch)
+        mailbox = Mailbox(watch)
+        try:
+            for link in links.values():
+                self._greet(link, mailbox)
+            hellos = mailbox.gather(links, Hello, self._options.wait_s)
+            self.vetting.admit(links, watch)
+        except BaseException:
+            for link in links.values():
+                link.dismiss("the head could not bring the cluster up")
+            raise
+        finally:
+            mailbox.close()
+        for name, link in links.items():
+            self._admit(link, hellos[name])
+
+    def _dial_all(self, peers: list[Member], watch: Callable[[], None]) -> dict[str, Link]:
+        # At once, because each absent one takes the whole wait; the first that fails ends it for all.
+        reached: queue.SimpleQueue[Link | BaseException | None] = queue.SimpleQueue()
+        gone = threading.Event()
+        links: dict[str, Link] = {}
+
+        def reach(member: Member) -> None:
+            try:
+                reached.put(self._dial_until(member, watch, gone))
+            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+                reached.put(error)
+
+        for member in peers:
+            threading.Thread(target=reach, args=(member,), name=f"dial {member.name}", daemon=True).start()
+        for _ in peers:
+            link = reached.get()
+            if isinstance(link, BaseException):
+                gone.set()
+                for other in links.values():
+                    other.dismiss("the head gave up on another member")
+                raise link
+            if link is not None:
+                links[link.peer] = link
+        return links
+
+    def _dial_until(self, member: Member, watch: Callable[[], None], gone: threading.Event) -> Link | None:
+        """None once the roster lists it no more."""
+        deadline = time.monotonic() + self._options.wait_s
+        while True:
+            watch()
+            if all(listed.name != member.name for listed in self._me.roster.members):
+                return None
+            try:
+                remaining = max(_RETRY_S, deadline - time.monotonic())
+                link = self._network.dial(self._me, member, min(_DIAL_S, remaining))
+                if gone.is_set():
+                    link.close("the head gave up on another member")
+                return link
+            except PeerUnreachable as error:
+                if time.monotonic() >= deadline or gone.is_set():
+                    host, port = member.address
+                    raise PeerUnreachable(
+                        f"{member.name} at {host}:{port} did not answer within {self._options.wait_s:g} s",
+                        hint=f"run `convoy join` on {member.name}, mend its address in the roster, "
+                        f"or take it out: `convoy roster remove {member.name}`",
+                    ) from error
+                time.sleep(_RETRY_S)
+
+    # While the cluster runs.
+
+    def seek(self) -> None:
+        """From now on, dial whoever the roster lists and is not here, as often as a backoff allows."""
+        self._seeking = True
+        self._unsubscribe = self._me.subscribe(self._seek_missing)
+        self._seek_missing(self._me.roster)
+
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        """Until ``num_changes`` is not ``seen`` any more; False after the time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_changes != seen, timeout_s)
+
+    def wake(self) -> None:
+        """Let those that wait look up."""
+        with self._changed:
+            self._num_changes += 1
+            self._changed.notify_all()
+
+    def give_up(self, name: str, reason: str, *, slow: bool = False) -> None:
+        """It is not here any more, whatever it says from now on; it may come back on a new link."""
+        with self._changed:
+            link = self.links.get(name)
+            if link is None:
+                return
+            self._forget(link)
+            if slow:
+                self.slow.add(name)
+        _log.warning("%s was given up: %s", name, reason)
+        link.dismiss(reason, revoke=True)
+
+    def silent(self, names: set[str], timeout_s: float) -> set[str]:
+        """Which of those that are here do not answer a ping in time. Whose link is over is not here."""
+        with self._changed:
+            links = [link for name, link in self.links.items() if name in names]
+        asked = {link: threading.Event() for link in links}
+
+        def ask(link: Link, answered: threading.Event) -> None:
+            try:
+                link.ping(timeout_s)
+                answered.set()
+            except PeerUnreachable:
+                pass
+            except ConvoyError:  # its link says so itself
+                answered.set()
+
+        threads = [threading.Thread(target=ask, args=one, daemon=True) for one in asked.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {link.peer for link, answered in asked.items() if not answered.is_set()}
+
+    def positions(self, generation: int, names: set[str], timeout_s: float) -> dict[str, int]:
+        """The last step that each has run and sent on, of those that answer in time."""
+        answers: queue.SimpleQueue[tuple[str, Reached]] = queue.SimpleQueue()
+        self._answers = answers
+        for name, (link, _) in self.present().items():
+            if name in names:
+                try:
+                    link.post(Inquire(generation))
+                except ConvoyError as error:
+                    _log.debug("%s cannot be asked: %s", name, error.message)
+        reached: dict[str, int] = {}
+        deadline_s = time.monotonic() + timeout_s
+        while names - reached.keys():
+            try:
+                name, answer = answers.get(timeout=max(0.0, deadline_s - time.monotonic()))
+            except queue.Empty:
+                break
+            if answer.generation == generation:
+                reached[name] = answer.step
+        return reached
+
+    def close(self, reason: str) -> None:
+        """Say goodbye on every link. A second call does nothing."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._unsubscribe()
+        self.vetting.attestation.close()
+        with self._changed:
+            links = {*self.links.values(), *self._greeting}
+        for link in links:
+            link.close(reason)
+        self.wake()
+
+    # Dials' and receiver threads.
+
+    def _greet(self, link: Link, mailbox: Mailbox) -> None:
+        self.vetting.attestation.attach(link)
+        with self._changed:
+            self._greeting[link] = mailbox
+        link.start(self._deliver, self._ended, FROM_PEER)
+        link.send(self._hello)
+
+    def _admit(self, link: Link, hello: Hello) -> None:
+        with self._changed:
+            self._greeting.pop(link, None)
+            self.links[link.peer], self.hellos[link.peer] = link, hello
+            if link.is_over:  # before anybody looked
+                self._forget(link)
+        self.wake()
+
+    def _deliver(self, link: Link, received: Received) -> None:
+        if self.vetting.attestation.takes(link, received):
+            return
+        if isinstance(received, ReceivedMessage) and isinstance(received.message, Reached):
+            self._answers.put((link.peer, received.message))
+            return
+        mailbox = self._greeting.get(link)
+        if mailbox is not None:
+            mailbox.deliver(link, received)
+        elif self.links.get(link.peer) is link:
+            self._receive(link, received)
+
+    def _ended(self, link: Link, error: ConvoyError) -> None:
+        told = self.vetting.lost(link, error)
+        with self._changed:
+            mailbox = self._greeting.pop(link, None)
+            was_here = self.links.get(link.peer) is link
+            if was_here:
+                self._forget(link)
+        if mailbox is not None:
+            mailbox.lost(link, told or error)
+        elif was_here and told is not None:
+            self._lost(link, told)
+        self.wake()
+        self._seek_missing(self._me.roster)
+
+    def _forget(self, link: Link) -> None:
+        """The caller holds the lock."""
+        del self.links[link.peer]
+        self.hellos.pop(link.peer, None)
+        self._past_bytes += link.sent_sealed_bytes + link.received_sealed_bytes
+        self._num_changes += 1
+        self._changed.notify_all()
+
+    def _seek_missing(self, roster: Roster) -> None:
+        if not self._seeking or self._closed.is_set():
+            return
+        with self._changed:
+            here = {self._me.name, *self.links, *(link.peer for link in self._greeting)}
+            missing = [m.name for m in roster.members if m.name not in here and m.name not in self._sought]
+            self._sought.update(missing)
+        for name in missing:
+            threading.Thread(target=self._seek, args=(name,), name=f"seek {name}", daemon=True).start()
+
+    def _seek(self, name: str) -> None:
+        """Until it is here, or the roster lists it no more, or the head closes."""
+        backoff, joined = Backoff(), False
+        try:
+            if name in self.vetting.excluded:
+                self._closed.wait(_EXCLUDED_AGAIN_S)
+            while not self._closed.is_set():
+                member = next((m for m in self._me.roster.members if m.name == name), None)
+                if member is None:
+                    return
+                try:
+                    self._fetch(member)
+                    joined = True
+                    return
+                except ConvoyError as error:
+                    _log.debug("%s is not back: %s", name, error.message)
+                excluded = name in self.vetting.excluded
+                self._closed.wait(_EXCLUDED_AGAIN_S if excluded else backoff.next_s())
+        finally:
+            with self._changed:
+                self._sought.discard(name)
+            if joined:
+                self._joined(name)
+                self._seek_missing(self._me.roster)  # it may have gone again before it was not sought
+
+    def _fetch(self, member: Member) -> None:
+        """Dial, greet and admit one. Raises `ConvoyError` if any of that fails."""
+        link = self._network.dial(self._me, member, _DIAL_S)
+        mailbox = Mailbox(self._require_open)
+        links = {member.name: link}
+        try:
+            self._greet(link, mailbox)
+            hello = mailbox.gather([member.name], Hello, _GREET_S)[member.name]
+            self.vetting.admit(links, self._require_open)
+            if not links:
+                raise LinkBroken(f"{member.name} is below the policy's minimum")
+        except BaseException:
+            with self._changed:
+                self._greeting.pop(link, None)
+            link.dismiss("the greeting failed")
+            raise
+        finally:
+            mailbox.close()
+        self._admit(link, hello)
+        _log.info("%s is here again", member.name)
+
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise LinkBroken("the head is shutting down")

@@ -1,0 +1,168 @@
+"""Which plan to run with those who are here: the way that was asked for, or after a loss the next best.
+
+In this order, and the first that fits: the stages as they were, where all their members are here; the spans
+that a person gave, where all whom they name are here; all members that are no standbys, by themselves; a
+standby in the place of each lost member, so that nobody else loads anything; members and standbys together.
+Who was given up for being slow counts as a standby.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from convoy.cluster.offer import agree_kernel, check_dtype
+from convoy.cluster.options import HeadOptions
+from convoy.cluster.vetting import Vetting
+from convoy.errors import ConvoyError, Incompatible, PlanError
+from convoy.model.source import ModelSource
+from convoy.plan.placement import MemberOffer, Placement, place
+from convoy.plan.span import Span, format_span
+from convoy.transport.membership import Membership
+from convoy.wire.messages import Hello, Plan
+
+_MAX_STANDBY_ORDERS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A plan and where it came from."""
+
+    plan: Plan
+    placement: Placement
+
+    @property
+    def members(self) -> set[str]:
+        return {stage.member for stage in self.plan.stages}
+
+
+class Planner:
+    """Pure but for the clock, which names generations."""
+
+    def __init__(self, me: Membership, source: ModelSource, options: HeadOptions, vetting: Vetting) -> None:
+        self._me = me
+        self._source = source
+        self._options = options
+        self._vetting = vetting
+        self._generation = 0
+        self._kernel = ""
+
+    def first(self, hellos: Mapping[str, Hello]) -> Proposal:
+        """The plan of a bring-up. Raises `PlanError`, `SpanError` or `Incompatible`."""
+        members = [name for name in hellos if not hellos[name].standby]
+        proposal = self._propose({name: hellos[name] for name in members}, self._options.spans)
+        self._kernel = proposal.plan.kernel
+        return proposal
+
+    def again(
+        self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str] = ()
+    ) -> Proposal:
+        """The best plan after a loss; ``before`` None: nothing was lost, and better is wanted.
+
+        Raises `PlanError` with why the members that are here, and no standby, do not do.
+        """
+        refused: ConvoyError | None = None
+        for members, spans in self._ways(hellos, before, slow):
+            try:
+                return self._propose({name: hellos[name] for name in members}, spans)
+            except ConvoyError as error:
+                refused = refused or error
+        assert refused is not None
+        raise PlanError(refused.message, hint=refused.hint) from refused
+
+    def can_spare(self, name: str, hellos: Mapping[str, Hello], before: Placement) -> bool:
+        """Whether the others could hold the layers."""
+        try:
+            self.again({other: hello for other, hello in hellos.items() if other != name}, before)
+        except PlanError:
+            return False
+        return True
+
+    def in_place_of(self, plan: Plan, member: str, standby: str) -> Plan:
+        """The same plan with another member in one place: for a standby to load, not to run."""
+        replace = msgspec.structs.replace
+        stages = [
+            replace(stage, member=standby) if stage.member == member else stage for stage in plan.stages
+        ]
+        return replace(plan, stages=stages)
+
+    def _ways(
+        self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str]
+    ) -> Iterator[tuple[Sequence[str], Mapping[str, str] | None]]:
+        """Members and spans to try. At least one way is always given."""
+        old = {} if before is None else _spans_of(before)
+        spare = [
+            name
+            for name, hello in hellos.items()
+            if name != self._me.name and (name in slow or (hello.standby and name not in old))
+        ]
+        active = [name for name in hellos if name not in spare]
+        if old and old.keys() <= set(active):
+            yield list(old), old
+        spans = self._options.spans
+        if spans and spans.keys() <= set(active):
+            yield active, spans
+            if len(spans) < len(active):
+                yield list(dict.fromkeys([self._me.name, *spans])), spans
+        yield active, None
+        lost = [name for name in old if name not in active]
+        free = [name for name in spare if name not in old]
+        orders = itertools.permutations(free, len(lost)) if lost else iter(())
+        for order in itertools.islice(orders, _MAX_STANDBY_ORDERS):
+            stand_in = dict(zip(lost, order, strict=True))
+            changed = {stand_in.get(name, name): span for name, span in old.items()}
+            yield list(changed), changed
+        spare.sort(key=lambda name: name in old)
+        for count in range(1, len(spare) + 1):
+            yield [*active, *spare[:count]], None
+
+    def _propose(self, hellos: Mapping[str, Hello], spans: Mapping[str, str] | None) -> Proposal:
+        kernel = self._kernel or agree_kernel(dict(hellos), self._me.name)
+        lacking = next((name for name, hello in hellos.items() if kernel not in hello.kernels), None)
+        if lacking is not None:  # another kernel would change the text of what runs
+            raise Incompatible(f"{lacking} cannot run the kernel {kernel}, which is in use")
+        dtype = check_dtype(dict(hellos), self._me.name)
+        offers = [
+            MemberOffer(
+                name, hello.memory_bytes, name == self._me.name, self._vetting.level(name), hello.num_threads
+            )
+            for name, hello in sorted(hellos.items(), key=lambda item: self._rank(item[0]))
+        ]
+        rules = self._options.member.policy.placement
+        with self._vetting.explain():
+            placement = place(self._source.spec, offers, spans, rules)
+        return Proposal(self._plan(placement, kernel, dtype), placement)
+
+    def _plan(self, placement: Placement, kernel: str, dtype: str) -> Plan:
+        # Grows over restarts too, so that frames of an earlier head are told apart; a clock may go back.
+        self._generation = max(time.time_ns(), self._generation + 1)
+        return Plan(
+            generation=self._generation,
+            model=self._source.name,
+            model_digest=self._source.digest,
+            stages=list(placement.stages),
+            kernel=kernel,
+            activation_dtype=dtype,
+            block_size=self._options.block_size,
+            max_context=self._max_context(),
+        )
+
+    def _rank(self, name: str) -> int:
+        """The head first, then the others as the roster lists them."""
+        names = [member.name for member in self._me.roster.members]
+        if name == self._me.name:
+            return -1
+        return names.index(name) if name in names else len(names)  # taken out a moment ago
+
+    def _max_context(self) -> int:
+        context = self._source.spec.max_context
+        return min(context, self._options.max_context) if self._options.max_context else context
+
+
+def _spans_of(placement: Placement) -> dict[str, str]:
+    num_layers = placement.spec.num_layers
+    return {s.member: format_span(Span(s.start, s.end, s.output), num_layers) for s in placement.stages}

@@ -1,0 +1,236 @@
+"""After a loss: who is still there, which plan comes next, and how long to wait for one.
+
+A lost member breaks the plan, not the requests: the engine waits here and then runs their known tokens again.
+A closed link is a loss at once. A step that is late is one once somebody is found who keeps it: a member that
+answers no ping, or the first in the ring that has not passed on what came to it. Who cannot be spared is
+waited for instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from convoy.cluster.backoff import Backoff
+from convoy.cluster.head import Granted, Head
+from convoy.engine.pipeline import PipelineExecutor
+from convoy.engine.recovered import Recovered
+from convoy.engine.scheduler import SchedulerLimits
+from convoy.errors import (
+    CapacityError,
+    ConvoyError,
+    LinkClosed,
+    PeerError,
+    StageLost,
+    StepLate,
+)
+
+_log = logging.getLogger(__name__)
+
+_PING_S = 1.0
+_LOOK_UP_S = 0.5
+_MAX_REFUSALS = 2  # of one peer, before the plan is tried without it
+_PATIENCE = 3  # times that a slow member which cannot be spared is waited for, before its links are made anew
+
+
+@dataclass(slots=True)
+class _Late:
+    """A step that is late, and how often somebody looked."""
+
+    step: int
+    num_looks: int = 0
+
+
+class Recovery:
+    """The engine's `Recovery` over a head. ``limits_of`` gives what the scheduler keeps to."""
+
+    def __init__(self, head: Head, wait_s: float, limits_of: Callable[[Granted], SchedulerLimits]) -> None:
+        self._head = head
+        self._wait_s = wait_s
+        self._limits_of = limits_of
+        self._cancelled = threading.Event()
+        self._state = ""
+        self._late = _Late(-1)
+        self._refusals: dict[str, int] = {}
+
+    def recover(self, error: StageLost) -> Recovered | None:
+        """See `engine.recovered.Recovery`. Raises `StageLost` naming the missing layers."""
+        began_s = time.monotonic()
+        self._say(error.message)
+        if isinstance(error, StepLate) and self._still_comes():
+            return None
+        found_s = time.monotonic() - began_s
+        self._head.stop()
+        self._drop_silent()
+        lost = self._lost_text()
+        _log.warning("%s; %s", error.message, lost or "every member is there")
+        granted = self._find_stages()
+        _log.info(
+            "recovered after %.3f s (of which %.3f s to find out): %s",
+            time.monotonic() - began_s,
+            found_s,
+            granted.placement.route.describe(),
+        )
+        assert self._head.executor is not None
+        return Recovered(self._head.executor, self._limits_of(granted), granted.max_context)
+
+    def state(self) -> str:
+        return self._state
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        self._head.company.wake()
+
+    # Is anything lost?
+
+    def _still_comes(self) -> bool:
+        """Look for who keeps the late step. True if it is to be waited for: then the clock allows more."""
+        executor = self._head.executor
+        step = executor.oldest if isinstance(executor, PipelineExecutor) else None
+        if step is None:
+            return False
+        if self._late.step != step:
+            self._late = _Late(step)
+        self._late.num_looks += 1
+        culprit = self._silent_member() or self._member_that_keeps(step)
+        if culprit is None or self._keep(culprit):
+            self._head.clock.extend()
+            return True
+        return False
+
+    def _silent_member(self) -> str | None:
+        """One that answers no ping; if it cannot be spared, once it answers, is gone or waited for enough."""
+        granted, company = self._granted, self._head.company
+        silent = company.silent(granted.members, _PING_S)
+        for name in silent:
+            if self._can_spare(name):
+                company.give_up(name, "it answers no ping")
+        deadline_s = time.monotonic() + self._wait_s
+        while silent := silent & company.present().keys():
+            self._require_wanted()
+            name = min(silent)
+            if self._can_spare(name) or time.monotonic() > deadline_s:
+                company.give_up(name, "it answers no ping")
+            else:
+                self._say(f"{name} answers no ping, and nobody else can hold its layers")
+                silent = company.silent(silent, _PING_S)
+        gone = granted.members - company.present().keys() - {self._head.name}
+        return min(gone, default=None)
+
+    def _member_that_keeps(self, step: int) -> str | None:
+        """The first in the ring that has not passed the step on; None if all have: it is on its way."""
+        plan = self._granted.plan
+        others = self._granted.members - {self._head.name}
+        reached = self._head.company.positions(plan.generation, others, _PING_S)
+        for stage in plan.stages:
+            if stage.member != self._head.name and reached.get(stage.member, -1) < step:
+                return stage.member
+        return None
+
+    def _keep(self, name: str) -> bool:
+        """Whether to go on waiting for a member; one that is not kept is given up, or its links made anew."""
+        company = self._head.company
+        if name not in company.present():
+            return False
+        if self._late.num_looks == 1:
+            return True  # it is there and may be busy: it gets the time once more
+        if self._can_spare(name):
+            company.give_up(name, "it does not pass on what comes to it", slow=True)
+            return False
+        _log.warning("%s is slow and cannot be spared", name)
+        return self._late.num_looks <= _PATIENCE
+
+    def _can_spare(self, name: str) -> bool:
+        return self._head.planner.can_spare(name, self._head.hellos(), self._granted.placement)
+
+    # Other stages.
+
+    def _drop_silent(self) -> None:
+        """Who hangs at the moment of another's loss must not hold the next plan up, if it can be spared."""
+        company = self._head.company
+        for name in company.silent(self._granted.members, _PING_S):
+            if self._can_spare(name):
+                company.give_up(name, "it answers no ping")
+
+    def _find_stages(self) -> Granted:
+        """The next plan, running. Raises `StageLost` if there was none for too long."""
+        backoff, company = Backoff(), self._head.company
+        waited_s = 0.0
+        self._refusals.clear()
+        while True:
+            self._require_wanted()
+            seen = company.num_changes
+            began_s = time.monotonic()
+            try:
+                return self._try_once()
+            except CapacityError as error:
+                why: ConvoyError = error
+                wait_s = min(_LOOK_UP_S, self._wait_s - waited_s)
+                left_s = self._wait_s - waited_s
+                self._say(f"{self._lost_text()}; waiting for a member for at most {left_s:.0f} s")
+            except (PeerError, LinkClosed) as error:
+                why, wait_s = error, backoff.next_s()
+                self._count_refusal()
+                _log.info("a plan could not be made to run: %s", error.message)
+                self._say(error.message)
+            if waited_s >= self._wait_s:
+                raise self._given_up(why) from why
+            began_s = time.monotonic()
+            if isinstance(why, CapacityError):
+                company.wait(seen, wait_s)
+            else:
+                self._cancelled.wait(wait_s)
+            waited_s += time.monotonic() - began_s
+
+    def _try_once(self) -> Granted:
+        head = self._head
+        hellos = head.hellos()
+        for name, count in self._refusals.items():
+            if count >= _MAX_REFUSALS and head.planner.can_spare(name, hellos, self._granted.placement):
+                hellos.pop(name, None)
+        proposal = head.planner.again(hellos, self._granted.placement, head.company.slow)
+        names = " -> ".join(stage.member for stage in proposal.plan.stages)
+        self._say(f"{self._lost_text()}; loading for {names}".lstrip("; "))
+
+        def on_load(member: str, done: int, total: int) -> None:
+            self._say(f"{member} has loaded {done / max(1, total):.0%} of what it lacks")
+
+        return head.install(proposal, self._require_wanted, on_load)
+
+    def _count_refusal(self) -> None:
+        """A peer that is there and says no, again and again, is not asked for ever."""
+        name = self._head.failed
+        if name is None or name not in self._head.company.present():
+            return
+        self._refusals[name] = self._refusals.get(name, 0) + 1
+
+    def _given_up(self, why: ConvoyError) -> StageLost:
+        text = self._lost_text() or why.message
+        return StageLost(
+            f"{text}; nobody took over within {self._wait_s:g} s: {why.message}",
+            hint="start the member again, or one with --standby, and then the head",
+        )
+
+    def _lost_text(self) -> str:
+        """``missing layers 4-11, beta is gone``, or nothing where every stage is there."""
+        gone = sorted(self._granted.members - self._head.company.present().keys() - {self._head.name})
+        if not gone:
+            return ""
+        verb = "is" if len(gone) == 1 else "are"
+        return f"missing {self._head.route().missing}, {' and '.join(gone)} {verb} gone"
+
+    @property
+    def _granted(self) -> Granted:
+        granted = self._head.granted
+        assert granted is not None, "nothing ran, so nothing can be lost"
+        return granted
+
+    def _say(self, text: str) -> None:
+        self._state = text
+
+    def _require_wanted(self) -> None:
+        if self._cancelled.is_set():
+            raise LinkClosed("the engine is being closed")
