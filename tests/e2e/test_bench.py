@@ -77,9 +77,26 @@ def test_comms_has_a_row_for_each_size_and_sealing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_prefill_has_a_row_for_each_chunk_and_number_of_members(tmp_path: Path) -> None:
+def test_prefill_has_a_row_for_each_chunk_window_and_number_of_members(tmp_path: Path) -> None:
     model = f"synthetic:{write_config(tmp_path)}"
-    sizes = ("--prompt-tokens", "100", "--chunks", "64", "--rounds", "1")
+    sizes = ("--prompt-tokens", "100", "--chunks", "64", "--windows", "3,0", "--rounds", "1")
     shown = convoy_json("bench", "prefill", model, *sizes)
-    assert [(row["members"], row["chunk"]) for row in shown["rows"]] == [(1, 64), (2, 64)]
+    rows = shown["rows"]
+    assert [(row["members"], row["chunk"], row["window"]) for row in rows] == [
+        (1, 64, 1),
+        (2, 64, 2),
+        (2, 64, 3),
+    ]
     assert shown["ratios"].keys() == {"two_members_over_one_prefill"}
+
+
+@pytest.mark.slow
+def test_fair_measures_running_streams_while_a_long_prompt_is_read(tmp_path: Path) -> None:
+    model = f"synthetic:{write_config(tmp_path)}"
+    sizes = ("--running", "2", "--context", "20", "--prompt-tokens", "300", "--chunk", "32")
+    shown = convoy_json("bench", "fair", model, *sizes)
+    assert [row["members"] for row in shown["rows"]] == [1, 2]
+    for row in shown["rows"]:
+        assert 0 < row["p50_ms"] <= row["p99_ms"]
+        assert row["p99_over_mixed_step"] == pytest.approx(row["p99_ms"] / row["mixed_step_ms"], rel=0.01)
+    assert shown["ratios"].keys() == {"one_member_p99_over_mixed_step", "two_members_p99_over_mixed_step"}

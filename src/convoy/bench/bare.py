@@ -1,7 +1,7 @@
 """One decode without an engine: steps made by hand, over whatever executor runs them.
 
-Over a `LocalExecutor` that is the bare loop of one process: no scheduler, no threads, no text. Over the
-members' ring it is what members and links cost, and nothing else.
+Over the stages of one process that is the bare loop: no scheduler, no threads, no text. Over the members'
+ring it is what members and links cost, and nothing else.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from convoy.bench.clock import Deadline
 from convoy.bench.percentile import percentile
 from convoy.bench.report import STAGE, DecodeRow, StepRow
-from convoy.engine.executor import Executor, StepResult
+from convoy.engine.executor import StepResult
 from convoy.model.draw import GREEDY, Draw, draw_all
 from convoy.model.selfcheck import choose_kernel
 from convoy.model.source import ModelSource
@@ -30,10 +31,16 @@ BLOCK_SIZE = 16
 _CHUNK = 256
 
 
-class InTurn:
-    """An executor that runs the stages of a plan one after the other in this process, without links."""
+class Steps(Protocol):
+    """What of an `Executor` a bare decode needs."""
 
-    depth = 1
+    def submit(self, step: Step, draws: Sequence[Draw]) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+
+class InTurn:
+    """Runs the stages of a plan one after the other in this process, without links."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = list(stages)
@@ -52,9 +59,6 @@ class InTurn:
 
     def collect(self) -> StepResult:
         return self._results.popleft()
-
-    def close(self) -> None:
-        """Nothing waits elsewhere."""
 
 
 def load_in_turn(
@@ -96,7 +100,7 @@ class Window:
 class BareDecode:
     """One sequence on an executor that runs nothing else."""
 
-    def __init__(self, executor: Executor, vocab_size: int, max_tokens: int, deadline: Deadline) -> None:
+    def __init__(self, executor: Steps, vocab_size: int, max_tokens: int, deadline: Deadline) -> None:
         self._executor = executor
         self._vocab_size = vocab_size
         self._grants = [BlockGrant(0, 0, list(range(num_blocks(max_tokens))))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from convoy.cli import bench_hop, bench_recover, throughput
+from convoy.cli import bench_fair, bench_hop, bench_recover, throughput
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -18,6 +18,7 @@ app.command("solo")(throughput.solo)
 app.command("loop")(throughput.loop)
 app.command("batch")(throughput.batch)
 app.command("prefill")(throughput.prefill)
+app.command("fair")(bench_fair.fair)
 app.command("hop")(bench_hop.hop)
 app.command("comms")(bench_hop.comms)
 app.command("recover")(bench_recover.recover)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from convoy.bench.clock import Clock
     from convoy.bench.report import Report
     from convoy.cluster.head import Head
+    from convoy.cluster.options import HeadOptions
     from convoy.cluster.running import RunningCluster
 
 P = ParamSpec("P")
@@ -153,19 +154,20 @@ class BenchRun:
                 cluster.close()
 
     @contextmanager
-    def head(self, members: int, limits: dict[str, int]) -> Iterator[Head]:
-        """The same without an engine: the bench drives the executor itself."""
+    def head(self, members: int, limits: dict[str, int]) -> Iterator[tuple[Head, HeadOptions]]:
+        """The same without an engine: the bench drives the executor, or has an engine of its own."""
         from convoy.cli.member import head_options, load_head
         from convoy.cluster.head import Head
         from convoy.model.source import ModelSource
 
         with self._local(members, limits) as local:
             config = local.config(local.head)
+            options = head_options(config)
             source = ModelSource.resolve(self.named_model)
-            head = Head(load_head(config), source, head_options(config), watch=local.check_alive)
+            head = Head(load_head(config), source, options, watch=local.check_alive)
             try:
                 self.kernels.add(head.bring_up().plan.kernel)
-                yield head
+                yield head, options
             finally:
                 head.close()
 

@@ -10,10 +10,9 @@ from convoy.cli.bench_run import BenchRun, bench_verb, counts
 from convoy.cli.pin import pinned
 
 if TYPE_CHECKING:
-    from convoy.bench.bare import BareDecode, Window
+    from convoy.bench.bare import BareDecode, Steps, Window
     from convoy.bench.report import DecodeRow, PrefillRow, StepRow
     from convoy.bench.throughput import DecodeOptions
-    from convoy.engine.executor import Executor
     from convoy.wire.messages import StageAssignment
 
 _MAX_CONCURRENT = 64
@@ -106,7 +105,7 @@ def prefill(
     chunks: Annotated[str, typer.Option(help="Sizes of a chunk.")] = "128,256,512",
     windows: Annotated[
         str, typer.Option(help="How many chunks are in flight on two members; 0 is as many as stages.")
-    ] = "0",
+    ] = "0,4",
     rounds: Annotated[int, typer.Option(min=1, help="Prompts for each size and window.")] = 3,
 ) -> None:
     """One long prompt in chunks of several sizes, so many in flight, on one member and on two."""
@@ -143,7 +142,7 @@ def _prefill(
     options = PrefillOptions(prompt_tokens, size, _window(members, window), rounds)
     limits = {
         "prefill_chunk": size,
-        **({"prefill_window": window} if window else {}),
+        "prefill_window": window,
         "max_step_tokens": size,
         "num_blocks": -(-(prompt_tokens + 1) // BLOCK_SIZE) + 1,
     }
@@ -201,7 +200,7 @@ def _bare_rows(run: BenchRun, context: int, windows: int, tokens: int) -> tuple[
         executor = load_in_turn(source, assignments, run.kernel, threads, num_tokens)
         return _bare(run, executor, source.spec.vocab_size, num_tokens)
 
-    with run.head(2, {}) as head:
+    with run.head(2, {}) as (head, _):
         assert head.executor is not None
         assert head.granted is not None
         stages = head.granted.plan.stages
@@ -230,7 +229,7 @@ def _take_turns(
     return measured
 
 
-def _bare(run: BenchRun, executor: Executor, vocab_size: int, num_tokens: int) -> BareDecode:
+def _bare(run: BenchRun, executor: Steps, vocab_size: int, num_tokens: int) -> BareDecode:
     from convoy.bench.bare import BareDecode
 
     return BareDecode(executor, vocab_size, num_tokens, run.clock.deadline)

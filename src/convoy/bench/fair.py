@@ -1,0 +1,231 @@
+"""What a long prompt does to the streams that run while it is read.
+
+bench/METHODOLOGY.md says what the figures mean and what they do not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from convoy.bench.clock import Deadline
+from convoy.bench.percentile import percentile
+from convoy.bench.throughput import BLOCK_SIZE, GREEDY, Prompts, Say
+from convoy.engine.engine import Engine
+from convoy.engine.executor import Executor, Kv, StepResult
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
+from convoy.engine.request import GenerationRequest
+from convoy.errors import ConvoyError
+from convoy.model.draw import Draw
+from convoy.wire.messages import Step
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class FairOptions:
+    """``num_running`` streams of ``context`` tokens decode; then a prompt of ``prompt_tokens`` comes."""
+
+    num_running: int = 8
+    context: int = 128
+    prompt_tokens: int = 8192
+    chunk: int = 256
+    before_tokens: int = 16
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one stream: it goes on until the long prompt is read, however short the chunks become."""
+        return self.num_running + self.before_tokens + 8 * -(-self.prompt_tokens // self.chunk) + 64
+
+    @property
+    def num_blocks(self) -> int:
+        """K/V blocks that hold all of them, so that none is preempted."""
+        stream = -(-(self.context + self.max_tokens) // BLOCK_SIZE) + 1
+        return self.num_running * stream + -(-(self.prompt_tokens + 1) // BLOCK_SIZE) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class FairRow:
+    """Milliseconds between two tokens of a running stream, before the long prompt and while it is read.
+
+    ``mixed_step_ms``: the median step that had decodes and a chunk, from its submission to its return.
+    """
+
+    members: int
+    running: int
+    prompt_tokens: int
+    chunk: int
+    before_p50_ms: float
+    p50_ms: float
+    p99_ms: float
+    mixed_step_ms: float
+    p99_over_mixed_step: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step, and what it ran."""
+
+    submitted_s: float
+    seconds: float
+    num_decodes: int
+    num_chunks: int
+
+
+class TimedExecutor:
+    """Runs steps as ``executor`` does, and keeps how long each took from its submission to its return."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._submitted: deque[tuple[float, Step]] = deque()
+        self.steps: list[StepTime] = []
+
+    @property
+    def depth(self) -> int:
+        return self._executor.depth
+
+    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+        self._submitted.append((time.monotonic(), step))
+        self._executor.submit(step, draws)
+
+    def collect(self) -> StepResult:
+        result = self._executor.collect()
+        submitted_s, step = self._submitted.popleft()
+        num_decodes = sum(row.num_tokens == row.num_outputs == 1 for row in step.rows)
+        num_chunks = len(step.rows) - num_decodes
+        self.steps.append(StepTime(submitted_s, time.monotonic() - submitted_s, num_decodes, num_chunks))
+        return result
+
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
+        return self._executor.read_blocks(start, end, blocks)
+
+    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        self._executor.write_blocks(blocks, tags, kv)
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class _Stream:
+    """The times of a request's tokens, written by the engine's thread."""
+
+    def __init__(self, engine: Engine, prompt: tuple[int, ...], max_tokens: int) -> None:
+        self.times_s: list[float] = []
+        self.error: ConvoyError | None = None
+        self.over = threading.Event()
+        self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()
+        request = GenerationRequest(prompt, GREEDY, max_tokens=max_tokens, ignore_eos=True)
+        self.handle = engine.submit(request, self._listen)
+
+    def wait_for(self, num_tokens: int, deadline: Deadline) -> None:
+        while len(self.times_s) < num_tokens:
+            if self.error is not None:
+                raise self.error
+            try:
+                self._changed.get(timeout=min(_POLL_S, deadline.left_s()))
+            except queue.Empty:
+                continue
+
+    def _listen(self, output: Output) -> None:
+        if isinstance(output, TokenOutput):
+            self.times_s.append(time.monotonic())
+        elif isinstance(output, ErrorOutput):
+            self.error = output.error
+        if isinstance(output, FinishOutput | ErrorOutput):
+            self.over.set()
+        self._changed.put(None)
+
+
+def measure_fair(
+    engine: Engine,
+    timed: TimedExecutor,
+    members: int,
+    options: FairOptions,
+    *,
+    vocab_size: int,
+    deadline: Deadline,
+    say: Say,
+) -> FairRow:
+    """Streams first, then the long prompt; all is measured until its first token."""
+    prompts = Prompts(vocab_size)
+    streams = []
+    try:
+        for _ in range(options.num_running):
+            streams.append(_Stream(engine, prompts.next(options.context), options.max_tokens))
+        for stream in streams:
+            stream.wait_for(1, deadline)
+        for stream in streams:
+            stream.wait_for(len(stream.times_s) + options.before_tokens, deadline)
+        started_s = time.monotonic()
+        say(
+            f"members {members}: {options.num_running} streams run, a prompt of {options.prompt_tokens} comes"
+        )
+        long = _Stream(engine, prompts.next(options.prompt_tokens), 1)
+        streams.append(long)
+        long.wait_for(1, deadline)
+        ended_s = long.times_s[0]
+        if any(stream.over.is_set() for stream in streams[:-1]):
+            raise ConvoyError("a stream ended before the long prompt was read")
+    finally:
+        for stream in streams:
+            stream.handle.abort()
+    running = [list(stream.times_s) for stream in streams[:-1]]
+    return fair_row(members, options, running, list(timed.steps), (started_s, ended_s))
+
+
+def fair_row(
+    members: int,
+    options: FairOptions,
+    running: Sequence[Sequence[float]],
+    steps: Sequence[StepTime],
+    span: tuple[float, float],
+) -> FairRow:
+    """The row of one run. ``running``: the times of each stream's tokens; ``span``: the long prompt's."""
+    start_s, end_s = span
+    before = _pauses(running, lambda at: at <= start_s)[-options.num_running * options.before_tokens :]
+    during = _pauses(running, lambda at: start_s < at <= end_s)
+    mixed = [
+        1000 * step.seconds
+        for step in steps
+        if step.num_decodes and step.num_chunks and start_s <= step.submitted_s < end_s
+    ]
+    if not during or not mixed:
+        raise ConvoyError(
+            "the long prompt was read before a stream said anything", hint="ask for a longer prompt"
+        )
+    p99_ms, mixed_ms = percentile(during, 99), percentile(mixed, 50)
+    return FairRow(
+        members,
+        options.num_running,
+        options.prompt_tokens,
+        options.chunk,
+        round(percentile(before, 50), 3),
+        round(percentile(during, 50), 3),
+        round(p99_ms, 3),
+        round(mixed_ms, 3),
+        round(p99_ms / mixed_ms, 3),
+        round(end_s - start_s, 3),
+    )
+
+
+def _pauses(streams: Sequence[Sequence[float]], counts: Callable[[float], bool]) -> list[float]:
+    """Milliseconds between tokens, of those pauses whose end ``counts``, in the order of their ends."""
+    pauses = [
+        (end, 1000 * (end - start))
+        for times_s in streams
+        for start, end in itertools.pairwise(times_s)
+        if counts(end)
+    ]
+    return [pause for _, pause in sorted(pauses)]
+
+
+def fair_ratios(rows: Sequence[FairRow]) -> dict[str, float]:
+    """By how much the slowest hundredth of the pauses exceeds a mixed step's time."""
+    names = {1: "one_member_p99_over_mixed_step", 2: "two_members_p99_over_mixed_step"}
+    return {names[row.members]: row.p99_over_mixed_step for row in rows}
