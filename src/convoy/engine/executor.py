@@ -9,8 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from convoy.model.draw import Draw, Outcome
 from convoy.wire.messages import Step
+
+Kv = npt.NDArray[np.float32]  # [layers, 2 (K, then V), positions, kv_heads, head_dim]
 
 MAX_IN_FLIGHT = 64  # steps, at most: what a stage lets wait, and a link's inbox holds
 
@@ -38,6 +43,18 @@ class Executor(Protocol):
 
     def collect(self) -> StepResult:
         """Wait, bounded, for the oldest step in flight. Raises `StageLost`."""
+
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
+        """The K/V of ``blocks`` in layers [start, end), wherever these are; while no step is in flight.
+
+        Raises `StageLost`, and `StepError` for what there is not, or what is too much at once.
+        """
+
+    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        """Fill ``blocks``, which no sequence has, in all layers: they hold the prefixes of ``tags`` then.
+
+        Raises as `read_blocks`; then they hold nothing that may be shared.
+        """
 
     def close(self) -> None:
         """End it; a `collect` that waits elsewhere raises."""

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
-from convoy.engine.executor import StepResult
+from convoy.engine.executor import Kv, StepResult
 from convoy.model.draw import Draw, draw_all
 from convoy.model.stage import Stage
 from convoy.model.tensors import tokens_from_bytes
@@ -31,6 +32,13 @@ class LocalExecutor:
 
     def collect(self) -> StepResult:
         return self._results.popleft()
+
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
+        found: Kv = self._stage.read_blocks(start, end, blocks).numpy()
+        return found
+
+    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        self._stage.write_blocks(blocks, tags, torch.from_numpy(kv))
 
     def close(self) -> None:
         """Nothing waits elsewhere, and the engine's thread may still be collecting."""

@@ -21,16 +21,17 @@ import msgspec
 import numpy as np
 import torch
 
+from convoy.engine.carrier import BlockCarrier
 from convoy.engine.deadline import StepClock
 from convoy.engine.drawing import outcome_of, request_of
-from convoy.engine.executor import StepResult
+from convoy.engine.executor import Kv, StepResult
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
 from convoy.model.draw import Draw, draw_all
 from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
-from convoy.wire.messages import Drawn, StageAssignment, Step, StepFailed
+from convoy.wire.messages import Drawn, FrameType, StageAssignment, Step, StepFailed
 
 
 def _not_its_turn(step: int) -> StepFailed:
@@ -83,6 +84,14 @@ class PipelineExecutor:
         self._in_flight: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox()
         self._returned: dict[int, torch.Tensor | Drawn] = {}
+        self._carrier = BlockCarrier(
+            stage,
+            self._stages,
+            head,
+            links,
+            generation=options.generation,
+            timeout_s=options.step_timeout_s,
+        )
 
     def deliver(self, link: Link, received: Received) -> None:
         """Receiver threads of the head's links call this.
@@ -90,9 +99,13 @@ class PipelineExecutor:
         A hidden state counts only from the last stage before the head: a readiness probe has to prove that
         every stage ran.
         """
+        if self._carrier.takes(link, received):
+            return
         is_end = isinstance(received, ReceivedTensor) or isinstance(received.message, Drawn)
-        if is_end and link.peer != self._predecessor:
+        is_stray = isinstance(received, ReceivedTensor) and received.kind is not FrameType.HIDDEN
+        if is_end and (is_stray or link.peer != self._predecessor):
             received = ReceivedMessage(received.generation, received.step, _not_its_turn(received.step))
+        self._carrier.note(received)
         self._arrivals.put(link, received, weight_of(received))
 
     def lost(self, link: Link, error: ConvoyError) -> None:
@@ -103,6 +116,7 @@ class PipelineExecutor:
         )
         lost.__cause__ = error
         self._arrivals.put_last(link, lost)
+        self._carrier.end(lost)
 
     def submit(self, step: Step, draws: Sequence[Draw]) -> None:
         self._in_flight.append(_Running(step, draws))
@@ -133,13 +147,21 @@ class PipelineExecutor:
         logits = self._stage.output(returned).numpy().astype(np.float32, copy=False)
         return StepResult(running.step.number, draw_all(logits, running.draws))
 
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
+        return self._carrier.read(start, end, blocks)
+
+    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        self._carrier.write(blocks, tags, kv)
+
     @property
     def oldest(self) -> int | None:
         """The number of the step that `collect` waits for."""
         return self._in_flight[0].step.number if self._in_flight else None
 
     def close(self) -> None:
-        self._arrivals.close(LinkClosed("the engine was closed"))
+        closed = LinkClosed("the engine was closed")
+        self._arrivals.close(closed)
+        self._carrier.end(closed)
 
     def _part_of(self, step: Step, draws: Sequence[Draw], assignment: StageAssignment) -> Step:
         """Token ids are for the owner of the embedding, draws for that of the output."""
