@@ -141,6 +141,10 @@ class Stage:
                 hint="lower num_blocks or memory_gb",
             ) from error
 
+    @property
+    def model_digest(self) -> str:
+        return self._source[0]
+
     def apply(self, step: Step) -> None:
         """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""
         tables = self._need_tables()
@@ -205,7 +209,7 @@ class Stage:
             raise StepError(
                 f"layers [{start}, {end}) are asked for, and this stage has [{mine.start}, {mine.end})"
             )
-        self._kv_shape(end - start, len(blocks))
+        self.kv_shape(end - start, len(blocks))
         index = torch.tensor(blocks, dtype=torch.int64)
         return torch.stack([self._pools[layer].read_blocks(index) for layer in range(start, end)])
 
@@ -216,7 +220,7 @@ class Stage:
         They hold the prefixes of ``tags`` then. Raises StepError; nothing is changed then.
         """
         tables = self._need_tables()
-        expected = self._kv_shape(len(self._pools), len(blocks))
+        expected = self.kv_shape(len(self._pools), len(blocks))
         if kv.shape != expected or kv.dtype != torch.float32:
             raise StepError(
                 f"K/V came as {kv.dtype} of shape {list(kv.shape)}, expected float32 of {list(expected)}"
@@ -226,7 +230,8 @@ class Stage:
         for layer, pool in self._pools.items():
             pool.write_blocks(index, kv[layer - self.assignment.start])
 
-    def _kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+    def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        """Of what `read_blocks` gives. Raises StepError for more than MAX_CARRIED_BYTES."""
         spec, size = self._spec, self.options.block_size
         shape = (num_layers, 2, num_blocks * size, spec.num_kv_heads, spec.head_dim)
         if 4 * math.prod(shape) > MAX_CARRIED_BYTES:
