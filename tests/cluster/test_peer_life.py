@@ -54,7 +54,8 @@ def ask(cluster: RunningCluster, text: str) -> str:
 
 
 def crash(cluster: RunningCluster) -> None:
-    """As when its machine goes: its connections end without a word."""
+    """As when its machine goes: its connections end without a word, and it dials nobody any more."""
+    cluster.head.company._closed.set()
     for link in cluster.head.links.values():
         for stream in link._streams:
             stream.close()

@@ -153,7 +153,7 @@ def test_restarting_the_head_leaves_no_link_and_no_thread_behind(
         for peer in peers:
             peer.wait_for("lost")
         for thread in set(threading.enumerate()) - before:
-            if thread.name.startswith(("receive", "send", "watch")):
+            if thread.name.startswith(("receive", "send", "watch", "dismiss")):
                 thread.join(10)
         counts.append(len(set(threading.enumerate()) - before))
     assert len(set(counts)) == 1, counts

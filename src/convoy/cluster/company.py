@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from convoy.cluster.backoff import Backoff
 from convoy.cluster.mailbox import Mailbox
@@ -80,6 +80,7 @@ class Company:
         self._unsubscribe: Callable[[], None] = lambda: None
         self._answers: queue.SimpleQueue[tuple[str, Reached]] = queue.SimpleQueue()
         self._past_bytes = 0
+        self._ends: dict[str, ConvoyError] = {}  # what the last link to each ended with
 
     @property
     def hello(self) -> Hello:
@@ -104,7 +105,7 @@ class Company:
 
     # Bring-up: everybody that the roster lists, or an error.
 
-    def gather(self, watch: Callable[[], None]) -> None:
+    def gather(self, watch: Callable[[], None]) -> set[str]:
         """Dial, greet and admit all peers, waiting for each. Raises what that comes to for the first."""
         peers = [member for member in self._me.roster.members if member.name != self._me.name]
         links = self._dial_all(peers, watch)
@@ -122,6 +123,17 @@ class Company:
             mailbox.close()
         for name, link in links.items():
             self._admit(link, hellos[name])
+        return set(links)
+
+    def require(self, names: Collection[str]) -> dict[str, Link]:
+        """Their links. Raises `LinkBroken` for the first that is not here any more."""
+        present = self.present()
+        for name in names:
+            if name not in present:
+                error = self._ends.get(name)
+                error = error or LinkBroken("it was given up")
+                raise LinkBroken(f"the link to {name} ended: {error.message}", hint=error.hint) from error
+        return {name: present[name][0] for name in names}
 
     def _dial_all(self, peers: list[Member], watch: Callable[[], None]) -> dict[str, Link]:
         # At once, because each absent one takes the whole wait; the first that fails ends it for all.
@@ -290,6 +302,7 @@ class Company:
     def _ended(self, link: Link, error: ConvoyError) -> None:
         told = self.vetting.lost(link, error)
         with self._changed:
+            self._ends[link.peer] = told or error
             mailbox = self._greeting.pop(link, None)
             was_here = self.links.get(link.peer) is link
             if was_here:

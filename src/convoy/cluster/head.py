@@ -121,7 +121,7 @@ class Head:
         Raises `PeerError`, `PlanError` or `ModelError`; the links are closed then.
         """
         try:
-            self.company.gather(self._watch)
+            self.company.require(self.company.gather(self._watch))
             proposal = self.planner.first(self.hellos())
             granted = self.install(proposal, self._watch, on_load)
             self.company.seek()
@@ -145,7 +145,7 @@ class Head:
         `ModelError`; then ``failed`` names the peer because of which, if it was one.
         """
         plan = proposal.plan
-        links = {name: link for name, (link, _) in self.company.present().items() if name in proposal.members}
+        links = self.company.require(sorted(proposal.members - {self.name}))
         mailbox = Mailbox(watch, plan.generation)
         self._receiver, self._members, self.failed = mailbox, proposal.members, None
         try:

@@ -52,14 +52,15 @@ class Recovery:
         self._wait_s = wait_s
         self._limits_of = limits_of
         self._cancelled = threading.Event()
-        self._state = ""
+        self._state = self._cause = ""
         self._late = _Late(-1)
         self._refusals: dict[str, int] = {}
 
     def recover(self, error: StageLost) -> Recovered | None:
         """See `engine.recovered.Recovery`. Raises `StageLost` naming the missing layers."""
         began_s = time.monotonic()
-        self._say(error.message)
+        self._cause = error.message
+        self._say("looking who is there")
         if isinstance(error, StepLate) and self._still_comes():
             return None
         found_s = time.monotonic() - began_s
@@ -78,7 +79,7 @@ class Recovery:
         return Recovered(self._head.executor, self._limits_of(granted), granted.max_context)
 
     def state(self) -> str:
-        return self._state
+        return f"{self._state} ({self._cause})"
 
     def cancel(self) -> None:
         self._cancelled.set()
