@@ -46,6 +46,24 @@ def test_a_seed_gives_the_same_text_split_and_whole_and_another_seed_another() -
 
 
 @pytest.mark.slow
+def test_every_layout_gives_the_same_text() -> None:
+    story = ("--prompt", "Once upon a time", "--raw", "--temperature", "1.2", "--max-tokens", "40")
+    whole = convoy_json("run", "demo", "--members", "1", *story)
+    layouts = {
+        "alpha 0:5 -> beta 6:output": ["0:5", "6:output"],
+        "alpha 0:2 -> beta 3:7 -> gamma 8:output": ["0:2", "3:7", "8:output"],
+        "gamma 0:2 -> beta 3:7 -> alpha 8:output": ["8:output", "3:7", "0:2"],
+        "alpha 0:0,output -> gamma 1:7 -> beta 8:11 -> alpha": ["0:0,output", "8:11", "1:7"],
+    }
+    for route, spans in layouts.items():
+        layers = [word for span in spans for word in ("--layers", span)]
+        split = convoy_json("run", "demo", "--members", str(len(spans)), *layers, *story)
+        assert split["token_ids"] == whole["token_ids"]
+        assert split["text"] == whole["text"]
+        assert split["route"] == f"complete: {route}"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("members", ["2", "3"])
 def test_a_directory_from_elsewhere_with_odd_dimensions_runs_split(tmp_path: Path, members: str) -> None:
     model = str(make_odd_llama(tmp_path / "odd"))
@@ -63,7 +81,9 @@ def test_a_directory_from_elsewhere_with_odd_dimensions_runs_split(tmp_path: Pat
         (["demo", "--layers", "0:5", "--layers", "6:11"], "nobody owns the output"),
         (["demo", "--layers", "0:5,output", "--layers", "5:11"], "layer 5 claimed twice, by alpha"),
         (["demo", "--layers", "0:5,output", "--layers", "7:11"], "nobody owns layer 6 of 12"),
-        (["demo", "--layers", "0:5", "--layers", "6:output"], "beta claims the output"),
+        (["demo", "--layers", "0:5,output", "--layers", "6:output"], "the output claimed twice, by alpha"),
+        (["demo", "--layers", "6:11", "--layers", "0:5,output"], "the output claimed by beta (0:5,output)"),
+        (["demo", "--micro-batches", "65"], "micro_batches is 65, expected 0 to 64 steps in flight"),
         (["demo", "--layers", "0:x"], "0:x"),
         (["demo", "--max-tokens", "0"], "--max-tokens is 0, expected 1 or more"),
         (["demo", "--members", "0"], "--members is 0, expected 1 to 64"),

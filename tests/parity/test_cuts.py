@@ -101,14 +101,21 @@ def two_way(num_layers: int) -> list[dict[str, str]]:
     last = num_layers - 1
     default = [{"alpha": f"0:{k},output", "beta": f"{k + 1}:{last}"} for k in range(last)]
     reverse = [{"alpha": f"{k}:output", "beta": f"0:{k - 1}"} for k in (1, num_layers // 2, last)]
-    return default + reverse
+    forward = [{"alpha": f"0:{k - 1}", "beta": f"{k}:output"} for k in (1, num_layers // 2, last)]
+    return default + reverse + forward
 
 
 def three_way(num_layers: int) -> list[dict[str, str]]:
     last = num_layers - 1
     cuts = list(itertools.combinations(range(1, num_layers), 2))
     spread = [cuts[0], cuts[len(cuts) // 3], cuts[2 * len(cuts) // 3], cuts[-1]]
-    return [{"alpha": f"0:{a - 1},output", "beta": f"{a}:{b - 1}", "gamma": f"{b}:{last}"} for a, b in spread]
+    default = [
+        {"alpha": f"0:{a - 1},output", "beta": f"{a}:{b - 1}", "gamma": f"{b}:{last}"} for a, b in spread
+    ]
+    a, b = spread[1]
+    reverse = {"alpha": f"{b}:output", "beta": f"{a}:{b - 1}", "gamma": f"0:{a - 1}"}
+    forward = {"alpha": f"0:{a - 1}", "beta": f"{a}:{b - 1}", "gamma": f"{b}:output"}
+    return [*default, reverse, forward]
 
 
 CHUNKS = (256, 1, 7, 64)
@@ -138,12 +145,13 @@ def test_preemption_and_replay_change_no_bit(demo: ModelSource) -> None:
 
 
 @pytest.mark.parametrize("chunk", [7, 256])
-@pytest.mark.parametrize("layout", ["whole", "default", "reverse"])
+@pytest.mark.parametrize("layout", ["whole", "default", "reverse", "forward"])
 def test_a_shared_prefix_changes_no_bit(demo: ModelSource, layout: str, chunk: int) -> None:
     last = demo.spec.num_layers - 1
     spans = {
         "default": {"alpha": "0:1,output", "beta": f"2:{last}"},
         "reverse": {"alpha": "2:output", "beta": "0:1"},
+        "forward": {"alpha": "0:1", "beta": "2:output"},
     }
     limits = replace(LIMITS, prefill_chunk=chunk, micro_batches=1 if layout == "whole" else 2)
     expected = alone(demo)
@@ -168,7 +176,7 @@ def test_a_model_of_odd_dimensions_equals_the_whole(tmp_path: Path, members: int
     source = ModelSource.resolve(str(make_odd_llama(tmp_path / "odd")))
     layouts = two_way(source.spec.num_layers) if members == 2 else three_way(source.spec.num_layers)
     expected = alone(source)
-    for spans in layouts[::3]:
+    for spans in [*layouts[:-2:3], *layouts[-2:]]:
         with split(source, spans) as executor:
             limits = replace(LIMITS, prefill_chunk=7)
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))
@@ -179,7 +187,7 @@ def test_a_model_drawn_by_every_member_for_itself_equals_the_whole(tmp_path: Pat
     expected = alone(source)
     assert all(np.isfinite(logits).all() and logits.std() > 0.1 for run in expected for logits in run.logits)
     assert len({token for run in expected for token in run.tokens}) > 20
-    for spans in [*two_way(source.spec.num_layers)[::2], three_way(source.spec.num_layers)[0]]:
+    for spans in [*two_way(source.spec.num_layers)[::2], three_way(source.spec.num_layers)[-1]]:
         with split(source, spans) as executor:
             limits = replace(LIMITS, prefill_chunk=7)
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))

@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.peer import Peer, PeerEvent
@@ -55,14 +57,15 @@ def running_cluster(
     num_members: int,
     *,
     spans: Mapping[str, str] | None = None,
+    **changes: Any,
 ) -> Iterator[RunningCluster]:
-    """Bring it up over memory, hand it out, take it down."""
+    """Bring it up over memory, hand it out, take it down. ``changes`` are of `HeadOptions`."""
     network = MemoryNetwork()
     members = make_local_members(NAMES[:num_members])
     options = PeerOptions(MEMBER, model_path=source.path)
     peers = [PeerThread(me, options, network) for me in members[1:]]
     try:
-        head_options = HeadOptions(MEMBER, spans=spans, wait_s=10, num_blocks=256)
+        head_options = replace(HeadOptions(MEMBER, spans=spans, wait_s=10, num_blocks=256), **changes)
         cluster = RunningCluster.start(membership_of(members[0]), source, head_options, network=network)
         try:
             yield cluster

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from convoy.errors import PeerError, RequestError, StepError
 from convoy.model.draw import Draw, Logits, Outcome
-from convoy.model.params import MAX_LOGPROBS, SamplingParams
+from convoy.model.params import SamplingParams
 from convoy.model.sampling import Sampled
 from convoy.wire.messages import DrawAnswer, DrawRequest
 
 
 def request_of(draw: Draw) -> DrawRequest:
-    """What goes to the owner of the output. Tokens go only where a penalty looks back."""
-    params = draw.params
-    looks_back = params.reshapes and draw.score is None
+    """What goes to the owner of the output. Tokens go only where a penalty looks back, and the prompt's once
+    each, because no penalty counts them.
+    """
+    params, drawn = draw.params, draw.score is None
+    repeats = drawn and params.repetition_penalty != 1
+    looks_back = repeats or (drawn and bool(params.presence_penalty or params.frequency_penalty))
     return DrawRequest(
         position=draw.position,
         choice=draw.choice,
@@ -32,7 +36,7 @@ def request_of(draw: Draw) -> DrawRequest:
         logprobs=-1 if params.logprobs is None else params.logprobs,
         score=-1 if draw.score is None else draw.score,
         wants_logits=draw.wants_logits,
-        prompt=_encode(draw.prompt_ids) if looks_back else b"",
+        prompt=_encode(sorted(set(draw.prompt_ids))) if repeats else b"",
         generated=_encode(draw.generated_ids) if looks_back else b"",
     )
 
@@ -81,19 +85,37 @@ def outcome_of(answer: DrawAnswer, draw: Draw, vocab_size: int) -> Outcome:
     """What the head makes of an answer. Raises `PeerError` for one that no such draw has."""
     if answer.error:
         return Outcome(Sampled(0), error=StepError("the owner of the output could not draw from its logits"))
-    tokens = [answer.token_id, *(token for token, _ in answer.top)]
-    if len(answer.top) > MAX_LOGPROBS or not all(0 <= token < vocab_size for token in tokens):
-        raise PeerError("an answer has a token outside the vocabulary, or too many alternatives")
+    _check_answer(answer, draw, vocab_size)
     return Outcome(
         Sampled(answer.token_id, answer.logprob, tuple((token, value) for token, value in answer.top)),
         _logits(answer.logits, vocab_size) if draw.wants_logits else None,
     )
 
 
+def _check_answer(answer: DrawAnswer, draw: Draw, vocab_size: int) -> None:
+    tokens = [answer.token_id, *(token for token, _ in answer.top)]
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise PeerError(f"an answer has a token outside the vocabulary of {vocab_size}")
+    if draw.score not in (None, answer.token_id):
+        raise PeerError("an answer scores another token than was asked for")
+    wanted = (draw.params.logprobs or 0) if draw.score is not None else draw.params.logprobs
+    num_top = min(wanted or 0, vocab_size)
+    if len(answer.top) != num_top or len(set(tokens[1:])) != num_top:
+        raise PeerError(f"an answer has {len(answer.top)} alternatives, expected {num_top}, all different")
+    values = [answer.logprob] * (wanted is not None) + [value for _, value in answer.top]
+    if not all(math.isfinite(value) for value in values):
+        raise PeerError("an answer has a log-probability that is not finite")
+    if answer.logits and not draw.wants_logits:
+        raise PeerError(f"an answer has {len(answer.logits)} bytes of logits, and none were asked for")
+
+
 def _logits(data: bytes, vocab_size: int) -> Logits:
     if len(data) != 4 * vocab_size:
         raise PeerError(f"an answer has {len(data)} bytes of logits, expected {4 * vocab_size}")
-    return np.frombuffer(data, dtype="<f4").astype(np.float32)
+    logits = np.frombuffer(data, dtype="<f4").astype(np.float32)
+    if not np.isfinite(logits).all():
+        raise PeerError("an answer has logits that are not finite")
+    return logits
 
 
 def _encode(tokens: Sequence[int]) -> bytes:

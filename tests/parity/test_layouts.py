@@ -1,0 +1,134 @@
+"""What clients ask, on every layout: tokens, texts, log-probabilities and reasons are those of one member, to
+the bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from convoy.cluster.running import RunningCluster
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
+from convoy.engine.request import GenerationRequest
+from convoy.errors import SelfCheckError
+from convoy.model.params import SamplingParams
+from convoy.model.selfcheck import check_exact
+from convoy.model.source import ModelSource
+from support.cluster import running_cluster
+
+WAIT_S = 60.0
+VOCAB = 2048
+GREEDY = SamplingParams(temperature=0.0)
+LAYOUTS: dict[str, Mapping[str, str]] = {
+    "default of 2": {"alpha": "0:6,output", "beta": "7:11"},
+    "reverse of 2": {"alpha": "4:output", "beta": "0:3"},
+    "forward of 2": {"alpha": "0:4", "beta": "5:output"},
+    "default of 3": {"alpha": "0:2,output", "beta": "3:8", "gamma": "9:11"},
+    "reverse of 3": {"alpha": "9:output", "beta": "4:8", "gamma": "0:3"},
+    "forward of 3": {"alpha": "0:2", "beta": "3:8", "gamma": "9:output"},
+}
+# how much runs at once: none of it may show
+PACES: tuple[dict[str, Any], ...] = (
+    {},
+    {"prefill_chunk": 7, "prefill_window": 5},
+    {"prefill_chunk": 32, "micro_batches": 4, "max_step_tokens": 50},
+    {"prefill_chunk": 1, "max_batch": 3},
+    {"prefill_chunk": 48, "micro_batches": 1, "level_chunks": False},
+    {"prefill_chunk": 16, "prefill_window": 3, "max_batch": 1, "num_blocks": 32},
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _exact_mode_holds_here() -> None:
+    try:
+        check_exact(1)
+    except SelfCheckError as error:
+        pytest.skip(f"exact mode is refused on this machine: {error.message}")
+
+
+@pytest.fixture(scope="module")
+def demo() -> ModelSource:
+    return ModelSource.resolve("demo")
+
+
+def requests(vocab_size: int) -> list[GenerationRequest]:
+    """One of everything that a request can ask for."""
+    random = np.random.default_rng(11)
+    prompts = [tuple(random.integers(3, vocab_size, size).tolist()) for size in (1, 17, 40, 90, 130, 33)]
+    seeded = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, seed=4)
+    penalties = replace(seeded, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.7)
+    biased = replace(GREEDY, logit_bias={5: 100.0, 9: -3.0}, logprobs=2)
+    return [
+        GenerationRequest(prompts[0], GREEDY, 12, ignore_eos=True),
+        GenerationRequest(prompts[1], seeded, 12, ignore_eos=True),
+        GenerationRequest(prompts[2], penalties, 16, ignore_eos=True),
+        GenerationRequest(prompts[3], replace(GREEDY, logprobs=5), 8),
+        GenerationRequest(prompts[4], replace(seeded, logprobs=0), 6, prompt_logprobs=3, ignore_eos=True),
+        GenerationRequest(prompts[5], seeded, 10, num_choices=3, ignore_eos=True, prompt_logprobs=0),
+        GenerationRequest(prompts[1][:8], biased, 5, ignore_eos=True),
+        GenerationRequest(prompts[3], SamplingParams(seed=8), 30, stop=("e", "a"), ignore_eos=True),
+        GenerationRequest(prompts[4] + prompts[3], replace(penalties, temperature=0.0), 10, ignore_eos=True),
+    ]
+
+
+def answers(cluster: RunningCluster) -> list[dict[str, list[Output]]]:
+    """What each request was told, by kind and choice: how choices take turns is nobody's promise."""
+    asked = requests(cluster.tokenizer.vocab_size)
+    told: list[list[Output]] = [[] for _ in asked]
+    done = [threading.Event() for _ in asked]
+
+    def listen(index: int, request: GenerationRequest) -> None:
+        def on_output(output: Output) -> None:
+            told[index].append(output)
+            ends = sum(isinstance(one, FinishOutput) for one in told[index])
+            if isinstance(output, ErrorOutput) or ends == request.num_choices:
+                done[index].set()
+
+        cluster.engine.submit(request, on_output)
+
+    for index, request in enumerate(asked):
+        listen(index, request)
+    assert all(event.wait(WAIT_S) for event in done)
+    return [sorted_out(outputs) for outputs in told]
+
+
+def sorted_out(outputs: list[Output]) -> dict[str, list[Output]]:
+    found: dict[str, list[Output]] = {}
+    for output in outputs:
+        assert not isinstance(output, ErrorOutput), output
+        if isinstance(output, FinishOutput):
+            output = replace(output, cached_tokens=0)  # depends on who was there before  # noqa: PLW2901
+        found.setdefault(f"{type(output).__name__} {getattr(output, 'choice', '')}", []).append(output)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(demo: ModelSource) -> Iterator[list[dict[str, list[Output]]]]:
+    with running_cluster(demo, 1, max_batch=1) as cluster:
+        yield answers(cluster)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_request_is_answered_as_by_one_member(
+    demo: ModelSource, expected: list[dict[str, list[Output]]], layout: str
+) -> None:
+    pace = PACES[list(LAYOUTS).index(layout)]
+    spans = LAYOUTS[layout]
+    with running_cluster(demo, len(spans), spans=spans, **pace) as cluster:
+        assert answers(cluster) == expected
+        if not pace.get("num_blocks"):
+            assert answers(cluster) == expected, "with what the first round left in the prefix cache"
+        assert cluster.status().route.startswith("complete: ")
+
+
+def test_one_member_gives_the_same_answers_at_any_pace(
+    demo: ModelSource, expected: list[dict[str, list[Output]]]
+) -> None:
+    for pace in PACES:
+        with running_cluster(demo, 1, **pace) as cluster:
+            assert answers(cluster) == expected
