@@ -62,25 +62,30 @@ def attend(query: torch.Tensor, kv: torch.Tensor, layer: LayerBatch) -> torch.Te
     layer.pool.write(group.write_rows, kv[:tokens].reshape(-1, shape.head_dim))
     rows = query.reshape(-1, shape.group * shape.head_dim)
     outs = [_attend_chunk(rows, layer, chunk) for chunk in group.chunks]
-    if num_rows > tokens:
-        outs.append(rows.new_zeros((num_rows - tokens) * shape.num_kv_heads, rows.shape[1]))
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return out.view(num_rows, shape.num_heads, shape.head_dim)
+    if group.output_rows is not None:
+        out = out.index_select(0, group.output_rows)
+    if num_rows > tokens:
+        out = nn.functional.pad(out, (0, 0, 0, (num_rows - tokens) * shape.num_kv_heads))
+    return out.contiguous().view(num_rows, shape.num_heads, shape.head_dim)
 
 
 def _attend_chunk(rows: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> torch.Tensor:
+    """[tiles * tile_tokens, group * head_dim]"""
     shape = layer.group.shape
-    used = shape.tile_tokens * shape.group
+    num_pairs, num_tiles = chunk.pair_tile.shape[0], chunk.tile_pairs.shape[0]
+    used = chunk.tile_tokens * shape.group
+    tile_rows = shape.tile_rows(chunk.tile_tokens)
     queries = rows.index_select(0, chunk.query_rows).view(-1, used, shape.head_dim)
-    if used < shape.tile_rows:
-        queries = nn.functional.pad(queries, (0, 0, 0, shape.tile_rows - used))
+    if used < tile_rows:
+        queries = nn.functional.pad(queries, (0, 0, 0, tile_rows - used))
+    if num_tiles == 1:
+        queries = queries.expand(num_pairs, -1, -1)
+    else:
+        queries = queries.index_select(0, chunk.pair_tile)
     keys, values = layer.pool.gather(chunk.kv_runs, KEY_BLOCK).view(2, -1, KEY_BLOCK, shape.head_dim)
     scores = torch.bmm(queries, keys.transpose(1, 2))
-    num_masked = chunk.hidden.shape[0]
-    masked = scores[: num_masked * shape.num_kv_heads, :used]
-    masked.view(num_masked, shape.num_kv_heads, shape.tile_tokens, shape.group, KEY_BLOCK).masked_fill_(
-        chunk.hidden, float("-inf")
-    )
+    _hide(scores[: chunk.hidden.shape[0], :used], chunk.hidden)
     greatest = scores.amax(-1)
     single = chunk.tile_pairs.shape[1] == 1
     if not single:
@@ -90,12 +95,19 @@ def _attend_chunk(rows: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> to
     sums = shares.sum(-1)
     out = torch.bmm(shares, values)
     if not single:
-        sums, out = _add_blocks(sums, chunk), _add_blocks(out.view(out.shape[0], -1), chunk)
-    elif chunk.tile_pairs.shape[0] > 1:
+        sums, out = _add_blocks(sums, chunk), _add_blocks(out.view(num_pairs, -1), chunk)
+    elif num_tiles > 1:
         order = chunk.tile_pairs.view(-1)
         sums, out = sums.index_select(0, order), out.index_select(0, order)
-    out = out.view(-1, shape.tile_rows, shape.head_dim) / sums.unsqueeze(-1)
-    return out[:, :used].reshape(-1, shape.group * shape.head_dim).index_select(0, chunk.output_rows)
+    out = out.view(-1, tile_rows, shape.head_dim) / sums.unsqueeze(-1)
+    return out[:, :used].reshape(-1, shape.group * shape.head_dim)
+
+
+def _hide(scores: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Scores [pairs, tile_tokens * group, keys] of ``hidden`` keys become -inf."""
+    num_pairs, num_tokens, _, num_keys = hidden.shape
+    group = scores.shape[1] // num_tokens
+    scores.view(num_pairs, num_tokens, group, num_keys).masked_fill_(hidden, float("-inf"))
 
 
 def _add_blocks(parts: torch.Tensor, chunk: TileChunk) -> torch.Tensor:

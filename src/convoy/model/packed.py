@@ -1,8 +1,10 @@
 """A batch described for attention: which tile of queries meets which block of keys.
 
-Every sequence's positions are cut at fixed places into tiles of queries and blocks of 64 keys, wherever a
-chunk begins or ends. So a query always stands at the same place of a tile and meets its keys in the same
-order, and all (tile, block) pairs of all sequences and heads go through a few batched matmuls of one shape.
+A tile is some consecutive tokens of one row, of all query heads that share one K/V head. Keys are cut at
+fixed places into blocks of 64, wherever a chunk begins or ends, so a query meets its keys in the same order
+always. All (tile, block) pairs go through a few batched matmuls, of one shape for tiles of one size. How
+many rows a matmul has, and at which of them a query stands, does not show in the query's bits; `selfcheck`
+proves it.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from convoy.model.kv import BlockTable
 from convoy.wire.messages import Row
 
 KEY_BLOCK = 64  # keys of one matmul; a multiple of the K/V block size
-_TILE_ROWS = 16  # query rows of one matmul, several heads of one K/V head included
-# (tile, block, head) triples of one matmul: bounds the gathered copies of K and V, and keeps them in a cache
-_MAX_PAIRS = 256
+SAFE_ROWS = 16  # with fewer rows some machines' matmuls take another path, see `selfcheck.least_tile_rows`
+_TILE_ROWS = (1, 16, 64, 256)  # about so many rows have the tiles to choose from
+_PAIR_ROWS = 40  # what it costs to copy a pair's K and V, in rows of its matmuls
+# Bytes that the pairs of one call touch: bounds the copies, and keeps them in a cache
+_MAX_CHUNK_BYTES = 4 << 20
 
 Ints = npt.NDArray[np.int64]
 
@@ -35,40 +39,44 @@ class HeadShape:
     block_size: int
     num_blocks: int
     window: int | None = None
+    least_rows: int = SAFE_ROWS  # of a matmul
 
     @property
     def group(self) -> int:
         """Query heads that share a K/V head."""
         return self.num_heads // self.num_kv_heads
 
-    @property
-    def tile_tokens(self) -> int:
-        """Positions of a tile: a power of two, so that no tile straddles a key block."""
-        tokens = 1
-        while tokens * 2 * self.group <= _TILE_ROWS:
-            tokens *= 2
-        return tokens
+    def tile_rows(self, num_tokens: int) -> int:
+        """Rows of the matmuls of tiles of ``num_tokens``: padded, beyond 16 to a multiple of 16."""
+        used, rows = num_tokens * self.group, self.least_rows
+        while rows < min(used, SAFE_ROWS):
+            rows *= 2
+        return rows if used <= rows else -(-used // SAFE_ROWS) * SAFE_ROWS
 
-    @property
-    def tile_rows(self) -> int:
-        """Rows of a tile's matmul, padded to a multiple of 16."""
-        return -(-self.tile_tokens * self.group // _TILE_ROWS) * _TILE_ROWS
+    def tile_tokens(self, lengths: Ints) -> Ints:
+        """The cheapest tile, in tokens, for each row of so many tokens."""
+        sizes = np.array(sorted({max(1, rows // self.group) for rows in _TILE_ROWS}))
+        costs = np.array([_PAIR_ROWS + self.tile_rows(int(size)) for size in sizes])
+        best: Ints = sizes[np.argmin(-(-lengths[:, None] // sizes) * costs, axis=1)]
+        return best
+
+    def pair_bytes(self, num_rows: int) -> int:
+        """Of K, V, queries, scores and its part of the result, for a (tile, key block) pair."""
+        return 4 * (2 * KEY_BLOCK * self.head_dim + num_rows * (KEY_BLOCK + 2 * self.head_dim))
 
 
 @dataclass(frozen=True)
 class TileChunk:
-    """Index tensors for the tiles of some consecutive tokens; pairs go masked ones first, then by head."""
+    """Index tensors for some consecutive tiles of one size; pairs go masked ones first."""
 
-    query_rows: torch.Tensor  # [pairs * kv_heads * tile_tokens] of [T * kv_heads]
-    kv_runs: torch.Tensor  # [2 * pairs * kv_heads * KEY_BLOCK / block_size] of [2 * num_blocks * kv_heads]
-    hidden: torch.Tensor  # bool [masked pairs, 1, tile_tokens, 1, KEY_BLOCK]: keys a query must not see
-    pair_tile: torch.Tensor  # [pairs * kv_heads]: the (tile, head) of each
-    tile_pairs: (
-        torch.Tensor
-    )  # [tiles * kv_heads, most blocks]: each tile's pairs, the first repeated as padding
-    bag_pairs: torch.Tensor  # [pairs * kv_heads]: the pairs of each (tile, head), in order of key blocks
-    bag_starts: torch.Tensor  # [tiles * kv_heads]
-    output_rows: torch.Tensor  # [tokens * kv_heads] of [tiles * kv_heads * tile_tokens]
+    tile_tokens: int
+    query_rows: torch.Tensor  # [tiles * tile_tokens] of [T * kv_heads]
+    kv_runs: torch.Tensor  # [2 * pairs * KEY_BLOCK / block_size] of [2 * num_blocks * kv_heads]
+    hidden: torch.Tensor  # bool [masked pairs, tile_tokens, 1, KEY_BLOCK]: keys that a query must not see
+    pair_tile: torch.Tensor  # [pairs]
+    tile_pairs: torch.Tensor  # [tiles, most blocks]: each tile's pairs, the first repeated as padding
+    bag_pairs: torch.Tensor  # [pairs]: the pairs of each tile, in order of key blocks
+    bag_starts: torch.Tensor  # [tiles]
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class GroupBatch:
     num_tokens: int
     write_rows: torch.Tensor  # [T * 2 * kv_heads] of [2 * num_blocks * kv_heads * block_size]
     chunks: tuple[TileChunk, ...]
+    output_rows: torch.Tensor | None  # [T * kv_heads] of all tiles' tokens; None where they are in order
 
 
 @dataclass(frozen=True)
@@ -90,34 +99,48 @@ class _Rows:
     offset: Ints  # of the first token in the batch
     table: Ints  # where the row's block table begins in the flat tables
     num_blocks: Ints
-    tables: Ints  # all block tables, flat
 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """All tiles of a batch, as columns."""
+    """All tiles of one size of a batch, as columns."""
 
-    first_token: Ints  # of the batch, may lie before the row's first token
-    position: Ints  # of the tile's first slot
-    row_start: Ints  # batch index of the row's first and last token
-    row_last: Ints
+    num_tokens: int  # of each, real or not
+    head: Ints  # of K/V
+    first_token: Ints  # of the batch
+    last_token: Ints  # the last real one
+    position: Ints  # of the first token
     first_block: Ints  # key blocks [first_block, end_block)
     end_block: Ints
     table: Ints  # where the row's block table begins in the flat tables
     table_last: Ints
 
+    def tokens(self, part: slice) -> Ints:
+        """[tiles, num_tokens] of the batch; slots behind a row's end repeat its last: nobody reads them."""
+        tokens: Ints = np.minimum(
+            self.first_token[part, None] + np.arange(self.num_tokens), self.last_token[part, None]
+        )
+        return tokens
+
 
 def describe_group(rows: Sequence[tuple[Row, BlockTable]], group: int, shape: HeadShape) -> GroupBatch:
     """Describe checked, non-empty ``rows`` for one cache group."""
     columns = _columns(rows, group)
+    tables = np.array([block for _, table in rows for block in table.blocks[group]], dtype=np.int64)
     num_tokens = int(columns.length.sum())
     positions = np.arange(num_tokens) + np.repeat(columns.start - columns.offset, columns.length)
-    blocks = columns.tables[np.repeat(columns.table, columns.length) + positions // shape.block_size]
+    blocks = tables[np.repeat(columns.table, columns.length) + positions // shape.block_size]
     runs = _both_halves(shape, blocks[:, None] * shape.num_kv_heads + np.arange(shape.num_kv_heads), axis=1)
     write_rows = runs * shape.block_size + (positions % shape.block_size)[:, None]
-    tiles = _cut_tiles(shape, columns)
-    chunks = tuple(_chunk(shape, tiles, columns.tables, limits) for limits in _chunk_limits(shape, tiles))
-    return GroupBatch(shape, num_tokens, _tensor(write_rows), chunks)
+    sizes = shape.tile_tokens(columns.length)
+    all_tiles = [_cut_tiles(shape, columns, sizes == size, int(size)) for size in np.unique(sizes)]
+    chunks = [
+        _chunk(shape, tiles, tables, part) for tiles in all_tiles for part in _chunk_parts(shape, tiles)
+    ]
+    # one token a tile: the tiles stand in the order of the batch
+    ordered = len(all_tiles) == 1 and all_tiles[0].num_tokens == 1
+    output_rows = None if ordered else _tensor(_output_rows(shape, all_tiles, num_tokens))
+    return GroupBatch(shape, num_tokens, _tensor(write_rows), tuple(chunks), output_rows)
 
 
 def _columns(rows: Sequence[tuple[Row, BlockTable]], group: int) -> _Rows:
@@ -129,89 +152,75 @@ def _columns(rows: Sequence[tuple[Row, BlockTable]], group: int) -> _Rows:
         offset=np.cumsum(length) - length,
         table=np.cumsum(num_blocks) - num_blocks,
         num_blocks=num_blocks,
-        tables=np.array([block for _, table in rows for block in table.blocks[group]], dtype=np.int64),
     )
 
 
-def _cut_tiles(shape: HeadShape, rows: _Rows) -> _Tiles:
-    step = shape.tile_tokens
-    first = rows.start // step
-    per_row = (rows.start + rows.length - 1) // step - first + 1
+def _cut_tiles(shape: HeadShape, rows: _Rows, chosen: npt.NDArray[np.bool_], num_tokens: int) -> _Tiles:
+    """Tiles of ``num_tokens`` for the ``chosen`` rows, by token, then by head."""
+    heads = shape.num_kv_heads
+    per_row = -(-rows.length[chosen] // num_tokens)
     before = np.cumsum(per_row) - per_row
 
     def spread(values: Ints) -> Ints:
-        return np.repeat(values, per_row)
+        return np.repeat(values[chosen], per_row * heads)
 
-    position = (np.arange(int(per_row.sum())) + spread(first - before)) * step
+    steps = np.repeat((np.arange(int(per_row.sum())) - np.repeat(before, per_row)) * num_tokens, heads)
+    position = spread(rows.start) + steps
+    last_position = np.minimum(position + num_tokens, spread(rows.start + rows.length)) - 1
     lowest = position - shape.window + 1 if shape.window is not None else np.zeros_like(position)
     return _Tiles(
-        first_token=position + spread(rows.offset - rows.start),
+        num_tokens=num_tokens,
+        head=np.tile(np.arange(heads), int(per_row.sum())),
+        first_token=spread(rows.offset) + steps,
+        last_token=spread(rows.offset) + steps + last_position - position,
         position=position,
-        row_start=spread(rows.offset),
-        row_last=spread(rows.offset + rows.length - 1),
         first_block=np.maximum(lowest, 0) // KEY_BLOCK,
-        end_block=position // KEY_BLOCK + 1,
+        end_block=last_position // KEY_BLOCK + 1,
         table=spread(rows.table),
         table_last=spread(rows.table + rows.num_blocks - 1),
     )
 
 
-def _chunk_limits(shape: HeadShape, tiles: _Tiles) -> list[tuple[int, int]]:
+def _chunk_parts(shape: HeadShape, tiles: _Tiles) -> list[slice]:
     """Runs of tiles whose pairs stay within the limit; a tile by itself may exceed it."""
-    ends = np.cumsum((tiles.end_block - tiles.first_block) * shape.num_kv_heads)
-    limits, start, done = [], 0, 0
+    max_pairs = _MAX_CHUNK_BYTES // shape.pair_bytes(shape.tile_rows(tiles.num_tokens))
+    ends = np.cumsum(tiles.end_block - tiles.first_block)
+    parts, start, done = [], 0, 0
     while start < len(ends):
-        end = max(start + 1, int(np.searchsorted(ends, done + _MAX_PAIRS, side="right")))
-        limits.append((start, end))
+        end = max(start + 1, int(np.searchsorted(ends, done + max_pairs, side="right")))
+        parts.append(slice(start, end))
         start, done = end, int(ends[end - 1])
-    return limits
+    return parts
 
 
-def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, limits: tuple[int, int]) -> TileChunk:
-    start, end = limits
-    num_kv_heads = shape.num_kv_heads
-    heads = np.arange(num_kv_heads)
-    num_blocks = tiles.end_block[start:end] - tiles.first_block[start:end]
+def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, part: slice) -> TileChunk:
+    num_blocks = tiles.end_block[part] - tiles.first_block[part]
+    num_tiles = len(num_blocks)
     pair_starts = np.cumsum(num_blocks) - num_blocks
-    pair_tile = np.repeat(np.arange(end - start), num_blocks)
-    key_block = np.arange(len(pair_tile)) + np.repeat(tiles.first_block[start:end] - pair_starts, num_blocks)
+    pair_tile = np.repeat(np.arange(num_tiles), num_blocks)
+    key_block = np.arange(len(pair_tile)) + np.repeat(tiles.first_block[part] - pair_starts, num_blocks)
 
-    query_position = tiles.position[start:end, None] + np.arange(shape.tile_tokens)
-    hidden = _hidden_keys(shape, query_position[pair_tile], key_block)
-    masked = np.asarray(hidden.any(axis=(1, 2)))
+    tokens = tiles.tokens(part)
+    positions = tokens + (tiles.position[part] - tiles.first_token[part])[:, None]
+    masked = _has_hidden(shape, positions[pair_tile, 0], positions[pair_tile, -1], key_block)
     order, place = _masked_first(masked)
     num_masked = int(masked.sum())
     pair_tile, key_block = pair_tile[order], key_block[order]
+    hidden = _hidden_keys(shape, positions[pair_tile[:num_masked]], key_block[:num_masked])
 
     most = int(num_blocks.max())
-    columns = np.where(np.arange(most) < num_blocks[:, None], np.arange(most), 0)
-    tile_pairs = place[pair_starts[:, None] + columns][:, None, :] * num_kv_heads + heads[:, None]
-    bag_counts = np.repeat(num_blocks, num_kv_heads)
-    in_bag = np.arange(most) < num_blocks[:, None, None]
-    bag_pairs = tile_pairs[np.broadcast_to(in_bag, tile_pairs.shape)]
+    in_bag = np.arange(most) < num_blocks[:, None]
+    tile_pairs = place[pair_starts[:, None] + np.where(in_bag, np.arange(most), 0)]
     return TileChunk(
-        query_rows=_tensor(_query_rows(shape, tiles, limits)[pair_tile]),
-        kv_runs=_tensor(_kv_runs(shape, tiles, tables, start + pair_tile, key_block)),
-        hidden=torch.from_numpy(np.ascontiguousarray(hidden[order[:num_masked]]))[:, None, :, None, :],
-        pair_tile=_tensor(pair_tile[:, None] * num_kv_heads + heads),
+        tile_tokens=tiles.num_tokens,
+        query_rows=_tensor(tokens * shape.num_kv_heads + tiles.head[part, None]),
+        kv_runs=_tensor(_kv_runs(shape, tiles, tables, part.start + pair_tile, key_block)),
+        hidden=torch.from_numpy(hidden)[:, :, None, :],
+        pair_tile=_tensor(pair_tile),
         tile_pairs=_tensor(tile_pairs).view(-1, most),
-        bag_pairs=_tensor(bag_pairs),
-        bag_starts=_tensor(np.cumsum(bag_counts) - bag_counts),
-        output_rows=_tensor(_output_rows(shape, tiles, start, end)),
+        bag_pairs=_tensor(tile_pairs[in_bag]),
+        bag_starts=_tensor(pair_starts),
     )
-
-
-def _query_rows(shape: HeadShape, tiles: _Tiles, limits: tuple[int, int]) -> Ints:
-    """[tiles, kv_heads, tile_tokens]: where each slot's query stands."""
-    part = slice(*limits)
-    # slots outside the row are given some token of the row: nobody reads their result
-    tokens = np.clip(
-        tiles.first_token[part, None] + np.arange(shape.tile_tokens),
-        tiles.row_start[part, None],
-        tiles.row_last[part, None],
-    )
-    rows: Ints = tokens[:, None, :] * shape.num_kv_heads + np.arange(shape.num_kv_heads)[:, None]
-    return rows
 
 
 def _kv_runs(shape: HeadShape, tiles: _Tiles, tables: Ints, pair_tile: Ints, key_block: Ints) -> Ints:
@@ -221,8 +230,15 @@ def _kv_runs(shape: HeadShape, tiles: _Tiles, tables: Ints, pair_tile: Ints, key
         key_block[:, None] * runs_per_block + np.arange(runs_per_block)
     )
     blocks = tables[np.minimum(entries, tiles.table_last[pair_tile][:, None])]
-    heads = np.arange(shape.num_kv_heads)[:, None]
-    return _both_halves(shape, blocks[:, None, :] * shape.num_kv_heads + heads, axis=0)
+    return _both_halves(shape, blocks * shape.num_kv_heads + tiles.head[pair_tile][:, None], axis=0)
+
+
+def _has_hidden(shape: HeadShape, first: Ints, last: Ints, key_block: Ints) -> npt.NDArray[np.bool_]:
+    """Whether any query of positions ``first`` to ``last`` must not see some key of the block."""
+    masked: npt.NDArray[np.bool_] = key_block * KEY_BLOCK + KEY_BLOCK - 1 > first
+    if shape.window is not None:
+        masked |= key_block * KEY_BLOCK <= last - shape.window
+    return masked
 
 
 def _hidden_keys(shape: HeadShape, query_position: Ints, key_block: Ints) -> npt.NDArray[np.bool_]:
@@ -247,16 +263,16 @@ def _masked_first(masked: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
     return order, place
 
 
-def _output_rows(shape: HeadShape, tiles: _Tiles, start: int, end: int) -> Ints:
-    first = max(int(tiles.first_token[start]), int(tiles.row_start[start]))
-    last = min(int(tiles.first_token[end - 1]) + shape.tile_tokens - 1, int(tiles.row_last[end - 1]))
-    tokens = np.arange(first, last + 1)
-    # the last tile that begins at or before a token; a tile's first real token is never before its row
-    begins = np.maximum(tiles.first_token[start:end], tiles.row_start[start:end])
-    tile = np.searchsorted(begins, tokens, side="right") - 1
-    slot = tokens - tiles.first_token[start:end][tile]
-    heads = np.arange(shape.num_kv_heads)
-    rows: Ints = (tile[:, None] * shape.num_kv_heads + heads) * shape.tile_tokens + slot[:, None]
+def _output_rows(shape: HeadShape, all_tiles: Sequence[_Tiles], num_tokens: int) -> Ints:
+    """Where each token of each K/V head stands among the tokens of all tiles."""
+    rows = np.empty(num_tokens * shape.num_kv_heads, dtype=np.int64)
+    done = 0
+    for tiles in all_tiles:
+        tokens = tiles.tokens(slice(None))
+        # backwards: of a row's last token, its real place is the first
+        places = np.arange(done, done + tokens.size)[::-1]
+        rows[(tokens * shape.num_kv_heads + tiles.head[:, None]).reshape(-1)[::-1]] = places
+        done += tokens.size
     return rows
 
 

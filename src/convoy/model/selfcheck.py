@@ -12,13 +12,15 @@ from convoy.errors import SelfCheckError, UsageError
 from convoy.model.attention import LayerBatch, attend
 from convoy.model.kv import BlockTable, KvPool
 from convoy.model.linear import PackedLinear, packed_available
-from convoy.model.packed import HeadShape, describe_group
+from convoy.model.packed import KEY_BLOCK, SAFE_ROWS, HeadShape, describe_group
 from convoy.wire.messages import Row
 
 EXACT, PLAIN = "exact-f32", "plain-f32"
 # (in, out): wide, narrow, odd and tiny; a stage checks its own shapes besides, when it is loaded
 _SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256))
 _ROW_COUNTS = (2, 3, 17, 64)
+_CHECK_TOKENS = 281  # enough for every size of tile
+_FEWEST_ROWS = 4
 
 
 def check_exact(num_threads: int | None = None) -> None:
@@ -37,8 +39,8 @@ def check_exact(num_threads: int | None = None) -> None:
         for linear in linears:
             _check_linear(linear, threads)
         _check_elementwise(threads)
-        for shape in (HeadShape(4, 2, 8, 16, 10), HeadShape(4, 1, 64, 16, 10), HeadShape(3, 3, 20, 16, 10)):
-            _check_attention(shape, threads)
+        for heads in ((4, 2, 8), (4, 1, 64), (3, 3, 20)):
+            _check_attention(_shape(*heads), threads)
 
 
 def check_linears(parts: Iterable[nn.Module]) -> None:
@@ -48,6 +50,30 @@ def check_linears(parts: Iterable[nn.Module]) -> None:
     with torch.inference_mode(), _threads_restored():
         for linear in {(m.in_features, m.out_features, m.activation): m for m in linears}.values():
             _check_linear(linear, threads)
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Check attention with heads of this kind, on 1 and the current number of threads."""
+    threads = sorted({1, torch.get_num_threads()})
+    with torch.inference_mode(), _threads_restored():
+        # a few groups show as much as many
+        few = min(num_kv_heads, 2)
+        _check_attention(_shape(num_heads // num_kv_heads * few, few, head_dim), threads)
+
+
+def least_tile_rows(head_dim: int) -> int:
+    """The fewest rows, 4, 8 or 16, of attention's matmuls that give the bits of more rows on this machine.
+
+    A decode has few rows for each K/V head, and padding them to 16 would be most of its work.
+    """
+    queries, keys, values = (_numbers(6, rows, head_dim) for rows in (2 * SAFE_ROWS, KEY_BLOCK, KEY_BLOCK))
+    least = SAFE_ROWS
+    with torch.inference_mode(), _threads_restored():
+        for count in sorted({1, torch.get_num_threads()}, reverse=True):
+            torch.set_num_threads(count)
+            while least > _FEWEST_ROWS and _rows_agree(queries, keys, values, least // 2):
+                least //= 2
+        return least
 
 
 def choose_kernel(requested: str, num_threads: int | None = None) -> str:
@@ -134,14 +160,34 @@ def _check_elementwise(threads: list[int]) -> None:
                 _same(f"{name} on {count} threads", expected[3 : 3 + rows], kernel(x[3 : 3 + rows].clone()))
 
 
+def _rows_agree(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: int) -> bool:
+    """Whether batched matmuls of ``rows`` rows have the bits of those of twice `SAFE_ROWS`."""
+    shares = torch.bmm(queries, keys.transpose(1, 2))
+    outs = torch.bmm(shares, values)
+    for num in (1, 2, len(queries)):
+        for start in range(0, queries.shape[1] - rows + 1, rows // 2):
+            part = slice(start, start + rows)
+            few = torch.bmm(queries[:num, part].contiguous(), keys[:num].transpose(1, 2))
+            if not torch.equal(few, shares[:num, part]):
+                return False
+            if not torch.equal(torch.bmm(shares[:num, part].contiguous(), values[:num]), outs[:num, part]):
+                return False
+    return True
+
+
+def _shape(num_heads: int, num_kv_heads: int, head_dim: int) -> HeadShape:
+    num_blocks = -(-_CHECK_TOKENS // 16)
+    return HeadShape(num_heads, num_kv_heads, head_dim, 16, num_blocks, least_rows=least_tile_rows(head_dim))
+
+
 def _check_attention(shape: HeadShape, threads: list[int]) -> None:
-    length = 150
+    length = _CHECK_TOKENS
     inputs = [_numbers(length, heads, shape.head_dim) for heads in (shape.num_heads, 2 * shape.num_kv_heads)]
     torch.set_num_threads(1)
     expected = _attend_in_chunks(shape, inputs, [length])
     for count in threads:
         torch.set_num_threads(count)
-        for chunks in ([length], [1, 6, 60, 1, 64, 18], [149, 1]):
+        for chunks in ([length], [1, 6, 60, 1, 64, 19, 130], [length - 5, 1, 3, 1]):
             found = _attend_in_chunks(shape, inputs, chunks)
             _same(f"attention in chunks on {count} threads", expected, found)
 

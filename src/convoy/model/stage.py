@@ -55,6 +55,7 @@ class Stage:
         self._modules = modules
         self._rope = RopeTable(modules.rotary, spec.max_context)
         self._spec = spec
+        self._least_rows = least_tile_rows(spec.head_dim)
         self._shapes: list[HeadShape] = []
         self._layer_group = {layer: i for i, group in enumerate(spec.cache_groups) for layer in group.layers}
         self._tables: BlockTables | None = None
@@ -91,6 +92,7 @@ class Stage:
         modules = load_modules(source, assignment, packed=packed, progress=progress, kept=kept)
         if packed and modules.bytes_read:
             check_linears(modules.parts())
+            check_heads(source.spec.num_heads, source.spec.num_kv_heads, source.spec.head_dim)
         return cls(source, assignment, options, modules)
 
     def forget(self) -> None:
@@ -120,6 +122,7 @@ class Stage:
                 self.options.block_size,
                 num_blocks,
                 group.window,
+                self._least_rows,
             )
             for group in spec.cache_groups
         ]
@@ -134,7 +137,7 @@ class Stage:
             for layer in self._modules.layers:
                 shape = self._shapes[self._layer_group[layer]]
                 self._pools[layer] = KvPool(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        except (RuntimeError, MemoryError, TypeError) as error:  # what torch raises for too much
+        except (RuntimeError, MemoryError, TypeError, ValueError) as error:  # what is raised for too much
             self._pools, self._tables = {}, None
             raise PlanError(
                 f"{num_blocks} K/V blocks of {self.block_bytes} bytes do not fit in this machine's memory",
