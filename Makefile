@@ -8,13 +8,14 @@ STAMP  := $(VENV)/.ready
 LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-adversary test-tpm check bench clean
+.PHONY: help setup demo test test-adversary test-tpm test-chaos check bench clean
 
 help:
 	@echo "make demo    set up, then run the bundled model over two sealed processes"
 	@echo "make test    set up, then run every test (under 10 minutes on 2 cores)"
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm  install a software TPM (apt-get), then enrol it and demand it of real members"
+	@echo "make test-chaos  kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
 	@echo "make check   lint, format, types, architecture"
 	@echo "make bench   measure the hop between two members"
 	@echo "make setup   only set up .venv;  make clean removes it"
@@ -50,6 +51,11 @@ test: setup
 # Its files are not called test_*, so that `make test` leaves them out.
 test-adversary: setup
 	@$(BIN)/python -m pytest -o 'python_files=attack_*.py' tests/adversary
+
+# Named like those above. SEED repeats a disorder that was printed.
+SECONDS ?= 600
+test-chaos: setup
+	@$(BIN)/python -m pytest -o 'python_files=chaos_*.py' tests/chaos --chaos-seconds $(SECONDS) $(if $(SEED),--chaos-seed $(SEED))
 
 # Exit 3 of the script: the TPM cannot be installed here, and it has said why.
 test-tpm: setup

@@ -100,3 +100,28 @@ def test_fair_measures_running_streams_while_a_long_prompt_is_read(tmp_path: Pat
         assert 0 < row["p50_ms"] <= row["p99_ms"]
         assert row["p99_over_mixed_step"] == pytest.approx(row["p99_ms"] / row["mixed_step_ms"], rel=0.01)
     assert shown["ratios"].keys() == {"one_member_p99_over_mixed_step", "two_members_p99_over_mixed_step"}
+
+
+@pytest.mark.slow
+def test_recover_kills_a_peer_and_finds_the_same_text(tmp_path: Path) -> None:
+    table = tmp_path / "rows.csv"
+    sizes = ("--losses", "kill -9", "--tokens", "64", "--before", "8", "--csv", str(table))
+    shown = convoy_json("bench", "recover", "demo-mini", *sizes)
+    (row,) = shown["rows"]
+    assert row["loss"] == "kill -9"
+    assert row["survived"] is row["identical"] is True
+    assert (row["members"], row["members_after"], row["blocks_leaked"]) == (3, 2, 0)
+    assert 0 < row["seconds_to_next_token"] < 60
+    assert shown["ratios"]["survived_and_identical"] == 1
+    assert len(list(csv.DictReader(table.read_text().splitlines()))) == 1
+
+
+@pytest.mark.slow
+def test_soak_watches_every_process_idle_and_busy(tmp_path: Path) -> None:
+    model = f"synthetic:{write_config(tmp_path)}"
+    shown = convoy_json("bench", "soak", model, "--requests", "40", "--first", "20", "--idle", "0.5")
+    members, memory = shown["rows"][:2], shown["rows"][2:]
+    assert [row["member"] for row in members] == ["alpha", "beta"]
+    assert {row["requests"] for row in memory} >= {20, 40}
+    assert all(row["rss_mb_first"] > 50 for row in members)
+    assert shown["ratios"].keys() == {"idle_core", "memory_last_over_first"}

@@ -55,7 +55,8 @@ class ServedCluster:
         self._relays: dict[str, DelayRelay] = {}
         self._slowness: dict[str, _Slowness] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.peers: Sequence[str] = options.local.names[1:]
+        self.names: Sequence[str] = options.local.names
+        self.peers: Sequence[str] = self.names[1:]
 
     def __enter__(self) -> ServedCluster:
         try:
@@ -94,6 +95,15 @@ class ServedCluster:
     def process(self, name: str) -> psutil.Process:
         """The process that a member is now."""
         return psutil.Process(self._processes[name].pid)
+
+    def cpu_s(self, name: str) -> float:
+        """Seconds of a core that a member's process has used."""
+        times = self.process(name).cpu_times()
+        return float(times.user + times.system)
+
+    def rss_bytes(self, name: str) -> int:
+        """Its resident memory."""
+        return int(self.process(name).memory_info().rss)
 
     def kill(self, name: str) -> None:
         self.resume(name)

@@ -1,0 +1,52 @@
+"""What happens to peers, in an order from a seed: each is killed, stopped or cut off, and comes back."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from convoy.cli.bench_cluster import ServedCluster
+
+_KINDS = ("kill", "kill", "stop", "cut")
+_REST_S = (0.5, 4.0)
+_AWAY_S = {"kill": (0.0, 3.0), "stop": (0.3, 5.0), "cut": (0.1, 3.0)}
+_BOTH = 0.25  # how often a second peer goes before the first is back
+
+
+@dataclass
+class Disorder:
+    """Sometimes two peers are away at once; each comes back."""
+
+    cluster: ServedCluster
+    drawn: random.Random
+    dealt: Counter[str] = field(default_factory=Counter)
+    told: list[str] = field(default_factory=list)
+    _began_s: float = field(default_factory=time.monotonic)
+
+    def go_on(self, seconds: float) -> None:
+        """Until the time is over; every peer is back then, though perhaps not yet in the ring."""
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            time.sleep(self.drawn.uniform(*_REST_S))
+            peers = self.drawn.sample(list(self.cluster.peers), 2)
+            chosen = peers if self.drawn.random() < _BOTH else peers[:1]
+            kinds = [self.drawn.choice(_KINDS) for _ in chosen]
+            for peer, kind in zip(chosen, kinds, strict=True):
+                self._deal(peer, kind)
+            for peer, kind in zip(chosen, kinds, strict=True):
+                time.sleep(self.drawn.uniform(*_AWAY_S[kind]))
+                self._undo(peer, kind)
+
+    def _deal(self, peer: str, kind: str) -> None:
+        self._tell(f"{kind} {peer}")
+        self.dealt[kind] += 1
+        {"kill": self.cluster.kill, "stop": self.cluster.stop, "cut": self.cluster.cut}[kind](peer)
+
+    def _undo(self, peer: str, kind: str) -> None:
+        self._tell(f"{peer} is back from {kind}")
+        {"kill": self.cluster.start, "stop": self.cluster.resume, "cut": self.cluster.mend}[kind](peer)
+
+    def _tell(self, text: str) -> None:
+        self.told.append(f"{time.monotonic() - self._began_s:7.2f} s  {text}")
