@@ -7,7 +7,7 @@
     [model]    name or path, kernel, activation_dtype, num_threads, memory_gb
     [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
                many as stages), block_size, num_blocks (0: as many as fit)
-    [plan]     layers = { alpha = "0:5,output", beta = "6:11" }, wait_s
+    [plan]     layers = { alpha = "0:5,output", beta = "6:11" }, wait_s, recover_wait_s
 
 Every table and key is optional here; what a verb cannot do without, it asks for with a `require_` method.
 Paths are relative to the file. An unknown key is an error that names the nearest known one.
@@ -100,10 +100,14 @@ class EngineConfig(msgspec.Struct, frozen=True):
 
 
 class PlanConfig(msgspec.Struct, frozen=True):
-    """Who holds which layers (nobody named: by memory), and how long to wait for the members."""
+    """Who holds which layers (nobody named: by memory), and how long to wait for the members.
+
+    ``wait_s`` is for the start, ``recover_wait_s`` for one that was lost and that nobody can stand in for.
+    """
 
     layers: dict[str, str] | None = None
     wait_s: Seconds = 60.0
+    recover_wait_s: Seconds = 60.0
 
 
 class Config(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from convoy.cluster.peer import Peer, PeerEvent
 
 
+StandbyFlag = Annotated[bool, typer.Option("--standby", help="Hold layers only once another member is lost.")]
 _LOOK_UP_S = 0.5
 
 
@@ -43,6 +44,7 @@ def join(
         str | None, typer.Option(help="The model's directory here.  [default: that in the config]")
     ] = None,
     exit_with_head: Annotated[bool, typer.Option(help="End when the head goes.")] = False,
+    standby: StandbyFlag = False,
     until_stdin_closes: Annotated[
         bool, typer.Option("--until-stdin-closes", help="End when standard input ends.")
     ] = False,
@@ -64,10 +66,11 @@ def join(
     me = load_member(settings)
     from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
 
+    options = peer_options(settings, model, exit_with_head=exit_with_head, standby=standby)
     show = _show_json if as_json else _show
     port = me.member.address[1] if settings.listen.port is None else settings.listen.port
     with network_of(settings) as network, watched_roster(settings, me, quiet=as_json):
-        peer = Peer(me, peer_options(settings, model, exit_with_head=exit_with_head), show, network)
+        peer = Peer(me, options, show, network)
         _run_until_asked(peer, (settings.listen.host, port), until_stdin_closes)
 
 

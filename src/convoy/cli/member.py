@@ -94,14 +94,18 @@ def member_options(config: Config) -> MemberOptions:
     )
 
 
-def peer_options(config: Config, model: str | None, *, exit_with_head: bool) -> PeerOptions:
+def peer_options(
+    config: Config, model: str | None, *, exit_with_head: bool, standby: bool = False
+) -> PeerOptions:
     """``model`` is the flag; a name that needs no files is as good as none: the head says those itself."""
     from convoy.cluster.options import PeerOptions
     from convoy.model.source import needs_no_files
 
     chosen = model or config.model_name()
     path = None if chosen is None or needs_no_files(chosen) else Path(chosen)
-    return PeerOptions(member=member_options(config), model_path=path, exit_with_head=exit_with_head)
+    return PeerOptions(
+        member=member_options(config), model_path=path, exit_with_head=exit_with_head, standby=standby
+    )
 
 
 def head_options(config: Config) -> HeadOptions:
@@ -112,6 +116,7 @@ def head_options(config: Config) -> HeadOptions:
         member=member_options(config),
         spans=plan.layers,
         wait_s=plan.wait_s,
+        recover_wait_s=plan.recover_wait_s,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
         max_batch=engine.max_batch,

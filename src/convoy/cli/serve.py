@@ -42,6 +42,10 @@ def serve(
     prefill_chunk: PrefillChunkFlag = None,
     prefill_window: PrefillWindowFlag = None,
     micro_batches: MicroBatchesFlag = None,
+    recover_wait: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds that a lost member may take to return.  [default: 60]"),
+    ] = None,
     invite: Annotated[
         bool, typer.Option("--invite", help="First let one machine in; makes what a first machine needs.")
     ] = False,
@@ -69,7 +73,8 @@ def serve(
         prefill_window=prefill_window,
         micro_batches=micro_batches,
     )
-    settings = override(settings, serve=http, engine=engine)
+    plan = override(settings.plan, recover_wait_s=recover_wait)
+    settings = override(settings, serve=http, engine=engine, plan=plan)
     head_options(settings).check()
     if config is None:
         from convoy.cli.local import LocalCluster, LocalOptions

@@ -281,10 +281,13 @@ class Head:
             )
         self.granted = granted
         self.vetting.watch(links, plan)
-        self._preload(granted)
+        self.preload()
 
-    def _preload(self, granted: Granted) -> None:
+    def preload(self) -> None:
         """Standbys that have the memory load the largest peer's stage, so that a loss finds it there."""
+        granted = self.granted
+        if granted is None:
+            return
         largest = max(
             (name for name in granted.weight_bytes if name != self.name),
             key=lambda name: granted.weight_bytes[name],

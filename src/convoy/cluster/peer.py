@@ -136,7 +136,7 @@ class Peer:
             if isinstance(received.message, Inquire):
                 self._say_how_far(link, received.message.generation)
                 return
-            if isinstance(received.message, Plan):
+            if isinstance(received.message, Plan) and received.message.generation > self._generation:
                 self._end_ring()
         self._inbox.put(link, (link, received), weight_of(received))
 
@@ -228,8 +228,10 @@ class Peer:
             raise LinkClosed("this member is shutting down")
 
     def _load(self, link: Link, plan: Plan) -> None:
-        if plan.generation <= self._generation:
-            raise StepError("the plan is not newer than the last one that came here")
+        if plan.generation <= self._generation:  # and the one that runs goes on
+            old = Refuse(plan.generation, "the plan is not newer than the last one that came here", "")
+            link.send(old, generation=plan.generation)
+            return
         self._generation = plan.generation
         self._drop_plan()
         self._tell("loading", f"{plan.model}: {', '.join(s.member for s in plan.stages)}")

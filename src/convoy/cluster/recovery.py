@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from convoy.cluster.backoff import Backoff
 from convoy.cluster.head import Granted, Head
+from convoy.cluster.planning import Proposal
 from convoy.engine.pipeline import PipelineExecutor
-from convoy.engine.recovered import Recovered
+from convoy.engine.recovered import Recovered, Renewal
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import (
     CapacityError,
@@ -27,12 +28,14 @@ from convoy.errors import (
     StageLost,
     StepLate,
 )
+from convoy.plan.placement import Placement
 
 _log = logging.getLogger(__name__)
 
 _PING_S = 1.0
 _LOOK_UP_S = 0.5
 _MAX_REFUSALS = 2  # of one peer, before the plan is tried without it
+_MAX_RENEWALS = 5  # for one member that comes again and again
 _PATIENCE = 3  # times that a slow member which cannot be spared is waited for, before its links are made anew
 
 
@@ -55,12 +58,15 @@ class Recovery:
         self._state = self._cause = ""
         self._late = _Late(-1)
         self._refusals: dict[str, int] = {}
+        self._num_joined: dict[str, int] = {}
 
     def recover(self, error: StageLost) -> Recovered | None:
         """See `engine.recovered.Recovery`. Raises `StageLost` naming the missing layers."""
         began_s = time.monotonic()
         self._cause = error.message
         self._say("looking who is there")
+        if isinstance(error, Renewal):
+            return self._renew()
         if isinstance(error, StepLate) and self._still_comes():
             return None
         found_s = time.monotonic() - began_s
@@ -68,15 +74,25 @@ class Recovery:
         self._drop_silent()
         lost = self._lost_text()
         _log.warning("%s; %s", error.message, lost or "every member is there")
-        granted = self._find_stages()
+        granted = self._find_stages(self._granted.placement)
         _log.info(
             "recovered after %.3f s (of which %.3f s to find out): %s",
             time.monotonic() - began_s,
             found_s,
             granted.placement.route.describe(),
         )
-        assert self._head.executor is not None
-        return Recovered(self._head.executor, self._limits_of(granted), granted.max_context)
+        return self._recovered(granted)
+
+    def has_use_for(self, name: str) -> bool:
+        """Whether a member that came holds a stage in a better plan than the one that runs.
+
+        Asked once for each time that it comes; one that keeps coming and going is used only where it must be.
+        """
+        self._num_joined[name] = self._num_joined.get(name, 0) + 1
+        if self._num_joined[name] > _MAX_RENEWALS or self._head.granted is None:
+            return False
+        proposal = self._better()
+        return proposal is not None and name in proposal.members
 
     def state(self) -> str:
         return f"{self._state} ({self._cause})"
@@ -84,6 +100,36 @@ class Recovery:
     def cancel(self) -> None:
         self._cancelled.set()
         self._head.company.wake()
+
+    def _renew(self) -> Recovered | None:
+        if self._better() is None:
+            return None
+        began_s = time.monotonic()
+        self._head.stop()
+        granted = self._find_stages(None)
+        _log.info(
+            "%s: in use after %.3f s: %s",
+            self._cause,
+            time.monotonic() - began_s,
+            granted.placement.route.describe(),
+        )
+        return self._recovered(granted)
+
+    def _better(self) -> Proposal | None:
+        """A plan that has members which the one that runs lacks, and lacks none but standbys of it."""
+        head = self._head
+        hellos = head.hellos()
+        try:
+            proposal = head.planner.again(hellos, None, head.company.slow)
+        except ConvoyError:
+            return None
+        standbys = {name for name, hello in hellos.items() if hello.standby}
+        kept = self._granted.members - standbys <= proposal.members
+        return proposal if kept and proposal.members - self._granted.members else None
+
+    def _recovered(self, granted: Granted) -> Recovered:
+        assert self._head.executor is not None
+        return Recovered(self._head.executor, self._limits_of(granted), granted.max_context)
 
     # Is anything lost?
 
@@ -156,8 +202,11 @@ class Recovery:
             if self._can_spare(name):
                 company.give_up(name, "it answers no ping")
 
-    def _find_stages(self) -> Granted:
-        """The next plan, running. Raises `StageLost` if there was none for too long."""
+    def _find_stages(self, before: Placement | None) -> Granted:
+        """The next plan, running, as near to ``before`` as it can be; None: the best one.
+
+        Raises `StageLost` if there was none for too long.
+        """
         backoff, company = Backoff(), self._head.company
         waited_s = 0.0
         self._refusals.clear()
@@ -166,7 +215,7 @@ class Recovery:
             seen = company.num_changes
             began_s = time.monotonic()
             try:
-                return self._try_once()
+                return self._try_once(before)
             except CapacityError as error:
                 why: ConvoyError = error
                 wait_s = min(_LOOK_UP_S, self._wait_s - waited_s)
@@ -179,6 +228,7 @@ class Recovery:
                 self._say(error.message)
             if waited_s >= self._wait_s:
                 raise self._given_up(why) from why
+            before = self._granted.placement
             began_s = time.monotonic()
             if isinstance(why, CapacityError):
                 company.wait(seen, wait_s)
@@ -186,13 +236,13 @@ class Recovery:
                 self._cancelled.wait(wait_s)
             waited_s += time.monotonic() - began_s
 
-    def _try_once(self) -> Granted:
+    def _try_once(self, before: Placement | None) -> Granted:
         head = self._head
         hellos = head.hellos()
         for name, count in self._refusals.items():
             if count >= _MAX_REFUSALS and head.planner.can_spare(name, hellos, self._granted.placement):
                 hellos.pop(name, None)
-        proposal = head.planner.again(hellos, self._granted.placement, head.company.slow)
+        proposal = head.planner.again(hellos, before, head.company.slow)
         names = " -> ".join(stage.member for stage in proposal.plan.stages)
         self._say(f"{self._lost_text()}; loading for {names}".lstrip("; "))
 

@@ -44,25 +44,7 @@ class RunningCluster:
         tokenizer = Tokenizer(source)
         head = Head(me, source, options, network, watch)
         granted = head.bring_up(on_load)
-        assert head.executor is not None
-
-        def limits_of(granted: Granted) -> SchedulerLimits:
-            return options.limits(
-                source.spec,
-                num_stages=len(granted.plan.stages),
-                num_blocks=granted.num_blocks,
-                block_size=granted.plan.block_size,
-            )
-
-        engine = Engine(
-            head.executor,
-            tokenizer,
-            limits_of(granted),
-            EngineOptions(max_context=granted.max_context),
-            options.drafter(source.spec),
-            recovery=Recovery(head, options.recover_wait_s, limits_of),
-        )
-        head.on_lost = engine.wake
+        engine = _engine_over(head, granted, tokenizer, options)
         running = cls(head, engine, tokenizer)
         try:
             engine.start()
@@ -117,3 +99,34 @@ class RunningCluster:
         """Stop the engine, then say goodbye to the peers."""
         self.engine.close(drain_s)
         self.head.close()
+
+
+def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: HeadOptions) -> Engine:
+    """An engine that asks the head for other stages, and hears from it of losses and of who came."""
+    spec = granted.placement.spec
+
+    def limits_of(granted: Granted) -> SchedulerLimits:
+        return options.limits(
+            spec,
+            num_stages=len(granted.plan.stages),
+            num_blocks=granted.num_blocks,
+            block_size=granted.plan.block_size,
+        )
+
+    def joined(name: str) -> None:
+        head.preload()
+        if recovery.has_use_for(name):
+            engine.renew(f"{name} is here again")
+
+    assert head.executor is not None
+    recovery = Recovery(head, options.recover_wait_s, limits_of)
+    engine = Engine(
+        head.executor,
+        tokenizer,
+        limits_of(granted),
+        EngineOptions(max_context=granted.max_context),
+        options.drafter(spec),
+        recovery=recovery,
+    )
+    head.on_lost, head.on_joined = engine.wake, joined
+    return engine

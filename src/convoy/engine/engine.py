@@ -24,7 +24,7 @@ from convoy.engine.handle import RequestHandle
 from convoy.engine.options import EngineOptions, EngineStats
 from convoy.engine.outputs import Output
 from convoy.engine.prefix import PrefixTags
-from convoy.engine.recovered import Recovery
+from convoy.engine.recovered import Recovery, Renewal
 from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
@@ -74,7 +74,7 @@ class Engine:
         self._failed: ConvoyError | None = None
         self._recovering = False
         self._woken = False  # look at the ring now, instead of when the next probe is due
-        self._renewal: StageLost | None = None
+        self._renewal: Renewal | None = None
         self._recoveries = 0
         self._last_step_s: float | None = None
         self._ring_s: float | None = None
@@ -202,9 +202,9 @@ class Engine:
             self._changed.notify_all()
 
     def renew(self, why: str) -> None:
-        """Once nothing runs, ask for other stages, as after a loss: there may be better ones now."""
+        """Once nothing runs, ask for other stages: there may be better ones now."""
         with self._changed:
-            self._renewal = StageLost(why)
+            self._renewal = Renewal(why)
             self._changed.notify_all()
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -284,7 +284,7 @@ class Engine:
             self._in_flight.clear()
             self._scheduler.reset(recovered.limits)
             self._end_what_does_not_fit()
-            self._recoveries += 1
+            self._recoveries += not isinstance(error, Renewal)
             self._last_step_s = None  # ready once a token has passed these stages
             self._woken = True
 

@@ -19,6 +19,10 @@ class Recovered:
     max_context: int
 
 
+class Renewal(StageLost):
+    """Nothing is lost, but nothing runs either, and there may be better stages now."""
+
+
 class Recovery(Protocol):
     """Finds other stages. Called on the engine's thread, without its lock."""
 
