@@ -9,6 +9,7 @@ ConvoyError                     carries a message and, where there is one, a hin
 │   ├── InviteError             an invitation that is malformed, expired, used up or declined
 │   ├── SpanError               layer spans that overlap, leave a gap or own no output
 │   ├── ModelError              a model directory that cannot be run
+│   ├── SessionError            a saved session, or its key, that cannot be used
 │   └── RequestError            a request of a client (HTTP 400); names the parameter
 ├── CapacityError               right, but more than there is
 │   ├── PlanError               no plan fits the members
@@ -76,6 +77,10 @@ class SpanError(InputError):
 
 class ModelError(InputError):
     """A model directory cannot be run: the text names the file, tensor or type."""
+
+
+class SessionError(InputError):
+    """A saved session or its key file cannot be used or written: the text says what is wrong."""
 
 
 class RequestError(InputError):

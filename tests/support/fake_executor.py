@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from convoy.engine.executor import StepResult
+from convoy.engine.executor import Kv, StepResult
 from convoy.errors import ConvoyError, StageLost
 from convoy.model.draw import Draw, draw_all
 from convoy.wire.messages import Step
@@ -68,6 +68,20 @@ class FakeExecutor:
         if isinstance(result, ConvoyError):
             raise result
         return result
+
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
+        """The tokens themselves, as the K/V of one head of one number."""
+        places = [(block, offset) for block in blocks for offset in range(self._block_size)]
+        tokens = np.array([self._tokens[place] for place in places], dtype=np.float32)
+        return np.tile(tokens[None, None, :, None, None], (end - start, 2, 1, 1, 1))
+
+    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        places = [(block, offset) for block in blocks for offset in range(self._block_size)]
+        assert len(tags) == len(blocks)
+        held = {block for table in self._tables.values() for block in table}
+        assert not held.intersection(blocks), "a block that a sequence holds is written"
+        for place, number in zip(places, kv[0, 0, :, 0, 0].tolist(), strict=True):
+            self._tokens[place] = int(number)
 
     def close(self) -> None:
         self.closed = True

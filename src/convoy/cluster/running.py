@@ -10,7 +10,10 @@ from convoy.cluster.recovery import Recovery
 from convoy.cluster.status import ClusterStatus
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import SchedulerLimits
+from convoy.engine.session import Session
+from convoy.engine.session_format import SessionModel
 from convoy.errors import ConvoyError
+from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
 from convoy.transport.membership import Membership
@@ -21,8 +24,9 @@ from convoy.trust.level import weakest
 class RunningCluster:
     """Made by `start`, ended by `close`; between the two, `engine` takes requests."""
 
-    def __init__(self, head: Head, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, head: Head, engine: Engine, tokenizer: Tokenizer, source: ModelSource) -> None:
         self.head = head
+        self.source = source
         self.engine = engine
         self.tokenizer = tokenizer
 
@@ -45,13 +49,40 @@ class RunningCluster:
         head = Head(me, source, options, network, watch)
         granted = head.bring_up(on_load)
         engine = _engine_over(head, granted, tokenizer, options)
-        running = cls(head, engine, tokenizer)
+        running = cls(head, engine, tokenizer, source)
         try:
             engine.start()
         except BaseException:
             running.close()
             raise
         return running
+
+    def session(
+        self,
+        params: SamplingParams | None = None,
+        *,
+        salt: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> Session:
+        """A timeline of tokens of its caller's own; see `engine.session.Session`.
+
+        ``params``: how it samples unless told otherwise; None is greedy.
+        """
+        granted = self.head.granted
+        assert granted is not None
+        spec = self.source.spec
+        model = SessionModel(
+            name=granted.plan.model,
+            digest=granted.plan.model_digest,
+            kernel=granted.plan.kernel,
+            num_layers=spec.num_layers,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            vocab_size=spec.vocab_size,
+            max_context=granted.max_context,
+            keeps_kv=len(spec.cache_groups) == 1,
+        )
+        return Session(self.engine, model, params=params, salt=salt, timeout_s=timeout_s)
 
     def health(self) -> tuple[bool, str]:
         """Whether a token passed every stage lately, and if not, why."""

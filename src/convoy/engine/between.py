@@ -10,7 +10,7 @@ from typing import Any
 
 from convoy.engine.executor import Executor
 from convoy.engine.scheduler import Scheduler
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, StageLost
 
 # The executor, the scheduler, and the lock to hold while the scheduler is looked at or changed.
 Between = Callable[[Executor, Scheduler, threading.Condition], Any]
@@ -32,7 +32,7 @@ class BetweenSteps:
         return future
 
     def do_one(self, executor: Executor, scheduler: Scheduler, lock: threading.Condition) -> None:
-        """Do the first. What it raises goes to whoever waits for it, and to the caller if it is an error."""
+        """Do the first. What it raises goes to who waits; a lost stage, or a bug, to the caller too."""
         with lock:
             if not self._waiting:
                 return
@@ -41,7 +41,8 @@ class BetweenSteps:
             future.set_result(work(executor, scheduler, lock))
         except BaseException as error:
             future.set_exception(error)
-            raise
+            if isinstance(error, StageLost) or not isinstance(error, ConvoyError):
+                raise
 
     def refuse(self, error: ConvoyError) -> None:
         """None of what waits will be done."""

@@ -215,6 +215,12 @@ class Scheduler:
             sequence.num_scheduled += num_accepted
             self._label(sequence, start, sequence.num_scheduled)
 
+    def tags_of(self, tokens: SequenceOf[int], salt: bytes, num_blocks: int) -> list[bytes]:
+        """The tags at the ends of the first blocks of these tokens."""
+        chain = [self._tags.root(salt)]
+        self._tags.extend(chain, tokens, num_blocks)
+        return chain[1:]
+
     def check(self) -> None:
         """Every block has the owners it should have. While idle: every block is free."""
         owners = (*self.running, *self.idle)
