@@ -1,0 +1,140 @@
+"""A last peer that owns the output and lies: the plan ends with what was wrong, and the next one answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import pytest
+
+from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.running import RunningCluster
+from convoy.engine.generation import generate
+from convoy.engine.request import GenerationRequest
+from convoy.model.params import SamplingParams
+from convoy.model.source import ModelSource
+from convoy.transport.link import Link
+from convoy.transport.network import MemoryNetwork
+from convoy.wire.messages import DrawAnswer, Drawn, Step
+from convoy.wire.tensor import WireTensor
+from support.cluster import MEMBER, PeerThread
+from support.members import make_local_members, membership_of
+
+FORWARD = {"alpha": "0:1", "beta": "2:output"}
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def parties() -> Iterator[tuple[RunningCluster, PeerThread]]:
+    network, members = MemoryNetwork(), make_local_members(["alpha", "beta"])
+    peer = PeerThread(members[1], PeerOptions(MEMBER), network)
+    options = HeadOptions(MEMBER, spans=FORWARD, wait_s=5, num_blocks=32)
+    source = ModelSource.resolve("demo-mini")
+    cluster = RunningCluster.start(membership_of(members[0]), source, options, network=network)
+    yield cluster, peer
+    cluster.close()
+    peer.stop()
+
+
+def ask(cluster: RunningCluster, params: SamplingParams = GREEDY) -> str:
+    prompt = [{"role": "user", "content": "What is 8+9? Answer with just the number."}]
+    ids = tuple(cluster.tokenizer.encode_chat(prompt))
+    return generate(cluster.engine, GenerationRequest(ids, params, 8)).text
+
+
+class Liar:
+    """Stands where the last peer's link to the head stood, and says something else for each step."""
+
+    def __init__(self, real: Link, lie: Callable[[Drawn], Drawn | WireTensor]) -> None:
+        self._real = real
+        self._lie = lie
+
+    def send(self, drawn: Drawn, *, generation: int, step: int) -> None:
+        said = self._lie(drawn)
+        if isinstance(said, WireTensor):
+            self._real.send_tensor(said, generation=generation, step=step, boundary=4)
+        else:
+            self._real.send(said, generation=generation, step=step)
+
+
+def changed(**changes: object) -> Callable[[Drawn], Drawn]:
+    def lie(drawn: Drawn) -> Drawn:
+        return Drawn(drawn.number, [msgspec.structs.replace(one, **changes) for one in drawn.answers])
+
+    return lie
+
+
+ONE = DrawAnswer(5, 0.0, [], b"", "")
+
+
+@pytest.mark.parametrize(
+    ("lie", "told"),
+    [
+        (lambda drawn: Drawn(drawn.number, [*drawn.answers, ONE]), "draws, expected"),
+        (lambda drawn: Drawn(drawn.number, []), "came back with 0 draws, expected 1"),
+        (changed(token_id=1 << 40), "came back malformed: an answer has a token outside the vocabulary"),
+        (changed(token_id=-3), "came back malformed: an answer has a token outside the vocabulary"),
+        (changed(logits=bytes(1 << 20)), "1048576 bytes of logits, and none were asked for"),
+        (changed(top=[(1, 0.5)] * 21), "came back malformed: an answer has 21 alternatives, expected 0"),
+        (lambda drawn: Drawn(drawn.number + 7, drawn.answers), "the end of step"),
+        (lambda _: WireTensor("float32", (1, 192), bytes(192 * 4)), "the end of step"),
+    ],
+)
+def test_a_lie_of_the_owner_of_the_output_ends_the_plan_and_is_named(
+    parties: tuple[RunningCluster, PeerThread],
+    lie: Callable[[Drawn], Drawn | WireTensor],
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cluster, peer = parties
+    assert ask(cluster) == "17"
+    loaded = peer.peer._loaded
+    assert loaded is not None
+    assert loaded.loop is not None
+    loaded.loop._successor = Liar(loaded.loop._successor, lie)  # type: ignore[assignment]
+    with caplog.at_level("WARNING"):
+        assert ask(cluster) == "17", "the plan is over, and the next one answers"
+    assert told in caplog.text
+    assert cluster.engine.stats().recoveries == 1
+
+
+def test_logits_that_the_owner_of_the_output_cannot_draw_from_end_one_request(
+    parties: tuple[RunningCluster, PeerThread],
+) -> None:
+    cluster, peer = parties
+    loaded = peer.peer._loaded
+    assert loaded is not None
+    assert loaded.loop is not None
+    real = loaded.loop._successor
+    loaded.loop._successor = Liar(real, changed(error="so it is"))  # type: ignore[assignment]
+    with pytest.raises(Exception, match="the owner of the output could not draw from its logits"):
+        ask(cluster)
+    loaded.loop._successor = real
+    assert ask(cluster) == "17"
+    assert cluster.engine.stats().recoveries == 0
+
+
+def test_the_owner_of_the_output_sees_prompts_only_as_far_as_a_penalty_looks_back(
+    parties: tuple[RunningCluster, PeerThread],
+) -> None:
+    cluster, peer = parties
+    loaded = peer.peer._loaded
+    assert loaded is not None
+    assert loaded.loop is not None
+    seen: list[Step] = []
+    real = loaded.loop.accept_step
+
+    def accept(step: Step, generation: int) -> None:
+        seen.append(step)
+        real(step, generation)
+
+    loaded.loop.accept_step = accept  # type: ignore[method-assign]
+    ask(cluster)
+    assert all(step.tokens == b"" for step in seen), "it does not own the embedding"
+    assert not any(draw.prompt or draw.generated for step in seen for draw in step.draws)
+    seen.clear()
+    ask(cluster, SamplingParams(temperature=0.0, repetition_penalty=1.0001))
+    first = next(draw for step in seen for draw in step.draws)
+    ids = np.frombuffer(first.prompt, dtype="<u4").tolist()
+    assert ids == sorted(set(ids)), "not even its order"
