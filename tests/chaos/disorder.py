@@ -7,11 +7,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
+from chaos.load import Load
 from convoy.cli.bench_cluster import ServedCluster
 
 _KINDS = ("kill", "kill", "stop", "cut")
 _REST_S = (0.5, 4.0)
 _AWAY_S = {"kill": (0.0, 3.0), "stop": (0.3, 5.0), "cut": (0.1, 3.0)}
+_LULL, _LULL_S = 0.25, 10.0
 _BOTH = 0.25  # how often a second peer goes before the first is back
 
 
@@ -20,8 +22,10 @@ class Disorder:
     """Sometimes two peers are away at once; each comes back."""
 
     cluster: ServedCluster
+    load: Load
     drawn: random.Random
     dealt: Counter[str] = field(default_factory=Counter)
+    num_stages: Counter[int] = field(default_factory=Counter)  # of the ring, when it was hit
     told: list[str] = field(default_factory=list)
     _began_s: float = field(default_factory=time.monotonic)
 
@@ -29,6 +33,7 @@ class Disorder:
         """Until the time is over; every peer is back then, though perhaps not yet in the ring."""
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
+            self._gather()
             time.sleep(self.drawn.uniform(*_REST_S))
             peers = self.drawn.sample(list(self.cluster.peers), 2)
             chosen = peers if self.drawn.random() < _BOTH else peers[:1]
@@ -39,8 +44,23 @@ class Disorder:
                 time.sleep(self.drawn.uniform(*_AWAY_S[kind]))
                 self._undo(peer, kind)
 
+    def _gather(self) -> None:
+        """Who came back gets a stage once nothing runs: without a lull there is soon nobody to lose."""
+        if len(self._stages()) > 1 and self.drawn.random() > _LULL:
+            return
+        end_s = time.monotonic() + _LULL_S
+        with self.load.lull():
+            while len(self._stages()) < len(self.cluster.names) and time.monotonic() < end_s:
+                time.sleep(0.05)  # an HTTP API has no event to wait on
+        self._tell(f"after a lull, stages: {' '.join(self._stages())}")
+
+    def _stages(self) -> list[str]:
+        return [stage["member"] for stage in self.cluster.status()["stages"]]
+
     def _deal(self, peer: str, kind: str) -> None:
-        self._tell(f"{kind} {peer}")
+        stages = self._stages()
+        self.num_stages[len(stages)] += 1
+        self._tell(f"{kind} {peer}, stages: {' '.join(stages)}")
         self.dealt[kind] += 1
         {"kill": self.cluster.kill, "stop": self.cluster.stop, "cut": self.cluster.cut}[kind](peer)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,10 +53,21 @@ class Load:
     num_answered: int = 0
     num_hung_up: int = 0
     _stopping: threading.Event = field(default_factory=threading.Event)
+    _going_on: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _threads: list[threading.Thread] = field(default_factory=list)
 
+    @contextmanager
+    def lull(self) -> Iterator[None]:
+        """Nothing new is asked meanwhile."""
+        self._going_on.clear()
+        try:
+            yield
+        finally:
+            self._going_on.set()
+
     def start(self) -> None:
+        self._going_on.set()
         for number in range(self.num_clients):
             thread = threading.Thread(target=self._run, args=(random.Random(self.seed + number),))
             self._threads.append(thread)
@@ -64,6 +76,7 @@ class Load:
     def stop(self, timeout_s: float) -> list[str]:
         """Let every answer come to its end; what went wrong, in words."""
         self._stopping.set()
+        self._going_on.set()
         for thread in self._threads:
             thread.join(timeout_s)
         hanging = sum(thread.is_alive() for thread in self._threads)
@@ -71,6 +84,7 @@ class Load:
 
     def _run(self, drawn: random.Random) -> None:
         while not self._stopping.is_set():
+            self._going_on.wait()
             number = drawn.randrange(len(self.questions))
             hang_up_after = drawn.randrange(1, 8) if drawn.randrange(_HUNG_UP) == 0 else None
             failure = self._ask(self.questions[number], hang_up_after)
