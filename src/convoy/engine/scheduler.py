@@ -146,9 +146,10 @@ class Scheduler:
         """The next step, or None when nothing can run now. With no rows it only carries releases."""
         plan = _Plan()
         self._wake()
-        self._plan_decodes(plan)
-        self._plan_prefills(plan)
-        self._admit(plan)
+        if self._num_in_flight < self._max_in_flight():
+            self._plan_decodes(plan)
+            self._plan_prefills(plan)
+            self._admit(plan)
         if not plan.rows and not self._released:
             return None
         return self._commit_plan(plan)
