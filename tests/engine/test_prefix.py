@@ -136,7 +136,7 @@ def test_a_prompt_that_is_scored_runs_whole() -> None:
 
 
 def test_a_running_sequence_shares_what_it_has_filled() -> None:
-    watched = Watched()
+    watched = Watched(replace(LIMITS, micro_batches=2))
     first = Sequence(prompt(8), 20)
     watched.scheduler.add([first])
     assert watched.schedule() is not None
@@ -222,7 +222,7 @@ def test_a_stage_refuses_tags_that_are_too_few_and_a_prefix_behind_other_blocks(
 
 
 def test_a_stage_refuses_a_row_that_writes_to_a_shared_block() -> None:
-    watched = Watched()
+    watched = Watched(replace(LIMITS, micro_batches=2))
     first, second = Sequence(prompt(8), 20), Sequence(prompt(10), 20)
     watched.scheduler.add([first])
     start = watched.schedule()

@@ -1,0 +1,186 @@
+"""Whatever comes, goes, is guessed or lost: stages take every step, and outputs are the serial run's."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
+from convoy.engine.sequence import Sequence, SequenceState
+from convoy.model.draw import GREEDY
+from convoy.model.kv import BlockTables
+from convoy.plan.cost import TokenCost
+from convoy.wire.messages import Step
+from support.fake_executor import VOCAB, FakeExecutor, next_token
+
+BLOCK = 4
+CONTEXT = 96
+LIMITS = SchedulerLimits(
+    num_blocks=64, block_size=BLOCK, max_batch=6, max_step_tokens=40, prefill_chunk=24, max_waiting=64
+)
+STEEP = TokenCost(((0.05, None),))  # chunks of 24 tokens shrink to 16 early
+
+
+def serial(sequence: Sequence) -> list[int]:
+    """What one request alone would be told, token by token."""
+    tokens = list(sequence.prompt_ids)
+    for _ in range(sequence.max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens
+
+
+class Guesser:
+    """Right now and then."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
+        tokens = list(sequence.tokens)
+        drafts: list[int] = []
+        for _ in range(self._random.randrange(5)):
+            right = self._random.random() < 0.7
+            drafts.append(next_token([*tokens, *drafts]) if right else self._random.randrange(VOCAB))
+        return drafts
+
+    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafts
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+def tables_of(num_blocks: int) -> BlockTables:
+    return BlockTables(num_groups=1, num_blocks=num_blocks, block_size=BLOCK, max_context=2 * CONTEXT)
+
+
+@dataclass
+class World:
+    """A scheduler, a first stage that takes a step when it is sent, and a last one that lags behind."""
+
+    limits: SchedulerLimits
+    random: Random
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limits, drafter=Guesser(self.random))
+        self.in_flight: deque[Scheduled] = deque()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.executor = FakeExecutor(depth=8, block_size=BLOCK)
+        self.first, self.last = tables_of(self.limits.num_blocks), tables_of(self.limits.num_blocks)
+
+    def lose_every_stage(self) -> None:
+        self.limits = replace(self.limits, num_blocks=self.random.choice([30, 40, 64]))
+        self.in_flight.clear()
+        self.scheduler.reset(self.limits)
+        self._begin()
+
+    def send(self) -> bool:
+        scheduled = self.scheduler.schedule()
+        if scheduled is None:
+            return False
+        take(self.first, scheduled.step)
+        num_outputs = sum(row.num_outputs for row in scheduled.step.rows)
+        self.executor.submit(scheduled.step, [GREEDY] * num_outputs)
+        self.in_flight.append(scheduled)
+        return True
+
+    def receive(self) -> None:
+        scheduled = self.in_flight.popleft()
+        take(self.last, scheduled.step)
+        self.scheduler.collected(scheduled)
+        tokens = deque(outcome.sampled.token_id for outcome in self.executor.collect().outcomes)
+        parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
+        for row, sequence, drafts in parts:
+            drawn = [tokens.popleft() for _ in range(row.num_outputs)]
+            if sequence.state is not SequenceState.FINISHED:
+                self._advance(sequence, row.start + row.num_tokens - len(drafts), list(drafts), drawn)
+
+    def _advance(self, sequence: Sequence, known: int, drafts: list[int], drawn: list[int]) -> None:
+        if known < len(sequence.tokens) or not drawn:
+            return
+        num_accepted = 0
+        for token, draft in zip(drawn[-len(drafts) - 1 :], [*drafts, None], strict=True):
+            sequence.tokens.append(token)
+            if sequence.num_generated == sequence.max_tokens or token != draft:
+                break
+            num_accepted += 1
+        if drafts:
+            self.scheduler.keep(sequence, len(drafts), num_accepted)
+        if sequence.num_generated == sequence.max_tokens:
+            self.scheduler.finish(sequence)
+
+
+def take(tables: BlockTables, step: Step) -> None:
+    tables.commit(tables.stage(step))
+
+
+shapes = st.lists(
+    st.tuples(st.integers(1, 60), st.integers(1, 12), st.booleans(), st.integers(0, 2)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(derandomize=True, max_examples=250, deadline=None)
+@given(
+    shapes,
+    st.integers(1, 3),
+    st.integers(0, 5),
+    st.sampled_from([30, 40, 64]),
+    st.sampled_from([None, STEEP]),
+    st.randoms(use_true_random=False),
+)
+def test_stages_take_every_step_and_outputs_are_those_of_the_serial_run(
+    asked: list[tuple[int, int, bool, int]],
+    micro_batches: int,
+    window: int,
+    num_blocks: int,
+    cost: TokenCost | None,
+    random: Random,
+) -> None:
+    limits = replace(
+        LIMITS, micro_batches=micro_batches, prefill_window=window, num_blocks=num_blocks, cost=cost
+    )
+    world = World(limits, random)
+    depth = max(micro_batches, limits.max_chunks)
+    sequences = [
+        # few beginnings, so that many share blocks
+        Sequence(tuple((i * (1 + kind)) % 9 for i in range(size)), max_tokens, all_outputs=scored)
+        for size, max_tokens, scored, kind in asked
+    ]
+    arriving = list(sequences)
+    aborted: list[Sequence] = []
+    for _ in range(4000):
+        chance = random.random()
+        if arriving and chance < 0.3:
+            world.scheduler.add([arriving.pop()])
+        live = [s for s in sequences if s not in arriving and s.state is not SequenceState.FINISHED]
+        if live and chance > 0.97:
+            aborted.append(random.choice(live))
+            world.scheduler.finish(aborted[-1])
+            world.scheduler.finish(random.choice(aborted))
+        elif chance > 0.95:
+            world.lose_every_stage()
+        sent = world.send()
+        if world.in_flight and (not sent or len(world.in_flight) >= depth):
+            world.receive()
+        if not world.in_flight and not world.scheduler.running:
+            world.scheduler.check()
+        if not sent and not arriving and not live and not world.in_flight:
+            break
+    else:
+        raise AssertionError("it came to no end")
+    world.scheduler.check()
+    assert len(world.first) == len(world.last) == 0, "a table outlived its sequence"
+    assert not world.first._holders
+    assert not world.last._holders
+    for sequence in sequences:
+        whole = serial(sequence)
+        assert sequence.tokens == whole[: len(sequence.tokens)]
+        assert sequence in aborted or sequence.tokens == whole
