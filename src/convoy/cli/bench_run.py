@@ -139,7 +139,9 @@ class BenchRun:
 
     def options(self, members: int, limits: dict[str, int]) -> LocalOptions:
         cores = None if self.cores is None else self.cores[:members]
-        return LocalOptions(members, None, self.kernel, self.threads, engine=limits, cores=cores)
+        # a random model repeats itself, and guesses would be measured in place of steps
+        engine = {"speculate": 0, **limits}
+        return LocalOptions(members, None, self.kernel, self.threads, engine=engine, cores=cores)
 
     @contextmanager
     def cluster(self, members: int, limits: dict[str, int]) -> Iterator[RunningCluster]:

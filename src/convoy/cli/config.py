@@ -6,7 +6,7 @@
     [serve]    host, port, api_key_file, max_waiting, drain_s   the HTTP server of a head
     [model]    name or path, kernel, activation_dtype, num_threads, memory_gb
     [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
-               many as stages), block_size, num_blocks (0: as many as fit)
+               many as stages), speculate (0: no guesses), block_size, num_blocks (0: as many as fit)
     [plan]     layers = { alpha = "0:5,output", beta = "6:11" }, wait_s, recover_wait_s
 
 Every table and key is optional here; what a verb cannot do without, it asks for with a `require_` method.
@@ -28,6 +28,7 @@ from convoy.errors import ConfigError
 
 DEFAULT_PEER_PORT = 7777
 DEFAULT_SERVE_PORT = 8765
+DEFAULT_SPECULATE = 8  # bench/METHODOLOGY.md, `convoy bench spec`, says why
 _MAX_FILE_BYTES = 1 << 20
 _OPERATOR_KEY_BYTES = 32
 
@@ -86,7 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 class EngineConfig(msgspec.Struct, frozen=True):
     """Limits of the scheduler. 0 means: ``num_blocks`` as many as fit in memory, ``micro_batches`` as many as
-    stages, ``prefill_window`` as many as micro-batches.
+    stages, ``prefill_window`` as many as micro-batches, ``speculate`` that nothing is guessed.
     """
 
     max_batch: Count = 32
@@ -94,6 +95,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     prefill_chunk: Count = 256
     prefill_window: InFlight = 0
     micro_batches: InFlight = 0
+    speculate: Annotated[int, msgspec.Meta(ge=0, le=64)] = DEFAULT_SPECULATE
     level_chunks: bool = True
     block_size: Count = 16
     num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0

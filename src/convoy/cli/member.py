@@ -124,6 +124,7 @@ def head_options(config: Config) -> HeadOptions:
         prefill_chunk=engine.prefill_chunk,
         prefill_window=engine.prefill_window,
         micro_batches=engine.micro_batches,
+        speculate=engine.speculate,
         level_chunks=engine.level_chunks,
         max_waiting=config.serve.max_waiting,
     )

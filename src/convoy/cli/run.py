@@ -13,7 +13,14 @@ from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.pin import PinFlag, pinned, share_cores
 from convoy.cli.serve import serve_cluster, start_cluster
-from convoy.cli.steps import MaxBatchFlag, MicroBatchesFlag, PrefillChunkFlag, PrefillWindowFlag, given
+from convoy.cli.steps import (
+    MaxBatchFlag,
+    MicroBatchesFlag,
+    PrefillChunkFlag,
+    PrefillWindowFlag,
+    SpeculateFlag,
+    given,
+)
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:
@@ -41,6 +48,7 @@ def run(
     prefill_chunk: PrefillChunkFlag = None,
     prefill_window: PrefillWindowFlag = None,
     micro_batches: MicroBatchesFlag = None,
+    speculate: SpeculateFlag = None,
     host: Annotated[str, typer.Option(help="HTTP address.")] = "127.0.0.1",
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
     as_json: JsonFlag = False,
@@ -58,6 +66,7 @@ def run(
         prefill_chunk=prefill_chunk,
         prefill_window=prefill_window,
         micro_batches=micro_batches,
+        speculate=speculate,
     )
     options = LocalOptions(members, layers, kernel, threads, engine=engine, cores=cores)
     options.check(source.spec)

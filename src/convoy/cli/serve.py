@@ -16,7 +16,13 @@ from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
 from convoy.cli.serve_invite import InviteFlags
-from convoy.cli.steps import MaxBatchFlag, MicroBatchesFlag, PrefillChunkFlag, PrefillWindowFlag
+from convoy.cli.steps import (
+    MaxBatchFlag,
+    MicroBatchesFlag,
+    PrefillChunkFlag,
+    PrefillWindowFlag,
+    SpeculateFlag,
+)
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +48,7 @@ def serve(
     prefill_chunk: PrefillChunkFlag = None,
     prefill_window: PrefillWindowFlag = None,
     micro_batches: MicroBatchesFlag = None,
+    speculate: SpeculateFlag = None,
     recover_wait: Annotated[
         float | None,
         typer.Option(min=0, help="Seconds that a lost member may take to return.  [default: 60]"),
@@ -72,6 +79,7 @@ def serve(
         prefill_chunk=prefill_chunk,
         prefill_window=prefill_window,
         micro_batches=micro_batches,
+        speculate=speculate,
     )
     plan = override(settings.plan, recover_wait_s=recover_wait)
     settings = override(settings, serve=http, engine=engine, plan=plan)

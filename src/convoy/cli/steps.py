@@ -1,4 +1,4 @@
-"""Flags for how much runs at once: rows of a step, chunks of a prompt, steps in flight."""
+"""Flags for how much runs at once: rows of a step, chunks of a prompt, steps in flight, guesses."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ PrefillWindowFlag = Annotated[
 ]
 MicroBatchesFlag = Annotated[
     int | None, typer.Option(min=0, help="Steps in flight; 0: as many as there are stages.")
+]
+SpeculateFlag = Annotated[
+    int | None,
+    typer.Option(min=0, max=64, help="Tokens guessed at once, from the text so far; 0: none.  [default: 8]"),
 ]
 
 
