@@ -18,7 +18,21 @@ import typer
 from typer.exceptions import TyperException
 
 from convoy import __version__
-from convoy.cli import attest, bench, chat, demo, doctor, identity, invite, join, plan, roster, serve, status
+from convoy.cli import (
+    attest,
+    bench,
+    chat,
+    demo,
+    doctor,
+    identity,
+    invite,
+    join,
+    plan,
+    roster,
+    serve,
+    session,
+    status,
+)
 from convoy.cli import eval as eval_verb
 from convoy.cli import run as run_verb
 from convoy.cli.output import (
@@ -55,6 +69,7 @@ def convoy(
 
 app.command("demo")(demo.demo)
 app.command("run")(run_verb.run)
+app.command("session")(session.session)
 app.command("serve")(serve.serve)
 app.command("join")(join.join)
 app.command("invite")(invite.invite)

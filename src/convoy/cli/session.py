@@ -1,0 +1,226 @@
+"""``convoy session``: answer a prompt, keep the conversation in a file, go on with it under any split."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.config import load_config
+from convoy.cli.local import LocalCluster, LocalOptions
+from convoy.cli.members import LayersFlag
+from convoy.cli.output import JsonFlag, format_bytes, print_json, print_note
+from convoy.cli.serve import start_cluster
+from convoy.errors import ConvoyError, IdentityError, SessionError, UsageError
+
+if TYPE_CHECKING:
+    from convoy.cluster.running import RunningCluster
+    from convoy.engine.session import Session
+    from convoy.model.params import SamplingParams
+    from convoy.model.text import Tokenizer
+
+_KEY_BYTES = 32
+
+
+def session(
+    model: Annotated[str, typer.Argument(help="demo, demo-mini or a Hugging Face directory.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="What to answer; without it, only load and save.")
+    ] = None,
+    load: Annotated[Path | None, typer.Option(help="Go on with this saved session.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Keep the session in this file, which holds the prompt.")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option(help="Seal the file under this key file; made if missing.")
+    ] = None,
+    members: Annotated[int, typer.Option(help="Processes on this machine; the first is the head.")] = 1,
+    layers: LayersFlag = None,
+    config: Annotated[
+        Path | None, typer.Option(help="This head's convoy.toml, in place of local members.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 256,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.  [default: 0, or as saved]")] = None,
+    seed: Annotated[int | None, typer.Option(help="[default: 0, or as saved]")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
+    kernel: Annotated[str, typer.Option(help="auto, exact-f32 or plain-f32.")] = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Answer a prompt, and keep the conversation in a file."""
+    turn = Turn(prompt, load, save, max_tokens, temperature, seed, raw, quiet=as_json)
+    turn.check()
+    secret = session_key(key, make=load is None)
+    turn.check_files(secret)
+    _start(turn, secret, model, config, LocalOptions(members, layers, kernel))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the flags say about one run of a session."""
+
+    prompt: str | None
+    load: Path | None
+    save: Path | None
+    max_tokens: int
+    temperature: float | None
+    seed: int | None
+    raw: bool
+    quiet: bool
+
+    def check(self) -> None:
+        """Raises UsageError for what makes no sense together."""
+        if self.max_tokens < 1:
+            raise UsageError(f"--max-tokens is {self.max_tokens}, expected 1 or more")
+        if self.prompt is None and self.load is None:
+            raise UsageError("there is nothing to do", hint="give --prompt, --load or both")
+
+    def check_files(self, key: bytes | None) -> None:
+        """What is wrong with the files is said before anything is started. Raises SessionError."""
+        from convoy.engine.session_file import SessionReader
+
+        if self.load is not None:
+            with SessionReader(self.load, key):
+                pass
+        if self.save is not None and not self.save.parent.is_dir():
+            raise SessionError(f"cannot write {self.save}: there is no directory {self.save.parent}")
+
+    def params(self, saved: SamplingParams) -> SamplingParams:
+        """As saved, but for what a flag says. Raises RequestError."""
+        given = {"temperature": self.temperature, "seed": self.seed}
+        return replace(saved, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+    def tokens(self, tokenizer: Tokenizer, so_far: tuple[int, ...]) -> list[int]:
+        """The session's tokens with the prompt behind them."""
+        if self.prompt is None:
+            return list(so_far)
+        if self.raw:
+            return [*so_far, *tokenizer.encode(self.prompt)]
+        return [
+            *so_far,
+            *(next_turn(tokenizer, self.prompt) if so_far else first_turn(tokenizer, self.prompt)),
+        ]
+
+
+def first_turn(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """A conversation that begins with ``prompt``."""
+    return tokenizer.encode_chat([{"role": "user", "content": prompt}])
+
+
+def next_turn(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """What the template puts behind an answer that ``prompt`` follows: what two answers have in common."""
+
+    def after(answer: str) -> list[int]:
+        said = [("user", "x"), ("assistant", answer), ("user", prompt)]
+        return tokenizer.encode_chat([{"role": role, "content": text} for role, text in said])
+
+    one, other = after("1"), after("2")
+    common = 0
+    while common < min(len(one), len(other)) and one[-1 - common] == other[-1 - common]:
+        common += 1
+    return one[len(one) - common :]
+
+
+def session_key(path: Path | None, *, make: bool) -> bytes | None:
+    """The 32 bytes of a key file, which is made where it is missing and may be. Raises SessionError."""
+    from convoy.crypto.keyfile import read_private, write_private
+
+    if path is None:
+        return None
+    try:
+        if make and not path.exists():
+            write_private(path, secrets.token_bytes(_KEY_BYTES))
+            print_note(f"made the key {path}: without it, what it seals is lost")
+        key = read_private(path)
+    except IdentityError as error:
+        raise SessionError(f"the session's key: {error.message}") from error
+    if len(key) != _KEY_BYTES:
+        raise SessionError(f"{path} has {len(key)} bytes, expected a key of {_KEY_BYTES}")
+    return key
+
+
+def _start(turn: Turn, key: bytes | None, model: str, config: Path | None, options: LocalOptions) -> None:
+    """On the cluster of ``config``, or on one of this machine's processes."""
+    from convoy.model.source import ModelSource
+
+    source = ModelSource.resolve(model)
+    if config is not None:
+        _run(turn, key, start_cluster(load_config(config), model, quiet=turn.quiet))
+        return
+    options.check(source.spec)
+    with LocalCluster(options) as local:
+        local.start_peers(model)
+        settings = local.config(local.head)
+        try:
+            _run(turn, key, start_cluster(settings, model, quiet=turn.quiet, watch=local.check_alive))
+        except ConvoyError as error:
+            raise local.explain(error) from error
+
+
+def _run(turn: Turn, key: bytes | None, cluster: RunningCluster) -> None:
+    try:
+        with cluster.session() as talk:
+            facts = _talk(turn, key, cluster, talk)
+            if turn.quiet:
+                status = cluster.status()
+                print_json({"model": status.model, **facts, "route": status.route})
+    finally:
+        cluster.close()
+
+
+def _talk(turn: Turn, key: bytes | None, cluster: RunningCluster, talk: Session) -> dict[str, object]:
+    tell = (lambda _text: None) if turn.quiet else print_note
+    found = 0
+    if turn.load is not None:
+        found = talk.load(turn.load, key)
+        tell(f"loaded {talk.position} tokens from {turn.load}, {found} of them with their K/V")
+    talk.params = turn.params(talk.params)
+    began_s = time.monotonic()
+    loaded = talk.position
+    num_run = talk.sync(turn.tokens(cluster.tokenizer, talk.tokens))
+    first_s = time.monotonic() - began_s
+    text, reason = ("", "none") if turn.prompt is None else _answer(turn, cluster.tokenizer, talk)
+    if turn.save is not None:
+        talk.save(turn.save, key)
+        sealed = "sealed" if key is not None else "readable for whoever can read the file"
+        tell(
+            f"saved {talk.position} tokens to {turn.save}, {format_bytes(turn.save.stat().st_size)}, {sealed}"
+        )
+    return {
+        "text": text,
+        "finish_reason": reason,
+        "token_ids": talk.tokens,
+        "loaded_tokens": loaded,
+        "found_tokens": found,
+        "run_tokens": num_run,
+        "time_to_first_token_s": first_s,
+        "saved": turn.save,
+    }
+
+
+def _answer(turn: Turn, tokenizer: Tokenizer, talk: Session) -> tuple[str, str]:
+    from convoy.model.text import TextStream
+
+    stream = TextStream(tokenizer)
+    pieces: list[str] = []
+
+    def show(piece: str) -> None:
+        pieces.append(piece)
+        if not turn.quiet:
+            print(piece, end="", flush=True)
+
+    reason = "length"
+    for _ in range(turn.max_tokens):
+        token = talk.sample().token_id
+        if token in tokenizer.eos_ids:
+            reason = "stop"
+            break
+        show(stream.push(token))
+        talk.eval(token)
+    show(stream.finish())
+    if not turn.quiet:
+        print()
+    return "".join(pieces), reason
