@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from convoy.cli import bench_fair, bench_hop, bench_recover, bench_soak, throughput
+from convoy.cli import bench_fair, bench_hop, bench_recover, bench_soak, bench_spec, throughput
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -22,4 +22,5 @@ app.command("fair")(bench_fair.fair)
 app.command("hop")(bench_hop.hop)
 app.command("comms")(bench_hop.comms)
 app.command("recover")(bench_recover.recover)
+app.command("spec")(bench_spec.spec)
 app.command("soak")(bench_soak.soak)

@@ -1,0 +1,104 @@
+"""``convoy bench spec``: what guessing ahead brings, over wires of several lengths."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.bench_run import BenchRun, bench_verb
+from convoy.cli.config import DEFAULT_SPECULATE
+from convoy.cli.local import Address, LocalCluster
+from convoy.cli.pin import pinned
+from convoy.cli.serve import start_cluster
+from convoy.errors import ConvoyError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from convoy.bench.spec import Said, SpecOptions, SpecRow
+
+_MAX_DELAY_MS = 1000.0
+
+
+@bench_verb(model="demo", max_seconds=1800)
+def spec(
+    run: BenchRun,
+    delays: Annotated[str, typer.Option(help="Milliseconds put into each hop, between commas.")] = "0.2,2,20",
+    speculate: Annotated[
+        int, typer.Option(min=1, max=64, help="Tokens guessed at once, at most.")
+    ] = DEFAULT_SPECULATE,
+    members: Annotated[int, typer.Option(min=2, help="Members, each a process.")] = 2,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text, at most.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each text is said.")] = 3,
+) -> None:
+    """Guess ahead or not, for text that repeats itself and text that does not; it must be the same text."""
+    from convoy.bench.spec import Said, SpecOptions, spec_ratios
+
+    options, said = SpecOptions(tokens, rounds), Said()
+    rows: list[SpecRow] = []
+    for delay_ms in _delays(delays):
+        for length in (0, speculate):
+            rows += _measure(run, members, delay_ms, length, options, said)
+    settings = {"members": members, "tokens": tokens, "rounds": rounds}
+    run.show(run.report("spec", settings, rows, spec_ratios(rows)), ("ms per hop", "tokens/s"), _lines(rows))
+
+
+def _measure(
+    run: BenchRun, members: int, delay_ms: float, length: int, options: SpecOptions, said: Said
+) -> list[SpecRow]:
+    from convoy.bench.delay import DelayRelay
+    from convoy.bench.spec import Wire, measure_spec
+
+    with ExitStack() as stack:
+
+        def publish(_name: str, address: Address) -> Address:
+            relay = DelayRelay(address, delay_ms / 1000)
+            stack.callback(relay.close)
+            return relay.address
+
+        local_options = replace(run.options(members, {"speculate": length}), publish=publish)
+        local = stack.enter_context(LocalCluster(local_options))
+        stack.enter_context(pinned(local_options.head_cores))
+        local.start_peers(run.named_model)
+        try:
+            config = local.config(local.head)
+            cluster = start_cluster(config, run.named_model, quiet=True, watch=local.check_alive)
+            try:
+                status = cluster.status()
+                run.kernels.add(status.kernel)
+                trips = [stage.round_trip_s for stage in status.stages if stage.round_trip_s is not None]
+                wire = Wire(delay_ms, round(1000 * max(trips), 2), length)
+                run.say(f"{delay_ms:g} ms per hop, {length} guesses at once")
+                deadline = run.clock.deadline
+                return measure_spec(
+                    cluster.engine, cluster.tokenizer, wire, options, said=said, deadline=deadline
+                )
+            finally:
+                cluster.close()
+        except ConvoyError as error:
+            raise local.explain(error) from error
+
+
+def _lines(rows: Iterable[SpecRow]) -> dict[str, list[tuple[float, float]]]:
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row.drawn == "greedy":
+            name = f"{row.text}, {f'{row.speculate} guesses' if row.speculate else 'none'}"
+            lines.setdefault(name, []).append((row.delay_ms, row.tokens_per_s))
+    return lines
+
+
+def _delays(text: str) -> list[float]:
+    """``0.2,2,20`` in rising order. Raises UsageError."""
+    try:
+        found = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or not all(0 < delay_ms <= _MAX_DELAY_MS for delay_ms in found):
+        raise UsageError(
+            f"--delays is {text!r}, expected milliseconds above 0, to {_MAX_DELAY_MS:g}, between commas"
+        )
+    return found
