@@ -1,5 +1,8 @@
 """Blocks shared between sequences: who may find whose, and what a stage makes of it."""
 
+import hashlib
+import hmac
+import struct
 from collections import deque
 from dataclasses import replace
 from random import Random
@@ -309,3 +312,14 @@ def test_two_keys_share_only_where_the_engine_is_told_to(share_across_keys: bool
     assert all(
         np.frombuffer(s.tokens, "<u4").size == sum(r.num_tokens for r in s.rows) for s in executor.steps
     )
+
+
+def test_tags_are_hmacs_of_the_chain() -> None:
+    key = bytes(range(32))
+    tags = PrefixTags(SIZE, key)
+    root = hmac.digest(key, b"convoy prefix" + hashlib.sha256(b"salt").digest(), "sha256")[:16]
+    assert tags.root(b"salt") == root
+    chain, tokens = [root], [5, 6, 7, 8, 9, 10]
+    first = hmac.digest(key, root + struct.pack("<4I", 5, 6, 7, 8), "sha256")[:16]
+    assert tags.at(chain, tokens, 6) == hmac.digest(key, first + struct.pack("<2I", 9, 10), "sha256")[:16]
+    assert chain == [root, first]

@@ -61,10 +61,7 @@ class _Plan:
     rows: dict[Sequence, int] = field(default_factory=dict)
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     grants: list[BlockGrant] = field(default_factory=list)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.rows.values())
+    num_tokens: int = 0
 
 
 class Scheduler:
@@ -215,7 +212,7 @@ class Scheduler:
         for sequence in list(self.running):
             if len(plan.rows) >= max_rows or self._budget(plan) == 0:
                 return
-            if sequence.num_pending == 1 and sequence.num_scheduled > 0:
+            if sequence.num_scheduled > 0 and sequence.num_pending == 1:
                 self._plan_row(sequence, 1, plan, self._draft(sequence, plan, max_rows))
 
     def _num_streams(self) -> int:
@@ -321,6 +318,7 @@ class Scheduler:
             sequence.blocks.extend(blocks)
             plan.grants.append(BlockGrant(sequence.table_id, 0, blocks))
         plan.rows[sequence] = num_tokens
+        plan.num_tokens += num_tokens
         if drafts:
             plan.drafts[sequence] = list(drafts)
 
@@ -371,7 +369,7 @@ class Scheduler:
         self._released = []
         self._next_step += 1
         self._num_in_flight += bool(rows)
-        drafted = tuple(tuple(plan.drafts.get(sequence, ())) for sequence in plan.rows)
+        drafted = tuple([tuple(plan.drafts.get(sequence, ())) for sequence in plan.rows])
         return Scheduled(step, tuple(plan.rows), drafted)
 
     def _tagged_row(
@@ -380,15 +378,14 @@ class Scheduler:
         # Tags of blocks that end in drafts must not be taken for the sequence's own.
         chain = list(sequence.tags) if drafts else sequence.tags
         tokens = [*sequence.tokens, *drafts] if drafts else sequence.tokens
-        tag = self._tags.at(chain, tokens, start)
-        tags = self._tags.of_row(chain, tokens, start, end, num_outputs)
+        tag, tags = self._tags.of_row(chain, tokens, start, end, num_outputs)
         return Row(sequence.table_id, start, end - start, num_outputs, tag, tags)
 
     def _label(self, sequence: Sequence, start: int, end: int) -> None:
         """Make the blocks findable that [start, end) fills: for later steps, which run after this one."""
-        if not self.limits.prefix_cache:
-            return
         size = self.limits.block_size
+        if not self.limits.prefix_cache or start // size == end // size:
+            return
         self._tags.extend(sequence.tags, sequence.tokens, end // size)
         for index in range(start // size, end // size):
             self.pool.label(sequence.blocks[index], sequence.tags[index + 1])

@@ -138,12 +138,15 @@ class BlockTables:
         """Take a row's tags, and forget those of what it wrote over."""
         size, end = self._block_size, row.start + row.num_tokens
         first, num_ends = row.start // size, end // size - row.start // size
-        written = range(first, -(-end // size))
         for group, blocks in enumerate(table.blocks):
-            for index in written:
-                self._full.pop((group, blocks[index]), None)
+            for block in blocks[first : -(-end // size)]:
+                self._full.pop((group, block), None)
         table.last = {}
         if not row.tag:
+            return
+        if not num_ends and row.num_outputs <= 1 and table.ends:  # a decode, as most rows are
+            del table.ends[first + 1 :]
+            table.last[end] = row.tags
             return
         tags = [row.tags[i : i + PREFIX_TAG_BYTES] for i in range(0, len(row.tags), PREFIX_TAG_BYTES)]
         del table.ends[first + 1 :]
@@ -207,7 +210,8 @@ class BlockTables:
         return num_shared
 
     def _num_holders(self, block: _Block, staged: StagedStep) -> int:
-        return self._holders[block] + staged.holders[block]
+        # looking up what a Counter lacks costs a call
+        return self._holders.get(block, 0) + staged.holders.get(block, 0)
 
     def _check_row(self, row: Row, table: BlockTable) -> None:
         end = row.start + row.num_tokens
@@ -222,7 +226,7 @@ class BlockTables:
                 f"a row of sequence {row.sequence} starts at {row.start}, "
                 f"but {table.length} positions are known"
             )
-        capacity = min(len(blocks) for blocks in table.blocks) * self._block_size
+        capacity = min(map(len, table.blocks)) * self._block_size
         if end > capacity:
             raise StepError(
                 f"sequence {row.sequence} has blocks for {capacity} positions, its row ends at {end}"
