@@ -36,7 +36,7 @@ _PING_S = 1.0
 _LOOK_UP_S = 0.5
 _MAX_REFUSALS = 2  # of one peer, before the plan is tried without it
 _MAX_RENEWALS = 5  # for one member that comes again and again
-_PATIENCE = 3  # times that a slow member which cannot be spared is waited for, before its links are made anew
+_PATIENCE = 4  # looks at one step, before a member that cannot be spared gets its links made anew
 
 
 @dataclass(slots=True)
@@ -149,23 +149,20 @@ class Recovery:
         return False
 
     def _silent_member(self) -> str | None:
-        """One that answers no ping; if it cannot be spared, once it answers, is gone or waited for enough."""
+        """One that answers no ping, or whose link is over.
+
+        Who can be spared is given up at once; who is needed after some looks, each longer than the last: then
+        it may come back on a new link.
+        """
         granted, company = self._granted, self._head.company
-        silent = company.silent(granted.members, _PING_S)
-        for name in silent:
-            if self._can_spare(name):
-                company.give_up(name, "it answers no ping")
-        deadline_s = time.monotonic() + self._wait_s
-        while silent := silent & company.present().keys():
-            self._require_wanted()
-            name = min(silent)
-            if self._can_spare(name) or time.monotonic() > deadline_s:
-                company.give_up(name, "it answers no ping")
-            else:
-                self._say(f"{name} answers no ping, and nobody else can hold its layers")
-                silent = company.silent(silent, _PING_S)
+        looks = self._late.num_looks
+        silent = company.silent(granted.members, _PING_S * 2 ** min(looks - 1, _PATIENCE - 1))
         gone = granted.members - company.present().keys() - {self._head.name}
-        return min(gone, default=None)
+        for name in sorted(silent):
+            if looks >= _PATIENCE or self._can_spare(name):
+                company.give_up(name, "it answers no ping")
+                gone.add(name)
+        return min(gone, default=None) or min(silent, default=None)
 
     def _member_that_keeps(self, step: int) -> str | None:
         """The first in the ring that has not passed the step on; None if all have: it is on its way."""
@@ -187,8 +184,8 @@ class Recovery:
         if self._can_spare(name):
             company.give_up(name, "it does not pass on what comes to it", slow=True)
             return False
-        _log.warning("%s is slow and cannot be spared", name)
-        return self._late.num_looks <= _PATIENCE
+        _log.warning("%s is slow or hangs, and nobody else can hold its layers", name)
+        return self._late.num_looks != _PATIENCE
 
     def _can_spare(self, name: str) -> bool:
         return self._head.planner.can_spare(name, self._head.hellos(), self._granted.placement)

@@ -1,0 +1,187 @@
+"""Streams over real peers, one of which is about to be lost: what came before, during and after."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from convoy.cli.local import LocalCluster, LocalOptions
+from convoy.cli.member import head_options, load_head
+from convoy.cluster.running import RunningCluster
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
+from convoy.engine.request import GenerationRequest
+from convoy.model.params import SamplingParams
+from convoy.model.source import ModelSource
+from support.bad_wire import BadWire
+
+WAIT_S = 120.0
+ENGINE = {"num_blocks": 256}
+# Longer than the whole is no fault, so that streams are under way when something happens.
+NUM_TOKENS = 60
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=7),
+}
+
+
+@dataclass
+class Stream:
+    """The tokens of one request and when each came."""
+
+    tokens: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    error: BaseException | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def take(self, output: Output) -> None:
+        if isinstance(output, TokenOutput):
+            self.tokens.append(output.token_id)
+            self.times_s.append(time.monotonic())
+        elif isinstance(output, FinishOutput | ErrorOutput):
+            self.error = output.error if isinstance(output, ErrorOutput) else None
+            self.ended.set()
+
+    def pause_s(self, after_s: float) -> float:
+        """From this moment to the next token."""
+        return min(at_s for at_s in self.times_s if at_s > after_s) - after_s
+
+
+@dataclass
+class Survival:
+    """A head in this process, peers in their own, and a relay in front of those that ``wires`` names."""
+
+    local: LocalCluster
+    cluster: RunningCluster
+    wires: dict[str, BadWire]
+    model: str
+
+    def pid(self, name: str) -> int:
+        return self.local._processes[name].pid
+
+    def kill(self, name: str) -> None:
+        os.kill(self.pid(name), signal.SIGKILL)
+
+    def stop(self, name: str) -> None:
+        os.kill(self.pid(name), signal.SIGSTOP)
+
+    def go_on(self, name: str) -> None:
+        os.kill(self.pid(name), signal.SIGCONT)
+
+    def restart(self, name: str, *flags: str) -> None:
+        self.local._processes[name].wait()
+        config = str(self.local.config_file(name))
+        arguments = ("join", "--config", config, "--model", self.model, "--until-stdin-closes", *flags)
+        self.local.start(name, *arguments)
+
+    def log(self, name: str) -> str:
+        return self.local.log_file(name).read_text()
+
+    def members(self) -> list[str]:
+        return [stage.member for stage in self.cluster.status().stages]
+
+    def start(self, params: SamplingParams, prompt: str, salt: bytes = b"") -> Stream:
+        ids = tuple(self.cluster.tokenizer.encode_chat([{"role": "user", "content": prompt}]))
+        stream = Stream()
+        request = GenerationRequest(ids, params, max_tokens=NUM_TOKENS, ignore_eos=True, cache_salt=salt)
+        self.cluster.engine.submit(request, stream.take)
+        return stream
+
+    def run(
+        self,
+        act: Callable[[], None] | None = None,
+        *,
+        after: int = 10,
+        prompt: str = "Tell me a story about a dog.",
+        salt: bytes = b"",
+    ) -> dict[str, Stream]:
+        """A greedy and a seeded stream at once; ``act`` once both have ``after`` tokens.
+
+        No K/V of runs with another ``salt`` is used again.
+        """
+        streams = {name: self.start(params, prompt, salt) for name, params in PARAMS.items()}
+        if act is not None:
+            wait_for(lambda: all(len(stream.tokens) >= after for stream in streams.values()))
+            act()
+        for stream in streams.values():
+            assert stream.ended.wait(WAIT_S), self.cluster.health()
+            assert stream.error is None, stream.error
+        return streams
+
+    def check(self, act: Callable[[], None], *, after: int = 10) -> float:
+        """The same text with the loss as without; seconds from the loss to the next token of both."""
+        expected = self.run()
+        at_s: list[float] = []
+
+        def act_now() -> None:
+            at_s.append(time.monotonic())
+            act()
+
+        found = self.run(act_now, after=after)
+        for name in PARAMS:
+            assert found[name].tokens == expected[name].tokens, f"the {name} text differs"
+        return max(stream.pause_s(at_s[0]) for stream in found.values())
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Other processes and threads say this by no event."""
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s, "what was waited for never came"
+        time.sleep(0.01)
+
+
+@contextmanager
+def survival(
+    num_members: int,
+    *,
+    model: str = "demo",
+    spans: list[str] | None = None,
+    head_bytes: int = 0,
+    wires: tuple[str, ...] = (),
+    standby: tuple[str, ...] = (),
+    options: Mapping[str, float] | None = None,
+) -> Iterator[Survival]:
+    """Bring it up and take it down. ``head_bytes`` is what the head offers, 0 for enough."""
+    local_options = LocalOptions(num_members, spans, kernel="exact-f32", num_threads=1, engine=ENGINE)
+    with LocalCluster(local_options) as local:
+        relays = {name: _wire(local, name) for name in wires}
+        for name in local.names[1:]:
+            flags = ["--standby"] if name in standby else []
+            config = str(local.config_file(name))
+            local.start(name, "join", "--config", config, "--model", model, "--until-stdin-closes", *flags)
+        config = local.config(local.head)
+        head = replace(head_options(config), **(options or {}))  # type: ignore[arg-type]
+        if head_bytes:
+            head = replace(head, member=replace(head.member, memory_bytes=head_bytes))
+        source = ModelSource.resolve(model)
+        cluster = RunningCluster.start(load_head(config), source, head, watch=local.check_alive)
+        try:
+            yield Survival(local, cluster, relays, model)
+        finally:
+            cluster.close()
+            for relay in relays.values():
+                relay.close()
+            for name, process in local._processes.items():
+                if process.poll() is None:
+                    os.kill(process.pid, signal.SIGCONT)
+                print(f"--- {name}\n{local.log_file(name).read_text()}")
+
+
+def _wire(local: LocalCluster, name: str) -> BadWire:
+    """The member listens elsewhere, and a relay where the roster says."""
+    file = local.config_file(name)
+    text = file.read_text()
+    found = re.search(r"^port = (\d+)$", text[text.index("[listen]") :], re.MULTILINE)
+    assert found is not None
+    listed = int(found.group(1))
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        real = sock.getsockname()[1]
+    file.write_text(text.replace(f"port = {listed}\n", f"port = {real}\n", 1))
+    return BadWire(("127.0.0.1", listed), ("127.0.0.1", real))
