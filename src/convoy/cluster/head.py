@@ -275,6 +275,7 @@ class Head:
                 depth=self._options.depth(len(plan.stages)),
                 step_timeout_s=self._options.step_timeout_s,
                 activation_dtype=plan.activation_dtype,
+                max_step_tokens=max(self._options.max_step_tokens, self._options.prefill_chunk),
             )
             self.executor = self._receiver = PipelineExecutor(
                 stage, plan.stages, self.name, links, options, clock=self.clock

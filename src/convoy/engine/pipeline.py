@@ -33,6 +33,9 @@ from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
 from convoy.wire.messages import Drawn, FrameType, StageAssignment, Step, StepFailed
 
+_LEAST_ARRIVED_BYTES = 32 * 1024 * 1024
+_ROW_BYTES = 16 * 1024  # what an answer with all its alternatives holds
+
 
 def _not_its_turn(step: int) -> StepFailed:
     return StepFailed(step, "the end of a step came from a member that is not the last stage")
@@ -46,12 +49,15 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class PipelineOptions:
-    """``depth`` steps may be in flight; one may take ``step_timeout_s`` as long as nothing was measured."""
+    """``depth`` steps of ``max_step_tokens`` may be in flight; one may take ``step_timeout_s`` as long as
+    nothing was measured.
+    """
 
     generation: int
     depth: int
     step_timeout_s: float = 60.0
     activation_dtype: str = "float32"
+    max_step_tokens: int = 512
 
 
 class PipelineExecutor:
@@ -82,7 +88,7 @@ class PipelineExecutor:
         self._boundary = stages[-1].end if self._head_first else stages[-1].start
         self._owner = next(stage.member for stage in stages if stage.output)
         self._in_flight: deque[_Running] = deque()
-        self._arrivals: Inbox[Received | ConvoyError] = Inbox()
+        self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
         self._returned: dict[int, torch.Tensor | Drawn] = {}
         self._carrier = BlockCarrier(
             stage,
@@ -92,6 +98,12 @@ class PipelineExecutor:
             generation=options.generation,
             timeout_s=options.step_timeout_s,
         )
+
+    def _max_arrived_bytes(self) -> int:
+        # All that may be in flight has to find its place here: while this thread sends, nobody looks, and a
+        # last stage that waits holds up the one that is sent to.
+        step_bytes = self._options.max_step_tokens * (4 * self._stage.hidden_size + _ROW_BYTES)
+        return max(_LEAST_ARRIVED_BYTES, 2 * self.depth * step_bytes)
 
     def deliver(self, link: Link, received: Received) -> None:
         """Receiver threads of the head's links call this.
