@@ -101,11 +101,7 @@ class SessionReader:
         self._path = path
         self._cipher: ChunkCipher | None = None
         self._kept: tuple[int, bytes] = (-1, b"")  # the chunk that was opened last
-        try:
-            # Not waiting for a pipe's other end: it is refused below.
-            self._file: BinaryIO = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-        except OSError as error:
-            raise _cannot("read", path, error) from error
+        self._file: BinaryIO = os.fdopen(_open_regular(path), "rb")
         try:
             self._begin(key)
         except BaseException:
@@ -131,10 +127,7 @@ class SessionReader:
         return whole[offset - first * CHUNK_BYTES :][:num_bytes]
 
     def _begin(self, key: bytes | None) -> None:
-        status = os.fstat(self._file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise SessionError(f"{self._path} is not a file")
-        self.size = self._file_bytes = status.st_size
+        self.size = self._file_bytes = os.fstat(self._file.fileno()).st_size
         prefix = self._at(0, min(_PREFIX_BYTES, self.size))
         if not prefix.startswith(SEALED_MAGIC):
             if key is not None:
@@ -178,6 +171,18 @@ class SessionReader:
         if len(data) != num_bytes:
             raise SessionError(f"{self._path} was cut off while it was read")
         return data
+
+
+def _open_regular(path: Path) -> int:
+    try:
+        # Not waiting for a pipe's other end: it is refused.
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise _cannot("read", path, error) from error
+    if stat.S_ISREG(os.fstat(opened).st_mode):
+        return opened
+    os.close(opened)
+    raise SessionError(f"{path} is not a file")
 
 
 def _cannot(verb: str, path: Path, error: OSError) -> SessionError:
