@@ -187,11 +187,13 @@ class Session:
         self._check_open()
         blocks = SessionBlocks(self._engine, self.model)
         salt = secrets.token_bytes(32)
-        state, num_positions = blocks.load(Path(path), key, salt, progress or _unseen)
-        self._let_go()
-        self._salt, self._tokens, self._num_prompt = salt, list(state.tokens), state.num_prompt
-        self.choice, self.params = state.choice, state.params
-        return num_positions
+
+        def adopt(state: SavedState) -> None:
+            self._let_go()
+            self._salt, self._tokens, self._num_prompt = salt, list(state.tokens), state.num_prompt
+            self.choice, self.params = state.choice, state.params
+
+        return blocks.load(Path(path), key, salt=salt, adopt=adopt, progress=progress or _unseen)
 
     def close(self) -> None:
         """Give its blocks back. A second call does nothing."""

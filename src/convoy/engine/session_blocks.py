@@ -67,13 +67,25 @@ class SessionBlocks:
                 progress(done, total)
             file.write(digest.digest())
 
-    def load(self, path: Path, key: bytes | None, salt: bytes, progress: Progress) -> tuple[SavedState, int]:
-        """What was saved, and how many of its positions are in the stages' pools now, under ``salt``."""
+    def load(
+        self,
+        path: Path,
+        key: bytes | None,
+        *,
+        salt: bytes,
+        adopt: Callable[[SavedState], None],
+        progress: Progress,
+    ) -> int:
+        """Hands out what was saved once it is found right, then fills the stages' pools under ``salt``.
+
+        Returns for how many positions.
+        """
         with SessionReader(path, key) as reader:
             saved = SavedSession(reader, self._model, progress)
+            adopt(saved.state)
             if not saved.state.positions or not saved.same_kernel:
-                return saved.state, 0
-            return saved.state, self._fill(saved, salt, progress)
+                return 0
+            return self._fill(saved, salt, progress)
 
     def _layers(self, num_blocks: int, size: int, resident: Callable[[], Sequence]) -> Iterator[bytes]:
         """K, then V, of each layer."""

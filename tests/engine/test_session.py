@@ -1,0 +1,367 @@
+"""Sessions over a fake executor: a real engine and real threads, no model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from convoy.engine.engine import Engine, EngineOptions
+from convoy.engine.generation import generate
+from convoy.engine.request import GenerationRequest
+from convoy.engine.scheduler import SchedulerLimits
+from convoy.engine.session import Session
+from convoy.engine.session_format import SessionModel
+from convoy.errors import Draining, QueueFull, RequestError, SessionError, StageLost, StepError, Unavailable
+from convoy.model.params import SamplingParams
+from convoy.model.text import Tokenizer
+from support.fake_executor import VOCAB, FakeExecutor, next_token
+from support.fake_tokenizer import FakeTokenizer
+from support.waiting import wait_until
+
+GREEDY = SamplingParams(temperature=0.0)
+LIMITS = SchedulerLimits(
+    num_blocks=16, block_size=4, max_batch=2, max_step_tokens=24, prefill_chunk=8, max_waiting=4
+)
+MODEL = SessionModel("fake", "f" * 64, "exact-f32", 2, 1, 1, VOCAB, 60, keeps_kv=True)
+
+
+def make_engine(executor: FakeExecutor, limits: SchedulerLimits = LIMITS) -> Engine:
+    options = EngineOptions(max_context=60, probe_s=3600.0)
+    engine = Engine(executor, cast(Tokenizer, FakeTokenizer()), limits, options)
+    engine.start()
+    return engine
+
+
+@pytest.fixture(params=[1, 3], ids=["one in flight", "three in flight"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = make_engine(FakeExecutor(depth=request.param), replace(LIMITS, micro_batches=request.param))
+    yield engine
+    stats = engine.stats()
+    assert stats.free_blocks == stats.num_blocks, "blocks are left behind"
+    engine.close()
+
+
+def expected(tokens: list[int], count: int) -> list[int]:
+    known = list(tokens)
+    while len(known) < len(tokens) + count:
+        known.append(next_token(known))
+    return known[len(tokens) :]
+
+
+def draw(session: Session, count: int) -> list[int]:
+    """Go on by what it says."""
+    before = session.position
+    for _ in range(count):
+        session.eval(session.sample().token_id)
+    return list(session.tokens[before:])
+
+
+def test_only_what_is_new_is_run(engine: Engine) -> None:
+    tokens = list(range(20))
+    with Session(engine, MODEL) as session:
+        assert session.sync(tokens[:9]) == 9
+        assert session.sync(tokens[:9]) == 0
+        assert session.sync(tokens[:14]) == 5
+        session.eval(tokens[14])
+        assert session.tokens == tuple(tokens[:15])
+        assert session.position == 15
+        assert session.sync([*tokens[:10], 40, 41]) == 4, "what is whole before the fork is 8 tokens"
+        assert session.sync(tokens[:8]) == 4, "its last token has to be run for its logits"
+        assert session.sync([]) == 0
+        assert session.position == 0
+        assert session.sync(tokens) == 20 - 12
+
+
+def test_it_says_what_a_request_says(engine: Engine) -> None:
+    prompt = [3, 1, 4, 1, 5]
+    with Session(engine, MODEL) as session:
+        session.sync(prompt)
+        assert draw(session, 20) == expected(prompt, 20)
+        session.rewind(11)
+        assert draw(session, 14) == expected(prompt, 20)[6:]
+        assert session.sample() == session.sample(), "drawing moves nothing"
+
+
+def test_forks_go_their_own_ways_and_share_what_is_whole(engine: Engine) -> None:
+    with Session(engine, MODEL) as one:
+        one.sync(range(9))
+        free = engine.stats().free_blocks
+        with one.fork() as other, other.fork() as third:
+            assert engine.stats().free_blocks == free, "a fork costs nothing before its first call"
+            assert other.sample() == one.sample()
+            other.eval(7)
+            assert engine.stats().free_blocks == free - 1, "two of its three blocks are one's"
+            third.sync([*range(9), 8, 9])
+            one.eval(5)
+            for session in (one, other, third):
+                assert draw(session, 3) == expected(list(session.tokens[:-3]), 3)
+
+
+def test_sessions_share_nothing_unless_they_are_told_to(engine: Engine) -> None:
+    with Session(engine, MODEL) as one, Session(engine, MODEL) as other:
+        one.sync(range(12))
+        assert other.sync(range(12)) == 12
+    with Session(engine, MODEL, salt=b"both") as one, Session(engine, MODEL, salt=b"both") as other:
+        one.sync(range(12))
+        assert other.sync(range(12)) == 4
+
+
+def test_an_idle_session_gives_way_to_requests_and_goes_on_as_before(engine: Engine) -> None:
+    with Session(engine, MODEL) as session:
+        session.sync(range(30))
+        request = GenerationRequest(tuple(range(40, 60)), GREEDY, max_tokens=30, ignore_eos=True)
+        answer = generate(engine, request)
+        assert list(answer.token_ids) == expected(list(range(40, 60)), 30)
+        assert engine.stats().preempted == 1
+        assert draw(session, 4) == expected(list(range(30)), 4)
+
+
+def test_many_sessions_hold_more_than_the_batch_and_than_the_blocks(engine: Engine) -> None:
+    sessions = [Session(engine, MODEL) for _ in range(6)]
+    for turn in range(3):
+        for index, session in enumerate(sessions):
+            if not turn:
+                session.sync([index, *range(15)])
+            assert draw(session, 2) == expected(list(session.tokens[:-2]), 2)
+    for session in sessions:
+        session.close()
+
+
+def test_what_makes_no_sense_is_refused_and_changes_nothing(engine: Engine) -> None:
+    session = Session(engine, MODEL)
+    with pytest.raises(RequestError, match="has no tokens"):
+        session.logits()
+    session.sync([1, 2, 3])
+    for call, error in [
+        (lambda: session.eval(VOCAB), f"outside the vocabulary of {VOCAB}"),
+        (lambda: session.sync([1, -1]), "outside the vocabulary"),
+        (lambda: session.rewind(4), "position 4 is outside the session, which has 3 tokens"),
+        (lambda: session.rewind(-1), "outside the session"),
+        (lambda: session.sync([1] * 61), "would have 61 tokens, but there is room for 60"),
+        (lambda: session.sample(SamplingParams(logit_bias={VOCAB: 1.0})), "logit_bias"),
+    ]:
+        with pytest.raises(RequestError, match=error):
+            cast(Any, call)()
+        assert session.tokens == (1, 2, 3)
+    assert draw(session, 2) == expected([1, 2, 3], 2)
+    session.close()
+    session.close()
+    with pytest.raises(RequestError, match="is closed"):
+        session.eval(1)
+
+
+def test_a_wait_that_is_too_long_ends_and_leaves_the_session_as_it_was() -> None:
+    executor = Held()
+    engine = make_engine(executor)
+    session = Session(engine, MODEL, timeout_s=0.05)
+    session.sync([1, 2, 3])
+    executor.gate.clear()
+    with pytest.raises(Unavailable, match=r"not run within 0\.05 s"):
+        session.eval(4)
+    executor.gate.set()
+    assert session.tokens == (1, 2, 3)
+    again = Session(engine, MODEL)
+    again.sync([9])
+    assert draw(session, 3) == expected([1, 2, 3], 3)
+    session.close()
+    again.close()
+    assert engine.stats().free_blocks == engine.stats().num_blocks
+    engine.close()
+
+
+class Held(FakeExecutor):
+    """Steps come back while ``gate`` is open."""
+
+    def __init__(self, depth: int = 1) -> None:
+        super().__init__(depth)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def collect(self) -> Any:
+        self.gate.wait()
+        return super().collect()
+
+
+def test_a_lost_stage_is_told_and_so_is_an_engine_that_was_closed() -> None:
+    engine = make_engine(FakeExecutor(fail_at=3))
+    session = Session(engine, MODEL)
+    with pytest.raises(StageLost, match="went away"):
+        session.sync(range(40))
+    assert session.position == 0
+    with pytest.raises(StageLost):
+        session.sync([1])
+    with pytest.raises(StageLost):
+        session.save("nowhere")
+    session.close()
+    closed = make_engine(FakeExecutor())
+    session = Session(closed, MODEL)
+    session.sync([1, 2])
+    closed.close(drain_s=30.0)  # an idle session keeps nobody waiting
+    with pytest.raises(StageLost, match="closed"):
+        session.eval(3)
+    session.close()
+
+
+def test_closing_the_engine_ends_a_session_that_waits() -> None:
+    executor = Held()
+    engine = make_engine(executor)
+    executor.gate.clear()
+    errors: list[BaseException] = []
+
+    def talk() -> None:
+        try:
+            Session(engine, MODEL).sync([1, 2])
+        except Draining as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    wait_until(lambda: engine.stats().running or engine.stats().waiting)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    thread.join(10)
+    executor.gate.set()
+    closing.join(10)
+    assert len(errors) == 1
+
+
+def test_a_full_queue_refuses_a_session_like_a_request() -> None:
+    executor = Held()
+    engine = make_engine(executor, replace(LIMITS, max_waiting=1, max_batch=1))
+    first = Session(engine, MODEL)
+    first.sync([1])
+    executor.gate.clear()
+    request = GenerationRequest((1,), GREEDY, max_tokens=2, ignore_eos=True)
+    handles = [engine.submit(request, lambda _output: None)]
+    wait_until(lambda: engine.stats().running == 1)
+    handles.append(engine.submit(request, lambda _output: None))
+    with pytest.raises(QueueFull):
+        Session(engine, MODEL).sync([1, 2])
+    executor.gate.set()
+    first.eval(2)
+    for handle in handles:
+        handle.abort()
+    first.close()
+    engine.close()
+
+
+def test_a_saved_session_comes_back_with_its_blocks(engine: Engine, tmp_path: Path) -> None:
+    params = SamplingParams(temperature=0.7, seed=5)
+    with Session(engine, MODEL, params=params) as session:
+        session.sync(range(30))
+        draw(session, 3)
+        session.choice = 2
+        session.save(tmp_path / "chat")
+        tokens, drawn = session.tokens, session.sample()
+    steps: list[tuple[int, int]] = []
+    with Session(engine, MODEL) as session:
+        assert session.load(tmp_path / "chat", progress=lambda done, total: steps.append((done, total))) == 32
+        assert (session.tokens, session.params, session.choice) == (tokens, params, 2)
+        assert session.sample() == drawn
+        assert session._run is not None
+        assert session._run.num_run == 1
+        assert steps[-1] == (32, 32)
+        with session.fork() as fork:
+            assert fork.sample() == drawn
+        with Session(engine, MODEL) as stranger:
+            assert stranger.sync(tokens) == 33, "nobody else is told what a file says"
+
+
+def test_a_session_of_a_family_that_keeps_no_kv_is_saved_by_its_tokens(
+    engine: Engine, tmp_path: Path
+) -> None:
+    model = replace(MODEL, keeps_kv=False)
+    with Session(engine, model) as session:
+        session.sync(range(30))
+        session.save(tmp_path / "chat")
+        assert (tmp_path / "chat").stat().st_size < 2000
+        assert session.load(tmp_path / "chat") == 0
+        assert draw(session, 3) == expected(list(range(30)), 3)
+
+
+def test_kv_of_another_kernel_is_not_used(engine: Engine, tmp_path: Path) -> None:
+    with Session(engine, replace(MODEL, kernel="plain-f32")) as session:
+        session.sync(range(30))
+        session.save(tmp_path / "chat")
+    with Session(engine, MODEL) as session:
+        assert session.load(tmp_path / "chat") == 0
+        assert session.tokens == tuple(range(30))
+        assert draw(session, 3) == expected(list(range(30)), 3)
+
+
+def test_a_load_that_fails_leaves_the_session_as_it_was(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "chat").write_bytes(b"what is this")
+    with Session(engine, MODEL) as session:
+        session.sync(range(5))
+        with pytest.raises(SessionError):
+            session.load(tmp_path / "chat")
+        assert draw(session, 3) == expected(list(range(5)), 3)
+
+
+def test_a_session_is_saved_though_its_blocks_are_taken_meanwhile(engine: Engine, tmp_path: Path) -> None:
+    with Session(engine, MODEL) as session:
+        session.sync(range(40))
+        request = GenerationRequest(tuple(range(20)), GREEDY, max_tokens=30, ignore_eos=True)
+        generate(engine, request)
+        session.save(tmp_path / "chat")
+        assert session.load(tmp_path / "chat") == 36, "the last of 40 has to be run"
+        assert draw(session, 3) == expected(list(range(40)), 3)
+
+
+def test_a_full_pool_takes_what_fits_of_a_saved_session(engine: Engine, tmp_path: Path) -> None:
+    with Session(engine, MODEL) as session:
+        session.sync(range(44))
+        session.save(tmp_path / "chat")
+    with Session(engine, MODEL) as other, Session(engine, MODEL) as session:
+        other.sync(range(40))
+        assert session.load(tmp_path / "chat") == 24
+        assert draw(session, 3) == expected(list(range(44)), 3)
+        assert draw(other, 3) == expected(list(range(40)), 3)
+
+
+def test_work_between_steps_runs_while_none_is_in_flight_and_requests_go_on(engine: Engine) -> None:
+    executor = cast(FakeExecutor, engine._executor)
+    seen: list[int] = []
+    over = threading.Event()
+
+    def look(*_: object) -> None:
+        seen.append(len(executor._results))
+
+    def ask() -> None:
+        request = GenerationRequest((1, 2), GREEDY, max_tokens=20, ignore_eos=True)
+        for _ in range(5):
+            assert list(generate(engine, request).token_ids) == expected([1, 2], 20)
+        over.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while not over.is_set():
+        engine.between_steps(look)
+    thread.join()
+    assert seen
+    assert not any(seen)
+
+
+def test_an_error_between_steps_is_its_own_and_a_lost_stage_is_everybodys() -> None:
+    engine = make_engine(FakeExecutor())
+
+    def refuse(*_: object) -> None:
+        raise StepError("refused")
+
+    def lose(*_: object) -> None:
+        raise StageLost("lost")
+
+    with pytest.raises(StepError):
+        engine.between_steps(refuse)
+    with Session(engine, MODEL) as session:
+        assert session.sync([1, 2]) == 2
+    with pytest.raises(StageLost):
+        engine.between_steps(lose)
+    with pytest.raises(StageLost):
+        engine.between_steps(refuse)
+    engine.close()
