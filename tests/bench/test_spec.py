@@ -1,0 +1,73 @@
+"""`convoy bench spec` compares texts before it compares speeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from convoy.bench.clock import Deadline
+from convoy.bench.spec import PLAIN, REPETITIVE, Said, SpecOptions, SpecRow, Wire, measure_spec, spec_ratios
+from convoy.engine.generation import Generation
+from convoy.errors import ConvoyError
+from convoy.model.source import ModelSource
+from support.cluster import running_cluster
+
+OPTIONS = SpecOptions(num_tokens=24, num_rounds=2)
+
+
+def test_each_text_has_a_row_with_guesses_and_one_without() -> None:
+    said = Said()
+    rows = []
+    for speculate in (0, 4):
+        with running_cluster(ModelSource.resolve("demo-mini"), 1, speculate=speculate) as cluster:
+            wire = Wire(0.5, 1.5, speculate)
+            rows += measure_spec(
+                cluster.engine, cluster.tokenizer, wire, OPTIONS, said=said, deadline=Deadline(60)
+            )
+    assert [(row.text, row.drawn, row.speculate) for row in rows] == [
+        (text, drawn, speculate)
+        for speculate in (0, 4)
+        for text, drawn in ((PLAIN, "greedy"), (PLAIN, "seeded"), (REPETITIVE, "greedy"))
+    ]
+    assert all(row.identical and row.tokens_per_s > 0 for row in rows)
+    assert (rows[2].tokens, rows[2].drafted) == (3 * 24, 0)
+    assert rows[5].drafted >= rows[5].accepted > 0
+    assert [row.tokens for row in rows[:3]] == [row.tokens for row in rows[3:]]
+    assert len(spec_ratios(rows)) == 3
+
+
+def answer(*tokens: int) -> Generation:
+    return Generation("", tokens, "length", prompt_tokens=3, time_to_first_token_s=0.1, total_s=0.2)
+
+
+def test_another_text_than_without_guesses_fails_the_bench() -> None:
+    said = Said()
+    assert said.check(PLAIN, "greedy", [answer(1, 2), answer(3)])
+    assert said.check(PLAIN, "greedy", [answer(1, 2), answer(3)])
+    assert said.check(PLAIN, "seeded", [answer(1, 2), answer(4)])
+    with pytest.raises(ConvoyError, match=r"the plain text \(greedy\) is another than it was without"):
+        said.check(PLAIN, "greedy", [answer(1, 2), answer(4)])
+
+
+def test_a_bench_of_guesses_ends_with_its_deadline() -> None:
+    with (
+        running_cluster(ModelSource.resolve("demo-mini"), 1) as cluster,
+        pytest.raises(ConvoyError, match="longer than 0 s"),
+    ):
+        measure_spec(
+            cluster.engine,
+            cluster.tokenizer,
+            Wire(0.5, 1.5, 0),
+            OPTIONS,
+            said=Said(),
+            deadline=Deadline(0),
+        )
+
+
+def row(text: str, delay_ms: float, speculate: int, rate: float) -> SpecRow:
+    return SpecRow(text, "greedy", delay_ms, speculate, 100, rate, 0, 0, True, 0.0)
+
+
+def test_ratios_are_of_the_same_text_over_the_same_wire() -> None:
+    rows = [row(PLAIN, 2, 0, 50), row(REPETITIVE, 2, 0, 40), row(PLAIN, 2, 8, 51), row(REPETITIVE, 2, 8, 120)]
+    rows += [row(PLAIN, 0.2, 0, 80)]
+    assert spec_ratios(rows) == {"plain_greedy_2_ms": 1.02, "repetitive_greedy_2_ms": 3.0}
