@@ -103,6 +103,21 @@ def test_fair_measures_running_streams_while_a_long_prompt_is_read(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_spec_says_the_same_text_with_guesses_and_without_over_a_longer_wire(tmp_path: Path) -> None:
+    plot = tmp_path / "rows.svg"
+    sizes = ("--delays", "1,5", "--tokens", "16", "--rounds", "1", "--speculate", "4", "--plot", str(plot))
+    shown = convoy_json("bench", "spec", "demo-mini", *sizes)
+    rows = shown["rows"]
+    assert [(row["delay_ms"], row["speculate"]) for row in rows[::3]] == [(1, 0), (1, 4), (5, 0), (5, 4)]
+    assert all(row["identical"] is True for row in rows)
+    assert all(row["round_trip_ms"] >= 2 * row["delay_ms"] for row in rows)
+    assert all(row["drafted"] == 0 for row in rows if row["speculate"] == 0)
+    assert len(shown["ratios"]) == 6
+    drawn = ElementTree.fromstring(plot.read_text())  # noqa: S314 - our own file
+    assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 8
+
+
+@pytest.mark.slow
 def test_recover_kills_a_peer_and_finds_the_same_text(tmp_path: Path) -> None:
     table = tmp_path / "rows.csv"
     sizes = ("--losses", "kill -9", "--tokens", "64", "--before", "8", "--csv", str(table))
