@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import convoy.engine.carrier
+import convoy.engine.keeper
 import convoy.engine.peer
 import convoy.engine.pipeline
 from confidentiality.search import Secrets, find_secrets
@@ -61,7 +63,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spans: dict[str, str
         parts.append(bytearray())
         return RecordedStream(stream, parts[-1])
 
-    for module in (convoy.engine.peer, convoy.engine.pipeline):
+    for module in (convoy.engine.peer, convoy.engine.pipeline, convoy.engine.carrier, convoy.engine.keeper):
         real = module.to_wire
 
         def keep(tensor: object, *, _real: object = real) -> WireTensor:
@@ -87,6 +89,12 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spans: dict[str, str
         )
         answer = generate(cluster.engine, request)
         recording.token_ids = [prompt_ids, list(answer.token_ids)]
+        before = len(recording.activations)
+        with cluster.session() as session:
+            session.sync(prompt_ids)
+            session.save(tmp_path / "session")
+            assert session.load(tmp_path / "session") >= 16
+        assert len(recording.activations) > before + 1, "the peer's K/V went both ways"
     finally:
         cluster.close()
         peer.stop()
