@@ -52,8 +52,9 @@ class LoadedPlan:
             raise StepError(
                 f"the head asks for {activate.num_blocks} K/V blocks, and {self.max_blocks} were offered"
             )
-        self.stage.make_pools(activate.num_blocks)
         stages = self.plan.stages
+        self._check_head(head)
+        self.stage.make_pools(activate.num_blocks)
         route = StageRoute(
             generation=self.plan.generation,
             assignment=self.assignment,
@@ -64,6 +65,15 @@ class LoadedPlan:
         self.successor = successor
         self.loop = StageLoop(self.stage, route, successor)
         return self.loop
+
+    def _check_head(self, head: str) -> None:
+        """The ring begins or ends with the head; who owns the output follows from that."""
+        first, last = self.plan.stages[0], self.plan.stages[-1]
+        if head not in (first.member, last.member):
+            raise StepError(f"{head} leads this plan, expected it to have the first stage or the last")
+        owner = first if first.output else last
+        if owner.member != head and owner is not last:
+            raise StepError(f"the plan has the output on {owner.member}, expected {head} or the last stage")
 
     def is_neighbour(self, link: Link) -> bool:
         """Whether the ring needs this very link."""
@@ -128,6 +138,8 @@ def check_plan(plan: Plan, num_layers: int, max_context: int) -> None:
     owners = sum(stage.output for stage in plan.stages)
     if [stage.embed for stage in plan.stages] != [True, *[False] * (len(plan.stages) - 1)] or owners != 1:
         raise StepError(f"the plan's first stage must embed and one own the output, and {owners} do")
+    if not (plan.stages[0].output or plan.stages[-1].output):
+        raise StepError("a stage in the middle of the plan owns the output, expected the first or the last")
     if not 1 <= plan.max_context <= max_context:
         raise StepError(f"the plan's context of {plan.max_context} tokens is not in [1, {max_context}]")
 

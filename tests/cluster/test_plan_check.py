@@ -1,0 +1,74 @@
+"""What a peer makes of a plan before it loads a stage of it: whole, in order, and with an owner of the output."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from convoy.cluster.loaded import LoadedPlan, check_plan
+from convoy.errors import StepError
+from convoy.model.stage import Stage
+from convoy.transport.link import Link
+from convoy.wire.messages import Activate, Plan, StageAssignment
+
+
+def plan_of(*stages: tuple[str, int, int, str]) -> Plan:
+    """Each stage's last word has ``e`` for the embedding and ``o`` for the output."""
+    assigned = [StageAssignment(n, a, b, "e" in owns, "o" in owns) for n, a, b, owns in stages]
+    return Plan(1, "demo", "0" * 64, assigned, "exact-f32", "float32", 16, 128)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        plan_of(("alpha", 0, 4, "eo"), ("beta", 4, 12, "")),
+        plan_of(("beta", 0, 4, "e"), ("alpha", 4, 12, "o")),
+        plan_of(("alpha", 0, 4, "e"), ("beta", 4, 8, ""), ("gamma", 8, 12, "o")),
+        plan_of(("alpha", 0, 12, "eo")),
+    ],
+)
+def test_every_layout_is_taken(plan: Plan) -> None:
+    check_plan(plan, 12, 128)
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (plan_of(("alpha", 0, 4, "eo"), ("beta", 5, 12, "")), r"layers \[5, 12\), expected to begin at 4"),
+        (plan_of(("alpha", 0, 4, "eo"), ("beta", 3, 12, "")), r"layers \[3, 12\), expected to begin at 4"),
+        (plan_of(("alpha", 0, 4, "eo"), ("beta", 4, 13, "")), "to end by 12"),
+        (plan_of(("alpha", 0, 4, "eo"), ("beta", 4, 11, "")), "end at layer 11, and the model has 12"),
+        (plan_of(("alpha", 0, 4, "e"), ("beta", 4, 12, "")), "one own the output, and 0 do"),
+        (plan_of(("alpha", 0, 4, "eo"), ("beta", 4, 12, "o")), "one own the output, and 2 do"),
+        (plan_of(("alpha", 0, 4, "o"), ("beta", 4, 12, "e")), "first stage must embed"),
+        (plan_of(("alpha", 0, 4, "eo"), ("alpha", 4, 12, "")), "a member has two stages"),
+        (
+            plan_of(("alpha", 0, 4, "e"), ("beta", 4, 8, "o"), ("gamma", 8, 12, "")),
+            "a stage in the middle of the plan owns the output, expected the first or the last",
+        ),
+    ],
+)
+def test_a_plan_that_is_no_whole_model_is_refused_by_name(plan: Plan, told: str) -> None:
+    with pytest.raises(StepError, match=told):
+        check_plan(plan, 12, 128)
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [
+        (
+            plan_of(("beta", 0, 4, "e"), ("alpha", 4, 8, ""), ("gamma", 8, 12, "o")),
+            "alpha leads this plan, expected it to have the first stage or the last",
+        ),
+        (plan_of(("beta", 0, 4, "e"), ("gamma", 4, 12, "o")), "alpha leads this plan"),
+        (
+            plan_of(("beta", 0, 4, "eo"), ("alpha", 4, 12, "")),
+            "the output on beta, expected alpha or the last stage",
+        ),
+    ],
+)
+def test_a_ring_that_does_not_begin_or_end_with_its_head_is_not_activated(plan: Plan, told: str) -> None:
+    loaded = LoadedPlan(plan, b"", cast(Stage, None), 0, max_blocks=8)
+    with pytest.raises(StepError, match=told):
+        loaded.activate(Activate(1, b"", 4), "alpha", cast(Link, None))
