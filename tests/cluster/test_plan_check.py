@@ -1,4 +1,4 @@
-"""What a peer makes of a plan before it loads a stage of it: whole, in order, and with an owner of the output."""
+"""What a peer makes of a plan before it loads a stage: whole, in order, and with an owner of the output."""
 
 from __future__ import annotations
 
