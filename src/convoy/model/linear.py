@@ -35,6 +35,23 @@ def packed_available() -> bool:
     )
 
 
+def padded_count(num_rows: int) -> int:
+    """How many rows the packed linears are given for ``num_rows``: eight counts between powers of two.
+
+    oneDNN makes and keeps code for every count of rows that it meets: a megabyte for a layer's linears, and
+    milliseconds of a step. Padding adds less than an eighth. A lone row may take another kernel, so it is never
+    alone.
+    """
+    step = max(1, 1 << max(0, num_rows.bit_length() - 4))
+    return max(2, -(-num_rows // step) * step)
+
+
+def pad_rows(x: torch.Tensor) -> torch.Tensor:
+    """[T, ...] followed by copies of its last row, up to `padded_count`."""
+    missing = padded_count(x.shape[0]) - x.shape[0]
+    return torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) if missing else x
+
+
 class PackedLinear(nn.Module):
     """y = activation(x W^T + b) in float32 over packed weights; the plain weights are not kept.
 

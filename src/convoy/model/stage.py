@@ -11,6 +11,7 @@ import torch
 from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.attention import LayerBatch
 from convoy.model.kv import BlockTables, KvPool, StagedStep
+from convoy.model.linear import pad_rows
 from convoy.model.load import LoadedModules, LoadProgress, load_modules
 from convoy.model.packed import KEY_BLOCK, HeadShape, describe_group
 from convoy.model.rope import RopeTable, spread_over_heads
@@ -169,8 +170,7 @@ class Stage:
         tables.commit(staged)
         if not num_tokens or not self._modules.layers:
             return x
-        # a lone row may take another kernel: it runs beside a copy of itself
-        padded = x if num_tokens > 1 or self.options.kernel != EXACT else x.expand(2, -1)
+        padded = pad_rows(x) if self.options.kernel == EXACT else x
         return self._run_layers(padded, staged)[:num_tokens]
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ class Stage:
         if not hidden.shape[0]:
             return torch.empty(0, self.vocab_size)
         num_rows = hidden.shape[0]
-        padded = hidden if num_rows > 1 or self.options.kernel != EXACT else hidden.expand(2, -1)
+        padded = pad_rows(hidden) if self.options.kernel == EXACT else hidden
         logits: torch.Tensor = head(norm(padded))
         return logits[:num_rows]
 
