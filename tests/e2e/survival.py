@@ -21,7 +21,7 @@ from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
 from support.bad_wire import BadWire
 
-WAIT_S = 120.0
+WAIT_S = 60.0
 ENGINE = {"num_blocks": 256}
 # Longer than the whole is no fault, so that streams are under way when something happens.
 NUM_TOKENS = 60
@@ -154,8 +154,8 @@ def survival(
         relays = {name: _wire(local, name) for name in wires}
         for name in local.names[1:]:
             flags = ["--standby"] if name in standby else []
-            config = str(local.config_file(name))
-            local.start(name, "join", "--config", config, "--model", model, "--until-stdin-closes", *flags)
+            file = str(local.config_file(name))
+            local.start(name, "join", "--config", file, "--model", model, "--until-stdin-closes", *flags)
         config = local.config(local.head)
         head = replace(head_options(config), **(options or {}))  # type: ignore[arg-type]
         if head_bytes:

@@ -1,0 +1,117 @@
+"""The head is killed: its streams end as broken, never as complete, and its peers wait without working."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from e2e.served import served
+from e2e.survival import wait_for
+from e2e.test_removal import Homes, _start, _url
+
+pytestmark = pytest.mark.slow
+NAMES = ("alpha", "beta", "gamma")
+LOOK_S = 3.0
+
+
+def ask(url: str, num_tokens: int) -> urllib.request.Request:
+    body = {
+        "messages": [{"role": "user", "content": "Tell me a story about a dog."}],
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    data = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.Request(f"{url}/v1/chat/completions", data, headers)  # noqa: S310 - our own head
+
+
+class Reader:
+    """A client of a stream, on a thread: what came, and how it ended."""
+
+    def __init__(self, url: str, num_tokens: int) -> None:
+        self.lines: list[bytes] = []
+        self.ended = threading.Event()
+        self.error: BaseException | None = None
+        self._request = ask(url, num_tokens)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        try:
+            with urllib.request.urlopen(self._request, timeout=60) as answer:  # noqa: S310 - our own head
+                self.lines.extend(line for line in answer if line.strip())
+        except BaseException as error:  # noqa: BLE001 - http.client has errors of its own; the test looks at it
+            self.error = error
+        finally:
+            self.ended.set()
+
+
+def cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def test_a_killed_head_ends_its_streams_as_broken_and_its_peers_wait_idle_for_the_next(
+    tmp_path: Path,
+) -> None:
+    homes = Homes(tmp_path)
+    with ExitStack() as stack:
+        peers = {
+            name: _start(stack, "join", "--config", str(homes.config(name)), "--until-stdin-closes", "--json")
+            for name in NAMES[1:]
+        }
+        for peer in peers.values():
+            peer.wait_for("listening")
+        serve = ["serve", "demo-mini", "--config", str(homes.config("alpha")), "--port", "0", "--json"]
+        head = _start(stack, *serve)
+        reader = Reader(_url(head), 900)
+        wait_for(lambda: len(reader.lines) > 5)
+        head.process.kill()
+        assert reader.ended.wait(30)
+        assert not any(b"[DONE]" in line for line in reader.lines)
+        assert not any(b'"finish_reason":"' in line for line in reader.lines)
+        for peer in peers.values():
+            peer.wait_for("lost")
+        watched = [psutil.Process(peer.process.pid) for peer in peers.values()]
+        before_s = [cpu_s(process) for process in watched]
+        time.sleep(LOOK_S)  # the time in which one that does not wait quietly would work
+        used_s = [cpu_s(process) - before for process, before in zip(watched, before_s, strict=True)]
+        print(f"peers without a head used {max(used_s) / LOOK_S:.1%} of a core")
+        assert max(used_s) / LOOK_S < 0.05
+        again = _start(stack, *serve)
+        second = Reader(_url(again), 20)
+        assert second.ended.wait(60)
+        assert second.error is None
+        assert any(b"[DONE]" in line for line in second.lines)
+
+
+def test_a_stream_over_http_survives_a_killed_peer(tmp_path: Path) -> None:
+    with served(tmp_path, "demo", "--members", "3") as head:
+        texts = []
+        for kill in (False, True):
+            reader = Reader(head.url, 200)
+            if kill:
+                wait_for(lambda r=reader: len(r.lines) > 20)
+                os.kill(head.peers()[-1].pid, signal.SIGKILL)
+            assert reader.ended.wait(60)
+            assert reader.error is None
+            assert reader.lines[-1].strip() == b"data: [DONE]"
+            chunks = [json.loads(line[6:]) for line in reader.lines[:-1] if line.startswith(b"data: {")]
+            texts.append(
+                "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+            )
+        assert texts[0] == texts[1]
+        with urllib.request.urlopen(f"{head.url}/status", timeout=20) as answer:  # noqa: S310 - our own head
+            status = json.loads(answer.read())
+        assert status["recoveries"] == 1
+        assert len(status["stages"]) == 2
