@@ -290,7 +290,7 @@ HOSTILE: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error"), [row[1:] for row in HOSTILE], ids=[row[0] for row in HOSTILE])
-def test_a_header_that_lies_is_refused(
+def test_a_header_of_a_session_that_lies_is_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], None], error: str
 ) -> None:
     (tmp_path / "chat").write_bytes(changed(change))

@@ -135,13 +135,14 @@ class Session:
         """
         params = params or self.params
         params.check_vocabulary(self.model.vocab_size)
+        logits, looks_back = self._head(), params.reshapes
         return sample(
-            self._head(),
+            logits,
             params,
             choice=self.choice,
             position=len(self._tokens),
-            prompt_ids=self._tokens[: self._num_prompt],
-            generated_ids=self._tokens[self._num_prompt :],
+            prompt_ids=self._tokens[: self._num_prompt] if looks_back else (),
+            generated_ids=self._tokens[self._num_prompt :] if looks_back else (),
         )
 
     def rewind(self, position: int) -> None:
