@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from convoy.errors import SelfCheckError, UsageError
 from convoy.model import selfcheck
 from convoy.model.attention import LayerBatch, attend
 from convoy.model.linear import PackedLinear
-from convoy.model.selfcheck import available_kernels, check_exact, choose_kernel, why_not_exact
+from convoy.model.selfcheck import (
+    available_kernels,
+    check_exact,
+    check_heads,
+    choose_kernel,
+    least_tile_rows,
+    why_not_exact,
+)
 from convoy.model.stage import Stage, StageOptions
 from convoy.wire.messages import StageAssignment
 from support.tiny_models import Models, Threads
@@ -79,6 +87,26 @@ def test_attention_that_depends_on_chunks_is_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(selfcheck, "attend", moody)
     with pytest.raises(SelfCheckError, match="attention"):
         check_exact()
+
+
+def bmm_that_drifts(monkeypatch: pytest.MonkeyPatch, wrong: Callable[[int], bool]) -> None:
+    """Batched matmuls of a number of rows that is ``wrong`` are a last bit off."""
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: bmm(a, b) * (1 + 2.0**-23 * wrong(a.shape[1])))
+
+
+def test_where_small_matmuls_differ_tiles_are_padded_and_exact_mode_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bmm_that_drifts(monkeypatch, lambda rows: rows < 16)
+    assert least_tile_rows(64) == 16
+    check_heads(16, 4, 64)
+
+
+def test_where_large_matmuls_differ_exact_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    bmm_that_drifts(monkeypatch, lambda rows: rows == 256)
+    with pytest.raises(SelfCheckError, match="attention"):
+        check_heads(16, 4, 64)
 
 
 def test_without_packed_linears_the_plain_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
