@@ -39,8 +39,8 @@ def padded_count(num_rows: int) -> int:
     """How many rows the packed linears are given for ``num_rows``: eight counts between powers of two.
 
     oneDNN makes and keeps code for every count of rows that it meets: a megabyte for a layer's linears, and
-    milliseconds of a step. Padding adds less than an eighth. A lone row may take another kernel, so it is never
-    alone.
+    milliseconds of a step. Padding adds less than an eighth. A lone row may take another kernel, so it gets
+    company.
     """
     step = max(1, 1 << max(0, num_rows.bit_length() - 4))
     return max(2, -(-num_rows // step) * step)
