@@ -1,0 +1,242 @@
+"""An engine that loses its stages and gets others: fakes, but a real loop on a real thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import pytest
+
+from convoy.engine.engine import Engine, EngineOptions
+from convoy.engine.executor import StepResult
+from convoy.engine.generation import generate
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
+from convoy.engine.recovered import Recovered, Renewal
+from convoy.errors import CapacityError, ConvoyError, LinkClosed, NotReady, StageLost, StepLate
+from convoy.model.text import Tokenizer
+from engine.test_engine import LIMITS, expected, request
+from support.fake_executor import FakeExecutor
+from support.fake_tokenizer import FakeTokenizer
+from support.waiting import wait_until
+
+WAIT_S = 20.0
+
+
+@dataclass
+class FakeRecovery:
+    """Answers each loss with the next of ``answers``; ``gate`` is waited for first."""
+
+    answers: list[Recovered | ConvoyError | None]
+    gate: threading.Event = field(default_factory=threading.Event)
+    losses: list[StageLost] = field(default_factory=list)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def recover(self, error: StageLost) -> Recovered | None:
+        self.losses.append(error)
+        while not self.gate.wait(0.01):
+            if self.cancelled.is_set():
+                raise LinkClosed("the engine is being closed")
+        answer = self.answers.pop(0)
+        if isinstance(answer, ConvoyError):
+            raise answer
+        return answer
+
+    def state(self) -> str:
+        return "missing layers 4-11, beta is gone"
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+class LateExecutor(FakeExecutor):
+    """Says once that a step is late, and brings it when asked again."""
+
+    def __init__(self, late_at: int, depth: int = 1) -> None:
+        super().__init__(depth)
+        self._late_at = late_at
+        self._told = False
+
+    def collect(self) -> StepResult:
+        if not self._told and self._results and len(self.steps) > self._late_at:
+            self._told = True
+            raise StepLate("a step did not come back within 1 s")
+        return super().collect()
+
+
+def recovered(num_blocks: int = 64, max_context: int = 128, fail_at: int | None = None) -> Recovered:
+    limits = replace(LIMITS, num_blocks=num_blocks)
+    return Recovered(FakeExecutor(fail_at=fail_at), limits, max_context)
+
+
+def start(executor: FakeExecutor, recovery: FakeRecovery, *, open_gate: bool = True) -> Engine:
+    if open_gate:
+        recovery.gate.set()
+    tokenizer = cast(Tokenizer, FakeTokenizer())
+    limits = replace(LIMITS, micro_batches=executor.depth)
+    options = EngineOptions(max_context=128, probe_s=3600.0)
+    engine = Engine(executor, tokenizer, limits, options, recovery=recovery)
+    engine.start()
+    return engine
+
+
+def collect(outputs: queue.SimpleQueue[Output]) -> list[int]:
+    tokens = []
+    while not isinstance(output := outputs.get(timeout=WAIT_S), FinishOutput):
+        assert isinstance(output, TokenOutput), output
+        tokens.append(output.token_id)
+    return tokens
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_requests_go_on_over_other_stages_with_the_same_tokens(depth: int) -> None:
+    recovery = FakeRecovery([recovered()])
+    engine = start(FakeExecutor(depth, fail_at=9), recovery)
+    prompts = [[i, i + 1, i + 2] for i in range(5)]
+    streams: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue() for _ in prompts]
+    for prompt, stream in zip(prompts, streams, strict=True):
+        engine.submit(request(prompt, 20), stream.put)
+    assert [collect(stream) for stream in streams] == [expected(prompt, 20) for prompt in prompts]
+    assert engine.stats().recoveries == 1
+    assert engine.stats().free_blocks == engine.stats().num_blocks
+    engine.close()
+
+
+def test_two_losses_in_a_row_cost_no_token() -> None:
+    recovery = FakeRecovery([recovered(fail_at=0), recovered()])
+    engine = start(FakeExecutor(fail_at=6), recovery)
+    assert list(generate(engine, request([1, 2, 3], 20)).token_ids) == expected([1, 2, 3], 20)
+    assert engine.stats().recoveries == 2
+    engine.close()
+
+
+def test_step_numbers_go_on() -> None:
+    other = FakeExecutor()
+    engine = start(FakeExecutor(fail_at=6), FakeRecovery([Recovered(other, LIMITS, 128)]))
+    generate(engine, request([1], 20))
+    assert min(step.number for step in other.steps) > 6
+    engine.close()
+
+
+def test_while_it_recovers_it_is_not_ready_and_says_why_and_takes_requests() -> None:
+    recovery = FakeRecovery([recovered()])
+    engine = start(FakeExecutor(fail_at=6), recovery, open_gate=False)
+    first: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    second: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request([1], 20), first.put)
+    wait_until(lambda: recovery.losses)
+    with pytest.raises(NotReady, match="recovering: missing layers 4-11, beta is gone"):
+        engine.check_ready()
+    engine.submit(request([2], 5), second.put)
+    recovery.gate.set()
+    assert collect(first) == expected([1], 20)
+    assert collect(second) == expected([2], 5)
+    engine.check_ready()
+    engine.close()
+
+
+def test_a_request_can_be_aborted_while_it_recovers() -> None:
+    recovery = FakeRecovery([recovered()])
+    engine = start(FakeExecutor(fail_at=6), recovery, open_gate=False)
+    first: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    second: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    handle = engine.submit(request([1], 20), first.put)
+    engine.submit(request([2], 20), second.put)
+    wait_until(lambda: recovery.losses)
+    handle.abort()
+    recovery.gate.set()
+    assert collect(second) == expected([2], 20)
+    wait_until(lambda: engine.stats().free_blocks == engine.stats().num_blocks)
+    engine.close()
+
+
+def test_closing_ends_a_recovery_that_waits() -> None:
+    recovery = FakeRecovery([recovered()])
+    engine = start(FakeExecutor(fail_at=6), recovery, open_gate=False)
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request([1], 20), outputs.put)
+    wait_until(lambda: recovery.losses)
+    engine.close()
+    assert not engine._thread.is_alive()
+    while isinstance(output := outputs.get(timeout=WAIT_S), TokenOutput):
+        pass
+    assert isinstance(output, ErrorOutput)
+
+
+def test_where_no_stages_are_to_be_had_every_request_ends_with_the_reason() -> None:
+    engine = start(FakeExecutor(fail_at=6), FakeRecovery([StageLost("missing layers 4-11, beta is gone")]))
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request([1], 20), outputs.put)
+    while isinstance(output := outputs.get(timeout=WAIT_S), TokenOutput):
+        pass
+    assert isinstance(output, ErrorOutput)
+    assert "missing layers 4-11" in output.error.message
+    with pytest.raises(StageLost, match="missing layers 4-11"):
+        engine.submit(request([1]), outputs.put)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        (recovered(num_blocks=4), "needs 6 K/V blocks of 4 tokens, and after the loss of a member"),
+        (
+            recovered(max_context=16),
+            "may grow to 21 tokens, and after the loss of a member the context holds",
+        ),
+    ],
+)
+def test_a_request_that_no_longer_fits_ends_alone(stages: Recovered, text: str) -> None:
+    recovery = FakeRecovery([stages])
+    engine = start(FakeExecutor(fail_at=6), recovery, open_gate=False)
+    large: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    small: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request([1], 20), large.put)
+    engine.submit(request([2], 10), small.put)
+    recovery.gate.set()
+    while isinstance(output := large.get(timeout=WAIT_S), TokenOutput):
+        pass
+    assert isinstance(output, ErrorOutput)
+    assert isinstance(output.error, CapacityError)
+    assert text in output.error.message
+    assert collect(small) == expected([2], 10)
+    engine.close()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_late_step_that_still_comes_is_waited_for_and_nothing_runs_twice(depth: int) -> None:
+    executor = LateExecutor(late_at=5, depth=depth)
+    recovery = FakeRecovery([None])
+    engine = start(executor, recovery)
+    assert list(generate(engine, request([1, 2], 20)).token_ids) == expected([1, 2], 20)
+    assert [type(loss) for loss in recovery.losses] == [StepLate]
+    assert engine.stats().recoveries == 0
+    numbers = [step.number for step in executor.steps]
+    assert numbers == sorted(set(numbers))
+    engine.close()
+
+
+def test_better_stages_are_taken_once_nothing_runs_and_are_no_recovery() -> None:
+    recovery = FakeRecovery([recovered()])
+    engine = start(FakeExecutor(), recovery)
+    engine.renew("beta is here again")
+    wait_until(lambda: recovery.losses)
+    assert isinstance(recovery.losses[0], Renewal)
+    assert list(generate(engine, request([1], 20)).token_ids) == expected([1], 20)
+    assert engine.stats().recoveries == 0
+    engine.close()
+
+
+def test_a_loss_while_nothing_runs_is_looked_for_when_somebody_says_so() -> None:
+    recovery = FakeRecovery([recovered()])
+    executor = FakeExecutor()
+    engine = start(executor, recovery)
+    executor.fail_at = 0
+    say: Callable[[], None] = engine.wake
+    say()
+    wait_until(lambda: engine.stats().recoveries)
+    wait_until(lambda: engine.stats().ring_s is not None)
+    engine.check_ready()
+    engine.close()
