@@ -13,14 +13,7 @@ from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.pin import PinFlag, pinned, share_cores
 from convoy.cli.serve import serve_cluster, start_cluster
-from convoy.cli.steps import (
-    MaxBatchFlag,
-    MicroBatchesFlag,
-    PrefillChunkFlag,
-    PrefillWindowFlag,
-    SpeculateFlag,
-    given,
-)
+from convoy.cli.steps import with_step_flags
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:
@@ -29,11 +22,15 @@ if TYPE_CHECKING:
     from convoy.engine.request import GenerationRequest
     from convoy.model.source import ModelSource
 
+ModelArgument = Annotated[
+    str, typer.Argument(help="demo, demo-mini, a Hugging Face directory or synthetic:NAME.")
+]
 
+
+@with_step_flags
 def run(
-    model: Annotated[
-        str, typer.Argument(help="demo, demo-mini, a Hugging Face directory or synthetic:NAME.")
-    ],
+    *,
+    model: ModelArgument,
     members: Annotated[int, typer.Option(help="Processes on this machine; the first is the head.")] = 2,
     layers: LayersFlag = None,
     prompt: Annotated[str | None, typer.Option(help="Answer this and exit, instead of serving.")] = None,
@@ -44,13 +41,9 @@ def run(
     kernel: Annotated[str, typer.Option(help="auto, exact-f32 or plain-f32.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,
     pin: PinFlag = False,
-    max_batch: MaxBatchFlag = None,
-    prefill_chunk: PrefillChunkFlag = None,
-    prefill_window: PrefillWindowFlag = None,
-    micro_batches: MicroBatchesFlag = None,
-    speculate: SpeculateFlag = None,
+    engine: dict[str, int],
     host: Annotated[str, typer.Option(help="HTTP address.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
+    port: Annotated[int, typer.Option(help="HTTP port; 0 lets the system choose.")] = DEFAULT_SERVE_PORT,
     as_json: JsonFlag = False,
 ) -> None:
     """Split a model over processes on this machine; serve or answer."""
@@ -61,21 +54,13 @@ def run(
     # What is wrong with the flags is said before anything is started.
     source = ModelSource.resolve(model)
     cores = share_cores(members) if pin else None
-    engine = given(
-        max_batch=max_batch,
-        prefill_chunk=prefill_chunk,
-        prefill_window=prefill_window,
-        micro_batches=micro_batches,
-        speculate=speculate,
-    )
     options = LocalOptions(members, layers, kernel, threads, engine=engine, cores=cores)
     options.check(source.spec)
     asked = None if prompt is None else Asked(prompt, raw, max_tokens, temperature, seed).request(source)
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
         settings = local.config(local.head)
-        http = override(settings.serve, host=host, port=DEFAULT_SERVE_PORT if port is None else port)
-        settings = override(settings, serve=http)
+        settings = override(settings, serve=override(settings.serve, host=host, port=port))
         try:
             if asked is None:
                 serve_cluster(settings, model, as_json=as_json, watch=local.check_alive)

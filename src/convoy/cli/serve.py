@@ -16,13 +16,7 @@ from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
 from convoy.cli.serve_invite import InviteFlags
-from convoy.cli.steps import (
-    MaxBatchFlag,
-    MicroBatchesFlag,
-    PrefillChunkFlag,
-    PrefillWindowFlag,
-    SpeculateFlag,
-)
+from convoy.cli.steps import with_step_flags
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,26 +27,27 @@ if TYPE_CHECKING:
     from convoy.transport.membership import Membership
     from convoy.transport.network import Network
 
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(help="demo, demo-mini, a directory or synthetic:NAME.  [default: from --config]"),
+]
+ConfigFlag = Annotated[
+    Path | None, typer.Option(help="This member's convoy.toml; without one, this machine alone.")
+]
+RecoverWaitFlag = Annotated[
+    float | None, typer.Option(min=0, help="Seconds that a lost member may take to return.  [default: 60]")
+]
 
+
+@with_step_flags
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="demo, demo-mini, a directory or synthetic:NAME.  [default: from --config]"),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="This member's convoy.toml; without one, this machine alone.")
-    ] = None,
+    *,
+    model: ModelArgument = None,
+    config: ConfigFlag = None,
     host: Annotated[str | None, typer.Option(help="HTTP address.")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
-    max_batch: MaxBatchFlag = None,
-    prefill_chunk: PrefillChunkFlag = None,
-    prefill_window: PrefillWindowFlag = None,
-    micro_batches: MicroBatchesFlag = None,
-    speculate: SpeculateFlag = None,
-    recover_wait: Annotated[
-        float | None,
-        typer.Option(min=0, help="Seconds that a lost member may take to return.  [default: 60]"),
-    ] = None,
+    engine: dict[str, int],
+    recover_wait: RecoverWaitFlag = None,
     invite: Annotated[
         bool, typer.Option("--invite", help="First let one machine in; makes what a first machine needs.")
     ] = False,
@@ -73,22 +68,15 @@ def serve(
     if chosen is None:
         raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
     http = override(settings.serve, host=host, port=port)
-    engine = override(
-        settings.engine,
-        max_batch=max_batch,
-        prefill_chunk=prefill_chunk,
-        prefill_window=prefill_window,
-        micro_batches=micro_batches,
-        speculate=speculate,
-    )
+    limits = override(settings.engine, **engine)
     plan = override(settings.plan, recover_wait_s=recover_wait)
-    settings = override(settings, serve=http, engine=engine, plan=plan)
+    settings = override(settings, serve=http, engine=limits, plan=plan)
     head_options(settings).check()
     if config is None:
         from convoy.cli.local import LocalCluster, LocalOptions
 
         with LocalCluster(LocalOptions(num_members=1)) as local:
-            settings = override(local.config(local.head), serve=http, engine=engine)
+            settings = override(local.config(local.head), serve=http, engine=limits)
             serve_cluster(settings, chosen, as_json=as_json)
     else:
         serve_cluster(settings, chosen, as_json=as_json)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +27,34 @@ SpeculateFlag = Annotated[
 ]
 
 
-def given(**flags: int | None) -> dict[str, int]:
-    """The keys of [engine] that flags were given for."""
-    return {name: value for name, value in flags.items() if value is not None}
+_FLAGS = {
+    "max_batch": MaxBatchFlag,
+    "prefill_chunk": PrefillChunkFlag,
+    "prefill_window": PrefillWindowFlag,
+    "micro_batches": MicroBatchesFlag,
+    "speculate": SpeculateFlag,
+}
+
+
+def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb these flags in place of its parameter ``engine``: the keys of [engine] that were given."""
+
+    @functools.wraps(verb)
+    def command(**given: Any) -> None:
+        asked = {name: given.pop(name) for name in _FLAGS}
+        verb(**given, engine={name: value for name, value in asked.items() if value is not None})
+
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(verb, eval_str=True).parameters.values():
+        if parameter.name != "engine":
+            parameters.append(parameter.replace(kind=kind))
+            continue
+        parameters += [
+            inspect.Parameter(name, kind, default=None, annotation=annotation)
+            for name, annotation in _FLAGS.items()
+        ]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__dict__["__signature__"] = inspect.Signature(parameters)
+    del command.__dict__["__wrapped__"]
+    return command
