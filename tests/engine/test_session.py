@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
+from convoy.engine import session_blocks
 from convoy.engine.engine import Engine, EngineOptions
+from convoy.engine.executor import Executor
 from convoy.engine.generation import generate
 from convoy.engine.request import GenerationRequest
-from convoy.engine.scheduler import SchedulerLimits
+from convoy.engine.scheduler import Scheduler, SchedulerLimits
 from convoy.engine.session import Session
 from convoy.engine.session_format import SessionModel
 from convoy.errors import Draining, QueueFull, RequestError, SessionError, StageLost, StepError, Unavailable
@@ -270,6 +273,36 @@ def test_a_saved_session_comes_back_with_its_blocks(engine: Engine, tmp_path: Pa
             assert fork.sample() == drawn
         with Session(engine, MODEL) as stranger:
             assert stranger.sync(tokens) == 33, "nobody else is told what a file says"
+
+
+def test_what_a_file_says_is_found_under_no_salt_that_others_know(engine: Engine, tmp_path: Path) -> None:
+    with Session(engine, MODEL, salt=b"both") as session, Session(engine, MODEL, salt=b"both") as other:
+        session.sync(range(30))
+        session.save(tmp_path / "chat")
+        session.rewind(0)
+        other.sync([9] * 50)  # and the blocks of the first are taken
+        other.rewind(0)
+        assert session.load(tmp_path / "chat") == 28
+        assert other.sync(range(30)) == 30
+
+
+def test_blocks_that_were_given_back_a_moment_ago_are_released_before_they_are_filled() -> None:
+    engine = make_engine(FakeExecutor())
+    session = Session(engine, MODEL)
+    session.sync(range(60))
+    assert session._run is not None
+    sequence = session._run.sequence
+    kv = np.zeros((2, 2, 4 * 15, 1, 1), dtype=np.float32)
+
+    def give_back_and_fill(executor: Executor, scheduler: Scheduler, lock: threading.Condition) -> None:
+        with lock:
+            scheduler.finish(sequence)
+        session_blocks._write(
+            session_blocks._Slice(0, 15, [bytes([i]) * 16 for i in range(15)]), kv, executor, scheduler, lock
+        )
+
+    engine.between_steps(give_back_and_fill)
+    engine.close()
 
 
 def test_a_session_of_a_family_that_keeps_no_kv_is_saved_by_its_tokens(
