@@ -1,0 +1,133 @@
+"""Which plan comes after a loss, with integers alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from convoy.cluster.options import HeadOptions, MemberOptions
+from convoy.cluster.planning import Planner
+from convoy.cluster.vetting import Vetting
+from convoy.errors import Incompatible, PlanError
+from convoy.model.source import ModelSource
+from convoy.plan.memory import stage_bytes
+from convoy.plan.span import Span
+from convoy.wire.messages import Hello
+from support.members import make_local_members, membership_of
+
+SOURCE = ModelSource.resolve("demo")
+NAMES = ("alpha", "beta", "gamma", "delta")
+PLENTY = 1 << 32
+
+
+def hello(memory_bytes: int = PLENTY, *, standby: bool = False, kernel: str = "exact-f32") -> Hello:
+    return Hello("test", ["float32"], [kernel], memory_bytes, 1, "test", standby)
+
+
+def planner(spans: dict[str, str] | None = None) -> Planner:
+    members = make_local_members(NAMES)
+    options = HeadOptions(MemberOptions(), spans=spans)
+    return Planner(membership_of(members[0]), SOURCE, options, Vetting(lambda: members[0], MemberOptions()))
+
+
+def bytes_for(first_layers: int) -> int:
+    return stage_bytes(SOURCE.spec, Span(0, first_layers, True), "float32") + 1000
+
+
+def spans_of(proposal: object) -> dict[str, tuple[int, int]]:
+    return {s.member: (s.start, s.end) for s in proposal.plan.stages}  # type: ignore[attr-defined]
+
+
+def test_generations_grow_even_where_the_clock_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = planner()
+    monkeypatch.setattr("time.time_ns", lambda: 1000)
+    first = plans.first({"alpha": hello(), "beta": hello()})
+    assert first.plan.generation == 1000
+    monkeypatch.setattr("time.time_ns", lambda: 5)
+    again = plans.again({"alpha": hello()}, first.placement)
+    assert again.plan.generation > 1000
+
+
+def test_a_standby_gets_no_stage_at_the_start() -> None:
+    first = planner().first({"alpha": hello(), "beta": hello(), "gamma": hello(standby=True)})
+    assert first.members == {"alpha", "beta"}
+
+
+def test_who_remains_holds_the_layers_before_a_standby_does() -> None:
+    plans, all_hellos = planner(), {"alpha": hello(), "beta": hello(), "gamma": hello(standby=True)}
+    first = plans.first(all_hellos)
+    again = plans.again({"alpha": hello(), "gamma": hello(standby=True)}, first.placement)
+    assert again.members == {"alpha"}
+
+
+def test_a_standby_takes_exactly_the_place_of_the_lost_one() -> None:
+    small = hello(bytes_for(5))
+    plans = planner()
+    first = plans.first({"alpha": small, "beta": hello(), "gamma": hello(standby=True)})
+    again = plans.again({"alpha": small, "gamma": hello(standby=True)}, first.placement)
+    before = spans_of(first)
+    assert spans_of(again) == {"alpha": before["alpha"], "gamma": before["beta"]}
+
+
+def test_a_standby_that_serves_is_no_standby_any_more() -> None:
+    small = hello(bytes_for(5))
+    plans = planner()
+    first = plans.first({"alpha": small, "beta": hello(), "gamma": hello(standby=True)})
+    again = plans.again({"alpha": small, "gamma": hello(standby=True)}, first.placement)
+    here = {"alpha": small, "gamma": hello(standby=True), "delta": hello(standby=True)}
+    assert spans_of(plans.again(here, again.placement)) == spans_of(again), "the ring broke, nobody is lost"
+
+
+def test_given_spans_hold_where_all_whom_they_name_are_there() -> None:
+    spans = {"alpha": "0:2,output", "beta": "3:6", "gamma": "7:11"}
+    plans = planner(spans)
+    all_three = {name: hello() for name in NAMES[:3]}
+    first = plans.first(all_three)
+    without = {"alpha": hello(), "beta": hello()}
+    again = plans.again(without, first.placement)
+    assert again.members == {"alpha", "beta"}
+    back = plans.again(all_three, None)
+    assert spans_of(back) == {"alpha": (0, 3), "beta": (3, 7), "gamma": (7, 12)}
+
+
+def test_the_output_of_a_lost_peer_goes_to_the_head() -> None:
+    plans = planner({"alpha": "0:3", "beta": "4:7", "gamma": "8:output"})
+    first = plans.first({name: hello() for name in NAMES[:3]})
+    assert first.plan.stages[-1].output
+    again = plans.again({"alpha": hello(), "beta": hello()}, first.placement)
+    assert [stage.member for stage in again.plan.stages if stage.output] == ["alpha"]
+
+
+def test_a_slow_member_is_used_only_where_it_must_be() -> None:
+    plans = planner()
+    first = plans.first({name: hello() for name in NAMES[:3]})
+    here = {name: hello() for name in NAMES[:3]}
+    assert plans.again(here, first.placement, slow={"gamma"}).members == {"alpha", "beta"}
+    tight = {"alpha": hello(bytes_for(5)), "gamma": hello()}
+    assert plans.again(tight, first.placement, slow={"gamma"}).members == {"alpha", "gamma"}
+
+
+def test_no_plan_says_why_those_that_remain_do_not_do() -> None:
+    plans = planner()
+    first = plans.first({"alpha": hello(bytes_for(5)), "beta": hello()})
+    with pytest.raises(PlanError, match="alpha needs"):
+        plans.again({"alpha": hello(bytes_for(5))}, first.placement)
+    assert not plans.can_spare("beta", {"alpha": hello(bytes_for(5)), "beta": hello()}, first.placement)
+    assert plans.can_spare("beta", {"alpha": hello(), "beta": hello()}, first.placement)
+
+
+def test_a_member_that_would_change_the_kernel_is_not_used() -> None:
+    plans = planner()
+    small = hello(bytes_for(5))
+    first = plans.first({"alpha": small, "beta": hello()})
+    with pytest.raises(PlanError) as refused:
+        plans.again({"alpha": small, "gamma": hello(kernel="plain-f32")}, first.placement)
+    assert isinstance(refused.value.__cause__, Incompatible)
+
+
+def test_a_standby_preloads_the_same_plan_with_itself_in_one_place() -> None:
+    plans = planner()
+    first = plans.first({"alpha": hello(), "beta": hello()})
+    plan = plans.in_place_of(first.plan, "beta", "gamma")
+    assert [stage.member for stage in plan.stages] == ["alpha", "gamma"]
+    assert plan.generation == first.plan.generation
+    assert [stage.member for stage in first.plan.stages] == ["alpha", "beta"]

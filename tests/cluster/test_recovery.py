@@ -1,0 +1,228 @@
+"""A real head and real peers in one process: members are lost, replaced, taken out, let in and back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import pytest
+
+from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
+from convoy.cluster.peer import Peer
+from convoy.cluster.running import RunningCluster
+from convoy.engine.generation import generate
+from convoy.engine.request import GenerationRequest
+from convoy.errors import StageLost
+from convoy.model.params import SamplingParams
+from convoy.model.source import ModelSource
+from convoy.plan.memory import stage_bytes
+from convoy.plan.span import Span
+from convoy.transport.member import LocalMember
+from convoy.transport.membership import Membership
+from convoy.transport.network import MemoryNetwork
+from convoy.trust.level import Level
+from convoy.trust.policy import Policy, SoftwareRule
+from convoy.wire.messages import StepFailed
+from support.cluster import MEMBER, PeerThread
+from support.members import later, make_local_members, membership_of
+from support.waiting import wait_until
+
+SOURCE = ModelSource.resolve("demo-mini")
+ANSWER = "17"
+
+
+def small(num_layers: int = 2) -> MemberOptions:
+    """A head that cannot hold the whole model, which has four layers."""
+    needed = stage_bytes(SOURCE.spec, Span(0, num_layers, True), "float32")
+    return replace(MEMBER, memory_bytes=needed + 2_000_000)
+
+
+@dataclass
+class Scene:
+    """Peers are started and stopped by name; the head is one of this process too."""
+
+    members: dict[str, LocalMember]
+    network: MemoryNetwork
+    me: Membership
+    stack: ExitStack
+    peers: dict[str, PeerThread] = field(default_factory=dict)
+
+    def join(self, name: str, **options: object) -> PeerThread:
+        peer = PeerThread(self.members[name], PeerOptions(MEMBER, **options), self.network)  # type: ignore[arg-type]
+        self.peers[name] = peer
+        self.stack.callback(peer.stop)
+        return peer
+
+    def serve(self, **options: object) -> RunningCluster:
+        head = HeadOptions(**{"member": MEMBER, "wait_s": 5, "num_blocks": 32, **options})  # type: ignore[arg-type]
+        cluster = RunningCluster.start(self.me, SOURCE, head, network=self.network)
+        self.stack.callback(cluster.close)
+        return cluster
+
+
+@contextmanager
+def scene(*names: str) -> Iterator[Scene]:
+    members = make_local_members(("alpha", *names))
+    with ExitStack() as stack:
+        by_name = {member.name: member for member in members}
+        yield Scene(by_name, MemoryNetwork(), membership_of(members[0]), stack)
+
+
+def ask(cluster: RunningCluster) -> str:
+    prompt = [{"role": "user", "content": "What is 8+9? Answer with just the number."}]
+    ids = tuple(cluster.tokenizer.encode_chat(prompt))
+    return generate(cluster.engine, GenerationRequest(ids, SamplingParams(temperature=0.0), 8)).text
+
+
+def stages(cluster: RunningCluster) -> list[str]:
+    assert cluster.head.granted is not None
+    return [stage.member for stage in cluster.head.granted.plan.stages]
+
+
+def test_who_stays_reads_only_the_layers_that_it_lacks() -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        gone = s.join("gamma")
+        cluster = s.serve()
+        loaded = s.peers["beta"].peer._loaded
+        assert loaded is not None
+        held = set(loaded.stage._modules.layers.values())
+        gone.stop()
+        wait_until(lambda: stages(cluster) == ["alpha", "beta"])
+        assert ask(cluster) == ANSWER
+        loaded = s.peers["beta"].peer._loaded
+        assert loaded is not None
+        assert held & set(loaded.stage._modules.layers.values()), "modules that it had are used again"
+        assert loaded.stage.bytes_read < loaded.stage.weight_bytes
+
+
+def test_a_loss_while_nothing_runs_is_mended_before_anybody_asks() -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        gone = s.join("gamma")
+        cluster = s.serve()
+        gone.stop()
+        wait_until(lambda: cluster.engine.stats().recoveries == 1)
+        wait_until(lambda: cluster.health()[0])
+        assert ask(cluster) == ANSWER
+
+
+def test_a_member_that_comes_back_is_used_again_once_nothing_runs() -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        gone = s.join("gamma")
+        cluster = s.serve()
+        gone.stop()
+        wait_until(lambda: stages(cluster) == ["alpha", "beta"])
+        s.join("gamma")
+        wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+        assert ask(cluster) == ANSWER
+        assert cluster.engine.stats().recoveries == 1, "to use one that came is no recovery"
+
+
+def test_a_member_that_the_operator_takes_out_loses_its_stage_to_the_others() -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        s.join("gamma")
+        cluster = s.serve()
+        s.me.offer(later(s.me.roster, without=["gamma"]), "the operator")
+        wait_until(lambda: stages(cluster) == ["alpha", "beta"])
+        assert ask(cluster) == ANSWER
+
+
+def test_a_member_that_the_operator_lets_in_is_dialled_and_used_once_nothing_runs() -> None:
+    with scene("beta", "gamma") as s:
+        whole = s.me.roster
+        early = replace(whole, members=whole.members[:2])
+        for name in ("alpha", "beta"):
+            s.members[name] = LocalMember(name, s.members[name].identity, early)
+        s.me = membership_of(s.members["alpha"])
+        s.join("beta")
+        cluster = s.serve()
+        assert stages(cluster) == ["alpha", "beta"]
+        newer = later(whole)
+        s.members["gamma"] = LocalMember("gamma", s.members["gamma"].identity, replace(whole, epoch=2))
+        s.join("gamma")
+        s.me.offer(newer, "the operator")
+        wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+        assert ask(cluster) == ANSWER
+
+
+def test_a_standby_preloads_and_stands_in() -> None:
+    with scene("beta", "gamma") as s:
+        gone = s.join("beta")
+        standby = s.join("gamma", standby=True)
+        cluster = s.serve(member=small())
+        assert stages(cluster) == ["alpha", "beta"]
+        standby.wait_for("ready")
+        gone.stop()
+        wait_until(lambda: stages(cluster) == ["alpha", "gamma"])
+        assert ask(cluster) == ANSWER
+        loaded = standby.peer._loaded
+        assert loaded is not None
+        assert loaded.stage.bytes_read == 0, "all of it was there"
+
+
+def test_a_member_that_nobody_can_stand_in_for_is_waited_for() -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve(member=small())
+        s.peers["beta"].stop()
+        wait_until(lambda: "waiting for a member for at most 60 s" in cluster.health()[1])
+        reason = cluster.health()[1]
+        assert reason.startswith("recovering: missing layer")
+        assert "beta is gone" in reason
+        assert cluster.status().route.startswith("missing layer")
+        s.join("beta")
+        assert ask(cluster) == ANSWER
+        assert cluster.status().route.startswith("complete: ")
+
+
+def test_who_does_not_come_back_in_time_ends_what_runs_with_the_missing_layers() -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve(member=small(), recover_wait_s=0.2)
+        s.peers["beta"].stop()
+        with pytest.raises(
+            StageLost, match=r"missing layers? .* beta is gone; nobody took over within 0\.2 s"
+        ):
+            ask(cluster)
+
+
+def test_a_member_that_comes_back_below_the_minimum_is_not_used() -> None:
+    policy = Policy(minimum=Level.SELF_SIGNED, software=(SoftwareRule("package", ()),))
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        gone = s.join("gamma")
+        cluster = s.serve(member=replace(MEMBER, policy=policy))
+        gone.stop()
+        wait_until(lambda: stages(cluster) == ["alpha", "beta"])
+        back = Peer(membership_of(s.members["gamma"]), PeerOptions(MEMBER), network=s.network)
+        attester = back._attestation.attester
+        attester.__dict__["_software"] = msgspec.structs.replace(attester.claims, package="ab" * 32)
+        running = threading.Thread(target=back.run, args=(s.members["gamma"].member.address,), daemon=True)
+        running.start()
+        wait_until(lambda: "gamma" in cluster.head.vetting.excluded)
+        assert stages(cluster) == ["alpha", "beta"]
+        assert ask(cluster) == ANSWER
+        back.stop()
+        running.join(10)
+
+
+def test_a_member_that_refuses_every_plan_is_left_out() -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        stubborn = s.join("gamma")
+        cluster = s.serve()
+        stubborn.peer._hello = msgspec.structs.replace(stubborn.peer._hello, kernels=["none"])
+        assert cluster.head.granted is not None
+        generation = cluster.head.granted.plan.generation
+        # From now on it refuses what it offered; then the ring breaks.
+        link = stubborn.peer._head
+        assert link is not None
+        link.send(StepFailed(0, "the ring is broken"), generation=generation)
+        wait_until(lambda: stages(cluster) == ["alpha", "beta"])
+        assert ask(cluster) == ANSWER
