@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 import numpy as np
@@ -355,6 +357,42 @@ def test_a_full_pool_takes_what_fits_of_a_saved_session(engine: Engine, tmp_path
         assert session.load(tmp_path / "chat") == 24
         assert draw(session, 3) == expected(list(range(44)), 3)
         assert draw(other, 3) == expected(list(range(40)), 3)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_way_through_sessions_and_requests_says_what_the_tokens_say(seed: int, tmp_path: Path) -> None:
+    """Moves at random over few blocks, each looked at; the engine checks its blocks whenever idle."""
+    random = Random(seed)
+    depth = random.choice([1, 3])
+    limits = replace(LIMITS, num_blocks=random.choice([16, 24]), micro_batches=depth)
+    engine = make_engine(FakeExecutor(depth=depth), limits)
+    sessions = [Session(engine, MODEL, salt=random.choice([None, b"same"])) for _ in range(3)]
+    for move in range(40):
+        session = random.choice(sessions)
+        match random.randrange(7):
+            case 0:
+                session.sync([random.randrange(3) for _ in range(random.randrange(50))])
+            case 1:
+                session.sync([*session.tokens[:40], *range(random.randrange(1, 9))])
+            case 2:
+                session.rewind(random.randrange(session.position + 1))
+            case 3:
+                sessions.append(session.fork())
+                sessions.pop(0).close()
+            case 4 if session.position:
+                session.save(tmp_path / "chat", random.choice([None, bytes(32)]))
+            case 5 if (tmp_path / "chat").exists():
+                with suppress(SessionError):  # with a key or without, as it was saved or not
+                    session.load(tmp_path / "chat", random.choice([None, bytes(32)]))
+            case _:
+                request = GenerationRequest((move, seed), GREEDY, max_tokens=9, ignore_eos=True)
+                assert list(generate(engine, request).token_ids) == expected([move, seed], 9)
+        if session.position and session in sessions:
+            assert session.sample().token_id == next_token(list(session.tokens))
+    for session in sessions:
+        session.close()
+    wait_until(lambda: engine.stats().free_blocks == engine.stats().num_blocks)
+    engine.close()
 
 
 def test_work_between_steps_runs_while_none_is_in_flight_and_requests_go_on(engine: Engine) -> None:
