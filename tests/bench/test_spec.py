@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 
 from convoy.bench.clock import Deadline
-from convoy.bench.spec import PLAIN, REPETITIVE, Said, SpecOptions, SpecRow, Wire, measure_spec, spec_ratios
+from convoy.bench.spec import (
+    PLAIN,
+    REPETITIVE,
+    Contender,
+    Said,
+    SpecOptions,
+    SpecRow,
+    measure_spec,
+    spec_ratios,
+)
 from convoy.engine.generation import Generation
 from convoy.errors import ConvoyError
 from convoy.model.source import ModelSource
@@ -14,24 +26,24 @@ from support.cluster import running_cluster
 OPTIONS = SpecOptions(num_tokens=24, num_rounds=2)
 
 
+@contextmanager
+def contender(speculate: int) -> Iterator[Contender]:
+    with running_cluster(ModelSource.resolve("demo-mini"), 1, speculate=speculate) as cluster:
+        yield Contender(cluster.engine, cluster.tokenizer, speculate, 0.5, 1.5)
+
+
 def test_each_text_has_a_row_with_guesses_and_one_without() -> None:
-    said = Said()
-    rows = []
-    for speculate in (0, 4):
-        with running_cluster(ModelSource.resolve("demo-mini"), 1, speculate=speculate) as cluster:
-            wire = Wire(0.5, 1.5, speculate)
-            rows += measure_spec(
-                cluster.engine, cluster.tokenizer, wire, OPTIONS, said=said, deadline=Deadline(60)
-            )
+    with contender(0) as without, contender(4) as guessing:
+        rows = measure_spec([without, guessing], OPTIONS, said=Said(), deadline=Deadline(60))
     assert [(row.text, row.drawn, row.speculate) for row in rows] == [
         (text, drawn, speculate)
-        for speculate in (0, 4)
         for text, drawn in ((PLAIN, "greedy"), (PLAIN, "seeded"), (REPETITIVE, "greedy"))
+        for speculate in (0, 4)
     ]
     assert all(row.identical and row.tokens_per_s > 0 for row in rows)
-    assert (rows[2].tokens, rows[2].drafted) == (3 * 24, 0)
+    assert (rows[4].tokens, rows[4].drafted) == (3 * 24, 0)
     assert rows[5].drafted >= rows[5].accepted > 0
-    assert [row.tokens for row in rows[:3]] == [row.tokens for row in rows[3:]]
+    assert [row.tokens for row in rows[::2]] == [row.tokens for row in rows[1::2]]
     assert len(spec_ratios(rows)) == 3
 
 
@@ -41,26 +53,16 @@ def answer(*tokens: int) -> Generation:
 
 def test_another_text_than_without_guesses_fails_the_bench() -> None:
     said = Said()
-    assert said.check(PLAIN, "greedy", [answer(1, 2), answer(3)])
-    assert said.check(PLAIN, "greedy", [answer(1, 2), answer(3)])
-    assert said.check(PLAIN, "seeded", [answer(1, 2), answer(4)])
+    said.check(PLAIN, "greedy", [answer(1, 2), answer(3)])
+    said.check(PLAIN, "greedy", [answer(1, 2), answer(3)])
+    said.check(PLAIN, "seeded", [answer(1, 2), answer(4)])
     with pytest.raises(ConvoyError, match=r"the plain text \(greedy\) is another than it was without"):
         said.check(PLAIN, "greedy", [answer(1, 2), answer(4)])
 
 
 def test_a_bench_of_guesses_ends_with_its_deadline() -> None:
-    with (
-        running_cluster(ModelSource.resolve("demo-mini"), 1) as cluster,
-        pytest.raises(ConvoyError, match="longer than 0 s"),
-    ):
-        measure_spec(
-            cluster.engine,
-            cluster.tokenizer,
-            Wire(0.5, 1.5, 0),
-            OPTIONS,
-            said=Said(),
-            deadline=Deadline(0),
-        )
+    with contender(0) as one, pytest.raises(ConvoyError, match="longer than 0 s"):
+        measure_spec([one], OPTIONS, said=Said(), deadline=Deadline(0))
 
 
 def row(text: str, delay_ms: float, speculate: int, rate: float) -> SpecRow:

@@ -108,7 +108,7 @@ def test_spec_says_the_same_text_with_guesses_and_without_over_a_longer_wire(tmp
     sizes = ("--delays", "1,5", "--tokens", "16", "--rounds", "1", "--speculate", "4", "--plot", str(plot))
     shown = convoy_json("bench", "spec", "demo-mini", *sizes)
     rows = shown["rows"]
-    assert [(row["delay_ms"], row["speculate"]) for row in rows[::3]] == [(1, 0), (1, 4), (5, 0), (5, 4)]
+    assert [(row["delay_ms"], row["speculate"]) for row in rows[4:8]] == [(1, 0), (1, 4), (5, 0), (5, 4)]
     assert all(row["identical"] is True for row in rows)
     assert all(row["round_trip_ms"] >= 2 * row["delay_ms"] for row in rows)
     assert all(row["drafted"] == 0 for row in rows if row["speculate"] == 0)

@@ -27,10 +27,11 @@ _STORIES = (
     "Write a story about a girl who finds a key.",
     "Tell me a story about a snail.",
 )
+_COUNTED = 'Q: How many times does "{0}" appear here: {0} {0} {0} {0} {0} {0} {0} {0} {0}?\nA: 4\n'
 _REPEATED = (
-    'Q: How many times does "salt" appear here: salt salt salt salt salt salt salt salt salt?\nA: 4\n' * 2,
+    _COUNTED.format("salt") * 2,
+    _COUNTED.format("smoke") * 2 + "Q: How",
     "The cat sat on the mat. The cat sat on the mat. The cat sat on the mat. The cat",
-    "one two three four five one two three four five one two three four five one two",
 )
 
 
@@ -63,12 +64,14 @@ class SpecOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """Where a measurement took place."""
+class Contender:
+    """A cluster to measure, and the wire that it is on."""
 
+    engine: Engine
+    tokenizer: Tokenizer
+    speculate: int
     delay_ms: float
     round_trip_ms: float
-    speculate: int
 
 
 class Said:
@@ -77,7 +80,7 @@ class Said:
     def __init__(self) -> None:
         self._tokens: dict[tuple[str, str], list[tuple[int, ...]]] = {}
 
-    def check(self, kind: str, drawn: str, answers: Sequence[Generation]) -> bool:
+    def check(self, kind: str, drawn: str, answers: Sequence[Generation]) -> None:
         """The first answers of a kind are the measure. Raises ConvoyError for others than those."""
         found = [answer.token_ids for answer in answers]
         if self._tokens.setdefault((kind, drawn), found) != found:
@@ -85,13 +88,16 @@ class Said:
                 f"the {kind} text ({drawn}) is another than it was without guesses",
                 hint="in exact mode this is a bug; other kernels round by the number of rows in a step",
             )
-        return True
 
 
 def measure_spec(
-    engine: Engine, tokenizer: Tokenizer, wire: Wire, options: SpecOptions, *, said: Said, deadline: Deadline
+    contenders: Sequence[Contender], options: SpecOptions, *, said: Said, deadline: Deadline
 ) -> list[SpecRow]:
-    """A row for each kind of text and way of drawing. Raises ConvoyError where a text is not the same."""
+    """A row for each kind of text, way of drawing and contender, the one without guesses first.
+
+    They take turns, text by text, so that what else the machine does hits all alike. Raises ConvoyError where
+    a text is not the same.
+    """
     rows = []
     # At a temperature the demo model soon leaves a repetition, and that text is plain.
     for kind, drawn, params in (
@@ -99,29 +105,33 @@ def measure_spec(
         (PLAIN, "seeded", SEEDED),
         (REPETITIVE, "greedy", GREEDY),
     ):
-        requests = _requests(tokenizer, kind, params, options.num_tokens)
-        rates = []
-        before = engine.stats()
+        requests = _requests(contenders[0].tokenizer, kind, params, options.num_tokens)
+        before = [contender.engine.stats() for contender in contenders]
+        rates: list[list[float]] = [[] for _ in contenders]
+        answers: list[list[Generation]] = []
         for _ in range(options.num_rounds):
             deadline.left_s()
-            answers = [generate(engine, request) for request in requests]
-            identical = said.check(kind, drawn, answers)
-            rates.append(_rate(answers))
-        after = engine.stats()
-        rows.append(
-            SpecRow(
-                text=kind,
-                drawn=drawn,
-                delay_ms=wire.delay_ms,
-                speculate=wire.speculate,
-                tokens=sum(len(answer.token_ids) for answer in answers),
-                tokens_per_s=round(statistics.median(rates), 2),
-                drafted=(after.drafted_tokens - before.drafted_tokens) // options.num_rounds,
-                accepted=(after.accepted_tokens - before.accepted_tokens) // options.num_rounds,
-                identical=identical,
-                round_trip_ms=wire.round_trip_ms,
+            turns = [[generate(one.engine, request) for one in contenders] for request in requests]
+            answers = [list(texts) for texts in zip(*turns, strict=True)]
+            for texts, found in zip(answers, rates, strict=True):
+                said.check(kind, drawn, texts)
+                found.append(_rate(texts))
+        for one, found, texts, start in zip(contenders, rates, answers, before, strict=True):
+            stats = one.engine.stats()
+            rows.append(
+                SpecRow(
+                    text=kind,
+                    drawn=drawn,
+                    delay_ms=one.delay_ms,
+                    speculate=one.speculate,
+                    tokens=sum(len(answer.token_ids) for answer in texts),
+                    tokens_per_s=round(statistics.median(found), 2),
+                    drafted=(stats.drafted_tokens - start.drafted_tokens) // options.num_rounds,
+                    accepted=(stats.accepted_tokens - start.accepted_tokens) // options.num_rounds,
+                    identical=True,  # or `check` would have raised
+                    round_trip_ms=one.round_trip_ms,
+                )
             )
-        )
     return rows
 
 

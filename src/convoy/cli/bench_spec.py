@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +16,9 @@ from convoy.cli.serve import start_cluster
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from convoy.bench.spec import Said, SpecOptions, SpecRow
+    from convoy.bench.spec import Contender, SpecRow
 
 _MAX_DELAY_MS = 1000.0
 
@@ -35,22 +35,26 @@ def spec(
     rounds: Annotated[int, typer.Option(min=1, help="How often each text is said.")] = 3,
 ) -> None:
     """Guess ahead or not, for text that repeats itself and text that does not; it must be the same text."""
-    from convoy.bench.spec import Said, SpecOptions, spec_ratios
+    from convoy.bench.spec import Said, SpecOptions, measure_spec, spec_ratios
 
     options, said = SpecOptions(tokens, rounds), Said()
     rows: list[SpecRow] = []
     for delay_ms in _delays(delays):
-        for length in (0, speculate):
-            rows += _measure(run, members, delay_ms, length, options, said)
+        with ExitStack() as stack:
+            contenders = [
+                stack.enter_context(_contender(run, members, delay_ms, length)) for length in (0, speculate)
+            ]
+            run.say(f"{delay_ms:g} ms per hop")
+            rows += measure_spec(contenders, options, said=said, deadline=run.clock.deadline)
     settings = {"members": members, "tokens": tokens, "rounds": rounds}
     run.show(run.report("spec", settings, rows, spec_ratios(rows)), ("ms per hop", "tokens/s"), _lines(rows))
 
 
-def _measure(
-    run: BenchRun, members: int, delay_ms: float, length: int, options: SpecOptions, said: Said
-) -> list[SpecRow]:
+@contextmanager
+def _contender(run: BenchRun, members: int, delay_ms: float, length: int) -> Iterator[Contender]:
+    """A cluster whose members reach each other through relays."""
     from convoy.bench.delay import DelayRelay
-    from convoy.bench.spec import Wire, measure_spec
+    from convoy.bench.spec import Contender
 
     with ExitStack() as stack:
 
@@ -59,25 +63,19 @@ def _measure(
             stack.callback(relay.close)
             return relay.address
 
-        local_options = replace(run.options(members, {"speculate": length}), publish=publish)
-        local = stack.enter_context(LocalCluster(local_options))
-        stack.enter_context(pinned(local_options.head_cores))
+        options = replace(run.options(members, {"speculate": length}), publish=publish)
+        local = stack.enter_context(LocalCluster(options))
+        stack.enter_context(pinned(options.head_cores))
         local.start_peers(run.named_model)
         try:
             config = local.config(local.head)
             cluster = start_cluster(config, run.named_model, quiet=True, watch=local.check_alive)
-            try:
-                status = cluster.status()
-                run.kernels.add(status.kernel)
-                trips = [stage.round_trip_s for stage in status.stages if stage.round_trip_s is not None]
-                wire = Wire(delay_ms, round(1000 * max(trips), 2), length)
-                run.say(f"{delay_ms:g} ms per hop, {length} guesses at once")
-                deadline = run.clock.deadline
-                return measure_spec(
-                    cluster.engine, cluster.tokenizer, wire, options, said=said, deadline=deadline
-                )
-            finally:
-                cluster.close()
+            stack.callback(cluster.close)
+            status = cluster.status()
+            run.kernels.add(status.kernel)
+            trips = [stage.round_trip_s for stage in status.stages if stage.round_trip_s is not None]
+            round_trip_ms = round(1000 * max(trips), 2)
+            yield Contender(cluster.engine, cluster.tokenizer, length, delay_ms, round_trip_ms)
         except ConvoyError as error:
             raise local.explain(error) from error
 
