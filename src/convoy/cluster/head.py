@@ -176,14 +176,16 @@ class Head:
 
     def route(self) -> Route:
         """The way of a token through those that are here: it may lack stages."""
-        assert self.granted is not None, "route() before bring_up()"
+        granted = self.granted
+        assert granted is not None, "route() before bring_up()"
         here = {self.name, *self.company.present()}
-        return self.granted.placement.route.without(self.granted.members - here)
+        return granted.placement.route.without(granted.members - here)
 
     def stages(self) -> list[StageStatus]:
         """The picture of the cluster now, with a fresh round trip to each peer."""
-        assert self.granted is not None, "stages() before bring_up()"
-        return [self._stage_status(assignment) for assignment in self.granted.plan.stages]
+        granted = self.granted  # one and the same for all: another may come meanwhile
+        assert granted is not None, "stages() before bring_up()"
+        return [self._stage_status(granted, assignment) for assignment in granted.plan.stages]
 
     def sealed_bytes(self) -> int:
         """All that the head sent and received in sealed frames."""
@@ -328,8 +330,7 @@ class Head:
         found = [member.address for member in self._me.roster.members if member.name == name]
         return "{}:{}".format(*found[0]) if found else ""
 
-    def _stage_status(self, assignment: StageAssignment) -> StageStatus:
-        assert self.granted is not None
+    def _stage_status(self, granted: Granted, assignment: StageAssignment) -> StageStatus:
         name = assignment.member
         link = self.links.get(name)
         return StageStatus(
@@ -339,8 +340,8 @@ class Head:
             end=assignment.end,
             embed=assignment.embed,
             output=assignment.output,
-            weight_bytes=self.granted.weight_bytes[name],
-            sees_token_ids=name in self.granted.placement.route.token_id_members,
+            weight_bytes=granted.weight_bytes[name],
+            sees_token_ids=name in granted.placement.route.token_id_members,
             address=self._address(name),
             round_trip_s=None if link is None else _round_trip(link),
             cipher=None if link is None else link.cipher,

@@ -51,13 +51,13 @@ class Vetting:
 
     def in_use(self) -> list[Verdict]:
         """The newest verdict on each member that may have a stage, the head's own included."""
-        return [one for name, one in self.attestation.verdicts.items() if name not in self.excluded]
+        return [one for name, one in dict(self.attestation.verdicts).items() if name not in self.excluded]
 
     def report(self) -> list[VerdictStatus]:
         """The newest verdict on everyone, for people."""
         return [
             VerdictStatus(name, one.level.text, list(one.reasons), name in self.excluded)
-            for name, one in sorted(self.attestation.verdicts.items())
+            for name, one in sorted(dict(self.attestation.verdicts).items())
         ]
 
     def watch(self, links: dict[str, Link], plan: Plan) -> None:
@@ -87,7 +87,7 @@ class Vetting:
             if not self.excluded:
                 raise
             reasons = "; ".join(
-                self.attestation.refusal(verdict).message for verdict in self.excluded.values()
+                self.attestation.refusal(verdict).message for verdict in dict(self.excluded).values()
             )
             raise PlanError(f"{error.message}; {reasons}", hint=error.hint) from error
 

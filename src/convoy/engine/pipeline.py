@@ -25,6 +25,7 @@ from convoy.engine.carrier import BlockCarrier
 from convoy.engine.deadline import StepClock
 from convoy.engine.drawing import outcome_of, request_of
 from convoy.engine.executor import Kv, StepResult
+from convoy.engine.send_guard import SendGuard
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
 from convoy.model.draw import Draw, draw_all
 from convoy.model.stage import Stage
@@ -90,6 +91,7 @@ class PipelineExecutor:
         self._in_flight: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
         self._returned: dict[int, torch.Tensor | Drawn] = {}
+        self._guard = SendGuard(self.clock.allowed_s)
         self._carrier = BlockCarrier(
             stage,
             self._stages,
@@ -124,7 +126,7 @@ class PipelineExecutor:
         """A link ended."""
         lost = StageLost(
             f"the link to {link.peer} ended: {error.message}",
-            hint="start that member again, then the head: `convoy serve`",
+            hint="start that member again",
         )
         lost.__cause__ = error
         self._arrivals.put_last(link, lost)
@@ -136,15 +138,17 @@ class PipelineExecutor:
         try:
             for assignment in self._stages:
                 if assignment.member != self._head:
-                    self._links[assignment.member].send(
-                        self._part_of(step, draws, assignment),
-                        generation=self._options.generation,
-                        step=step.number,
-                    )
+                    link = self._links[assignment.member]
+                    part = self._part_of(step, draws, assignment)
+                    self._guard.begin(link)
+                    link.send(part, generation=self._options.generation, step=step.number)
+            self._guard.end()
             if self._head_first:
                 self._start(step)
         except (LinkBroken, LinkClosed) as error:
             raise StageLost(f"a stage could not be reached: {error.message}") from error
+        finally:
+            self._guard.end()
 
     def collect(self) -> StepResult:
         running = self._in_flight[0]
@@ -171,6 +175,7 @@ class PipelineExecutor:
         return self._in_flight[0].step.number if self._in_flight else None
 
     def close(self) -> None:
+        self._guard.close()
         closed = LinkClosed("the engine was closed")
         self._arrivals.close(closed)
         self._carrier.end(closed)
@@ -186,7 +191,9 @@ class PipelineExecutor:
     def _start(self, step: Step) -> None:
         hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
         first_peer = self._stages[1]
-        self._links[first_peer.member].send_tensor(
+        link = self._links[first_peer.member]
+        self._guard.begin(link)
+        link.send_tensor(
             to_wire(hidden),
             generation=self._options.generation,
             step=step.number,

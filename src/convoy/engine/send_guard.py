@@ -1,0 +1,50 @@
+"""A send that hangs: a peer that takes nothing must not hold the thread that would notice it.
+
+Where a hidden state is larger than what the sockets between buffer, a peer that hangs keeps the engine inside
+`Link.send_tensor`, where no deadline of a step is looked at. So another thread looks, and ends the link.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from convoy.transport.link import Link
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+
+
+class SendGuard:
+    """Told by the thread that sends, before and after. ``allowed_s``: how long one send may take now."""
+
+    def __init__(self, allowed_s: Callable[[], float]) -> None:
+        self._allowed_s = allowed_s
+        self._sending: tuple[Link, float] | None = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="send guard", daemon=True).start()
+
+    def begin(self, link: Link) -> None:
+        self._sending = (link, time.monotonic())
+
+    def end(self) -> None:
+        self._sending = None
+
+    def close(self) -> None:
+        """Ends its thread."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while not self._closed.wait(_LOOK_S):
+            sending = self._sending
+            if sending is None or self._closed.is_set():
+                continue
+            link, since_s = sending
+            took_s = time.monotonic() - since_s
+            if took_s > _LOOK_S and took_s > self._allowed_s() and self._sending is sending:
+                self._sending = None
+                _log.warning("%s takes nothing for %.1f s: its link is ended", link.peer, took_s)
+                link.dismiss("it takes nothing", revoke=True)
