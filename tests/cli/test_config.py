@@ -97,6 +97,7 @@ def test_no_file_and_an_empty_file_give_the_same_defaults(file: Path) -> None:
         ("[model]\nkernel = 'fast'", "[model] kernel is 'fast': expected auto, exact-f32, plain-f32", None),
         ("[model]\nname = 'demo'\npath = 'x'", "[model] has both name and path", None),
         ("[engine]\nmax_batch = 0", "[engine] max_batch is 0: expected `int` >= 1", None),
+        ("[engine]\nspeculate = 65", "[engine] speculate is 65: expected `int` <= 64", None),
         ("[plan]\nlayers = { alpha = 3 }", "[plan] layers is a table: expected `str`, got `int`", None),
         ("[cluster]\nidentity = 3", "[cluster] identity is 3: expected a path as text", None),
         ("port = = 1", "is not TOML", None),
