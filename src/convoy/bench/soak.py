@@ -20,6 +20,7 @@ from convoy.errors import ConvoyError
 _SETTLE_S = 2.0
 _DROPPED = 10  # one in so many requests is hung up on after its first piece
 _NUM_SAMPLES = 10
+_SHORT, _LONG, _ONE_LONG_IN = (4, 40), (41, 400), 8  # tokens of a prompt
 
 
 class Watchable(Protocol):
@@ -106,7 +107,10 @@ def measure_soak(
 
 
 class Bodies:
-    """What is asked: prompts of several lengths, no two alike; greedy and seeded in turn."""
+    """What is asked: short prompts and some long ones, no two alike; greedy and seeded in turn.
+
+    The long ones make steps of every size, for which a stage makes room once.
+    """
 
     def __init__(self, model_name: str, vocab_size: int, max_tokens: int) -> None:
         self._model_name = model_name
@@ -115,9 +119,10 @@ class Bodies:
 
     def of(self, number: int) -> dict[str, Any]:
         drawn = random.Random(number)  # noqa: S311 - not a secret
+        length = drawn.randint(*(_LONG if number % _ONE_LONG_IN == 0 else _SHORT))
         return {
             "model": self._model_name,
-            "prompt": [drawn.randrange(self._vocab_size) for _ in range(drawn.randint(4, 40))],
+            "prompt": [drawn.randrange(self._vocab_size) for _ in range(length)],
             "max_tokens": self._max_tokens,
             "ignore_eos": True,
             "temperature": 0.8 * (number % 2),
