@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from convoy.engine.draft import LookupDrafter
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
+from convoy.engine.recovered import Recovered
 from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import Drafter, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence
@@ -23,6 +24,7 @@ from convoy.model.kv import BlockTables
 from convoy.model.params import SamplingParams
 from convoy.model.text import Tokenizer
 from convoy.wire.messages import Step
+from engine.test_recovery import FakeRecovery
 from support.fake_executor import VOCAB, FakeExecutor
 from support.fake_tokenizer import FakeTokenizer
 
@@ -72,9 +74,15 @@ class Fortune:
         self.forgotten.add(sequence)
 
 
-def engine_of(executor: FakeExecutor, limits: SchedulerLimits, drafter: Drafter | None) -> Engine:
+def engine_of(
+    executor: FakeExecutor,
+    limits: SchedulerLimits,
+    drafter: Drafter | None,
+    recovery: FakeRecovery | None = None,
+) -> Engine:
     tokenizer = cast(Tokenizer, FakeTokenizer())
-    return Engine(executor, tokenizer, limits, EngineOptions(max_context=CONTEXT, probe_s=3600.0), drafter)
+    options = EngineOptions(max_context=CONTEXT, probe_s=3600.0)
+    return Engine(executor, tokenizer, limits, options, drafter, recovery=recovery)
 
 
 def answer(engine: Engine, requests: SequenceOf[GenerationRequest]) -> list[list[Output]]:
@@ -179,6 +187,27 @@ def test_whatever_is_guessed_the_outputs_are_the_same(
     stats = engine.stats()
     assert stats.free_blocks == stats.num_blocks
     assert stats.accepted_tokens <= stats.drafted_tokens
+
+
+@pytest.mark.parametrize("fail_at", range(3, 15))
+def test_stages_that_are_lost_while_they_check_guesses_change_nothing(fail_at: int) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, logit_bias={9: 12.0})
+    requests = [GenerationRequest((1, 2, i), params, max_tokens=40, ignore_eos=True) for i in range(3)]
+    limits = replace(LIMITS, micro_batches=2)
+    expected, _ = run(requests, limits, 2, None)
+    executor = CheckingExecutor(limits.num_blocks, 2)
+    executor.fail_at = fail_at
+    others = Recovered(CheckingExecutor(limits.num_blocks), replace(limits, micro_batches=1), CONTEXT)
+    recovery = FakeRecovery([others])
+    recovery.gate.set()
+    engine = engine_of(executor, limits, LookupDrafter(8), recovery)
+    engine.start()
+    try:
+        assert answer(engine, requests) == expected
+        assert len(recovery.losses) == 1
+        assert engine.stats().accepted_tokens > 0
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("depth", [1, 3])
