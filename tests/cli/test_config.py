@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from convoy.cli.config import Config, ListenConfig, ServeConfig, decode_public_key, load_config, override
+from convoy.cli.member import head_options
+from convoy.cluster.options import HeadOptions
 from convoy.errors import ConfigError
 
 WHOLE = """
@@ -41,6 +44,9 @@ memory_gb = 1.5
 max_batch = 8
 max_step_tokens = 128
 prefill_chunk = 64
+prefill_window = 3
+micro_batches = 5
+level_chunks = false
 block_size = 8
 num_blocks = 100
 
@@ -96,6 +102,7 @@ def test_no_file_and_an_empty_file_give_the_same_defaults(file: Path) -> None:
         ("[serve]\ndrain_s = -1.0", "[serve] drain_s is -1.0: expected `float` >= 0.0", None),
         ("[model]\nkernel = 'fast'", "[model] kernel is 'fast': expected auto, exact-f32, plain-f32", None),
         ("[model]\nname = 'demo'\npath = 'x'", "[model] has both name and path", None),
+        ("[engine]\nmicro_batches = 65", "[engine] micro_batches is 65: expected `int` <= 64", None),
         ("[engine]\nmax_batch = 0", "[engine] max_batch is 0: expected `int` >= 1", None),
         ("[engine]\nspeculate = 65", "[engine] speculate is 65: expected `int` <= 64", None),
         ("[plan]\nlayers = { alpha = 3 }", "[plan] layers is a table: expected `str`, got `int`", None),
@@ -152,3 +159,12 @@ def test_the_api_key_is_the_first_line_of_its_file(file: Path) -> None:
     key.write_text("\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="is empty"):
         load(file, WHOLE).api_key()
+
+
+def test_what_the_file_says_of_the_engine_reaches_the_head(file: Path) -> None:
+    options = head_options(load(file, WHOLE))
+    assert (options.max_batch, options.max_step_tokens, options.prefill_chunk) == (8, 128, 64)
+    assert (options.prefill_window, options.micro_batches, options.level_chunks) == (3, 5, False)
+    # guesses are a choice of the command line's
+    plain = head_options(Config())
+    assert plain == replace(HeadOptions(), member=plain.member, speculate=plain.speculate)
