@@ -19,17 +19,17 @@ from convoy.engine.between import Between, BetweenSteps
 from convoy.engine.choice import Choice, make_choices
 from convoy.engine.continuation import Continuation
 from convoy.engine.executor import Executor, StepResult
-from convoy.engine.fit import check_request, check_still_fits, check_tokens
+from convoy.engine.fit import check_request, check_tokens, unfit
 from convoy.engine.handle import RequestHandle
 from convoy.engine.options import EngineOptions, EngineStats
 from convoy.engine.outputs import Output
 from convoy.engine.prefix import PrefixTags
-from convoy.engine.recovered import Recovery, Renewal
+from convoy.engine.recovered import Recovered, Recovery, Renewal
 from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.engine.warm_up import warm_up
-from convoy.errors import CapacityError, ConvoyError, Draining, NotReady, StageLost
+from convoy.errors import ConvoyError, Draining, NotReady, StageLost
 from convoy.model.draw import Draw, Outcome
 from convoy.model.text import Tokenizer
 from convoy.wire.messages import Row
@@ -150,10 +150,7 @@ class Engine:
             self._changed.notify()
 
     def between_steps(self, work: Between) -> Any:
-        """Do ``work`` on the engine's thread while no step is in flight. Raises what it raises.
-
-        It is called without the lock; it must come to an end, because no step runs meanwhile.
-        """
+        """Do ``work`` on the engine's thread, without the lock, while no step is in flight: it must end soon."""
         with self._changed:
             self._raise_if_over()
             future = self._between.add(work)
@@ -270,7 +267,7 @@ class Engine:
                 return
             self._recovering = True
         try:
-            recovered = recovery.recover(error)
+            recovered = self._ask(recovery, error)
         finally:
             with self._changed:
                 self._recovering = False
@@ -278,24 +275,28 @@ class Engine:
             return
         with self._changed:
             self._executor, self._max_context = recovered.executor, recovered.max_context
-            if self._failed is not None:  # closed meanwhile, with the executor of then
+            if self._closing and self._failed is not None:  # meanwhile, with the executor of then
                 self._executor.close()
                 return
+            self._failed = None
             self._in_flight.clear()
             self._scheduler.reset(recovered.limits)
-            self._end_what_does_not_fit()
+            for group, reason in unfit(self._live.values(), self._max_context, self._scheduler.pool):
+                self._end_group(group, reason)
             self._recoveries += not isinstance(error, Renewal)
             self._last_step_s = None  # ready once a token has passed these stages
             self._woken = True
 
-    def _end_what_does_not_fit(self) -> None:
-        for continuation in list(self._live.values()):
+    def _ask(self, recovery: Recovery, error: StageLost) -> Recovered | None:
+        """Where nobody takes over in time, what runs ends and nothing is taken on, until somebody does."""
+        while True:
             try:
-                check_still_fits(
-                    continuation.sequence, max_context=self._max_context, pool=self._scheduler.pool
-                )
-            except CapacityError as error:
-                self._end_group(continuation.group, error)
+                return recovery.recover(error)
+            except StageLost as gone:
+                with self._changed:
+                    _log.error("nothing can run now: %s", gone.message)
+                    self._fail(gone)
+                error = gone
 
     def _schedule(self) -> _InFlight | None:
         """The next step; None if there is only something to collect, or the engine is closed."""
