@@ -181,7 +181,7 @@ def test_a_member_that_nobody_can_stand_in_for_is_waited_for() -> None:
         assert cluster.status().route.startswith("complete: ")
 
 
-def test_who_does_not_come_back_in_time_ends_what_runs_with_the_missing_layers() -> None:
+def test_who_does_not_come_back_in_time_ends_what_runs_and_one_that_comes_later_is_used() -> None:
     with scene("beta") as s:
         s.join("beta")
         cluster = s.serve(member=small(), recover_wait_s=0.2)
@@ -190,6 +190,12 @@ def test_who_does_not_come_back_in_time_ends_what_runs_with_the_missing_layers()
             StageLost, match=r"missing layers? .* beta is gone; nobody took over within 0\.2 s"
         ):
             ask(cluster)
+        with pytest.raises(StageLost, match="nobody took over"):
+            ask(cluster)
+        assert not cluster.health()[0]
+        s.join("beta")
+        wait_until(lambda: cluster.health()[0])
+        assert ask(cluster) == ANSWER
 
 
 def test_a_member_that_comes_back_below_the_minimum_is_not_used() -> None:

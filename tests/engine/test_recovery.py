@@ -15,7 +15,7 @@ from convoy.engine.executor import StepResult
 from convoy.engine.generation import generate
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.recovered import Recovered, Renewal
-from convoy.errors import CapacityError, ConvoyError, LinkClosed, NotReady, StageLost, StepLate
+from convoy.errors import CapacityError, ConvoyError, LinkClosed, ModelError, NotReady, StageLost, StepLate
 from convoy.model.text import Tokenizer
 from engine.test_engine import LIMITS, expected, request
 from support.fake_executor import FakeExecutor
@@ -36,8 +36,8 @@ class FakeRecovery:
 
     def recover(self, error: StageLost) -> Recovered | None:
         self.losses.append(error)
-        while not self.gate.wait(0.01):
-            if self.cancelled.is_set():
+        while not (self.gate.wait(0.01) and self.answers):
+            if self.cancelled.wait(0.01):
                 raise LinkClosed("the engine is being closed")
         answer = self.answers.pop(0)
         if isinstance(answer, ConvoyError):
@@ -165,8 +165,9 @@ def test_closing_ends_a_recovery_that_waits() -> None:
     assert isinstance(output, ErrorOutput)
 
 
-def test_where_no_stages_are_to_be_had_every_request_ends_with_the_reason() -> None:
-    engine = start(FakeExecutor(fail_at=6), FakeRecovery([StageLost("missing layers 4-11, beta is gone")]))
+def test_where_no_stages_are_to_be_had_every_request_ends_with_the_reason_until_there_are() -> None:
+    recovery = FakeRecovery([StageLost("missing layers 4-11, beta is gone")])
+    engine = start(FakeExecutor(fail_at=6), recovery)
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
     engine.submit(request([1], 20), outputs.put)
     while isinstance(output := outputs.get(timeout=WAIT_S), TokenOutput):
@@ -175,16 +176,29 @@ def test_where_no_stages_are_to_be_had_every_request_ends_with_the_reason() -> N
     assert "missing layers 4-11" in output.error.message
     with pytest.raises(StageLost, match="missing layers 4-11"):
         engine.submit(request([1]), outputs.put)
+    with pytest.raises(StageLost, match="missing layers 4-11"):
+        engine.check_ready()
+    recovery.answers.append(recovered())
+    wait_until(lambda: engine.stats().recoveries)
+    assert list(generate(engine, request([1], 20)).token_ids) == expected([1], 20)
+    engine.close()
+
+
+def test_what_is_wrong_for_good_ends_the_engine() -> None:
+    engine = start(FakeExecutor(fail_at=6), FakeRecovery([ModelError("the files of the model are gone")]))
+    with pytest.raises(ModelError, match="the files of the model are gone"):
+        generate(engine, request([1], 20))
+    wait_until(lambda: not engine._thread.is_alive())
     engine.close()
 
 
 @pytest.mark.parametrize(
     ("stages", "text"),
     [
-        (recovered(num_blocks=4), "needs 6 K/V blocks of 4 tokens, and after the loss of a member"),
+        (recovered(num_blocks=4), "needs 6 K/V blocks of 4 tokens, and after a loss the whole pool has 4"),
         (
             recovered(max_context=16),
-            "may grow to 21 tokens, and after the loss of a member the context holds",
+            "may grow to 21 tokens, and after a loss the context holds 16",
         ),
     ],
 )

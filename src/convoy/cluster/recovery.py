@@ -259,7 +259,7 @@ class Recovery:
         text = self._lost_text() or why.message
         return StageLost(
             f"{text}; nobody took over within {self._wait_s:g} s: {why.message}",
-            hint="start the member again, or one with --standby, and then the head",
+            hint="start the member again, or another one with `convoy join --standby`",
         )
 
     def _lost_text(self) -> str:

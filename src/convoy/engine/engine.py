@@ -150,7 +150,7 @@ class Engine:
             self._changed.notify()
 
     def between_steps(self, work: Between) -> Any:
-        """Do ``work`` on the engine's thread, without the lock, while no step is in flight: it must end soon."""
+        """Do ``work`` on the engine's thread, without the lock, while no step is in flight; soon done."""
         with self._changed:
             self._raise_if_over()
             future = self._between.add(work)
@@ -263,9 +263,9 @@ class Engine:
     def _recover(self, recovery: Recovery, error: StageLost) -> None:
         """Go on over other stages: what ran waits again, and its known tokens are run once more."""
         with self._changed:
-            if self._failed is not None:
-                return
-            self._recovering = True
+            self._recovering = self._failed is None
+        if not self._recovering:
+            return
         try:
             recovered = self._ask(recovery, error)
         finally:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from convoy.engine.blocks import BlockPool
+from convoy.engine.continuation import Continuation
 from convoy.engine.request import GenerationRequest
-from convoy.engine.sequence import Sequence
 from convoy.errors import CapacityError, RequestError
 
 
@@ -48,18 +50,24 @@ def check_tokens(num_tokens: int, *, max_context: int, pool: BlockPool) -> None:
         )
 
 
-def check_still_fits(sequence: Sequence, *, max_context: int, pool: BlockPool) -> None:
-    """For a sequence that ran on other stages. Raises `CapacityError` with both numbers."""
-    num_tokens = max(len(sequence.tokens), sequence.num_prompt + sequence.max_tokens)
-    if num_tokens > max_context:
-        raise CapacityError(
-            f"the request may grow to {num_tokens} tokens, and after the loss of a member "
-            f"the context holds {max_context}"
-        )
-    needed = pool.blocks_for(num_tokens)
-    if needed > pool.num_blocks:
-        raise CapacityError(
-            f"the request needs {needed} K/V blocks of {pool.block_size} tokens, and after the loss of a "
-            f"member the whole pool has {pool.num_blocks}",
-            hint="bring the member back, or give the others more memory",
-        )
+def unfit(
+    continuations: Iterable[Continuation], max_context: int, pool: BlockPool
+) -> list[tuple[object, CapacityError]]:
+    """The groups that other stages have no room for, and why; for what ran before they came."""
+    found = []
+    for continuation in continuations:
+        sequence = continuation.sequence
+        num_tokens = max(len(sequence.tokens), sequence.num_prompt + sequence.max_tokens)
+        needed = pool.blocks_for(num_tokens)
+        text = None
+        if num_tokens > max_context:
+            text = f"may grow to {num_tokens} tokens, and after a loss the context holds {max_context}"
+        elif needed > pool.num_blocks:
+            text = (
+                f"needs {needed} K/V blocks of {pool.block_size} tokens, and after a loss the whole pool "
+                f"has {pool.num_blocks}"
+            )
+        if text is not None:
+            hint = "bring the lost member back, or give the others more memory"
+            found.append((continuation.group, CapacityError(f"the request {text}", hint=hint)))
+    return found

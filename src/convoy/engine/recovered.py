@@ -29,7 +29,8 @@ class Recovery(Protocol):
     def recover(self, error: StageLost) -> Recovered | None:
         """Other stages, or None where nothing was lost and the steps in flight may still come back.
 
-        May take as long as members may be waited for. Raises `ConvoyError` where no stages are to be had.
+        May take as long as members may be waited for. Raises `StageLost` where no stages were to be had in
+        that time, and may be asked again; any other `ConvoyError` is for good.
         """
 
     def state(self) -> str:
