@@ -116,3 +116,10 @@ def test_a_new_beginning_on_other_stages_ends_who_idles_and_keeps_who_was_woken(
     scheduler.rest(woken)
     scheduler.finish(woken)
     scheduler.check()
+
+
+def test_one_that_fills_the_pool_to_the_last_place_runs() -> None:
+    scheduler = Scheduler(replace(LIMITS, max_step_tokens=64, prefill_chunk=64))
+    idle_sequence(scheduler, 32)
+    scheduler.check()
+    assert scheduler.pool.num_free == 0

@@ -258,7 +258,9 @@ class Scheduler:
             if sequence.num_in_flight:
                 return
             shared = self._find_prefix(sequence)
-            needed = self.pool.blocks_for(len(sequence.tokens) + 1) - len(shared)
+            # and one to go on with, if there can be: a session may fill the pool to the last place
+            room = min(self.pool.blocks_for(len(sequence.tokens) + 1), self.pool.num_blocks)
+            needed = room - len(shared)
             while needed > self.pool.num_free - self.pool.num_unowned(shared):
                 if not self._drop_idle():
                     return
