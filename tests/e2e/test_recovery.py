@@ -134,6 +134,17 @@ def test_two_losses_at_once() -> None:
         assert s.members() == ["alpha", "delta"]
 
 
+def test_a_member_that_hangs_while_the_loss_of_another_is_mended() -> None:
+    with survival(4) as s:
+
+        def kill_and_stop() -> None:
+            s.kill("beta")
+            s.stop("delta")
+
+        told("one dies, one hangs", s.check(kill_and_stop))
+        assert s.members() == ["alpha", "gamma"]
+
+
 def test_a_loss_during_prefill() -> None:
     prompt = "Here are some words to read before you answer me. " * 120
     with survival(3) as s:

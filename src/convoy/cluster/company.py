@@ -213,6 +213,7 @@ class Company:
                 self.slow.add(name)
         _log.warning("%s was given up: %s", name, reason)
         link.dismiss(reason, revoke=True)
+        self._lost(link, LinkBroken(f"{name} was given up: {reason}"))
 
     def silent(self, names: set[str], timeout_s: float) -> set[str]:
         """Which of those that are here do not answer a ping in time. Whose link is over is not here."""

@@ -255,7 +255,8 @@ class Head:
         tightest = min(fits, key=lambda name: fits[name])
         per_context = -(-plan.max_context // plan.block_size)
         wanted = self._options.num_blocks or self._options.max_batch * per_context
-        least = self._options.num_blocks or 1
+        # After a loss fewer are better than none: requests that need more end alone.
+        least = self._options.num_blocks if self.granted is None and self._options.num_blocks else 1
         if fits[tightest] < least:
             raise PlanError(
                 f"{tightest} has memory for {max(0, fits[tightest])} K/V blocks beside its weights, "

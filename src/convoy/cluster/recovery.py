@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from convoy.plan.placement import Placement
 _log = logging.getLogger(__name__)
 
 _PING_S = 1.0
+_LOADING_PING_S = 3.0  # a member that loads is busy
 _LOOK_UP_S = 0.5
 _MAX_REFUSALS = 2  # of one peer, before the plan is tried without it
 _MAX_RENEWALS = 5  # for one member that comes again and again
@@ -246,7 +248,24 @@ class Recovery:
         def on_load(member: str, done: int, total: int) -> None:
             self._say(f"{member} has loaded {done / max(1, total):.0%} of what it lacks")
 
-        return head.install(proposal, self._require_wanted, on_load)
+        done = threading.Event()
+        watch = threading.Thread(target=self._look_after, args=(proposal.members, done), daemon=True)
+        watch.start()
+        try:
+            return head.install(proposal, self._require_wanted, on_load)
+        finally:
+            done.set()
+
+    def _look_after(self, members: set[str], done: threading.Event) -> None:
+        """Those that a plan is made for: who hangs meanwhile would be waited for until its link times out."""
+        company = self._head.company
+        num_silent: Counter[str] = Counter()
+        while not done.wait(_PING_S):
+            silent = company.silent(members, _LOADING_PING_S)
+            num_silent = Counter({name: num_silent[name] + 1 for name in silent})
+            for name, count in num_silent.items():
+                if not done.is_set() and (count >= _PATIENCE or self._can_spare(name)):
+                    company.give_up(name, "it answers no ping while it should load")
 
     def _count_refusal(self) -> None:
         """A peer that is there and says no, again and again, is not asked for ever."""
