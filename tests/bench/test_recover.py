@@ -19,7 +19,7 @@ from convoy.bench.recover import (
     try_loss,
     undisturbed,
 )
-from convoy.bench.watched import Watched, seconds_to_next
+from convoy.bench.watched import Watched, seconds_to_next, seconds_to_pace
 from convoy.errors import ConvoyError, PeerError, StageLost
 
 OPTIONS = RecoverOptions(max_tokens=6, before_tokens=2, prompt_tokens=4)
@@ -117,6 +117,13 @@ def test_the_next_token_is_the_one_after_the_longest_pause() -> None:
     assert seconds_to_next([5.0, 5.1], 1.0) == 4.0
 
 
+def test_a_stream_that_crawls_is_told_by_its_first_pause_and_by_when_it_runs_again() -> None:
+    crawling = [0.9, 1.0, 3.0, 5.05, 7.0, 7.1, 7.2]
+    assert seconds_to_next(crawling, 1.0) == 2.0
+    assert seconds_to_pace(crawling, 1.0, 0.5) == 6.0
+    assert seconds_to_pace([0.9, 1.0, 1.1], 1.0, 0.5) == 0.0
+
+
 def test_a_loss_during_prefill_counts_from_the_loss() -> None:
     assert seconds_to_next([4.0, 4.5, 4.9], 3.0) == 1.0
 
@@ -132,8 +139,8 @@ def test_prompts_begin_differently_and_are_the_same_in_every_run() -> None:
 
 
 def test_ratios_count_what_was_survived_with_identical_text() -> None:
-    good = RecoverRow("one", 0.5, True, True, 3, 2, 0.01, 0, None)
-    bad = RecoverRow("two", None, False, True, 3, 2, 0.01, 0, None)
+    good = RecoverRow("one", 0.5, 0.5, True, True, 3, 2, 0.01, 0, None)
+    bad = RecoverRow("two", None, 0.0, False, True, 3, 2, 0.01, 0, None)
     assert recover_ratios([good, bad]) == {
         "survived_and_identical": 0.5,
         "slowest_seconds_to_next_token": 0.5,

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from convoy.bench.clock import Deadline
-from convoy.bench.watched import Watched, seconds_to_next
+from convoy.bench.watched import Watched, seconds_to_next, seconds_to_pace
 from convoy.errors import ConvoyError, PeerError
 
 _POLL_S = 0.01
+_PACE_S = 0.5  # a pause up to this is no consequence of a loss
 _IDLE_S = 30.0
 _BETWEEN_S = 60.0  # until tokens flow again, before the next blow
 
@@ -128,11 +129,13 @@ def prompt_of(num_tokens: int, vocab_size: int, number: int) -> list[int]:
 class RecoverRow:
     """What came of one loss. ``seconds_to_next_token``: the longer of both streams', and of two losses.
 
+    ``seconds_to_pace``: from the last loss until no pause is much longer than those before it.
     ``identical``: both texts are those of the undisturbed run, and so is that of a request after the loss.
     """
 
     loss: str
     seconds_to_next_token: float | None
+    seconds_to_pace: float
     identical: bool
     survived: bool
     members: int
@@ -188,6 +191,7 @@ def try_loss(
     return RecoverRow(
         loss.name,
         _slowest(dealt, [one.times_s for one in watched.values()]),
+        round(max(seconds_to_pace(one.times_s, dealt[-1], _much(usual_s)) for one in watched.values()), 3),
         all(same.values()) and again == expected["greedy"],
         survived,
         members,
@@ -196,6 +200,10 @@ def try_loss(
         leaked,
         error,
     )
+
+
+def _much(usual_s: float) -> float:
+    return max(_PACE_S, 3 * usual_s)
 
 
 def _chunks_before(options: RecoverOptions) -> int:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from convoy.errors import ConvoyError
 
+_NEARLY = 0.9
+
 
 class Watched:
     """Begins to read when it is made. ``pieces`` gives the text as it comes; what it raises is kept."""
@@ -66,17 +68,23 @@ class Watched:
 
 
 def seconds_to_next(times_s: Sequence[float], lost_s: float, until_s: float = float("inf")) -> float | None:
-    """From a loss to the end of the longest pause after it that begins before ``until_s``.
+    """From a loss to the end of the pause after it that begins before ``until_s``.
 
-    What was on its way when the member was lost comes still; the pause is what the loss made. None where
-    nothing came after it.
+    What was on its way when the member was lost comes still; the pause that the loss made is the first that
+    is nearly as long as the longest. None where nothing came after it.
     """
-    before = [at for at in times_s if at <= lost_s]
+    pauses = [(length, end) for start, length, end in _pauses(times_s, lost_s) if start < until_s]
+    longest = max((length for length, _ in pauses), default=0.0)
+    return next((end - lost_s for length, end in pauses if length >= _NEARLY * longest), None)
+
+
+def seconds_to_pace(times_s: Sequence[float], lost_s: float, pause_s: float) -> float:
+    """From a loss to the end of the last pause longer than ``pause_s``: then all is as ever."""
+    return max((end - lost_s for _, length, end in _pauses(times_s, lost_s) if length > pause_s), default=0.0)
+
+
+def _pauses(times_s: Sequence[float], lost_s: float) -> list[tuple[float, float, float]]:
+    """(start, length, end) of each that ends after the loss; what of it lies before does not count."""
     after = [at for at in times_s if at > lost_s]
-    if not after:
-        return None
-    starts = [max(before, default=lost_s), *after[:-1]]
-    pauses = [
-        (end - max(start, lost_s), end) for start, end in zip(starts, after, strict=True) if start < until_s
-    ]
-    return max(pauses)[1] - lost_s if pauses else None
+    starts = [max((at for at in times_s if at <= lost_s), default=lost_s), *after[:-1]]
+    return [(start, end - max(start, lost_s), end) for start, end in zip(starts, after, strict=False)]
