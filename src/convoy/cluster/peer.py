@@ -202,7 +202,6 @@ class Peer:
             self._forget("the head came back on a new link", everything=True)
             old.dismiss("the head came back on a new link")
         self._head = link
-        self._generation = 0  # generations grow on one link: another head has another clock
         self._tell("head", f"{link.peer} is here")
         link.send(self._hello)
         self._vet(link)
@@ -228,10 +227,8 @@ class Peer:
             raise LinkClosed("this member is shutting down")
 
     def _load(self, link: Link, plan: Plan) -> None:
-        if plan.generation <= self._generation:  # and the one that runs goes on
-            old = Refuse(plan.generation, "the plan is not newer than the last one that came here", "")
-            link.send(old, generation=plan.generation)
-            return
+        if plan.generation <= self._generation:
+            raise StepError("the plan is not newer than the last one that came here")
         self._generation = plan.generation
         self._drop_plan()
         self._tell("loading", f"{plan.model}: {', '.join(s.member for s in plan.stages)}")
@@ -303,7 +300,9 @@ class Peer:
         is_plan = isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate)
         answer: Refuse | StepFailed = StepFailed(item.step, error.message[:_MAX_REASON])
         if is_plan:
-            self._drop_plan()
+            is_old = isinstance(item, ReceivedMessage) and isinstance(item.message, Plan) and self._loaded
+            if not is_old:  # otherwise the newer one, which is there, goes on
+                self._drop_plan()
             self._tell("refused", error.message)
             answer = Refuse(item.generation, error.message[:_MAX_REASON], (error.hint or "")[:_MAX_REASON])
         if self._head is None:
