@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,35 @@ def test_a_save_that_fails_leaves_what_was_there_and_nothing_beside_it(tmp_path:
         write(tmp_path / "nowhere" / "chat", contents())
 
 
+@contextmanager
+def disk_of(num_bytes: int) -> Iterator[None]:
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_disk_that_is_full_keeps_no_part_of_the_prompt(tmp_path: Path, key: bytes | None) -> None:
+    data = contents() * 100
+    # in the midst of it, and only when the last of it is flushed
+    for room in (100, len(data) - 100):
+        with disk_of(room), pytest.raises(SessionError, match="cannot write"):
+            write(tmp_path / "chat", data, key)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_that_is_none_is_refused_before_a_file_is_made(tmp_path: Path) -> None:
+    with pytest.raises(SessionError, match="a key of 5"):
+        write(tmp_path / "chat", contents(), b"short")
+    assert list(tmp_path.iterdir()) == []
+    write(tmp_path / "chat", contents(), KEY)
+    with pytest.raises(SessionError, match="a key of 5"):
+        load(tmp_path / "chat", b"short")
+
+
 def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path(os.devnull)):
@@ -282,6 +313,8 @@ HOSTILE: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("a choice that is none", _set("__metadata__", "choice", to="first"), "sampling state"),
     ("no parameters", _set("__metadata__", "params", to="[]"), "sampling state"),
     ("too hot", _params(temperature=9), "sampling state"),
+    ("hotter than a float", _params(temperature=10**400), "sampling state"),
+    ("a choice without end", _set("__metadata__", "choice", to=float("inf")), "sampling state"),
     ("an unknown parameter", _params(best_of=2), "sampling state"),
     ("a bias of no token", _params(logit_bias=[[50, 1.0]]), "sampling state"),
     ("a bias of no shape", _params(logit_bias=7), "sampling state"),

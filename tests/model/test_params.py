@@ -21,6 +21,7 @@ from convoy.model.params import SamplingParams
         ("temperature", 2.5, "from 0 to 2"),
         ("temperature", math.nan, "temperature is nan"),
         ("temperature", math.inf, "temperature is inf"),
+        ("temperature", 10**400, "expected a number from 0 to 2"),
         ("temperature", True, "temperature is True"),
         ("temperature", "hot", "temperature is 'hot'"),
         ("temperature", None, "temperature is None"),

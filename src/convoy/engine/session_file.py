@@ -6,6 +6,7 @@ the file is made beside its place under a random name, and renamed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
@@ -35,6 +36,9 @@ class SessionWriter:
         self._index = 0
 
     def __enter__(self) -> Self:
+        file_id = secrets.token_bytes(FILE_ID_BYTES)
+        if self._key is not None:
+            self._cipher = _cipher(self._key, file_id)
         name = f".{self._path.name}.{secrets.token_hex(8)}"
         self._made = self._path.parent / name
         try:
@@ -42,9 +46,7 @@ class SessionWriter:
             self._file = os.fdopen(os.open(self._made, flags, 0o600), "wb")
         except OSError as error:
             raise _cannot("write", self._path, error) from error
-        if self._key is not None:
-            file_id = secrets.token_bytes(FILE_ID_BYTES)
-            self._cipher = ChunkCipher(self._key, file_id)
+        if self._cipher is not None:
             self._put(SEALED_MAGIC + file_id)
         return self
 
@@ -66,8 +68,9 @@ class SessionWriter:
             if error is None:
                 self._finish()
         finally:
-            self._file.close()
+            # First: closing writes what is left once more, and fails again where the disk is full.
             self._made.unlink(missing_ok=True)
+            self._close()
 
     def _finish(self) -> None:
         if self._cipher is not None:
@@ -83,6 +86,10 @@ class SessionWriter:
                 os.close(directory)
         except OSError as error:
             raise _cannot("write", self._path, error) from error
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):  # all that counts was flushed, or its error told
+            self._file.close()
 
     def _put(self, data: bytes | memoryview) -> None:
         try:
@@ -142,7 +149,7 @@ class SessionReader:
         self.size = rest - self._num_chunks * TAG_BYTES
         if self._num_chunks < 1 or rest - (self._num_chunks - 1) * SEALED_CHUNK_BYTES < TAG_BYTES:
             raise SessionError(f"{self._path} is truncated: it has {self._file_bytes} bytes")
-        self._cipher = ChunkCipher(key, prefix[len(SEALED_MAGIC) :])
+        self._cipher = _cipher(key, prefix[len(SEALED_MAGIC) :])
         self._chunk(self._num_chunks - 1)  # its end is not cut off, and the key is the right one
 
     def _chunk(self, index: int) -> bytes:
@@ -171,6 +178,13 @@ class SessionReader:
         if len(data) != num_bytes:
             raise SessionError(f"{self._path} was cut off while it was read")
         return data
+
+
+def _cipher(key: bytes, file_id: bytes) -> ChunkCipher:
+    try:
+        return ChunkCipher(key, file_id)
+    except SealError as error:
+        raise SessionError(f"the session's key does not fit: {error.message}") from error
 
 
 def _open_regular(path: Path) -> int:

@@ -191,7 +191,7 @@ class SavedSession:
             if not 0 <= num_prompt <= len(tokens) or not 0 <= choice < 2**31:
                 _refuse("its sampling state makes no sense")
             params.check_vocabulary(self._model.vocab_size)
-        except (KeyError, ValueError, TypeError, RecursionError, RequestError):
+        except (KeyError, ValueError, TypeError, OverflowError, RecursionError, RequestError):
             _refuse("its sampling state makes no sense")
         return SavedState(tuple(tokens.tolist()), num_prompt, choice, params, positions)
 

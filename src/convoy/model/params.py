@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -69,8 +68,8 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: object, least: float, most: float) -> None:
-    usable = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not usable or not least <= value <= most:  # type: ignore[operator]
+    # compared, not converted: a whole number may be too large for a float
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         raise RequestError(f"{name} is {value!r}, expected a number from {least:g} to {most:g}", param=name)
 
 
