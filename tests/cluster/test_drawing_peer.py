@@ -76,7 +76,7 @@ ONE = DrawAnswer(5, 0.0, [], b"", "")
         (changed(token_id=1 << 40), "came back malformed: an answer has a token outside the vocabulary"),
         (changed(token_id=-3), "came back malformed: an answer has a token outside the vocabulary"),
         (changed(logits=bytes(1 << 20)), "1048576 bytes of logits, and none were asked for"),
-        (changed(top=[(1, 0.5)] * 21), "came back malformed: an answer has 21 alternatives, expected 0"),
+        (changed(top=[(1, 0.5)] * 20), "came back malformed: an answer has 20 alternatives, expected 0"),
         (lambda drawn: Drawn(drawn.number + 7, drawn.answers), "the end of step"),
         (lambda _: WireTensor("float32", (1, 192), bytes(192 * 4)), "the end of step"),
     ],

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import FrameError
+from convoy.model.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from convoy.wire.codec import decode_message, encode_message, frame_type_of
 from convoy.wire.messages import (
     MESSAGE_TYPES,
@@ -103,6 +104,29 @@ def test_a_list_that_claims_billions_of_entries_is_refused() -> None:
     step = bytes([0x95, 0x01, 0xDD]) + b"\xff\xff\xff\xff"
     with pytest.raises(FrameError):
         decode_message(FrameType.STEP, step)
+
+
+def test_what_a_peer_drew_is_bounded_before_it_is_built() -> None:
+    """A frame of 64 MiB would hold millions of empty entries, and more than a gigabyte of them."""
+    most = Drawn(5, [DrawAnswer(3, -0.5, [(3, -0.5)] * MAX_LOGPROBS, b"", "")])
+    assert decode_message(FrameType.DRAWN, encode_message(most)) == most
+    alternatives = Drawn(5, [DrawAnswer(3, -0.5, [(3, -0.5)] * (MAX_LOGPROBS + 1), b"", "")])
+    answers = Drawn(5, [DrawAnswer(0, 0.0, [], b"", "")] * (64 * 1024 + 1))
+    for message in (alternatives, answers):
+        with pytest.raises(FrameError):
+            decode_message(FrameType.DRAWN, encode_message(message))
+
+
+def test_as_many_biases_are_sent_as_a_request_may_have() -> None:
+    def draw(num_biases: int) -> Step:
+        request = DrawRequest(
+            9, 0, 1, 0.5, 0, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.0)] * num_biases, -1, -1, False, b"", b""
+        )
+        return Step(5, [], [], [Row(2, 5, 1, 1)], b"", [request])
+
+    assert decode_message(FrameType.STEP, encode_message(draw(MAX_LOGIT_BIAS))) == draw(MAX_LOGIT_BIAS)
+    with pytest.raises(FrameError):
+        decode_message(FrameType.STEP, encode_message(draw(MAX_LOGIT_BIAS + 1)))
 
 
 def test_the_error_does_not_quote_the_payload() -> None:

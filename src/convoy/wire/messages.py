@@ -52,6 +52,9 @@ PREFIX_TAG_BYTES = 16  # each of `Row.tag`, `Row.tags` and `BlockGrant.shared`
 
 Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
 Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
+# An empty entry has 3 bytes on the wire, and a hundred in memory.
+Biases = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=1024)]
+Alternatives = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=20)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -185,7 +188,7 @@ class DrawRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     repetition_penalty: float
     presence_penalty: float
     frequency_penalty: float
-    logit_bias: list[tuple[int, float]]
+    logit_bias: Biases
     logprobs: int  # alternatives to report; -1: no log-probability at all
     score: int  # the token to score; -1: draw one
     wants_logits: bool
@@ -198,7 +201,7 @@ class DrawAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     token_id: int
     logprob: float
-    top: list[tuple[int, float]]
+    top: Alternatives
     logits: bytes  # little-endian float32 per token of the vocabulary; empty unless asked for
     error: str
 
@@ -223,7 +226,7 @@ class Drawn(Message, frozen=True):
     """Owner of the output to head: this step passed every stage, with this for each of its outputs."""
 
     number: int
-    answers: list[DrawAnswer]
+    answers: Annotated[list[DrawAnswer], msgspec.Meta(max_length=64 * 1024)]
 
 
 Blocks = Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
