@@ -43,6 +43,12 @@ def test_what_was_never_measured_may_take_the_upper_bound(hand: Hand) -> None:
     assert clock.due_s() == hand.at_s + 60.0
 
 
+def test_a_step_that_came_back_while_somebody_asked_is_never_late(hand: Hand) -> None:
+    clock = StepClock(60.0, hand)
+    pass_steps(clock, hand, 0.001)
+    assert clock.allowed_s() == 60.0
+
+
 def test_quick_steps_are_late_after_a_second(hand: Hand) -> None:
     clock = StepClock(60.0, hand)
     pass_steps(clock, hand, 0.002)

@@ -261,6 +261,15 @@ def test_kv_of_another_shape_than_was_asked_for_ends_the_plan(pair: Pair, wrong:
         pair.carrier.read(2, 4, [0, 1])
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_kv_that_no_session_could_be_loaded_with_ends_the_plan(pair: Pair, number: float) -> None:
+    wrong = kv_of(1)
+    wrong[1, 0, 3] = number
+    pair.to_peer.to = lambda received: pair.deliver(tensor_of(wrong, number=received.step))
+    with pytest.raises(StageLost, match="beta sent K/V that is not finite"):
+        pair.carrier.read(2, 4, [0])
+
+
 def test_an_answer_of_the_wrong_kind_ends_the_plan(pair: Pair) -> None:
     def done(received: Received) -> None:
         if isinstance(received, ReceivedMessage):

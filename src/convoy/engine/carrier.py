@@ -2,7 +2,7 @@
 
 1. the head asks a peer (`ReadBlocks`), or tells it what comes (`WriteBlocks`) and sends a tensor
 2. the peer answers on the same link, with a tensor or a `BlocksDone`
-3. whoever answers, but was not asked, ends the plan
+3. whoever sends K/V, but was not asked, ends the plan
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class BlockCarrier:
         tensor = answer.tensor
         if (answer.boundary, tensor.dtype, tensor.shape) != (start, "float32", shape):
             raise StageLost(f"{one.member} sent K/V of shape {tensor.shape}, expected {shape}")
-        return np.frombuffer(tensor.data, dtype="<f4").reshape(shape)
+        found = np.frombuffer(tensor.data, dtype="<f4").reshape(shape)
+        if not np.isfinite(found).all():  # no stage has such, and no saved session may
+            raise StageLost(f"{one.member} sent K/V that is not finite")
+        return found
 
     def _write(self, one: StageAssignment, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
         if one.member == self._head:

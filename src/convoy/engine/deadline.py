@@ -64,7 +64,10 @@ class StepClock:
 
     def allowed_s(self) -> float:
         """How long the oldest step in flight may take from its start."""
-        oldest = self._sent[0]
+        sent = tuple(self._sent)
+        if not sent:  # it came back while another thread was about to ask
+            return self._unmeasured_s
+        oldest = sent[0]
         usual_s = self._usual_s(_size(oldest.work))
         if usual_s is None:
             return self._unmeasured_s * oldest.patience
