@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -335,6 +336,23 @@ def test_a_load_that_fails_leaves_the_session_as_it_was(engine: Engine, tmp_path
         session.sync(range(5))
         with pytest.raises(SessionError):
             session.load(tmp_path / "chat")
+        assert draw(session, 3) == expected(list(range(5)), 3)
+
+
+def test_a_load_whose_kv_is_wrong_leaves_the_session_as_it_was(engine: Engine, tmp_path: Path) -> None:
+    """That is found only after the tokens were: its digest is right."""
+    with Session(engine, MODEL, params=SamplingParams(temperature=0.5, seed=3)) as session:
+        session.sync(range(30))
+        session.save(tmp_path / "chat")
+    body = bytearray((tmp_path / "chat").read_bytes()[:-32])
+    body[-4:] = np.float32("nan").tobytes()
+    (tmp_path / "chat").write_bytes(body + hashlib.sha256(body).digest())
+    with Session(engine, MODEL) as session:
+        session.sync(range(5))
+        with pytest.raises(SessionError, match="not finite"):
+            session.load(tmp_path / "chat")
+        assert session.params.greedy
+        assert session.tokens == tuple(range(5))
         assert draw(session, 3) == expected(list(range(5)), 3)
 
 

@@ -188,13 +188,18 @@ class Session:
         self._check_open()
         blocks = SessionBlocks(self._engine, self.model)
         salt = secrets.token_bytes(32)
+        before = (self._salt, self._tokens, self._num_prompt, self.choice, self.params)
 
         def adopt(state: SavedState) -> None:
             self._let_go()
             self._salt, self._tokens, self._num_prompt = salt, list(state.tokens), state.num_prompt
             self.choice, self.params = state.choice, state.params
 
-        return blocks.load(Path(path), key, salt=salt, adopt=adopt, progress=progress or _unseen)
+        try:
+            return blocks.load(Path(path), key, salt=salt, adopt=adopt, progress=progress or _unseen)
+        except BaseException:
+            self._salt, self._tokens, self._num_prompt, self.choice, self.params = before
+            raise
 
     def close(self) -> None:
         """Give its blocks back. A second call does nothing."""
