@@ -97,16 +97,17 @@ class Engine:
 
         Raises `RequestError`, `QueueFull`, `Draining` or `StageLost`; nothing is queued then.
         """
-        check_request(
-            request,
-            vocab_size=self._tokenizer.vocab_size,
-            max_context=self._max_context,
-            pool=self._scheduler.pool,
-        )
         choices = make_choices(
             request, self._tokenizer, on_output, share_across_keys=self._options.share_across_keys
         )
         with self._changed:
+            # Under the lock: other stages may have less room, and what never fits would be tried for ever.
+            check_request(
+                request,
+                vocab_size=self._tokenizer.vocab_size,
+                max_context=self._max_context,
+                pool=self._scheduler.pool,
+            )
             self._raise_if_over()
             self._scheduler.add([choice.sequence for choice in choices])
             self._live.update((choice.sequence, choice) for choice in choices)
