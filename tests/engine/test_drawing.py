@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.engine.drawing import answer_of, draw_of, outcome_of, request_of
+from convoy.engine.limits import SchedulerLimits
 from convoy.errors import PeerError, StepError
 from convoy.model.draw import Draw, Outcome, draw
 from convoy.model.params import SamplingParams
-from convoy.wire.messages import DrawAnswer, DrawRequest
+from convoy.wire.codec import encode_message
+from convoy.wire.frame import MAX_PAYLOAD_BYTES
+from convoy.wire.messages import DrawAnswer, DrawRequest, FrameType, Step
 
 VOCAB = 40
 LOGITS = np.random.default_rng(3).normal(0, 4, VOCAB).astype(np.float32)
@@ -51,6 +54,15 @@ def over_the_wire(asked: Draw, logits: np.ndarray[Any, Any]) -> Outcome:
     request = msgspec.msgpack.decode(msgspec.msgpack.encode(request_of(asked)), type=DrawRequest)
     answer = answer_of(draw(logits, draw_of(request, VOCAB)))
     return outcome_of(msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=DrawAnswer), asked, VOCAB)
+
+
+def test_a_step_whose_draws_all_look_back_on_a_long_context_fits_in_its_frame() -> None:
+    """One that does not would end the engine, and any client could ask for it."""
+    limits = SchedulerLimits(num_blocks=1, block_size=16)
+    params = SamplingParams(repetition_penalty=1.1)
+    back = Draw(params, 0, 131_072, prompt_ids=range(65_536), generated_ids=range(65_536))
+    step = Step(0, [], [], [], b"", [request_of(back)] * (limits.max_batch + limits.max_drafts))
+    assert len(encode_message(step)) < MAX_PAYLOAD_BYTES[FrameType.STEP]
 
 
 @settings(derandomize=True, max_examples=400)

@@ -48,7 +48,7 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.ROSTER: 1024 * 1024 + 64,
     FrameType.CHALLENGE: 4 * 1024,
     FrameType.EVIDENCE: 64 * 1024,
-    FrameType.STEP: 16 * 1024 * 1024,
+    FrameType.STEP: 64 * 1024 * 1024,
     FrameType.HIDDEN: RECORD_BYTES,
     FrameType.STEP_FAILED: 16 * 1024,
     FrameType.DRAWN: 64 * 1024 * 1024,

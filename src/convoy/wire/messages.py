@@ -52,7 +52,8 @@ PREFIX_TAG_BYTES = 16  # each of `Row.tag`, `Row.tags` and `BlockGrant.shared`
 
 Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
 Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
-# An empty entry has 3 bytes on the wire, and a hundred in memory.
+# An empty entry has a few bytes on the wire, and a hundred or two in memory.
+Entries = msgspec.Meta(max_length=64 * 1024)
 Biases = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=1024)]
 Alternatives = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=20)]
 
@@ -214,19 +215,19 @@ class Step(Message, frozen=True):
 
     number: int
     released: list[int]  # sequences whose tables end
-    grants: list[BlockGrant]
-    rows: list[Row]
+    grants: Annotated[list[BlockGrant], Entries]
+    rows: Annotated[list[Row], Entries]
     tokens: (
         bytes  # little-endian uint32 per token of all rows for the owner of the embedding, otherwise empty
     )
-    draws: list[DrawRequest] = []
+    draws: Annotated[list[DrawRequest], Entries] = []
 
 
 class Drawn(Message, frozen=True):
     """Owner of the output to head: this step passed every stage, with this for each of its outputs."""
 
     number: int
-    answers: Annotated[list[DrawAnswer], msgspec.Meta(max_length=64 * 1024)]
+    answers: Annotated[list[DrawAnswer], Entries]
 
 
 Blocks = Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]
