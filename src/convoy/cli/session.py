@@ -213,7 +213,8 @@ def _answer(turn: Turn, tokenizer: Tokenizer, talk: Session) -> tuple[str, str]:
             print(piece, end="", flush=True)
 
     reason = "length"
-    for _ in range(turn.max_tokens):
+    # A full context ends the answer, and not the conversation: it can still be saved.
+    for _ in range(min(turn.max_tokens, talk.model.max_context - talk.position)):
         token = talk.sample().token_id
         if token in tokenizer.eos_ids:
             reason = "stop"
