@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,9 +16,10 @@ from convoy.cluster.peer import Peer
 from convoy.cluster.running import RunningCluster
 from convoy.engine.generation import generate
 from convoy.engine.request import GenerationRequest
-from convoy.errors import StageLost
+from convoy.errors import StageLost, StepError
 from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
+from convoy.model.stage import Stage
 from convoy.plan.memory import stage_bytes
 from convoy.plan.span import Span
 from convoy.transport.member import LocalMember
@@ -25,13 +27,14 @@ from convoy.transport.membership import Membership
 from convoy.transport.network import MemoryNetwork
 from convoy.trust.level import Level
 from convoy.trust.policy import Policy, SoftwareRule
-from convoy.wire.messages import StepFailed
+from convoy.wire.messages import Step, StepFailed
 from support.cluster import MEMBER, PeerThread
 from support.members import later, make_local_members, membership_of
 from support.waiting import wait_until
 
 SOURCE = ModelSource.resolve("demo-mini")
 ANSWER = "17"
+LONG = GenerationRequest(tuple(range(5, 35)), SamplingParams(temperature=0.0), 8)
 
 
 def small(num_layers: int = 2) -> MemberOptions:
@@ -232,3 +235,40 @@ def test_a_member_that_refuses_every_plan_is_left_out() -> None:
         link.send(StepFailed(0, "the ring is broken"), generation=generation)
         wait_until(lambda: stages(cluster) == ["alpha", "beta"])
         assert ask(cluster) == ANSWER
+
+
+def refuse_long_rows(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on none of this peer's stages can run a row of more than 20 tokens."""
+    run = Stage.run
+
+    def refuse(stage: Stage, step: Step, hidden: Any, tokens: Any) -> Any:
+        loaded = peer._loaded
+        if loaded is not None and loaded.stage is stage and any(row.num_tokens > 20 for row in step.rows):
+            raise StepError("there is no memory for a row of that size")
+        return run(stage, step, hidden, tokens)
+
+    monkeypatch.setattr(Stage, "run", refuse)
+
+
+def test_a_request_that_no_stage_can_run_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve(member=small(), prefill_chunk=64)
+        refuse_long_rows(s.peers["beta"].peer, monkeypatch)
+        with pytest.raises(StageLost, match=r"failed at the request 8 times in a row: .* no memory for a row"):
+            generate(cluster.engine, LONG)
+        short = GenerationRequest(LONG.prompt_ids[:9], SamplingParams(temperature=0.0), 8)
+        assert len(generate(cluster.engine, short).token_ids) > 0
+        assert stages(cluster) == ["alpha", "beta"]
+
+
+def test_a_member_that_fails_again_and_again_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        s.join("gamma")
+        cluster = s.serve(prefill_chunk=64)
+        undisturbed = generate(cluster.engine, LONG).token_ids
+        refuse_long_rows(s.peers["gamma"].peer, monkeypatch)
+        longer = replace(LONG, cache_salt=b"nobody's")
+        assert generate(cluster.engine, longer).token_ids == undisturbed
+        assert stages(cluster) == ["alpha", "beta"]

@@ -15,6 +15,7 @@ from convoy.engine.executor import StepResult
 from convoy.engine.generation import generate
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.recovered import Recovered, Renewal
+from convoy.engine.relapse import MAX_FAILURES
 from convoy.errors import CapacityError, ConvoyError, LinkClosed, ModelError, NotReady, StageLost, StepLate
 from convoy.model.text import Tokenizer
 from engine.test_engine import LIMITS, expected, request
@@ -253,4 +254,20 @@ def test_a_loss_while_nothing_runs_is_looked_for_when_somebody_says_so() -> None
     wait_until(lambda: engine.stats().recoveries)
     wait_until(lambda: engine.stats().ring_s is not None)
     engine.check_ready()
+    engine.close()
+
+
+def test_what_runs_whenever_stages_fail_ends_and_the_others_go_on() -> None:
+    relapses = [replace(recovered(fail_at=0), relapse=True) for _ in range(MAX_FAILURES)]
+    engine = start(FakeExecutor(fail_at=3), FakeRecovery([*relapses, recovered()]))
+    with pytest.raises(StageLost, match=f"failed at the request {MAX_FAILURES} times in a row"):
+        generate(engine, request([1, 2, 3], 20))
+    assert list(generate(engine, request([4], 20)).token_ids) == expected([4], 20)
+    engine.close()
+
+
+def test_losses_of_members_are_nobodys_fault() -> None:
+    losses = [recovered(fail_at=0) for _ in range(2 * MAX_FAILURES)]
+    engine = start(FakeExecutor(fail_at=3), FakeRecovery([*losses, recovered()]))
+    assert list(generate(engine, request([1, 2, 3], 20)).token_ids) == expected([1, 2, 3], 20)
     engine.close()

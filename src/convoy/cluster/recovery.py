@@ -37,6 +37,7 @@ _PING_S = 1.0
 _LOADING_PING_S = 3.0  # a member that loads is busy
 _LOOK_UP_S = 0.5
 _MAX_REFUSALS = 2  # of one peer, before the plan is tried without it
+_CALM_S = 60.0  # after so long without a failure, the next is a new one
 _MAX_RENEWALS = 5  # for one member that comes again and again
 _PATIENCE = 4  # looks at one step, before a member that cannot be spared gets its links made anew
 
@@ -61,6 +62,7 @@ class Recovery:
         self._late = _Late(-1)
         self._refusals: dict[str, int] = {}
         self._num_joined: dict[str, int] = {}
+        self._relapses, self._num_relapses, self._recovered_s = Backoff(), 0, 0.0
 
     def recover(self, error: StageLost) -> Recovered | None:
         """See `engine.recovered.Recovery`. Raises `StageLost` naming the missing layers."""
@@ -74,6 +76,10 @@ class Recovery:
         found_s = time.monotonic() - began_s
         self._head.stop()
         self._drop_silent()
+        if self._lost_text():
+            self._num_relapses = 0
+        else:
+            self._relapsed()
         lost = self._lost_text()
         _log.warning("%s; %s", error.message, lost or "every member is there")
         granted = self._find_stages(self._granted.placement)
@@ -83,7 +89,8 @@ class Recovery:
             found_s,
             granted.placement.route.describe(),
         )
-        return self._recovered(granted)
+        self._recovered_s = time.monotonic()
+        return self._recovered(granted, relapse=not lost)
 
     def has_use_for(self, name: str) -> bool:
         """Whether a member that came holds a stage in a better plan than the one that runs.
@@ -129,9 +136,24 @@ class Recovery:
         kept = self._granted.members - standbys <= proposal.members
         return proposal if kept and proposal.members - self._granted.members else None
 
-    def _recovered(self, granted: Granted) -> Recovered:
+    def _recovered(self, granted: Granted, *, relapse: bool = False) -> Recovered:
         assert self._head.executor is not None
-        return Recovered(self._head.executor, self._limits_of(granted), granted.max_context)
+        return Recovered(self._head.executor, self._limits_of(granted), granted.max_context, relapse)
+
+    def _relapsed(self) -> None:
+        """Every member is there, and yet the stages failed: once a wire did, again and again a member does.
+
+        It is given up if it can be spared. Otherwise each try waits longer.
+        """
+        if not self._num_relapses or time.monotonic() - self._recovered_s > _CALM_S:
+            self._relapses, self._num_relapses = Backoff(), 0
+        self._num_relapses += 1
+        executor = self._head.executor
+        blamed = executor.blamed if isinstance(executor, PipelineExecutor) else None
+        if self._num_relapses > _MAX_REFUSALS and blamed is not None and self._can_spare(blamed):
+            self._head.company.give_up(blamed, "it fails again and again", slow=True)
+            return
+        self._cancelled.wait(self._relapses.next_s())
 
     # Is anything lost?
 

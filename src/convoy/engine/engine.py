@@ -25,6 +25,7 @@ from convoy.engine.options import EngineOptions, EngineStats
 from convoy.engine.outputs import Output
 from convoy.engine.prefix import PrefixTags
 from convoy.engine.recovered import Recovered, Recovery, Renewal
+from convoy.engine.relapse import Relapses
 from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
@@ -76,6 +77,7 @@ class Engine:
         self._woken = False  # look at the ring now, instead of when the next probe is due
         self._renewal: Renewal | None = None
         self._recoveries = 0
+        self._relapses = Relapses()
         self._last_step_s: float | None = None
         self._ring_s: float | None = None
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -93,10 +95,7 @@ class Engine:
         self._prompt_tokens = self._generated_tokens = 0
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> RequestHandle:
-        """Queue a request.
-
-        Raises `RequestError`, `QueueFull`, `Draining` or `StageLost`; nothing is queued then.
-        """
+        """Queue one, or raise `RequestError`, `QueueFull`, `Draining` or `StageLost`."""
         choices = make_choices(
             request, self._tokenizer, on_output, share_across_keys=self._options.share_across_keys
         )
@@ -206,9 +205,7 @@ class Engine:
             self._changed.notify_all()
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Take no more requests, let running ones finish for ``drain_s`` seconds, then end the rest with an
-        error.
-        """
+        """Take no more requests; what still runs after ``drain_s`` seconds ends with an error."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -280,9 +277,12 @@ class Engine:
                 self._executor.close()
                 return
             self._failed = None
-            self._in_flight.clear()
             self._scheduler.reset(recovered.limits)
-            for group, reason in unfit(self._live.values(), self._max_context, self._scheduler.pool):
+            ran = [sequence for step in self._in_flight for sequence in step.scheduled.sequences]
+            self._in_flight.clear()
+            over = self._relapses.hopeless(self._live, ran, error) if recovered.relapse else []
+            over += unfit(self._live.values(), self._max_context, self._scheduler.pool)
+            for group, reason in over:
                 self._end_group(group, reason)
             self._recoveries += not isinstance(error, Renewal)
             self._last_step_s = None  # ready once a token has passed these stages

@@ -91,6 +91,7 @@ class PipelineExecutor:
         self._in_flight: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
         self._returned: dict[int, torch.Tensor | Drawn] = {}
+        self.blamed: str | None = None  # who failed first, or sent what no sound member sends
         self._guard = SendGuard(self.clock.allowed_s)
         self._carrier = BlockCarrier(
             stage,
@@ -119,6 +120,9 @@ class PipelineExecutor:
         is_stray = isinstance(received, ReceivedTensor) and received.kind is not FrameType.HIDDEN
         if is_end and (is_stray or link.peer != self._predecessor):
             received = ReceivedMessage(received.generation, received.step, _not_its_turn(received.step))
+        is_now = received.generation == self._options.generation
+        if isinstance(received, ReceivedMessage) and isinstance(received.message, StepFailed) and is_now:
+            self.blamed = self.blamed or link.peer
         self._carrier.note(received)
         self._arrivals.put(link, received, weight_of(received))
 
@@ -231,18 +235,18 @@ class PipelineExecutor:
         """The step in flight of which this is the end. Raises `StageLost`."""
         step = next((one.step for one in self._in_flight if one.step.number == number), None)
         if step is None or not expected or number in self._returned:
-            raise StageLost(f"the end of step {number} was not expected")
+            raise self._malformed(f"the end of step {number} was not expected")
         return step
 
     def _read(self, drawn: Drawn, running: _Running) -> StepResult:
         if len(drawn.answers) != len(running.draws):
             found, expected = len(drawn.answers), len(running.draws)
-            raise StageLost(f"step {drawn.number} came back with {found} draws, expected {expected}")
+            raise self._malformed(f"step {drawn.number} came back with {found} draws, expected {expected}")
         try:
             pairs = zip(drawn.answers, running.draws, strict=True)
             outcomes = tuple(outcome_of(answer, draw, self._stage.vocab_size) for answer, draw in pairs)
         except PeerError as error:
-            raise StageLost(f"step {drawn.number} came back malformed: {error.message}") from error
+            raise self._malformed(f"step {drawn.number} came back malformed: {error.message}") from error
         return StepResult(drawn.number, outcomes)
 
     def _accept_hidden(self, item: ReceivedTensor) -> None:
@@ -254,9 +258,13 @@ class PipelineExecutor:
                 item.tensor, hidden_size=self._stage.hidden_size, dtype=self._options.activation_dtype
             )
         except PeerError as error:
-            raise StageLost(f"step {item.step} came back malformed: {error.message}") from error
+            raise self._malformed(f"step {item.step} came back malformed: {error.message}") from error
         if hidden.shape[0] != expected:
-            raise StageLost(
+            raise self._malformed(
                 f"step {item.step} came back with {hidden.shape[0]} rows, expected {expected}"
             ) from StepError("row count")
         self._returned[item.step] = hidden
+
+    def _malformed(self, text: str) -> StageLost:
+        self.blamed = self.blamed or self._predecessor
+        return StageLost(text)

@@ -12,11 +12,15 @@ from convoy.errors import StageLost
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """Other stages, which know no sequence yet."""
+    """Other stages, which know no sequence yet.
+
+    ``relapse``: no member was lost, and yet the stages failed; so what was in flight may be why.
+    """
 
     executor: Executor
     limits: SchedulerLimits
     max_context: int
+    relapse: bool = False
 
 
 class Renewal(StageLost):
