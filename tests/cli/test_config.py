@@ -168,3 +168,8 @@ def test_what_the_file_says_of_the_engine_reaches_the_head(file: Path) -> None:
     # guesses are a choice of the command line's
     plain = head_options(Config())
     assert plain == replace(HeadOptions(), member=plain.member, speculate=plain.speculate)
+
+
+def test_prompts_are_shared_across_keys_only_where_the_file_says_so(file: Path) -> None:
+    assert not head_options(load(file, WHOLE)).share_across_keys
+    assert head_options(load(file, "[engine]\nshare_across_keys = true")).share_across_keys

@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -45,6 +46,9 @@ class Reader:
         self.error: BaseException | None = None
         self._request = ask(url, num_tokens)
         threading.Thread(target=self._read, daemon=True).start()
+
+    def has(self, num_lines: int) -> bool:
+        return len(self.lines) > num_lines
 
     def _read(self) -> None:
         try:
@@ -101,7 +105,7 @@ def test_a_stream_over_http_survives_a_killed_peer(tmp_path: Path) -> None:
         for kill in (False, True):
             reader = Reader(head.url, 200)
             if kill:
-                wait_for(lambda r=reader: len(r.lines) > 20)
+                wait_for(partial(reader.has, 20))
                 os.kill(head.peers()[-1].pid, signal.SIGKILL)
             assert reader.ended.wait(60)
             assert reader.error is None

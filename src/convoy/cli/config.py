@@ -6,7 +6,8 @@
     [serve]    host, port, api_key_file, max_waiting, drain_s   the HTTP server of a head
     [model]    name or path, kernel, activation_dtype, num_threads, memory_gb
     [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
-               many as stages), speculate (0: no guesses), block_size, num_blocks (0: as many as fit)
+               many as stages), speculate (0: no guesses), share_across_keys, block_size, num_blocks (0: as
+               many as fit)
     [plan]     layers = { alpha = "0:5,output", beta = "6:11" }, wait_s, recover_wait_s
 
 Every table and key is optional here; what a verb cannot do without, it asks for with a `require_` method.
@@ -96,6 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     prefill_window: InFlight = 0
     micro_batches: InFlight = 0
     speculate: Annotated[int, msgspec.Meta(ge=0, le=64)] = DEFAULT_SPECULATE
+    share_across_keys: bool = False
     level_chunks: bool = True
     block_size: Count = 16
     num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0

@@ -125,6 +125,7 @@ def head_options(config: Config) -> HeadOptions:
         prefill_window=engine.prefill_window,
         micro_batches=engine.micro_batches,
         speculate=engine.speculate,
+        share_across_keys=engine.share_across_keys,
         level_chunks=engine.level_chunks,
         max_waiting=config.serve.max_waiting,
     )

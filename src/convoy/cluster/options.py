@@ -53,6 +53,7 @@ class HeadOptions:
     flight, 0: as many as stages; ``prefill_window`` chunks of one prompt in flight, 0: as many as
     micro-batches. With ``level_chunks`` a chunk gets shorter as attention grows. ``max_batch`` 1 runs one
     sequence at a time. ``speculate`` is how many tokens are guessed at once, at most; 0: none.
+    With ``share_across_keys`` requests share K/V of a common prefix whoever asks.
     ``step_timeout_s``: how long a step may take as long as none was measured. ``recover_wait_s``: how long a
     lost member that nobody can stand in for may take to come back.
     """
@@ -73,6 +74,7 @@ class HeadOptions:
     micro_batches: int = 0
     level_chunks: bool = True
     speculate: int = 0
+    share_across_keys: bool = False
     max_waiting: int = 256
 
     def check(self) -> None:

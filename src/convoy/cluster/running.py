@@ -155,7 +155,7 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
         head.executor,
         tokenizer,
         limits_of(granted),
-        EngineOptions(max_context=granted.max_context),
+        EngineOptions(granted.max_context, share_across_keys=options.share_across_keys),
         options.drafter(spec),
         recovery=recovery,
     )
