@@ -183,6 +183,21 @@ def test_a_plan_that_is_not_newer_is_refused(
     assert "not newer than the last" in refused.reason
 
 
+def test_a_head_that_starts_again_may_have_a_clock_that_went_back(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread, source: ModelSource
+) -> None:
+    earlier = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
+    later = plan_for(source, Head(membership_of(members[0]), source, HEAD_OPTIONS, network))
+    assert later.generation > earlier.generation
+    for plan in (later, earlier):
+        talk = Conversation(members[0], members[1], network)
+        talk.ask(HELLO)
+        answer = talk.ask(plan, generation=plan.generation)
+        while not isinstance(answer, Ready | Refuse):
+            answer = talk.hear()
+        assert isinstance(answer, Ready)
+
+
 def test_a_plan_for_other_weights_is_refused_with_both_digests(
     members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread, source: ModelSource
 ) -> None:

@@ -166,6 +166,26 @@ def test_closing_ends_a_recovery_that_waits() -> None:
     assert isinstance(output, ErrorOutput)
 
 
+class TooLateRecovery(FakeRecovery):
+    """Finds other stages just when the engine is closed."""
+
+    def recover(self, error: StageLost) -> Recovered | None:
+        self.losses.append(error)
+        assert self.cancelled.wait(WAIT_S)
+        return recovered()
+
+
+def test_stages_that_come_while_the_engine_is_closed_run_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    recovery = TooLateRecovery([])
+    engine = start(FakeExecutor(fail_at=6), recovery)
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request([1], 20), outputs.put)
+    wait_until(lambda: recovery.losses)
+    engine.close()
+    assert not engine._thread.is_alive()
+    assert not caplog.records, "it ended by itself"
+
+
 def test_where_no_stages_are_to_be_had_every_request_ends_with_the_reason_until_there_are() -> None:
     recovery = FakeRecovery([StageLost("missing layers 4-11, beta is gone")])
     engine = start(FakeExecutor(fail_at=6), recovery)

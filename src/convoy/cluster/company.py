@@ -78,7 +78,8 @@ class Company:
         self._seeking = False
         self._closed = threading.Event()
         self._unsubscribe: Callable[[], None] = lambda: None
-        self._answers: queue.SimpleQueue[tuple[str, Reached]] = queue.SimpleQueue()
+        self._reached: dict[str, Reached] = {}  # the last answer of each
+        self._answered = threading.Condition()
         self._past_bytes = 0
         self._ends: dict[str, ConvoyError] = {}  # what the last link to each ended with
 
@@ -239,24 +240,22 @@ class Company:
 
     def positions(self, generation: int, names: set[str], timeout_s: float) -> dict[str, int]:
         """The last step that each has run and sent on, of those that answer in time."""
-        answers: queue.SimpleQueue[tuple[str, Reached]] = queue.SimpleQueue()
-        self._answers = answers
+        with self._answered:
+            self._reached.clear()
         for name, (link, _) in self.present().items():
             if name in names:
                 try:
                     link.post(Inquire(generation))
                 except ConvoyError as error:
                     _log.debug("%s cannot be asked: %s", name, error.message)
-        reached: dict[str, int] = {}
-        deadline_s = time.monotonic() + timeout_s
-        while names - reached.keys():
-            try:
-                name, answer = answers.get(timeout=max(0.0, deadline_s - time.monotonic()))
-            except queue.Empty:
-                break
-            if answer.generation == generation:
-                reached[name] = answer.step
-        return reached
+
+        def found() -> dict[str, int]:
+            answers = self._reached.items()
+            return {n: one.step for n, one in answers if n in names and one.generation == generation}
+
+        with self._answered:
+            self._answered.wait_for(lambda: len(found()) == len(names), timeout_s)
+            return found()
 
     def close(self, reason: str) -> None:
         """Say goodbye on every link. A second call does nothing."""
@@ -292,7 +291,9 @@ class Company:
         if self.vetting.attestation.takes(link, received):
             return
         if isinstance(received, ReceivedMessage) and isinstance(received.message, Reached):
-            self._answers.put((link.peer, received.message))
+            with self._answered:
+                self._reached[link.peer] = received.message
+                self._answered.notify_all()
             return
         mailbox = self._greeting.get(link)
         if mailbox is not None:

@@ -155,7 +155,7 @@ class Head:
             readies = self._gather_ready(mailbox, links, on_load)
             granted = self._activate(proposal, stage, mailbox, links, readies)
         except BaseException:
-            self.failed = mailbox.failed
+            self.failed = self.failed or mailbox.failed
             raise
         finally:
             self._receiver = None
@@ -258,6 +258,7 @@ class Head:
         # After a loss fewer are better than none: requests that need more end alone.
         least = self._options.num_blocks if self.granted is None and self._options.num_blocks else 1
         if fits[tightest] < least:
+            self.failed = tightest
             raise PlanError(
                 f"{tightest} has memory for {max(0, fits[tightest])} K/V blocks beside its weights, "
                 f"and at least {least} are needed",

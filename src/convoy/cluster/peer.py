@@ -93,7 +93,7 @@ class Peer:
         self._head: Link | None = None
         self._loaded: LoadedPlan | None = None
         self._kept: Stage | None = None  # of a plan that is over: its weights, for the next
-        self._generation = 0  # of the newest plan seen; an older one is a head that was given up
+        self._generation = 0  # of the newest plan on the head's link; what is older was given up
         self._stopping = False
 
     def run(self, bind: tuple[str, int]) -> None:
@@ -201,6 +201,8 @@ class Peer:
                 return
             self._forget("the head came back on a new link", everything=True)
             old.dismiss("the head came back on a new link")
+        if old is not link:
+            self._generation = 0  # only this link may plan from now on, by a clock that may have gone back
         self._head = link
         self._tell("head", f"{link.peer} is here")
         link.send(self._hello)

@@ -239,6 +239,7 @@ class Recovery:
                 return self._try_once(before)
             except CapacityError as error:
                 why: ConvoyError = error
+                self._count_refusal()
                 wait_s = min(_LOOK_UP_S, self._wait_s - waited_s)
                 left_s = self._wait_s - waited_s
                 self._say(f"{self._lost_text()}; waiting for a member for at most {left_s:.0f} s")
@@ -259,6 +260,7 @@ class Recovery:
 
     def _try_once(self, before: Placement | None) -> Granted:
         head = self._head
+        head.failed = None
         hellos = head.hellos()
         for name, count in self._refusals.items():
             if count >= _MAX_REFUSALS and head.planner.can_spare(name, hellos, self._granted.placement):

@@ -273,13 +273,13 @@ class Engine:
             return
         with self._changed:
             self._executor, self._max_context = recovered.executor, recovered.max_context
+            ran = [sequence for step in self._in_flight for sequence in step.scheduled.sequences]
+            self._in_flight.clear()
             if self._closing and self._failed is not None:  # meanwhile, with the executor of then
                 self._executor.close()
                 return
             self._failed = None
             self._scheduler.reset(recovered.limits)
-            ran = [sequence for step in self._in_flight for sequence in step.scheduled.sequences]
-            self._in_flight.clear()
             over = self._relapses.hopeless(self._live, ran, error) if recovered.relapse else []
             over += unfit(self._live.values(), self._max_context, self._scheduler.pool)
             for group, reason in over:
