@@ -153,7 +153,9 @@ class Recovery:
         if self._num_relapses > _MAX_REFUSALS and blamed is not None and self._can_spare(blamed):
             self._head.company.give_up(blamed, "it fails again and again", slow=True)
             return
-        self._cancelled.wait(self._relapses.next_s())
+        wait_s = self._relapses.next_s()
+        self._say(f"every member is there; the next try is in {wait_s:.1f} s")
+        self._cancelled.wait(wait_s)
 
     # Is anything lost?
 
