@@ -8,11 +8,12 @@ STAMP  := $(VENV)/.ready
 LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-adversary test-tpm test-chaos check bench clean
+.PHONY: help setup demo test test-survival test-adversary test-tpm test-chaos check bench clean
 
 help:
 	@echo "make demo    set up, then run the bundled model over two sealed processes"
 	@echo "make test    set up, then run every test (under 10 minutes on 2 cores)"
+	@echo "make test-survival  set up, then lose members of real clusters in every way and compare the text"
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm  install a software TPM (apt-get), then enrol it and demand it of real members"
 	@echo "make test-chaos  kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
@@ -47,6 +48,10 @@ demo: setup
 # Two at a time: much of it is waiting for processes. A file stays with one worker, so that its fixtures are made once.
 test: setup
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+# Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*.
+test-survival: setup
+	@$(BIN)/python -m pytest -o 'python_files=lose_*.py' --numprocesses 2 --dist loadfile tests/survival
 
 # Its files are not called test_*, so that `make test` leaves them out.
 test-adversary: setup

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from e2e.served import served
-from e2e.survival import wait_for
 from e2e.test_removal import Homes, _start, _url
+from survival.losing import wait_for
 
 pytestmark = pytest.mark.slow
 NAMES = ("alpha", "beta", "gamma")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from convoy.engine.session import Session
-from e2e.survival import PARAMS, survival
+from survival.losing import PARAMS, survival
 
 pytestmark = pytest.mark.slow
 PROMPT = list(range(20, 90))

@@ -12,7 +12,7 @@ import pytest
 from convoy.model.source import ModelSource
 from convoy.plan.memory import stage_bytes
 from convoy.plan.span import Span
-from e2e.survival import PARAMS, survival, wait_for
+from survival.losing import PARAMS, survival, wait_for
 
 pytestmark = pytest.mark.slow
 # From a death to the next token: two seconds, and what loading and replay take on a busy machine.
