@@ -56,7 +56,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def convoy(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", hidden=True)] = False,
     debug: Annotated[bool, typer.Option("--debug", hidden=True)] = False,  # noqa: ARG001 - named by its error
 ) -> None:
     """One model across several machines, over links that are always sealed."""

@@ -34,7 +34,7 @@ def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:
             layers_text(stage),
             format_bytes(stage.weight_bytes),
             format_seconds(stage.round_trip_s),
-            stage.cipher or "this process",
+            "this process" if stage.head else stage.cipher or "gone",
             "yes" if stage.sees_token_ids else "no",
             stage.level,
         )

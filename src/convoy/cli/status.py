@@ -51,6 +51,7 @@ def _print(health: dict[str, Any], cluster: ClusterStatus) -> None:
             ("K/V blocks", f"{cluster.free_blocks} of {cluster.num_blocks} free"),
             ("tokens", f"{cluster.prompt_tokens} of prompts, {cluster.generated_tokens} generated"),
             ("guesses", f"{cluster.drafted_tokens} run, {cluster.accepted_tokens} of them right"),
+            ("recoveries", str(cluster.recoveries)),
             ("ring", format_seconds(cluster.ring_s)),
         ]
     )

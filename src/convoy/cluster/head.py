@@ -337,6 +337,7 @@ class Head:
         link = self.links.get(name)
         return StageStatus(
             member=name,
+            head=name == self.name,
             level=self.vetting.level(name).text,
             start=assignment.start,
             end=assignment.end,

@@ -83,7 +83,7 @@ class Recovery:
         lost = self._lost_text()
         _log.warning("%s; %s", error.message, lost or "every member is there")
         granted = self._find_stages(self._granted.placement)
-        _log.info(
+        _log.warning(  # as loud as the loss: whoever read of that wants to know
             "recovered after %.3f s (of which %.3f s to find out): %s",
             time.monotonic() - began_s,
             found_s,

@@ -22,6 +22,7 @@ class StageStatus(msgspec.Struct, frozen=True):
     sealed_bytes_received: int = 0
     level: str = "none"  # what was proved of the member: none, self_signed or hardware
     link_id: str | None = None  # hex; None once the link is over
+    head: bool = False  # the one that answers: it has no link to itself
 
 
 class VerdictStatus(msgspec.Struct, frozen=True):

@@ -143,7 +143,7 @@ class SessionReader:
                 )
             return
         if key is None:
-            raise SessionError(f"{self._path} is sealed", hint="give the key file that it was saved with")
+            raise SessionError(f"{self._path} is sealed", hint="give its key: --key FILE")
         rest = self._file_bytes - _PREFIX_BYTES
         self._num_chunks = -(-rest // SEALED_CHUNK_BYTES)
         self.size = rest - self._num_chunks * TAG_BYTES

@@ -244,4 +244,7 @@ def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _refuse(why: str) -> NoReturn:
-    raise SessionError(f"this is no session that can be loaded: {why}")
+    raise SessionError(
+        f"this is no session that can be loaded: {why}",
+        hint="name a file that `convoy session --save` or `Session.save` wrote",
+    )
