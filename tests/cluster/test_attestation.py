@@ -49,8 +49,10 @@ class FakeHardware:
     tpm: LyingTpm = field(default_factory=LyingTpm)
     values: list[bytes] = field(default_factory=lambda: [ZERO] * 8)
     slow: threading.Event | None = None
+    begun: threading.Event = field(default_factory=threading.Event)
 
     def statement(self, _me: LocalMember, qualifying: bytes, registers: Sequence[int]) -> list[bytes]:
+        self.begun.set()
         if self.slow is not None:
             self.slow.wait(WAIT_S)
         bits = sum(1 << index for index in registers).to_bytes(3, "little")
@@ -226,6 +228,58 @@ def test_a_model_is_claimed_while_a_stage_is_held() -> None:
         assert "model" in alpha.fallen.get(timeout=WAIT_S).why
 
 
+def test_who_is_given_a_stage_is_asked_at_once_however_old_its_verdict_is() -> None:
+    hardware = FakeHardware()
+    policy = Policy(minimum=Level.HARDWARE, interval_s=3600, pcrs=(PcrRule(7, (ZERO,)),))
+    with two_sides(policy, hardware) as (alpha, _beta):
+        assert alpha.attestation.suffices(alpha.attestation.check([alpha.link])["beta"])
+        alpha.attestation.watch((), hold_stages=False)
+        hardware.values[7] = OTHER
+        alpha.attestation.watch([alpha.link], hold_stages=True)
+        assert "register 7" in alpha.fallen.get(timeout=WAIT_S).why
+
+
+def test_who_lets_the_plan_end_while_it_is_asked_is_asked_again_at_once_under_the_next() -> None:
+    hardware = FakeHardware(slow=threading.Event(), values=[OTHER] * 8)
+    policy = Policy(minimum=Level.HARDWARE, interval_s=3600, pcrs=(PcrRule(7, (ZERO,)),))
+    with two_sides(policy, hardware) as (alpha, beta):
+        assert hardware.slow is not None
+        alpha.attestation.watch([alpha.link], hold_stages=True)
+        assert hardware.begun.wait(WAIT_S)
+        alpha.attestation.watch((), hold_stages=False)
+        hardware.slow.set()
+        wait_until(lambda: alpha.passed)
+        alpha.attestation.watch([alpha.link], hold_stages=True)
+        assert "register 7" in alpha.fallen.get(timeout=WAIT_S).why
+        assert len(beta.passed) == 2, "what came for the plan that ended did not count"
+
+
+def test_an_answer_from_between_two_plans_is_neither_kept_nor_held_against_its_member() -> None:
+    hardware = FakeHardware(slow=threading.Event())
+    model = "ef" * 32
+    policy = Policy(minimum=Level.HARDWARE, interval_s=0.5, software=(SoftwareRule("model", (model,)),))
+    with two_sides(policy, hardware) as (alpha, beta):
+        assert hardware.slow is not None
+        alpha.attestation.watch([alpha.link], hold_stages=True)
+        assert hardware.begun.wait(WAIT_S)  # the claims were made, without a model
+        alpha.attestation.watch((), hold_stages=False)
+        beta.attestation.attester.model = model
+        alpha.attestation.watch([alpha.link], hold_stages=True)
+        hardware.slow.set()
+        wait_until(lambda: alpha.attestation.verdicts)
+        verdict = alpha.attestation.verdicts["beta"]
+        assert verdict.level is Level.HARDWARE, verdict.reasons
+        assert alpha.fallen.empty()
+
+
+def test_where_nothing_is_demanded_a_new_plan_asks_nobody() -> None:
+    with two_sides(Policy()) as (alpha, beta):
+        for _ in range(20):
+            alpha.attestation.watch([alpha.link], hold_stages=True)
+            alpha.link.ping(WAIT_S)
+        assert not beta.passed
+
+
 def test_the_package_digest_changes_with_any_file_and_not_with_bytecode(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("x = 1\n")
     (tmp_path / "room").mkdir()
@@ -318,6 +372,17 @@ def test_a_member_that_drifts_while_it_runs_is_lost_with_the_reason(
     [lost] = [record.message for record in caplog.records if record.message.endswith("beta is gone")]
     assert "beta has level none" in lost
     assert "package" in lost
+
+
+def test_a_member_that_drifted_long_ago_falls_at_the_next_plan() -> None:
+    policy = Policy(minimum=Level.SELF_SIGNED, interval_s=3600, software=(SoftwareRule("package", ()),))
+    with members_of() as (peers, start):
+        cluster = start(policy)
+        drifted(peers[0])
+        peers[1].stop()
+        wait_until(lambda: {stage.member for stage in cluster.status().stages} == {"alpha"})
+        wait_until(lambda: "beta" in cluster.head.vetting.excluded)
+        cluster.close()
 
 
 def test_a_peer_lets_no_head_plan_that_is_below_its_own_minimum() -> None:

@@ -1,7 +1,7 @@
 """Challenges and evidence on the links between a head and its peers, in both directions.
 
 Neither is on the path of a token: receiver threads only put things down here, one thread makes evidence, and
-another asks every watched member again at the policy's interval.
+another asks every watched member again at the policy's interval, and at once where others are watched.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from convoy.cluster.attester import Attester, TpmHardware
 from convoy.cluster.options import MemberOptions
@@ -22,6 +23,7 @@ from convoy.transport.member import LocalMember
 from convoy.transport.quiet import QuietLog
 from convoy.trust.appraisal import Context, appraise, asked_registers
 from convoy.trust.evidence import NONCE_BYTES, Occasion
+from convoy.trust.level import Level
 from convoy.trust.policy import Policy
 from convoy.trust.verdict import Verdict, no_evidence
 from convoy.wire.messages import Challenge, Evidence
@@ -66,6 +68,8 @@ class Attestation:
         self._closed = threading.Event()
         self._started: set[str] = set()
         self._watched: tuple[Link, ...] = ()
+        self._num_watches = 0
+        self._watch_anew = threading.Condition(self._lock)
         self._hold_stages = False
         self.verdicts: dict[str, Verdict] = {}
 
@@ -118,8 +122,9 @@ class Attestation:
     def close(self) -> None:
         """End both threads."""
         self._closed.set()
-        with self._wake:
+        with self._lock:
             self._wake.notify_all()
+            self._watch_anew.notify_all()
 
     # Verifier.
 
@@ -130,6 +135,13 @@ class Attestation:
 
         ``watch`` is called while waiting; what it raises ends the wait.
         """
+        verdicts = self._check(links, holds_stage=holds_stage, watch=watch)
+        self.verdicts.update(verdicts)
+        return verdicts
+
+    def _check(
+        self, links: Iterable[Link], *, holds_stage: bool, watch: Callable[[], None] | None = None
+    ) -> dict[str, Verdict]:
         asked = {link: self._ask(link) for link in links}
         deadline_s = time.monotonic() + self.policy.deadline_s
         verdicts = {}
@@ -140,7 +152,6 @@ class Attestation:
                 if time.monotonic() >= deadline_s or self._closed.is_set():
                     break
             verdicts[link.peer] = self._judge(link, one, holds_stage=holds_stage)
-        self.verdicts.update(verdicts)
         return verdicts
 
     def check_self(self) -> Verdict:
@@ -165,9 +176,15 @@ class Attestation:
         )
 
     def watch(self, links: Iterable[Link], *, hold_stages: bool) -> None:
-        """From now on, ask these again at the policy's interval."""
-        self._watched = tuple(links)
-        self._hold_stages = hold_stages
+        """From now on, ask these at the policy's interval; where it has a minimum, at once as well.
+
+        What was asked before counts no more: it may have been answered while no plan ran.
+        """
+        with self._lock:
+            self._watched = tuple(links)
+            self._hold_stages = hold_stages
+            self._num_watches += 1
+            self._watch_anew.notify_all()
         self._start("watch", self._watch_all)
 
     def _ask(self, link: Link) -> _Asked:
@@ -237,12 +254,29 @@ class Attestation:
                 _log.warning("no evidence for %s: %s", link.peer, error.message)
 
     def _watch_all(self) -> None:
-        while not self._closed.wait(self.policy.interval_s):
-            links = [link for link in self._watched if link in self._bindings]
-            verdicts = self.check(links, holds_stage=self._hold_stages)
-            for link in links:
-                verdict = verdicts[link.peer]
-                if self._closed.is_set() or link not in self._bindings or link not in self._watched:
-                    continue
-                if not self.suffices(verdict):
-                    self._on_fall(link, verdict)
+        checked = 0  # the newest watch whose members were asked
+        while True:
+            with self._watch_anew:
+                self._watch_anew.wait_for(partial(self._is_due, checked), self.policy.interval_s)
+                if self._closed.is_set():
+                    return
+                checked, hold_stages = self._num_watches, self._hold_stages
+                links = [link for link in self._watched if link in self._bindings]
+            verdicts = self._check(links, holds_stage=hold_stages)
+            for link in self._fallen(links, verdicts, checked):
+                if link in self._bindings:
+                    self._on_fall(link, verdicts[link.peer])
+
+    def _is_due(self, checked: int) -> bool:
+        """Before the interval is over. The caller holds the lock."""
+        is_new = bool(self._watched) and self._num_watches != checked
+        return self._closed.is_set() or (is_new and self.policy.minimum > Level.NONE)
+
+    def _fallen(self, links: list[Link], verdicts: dict[str, Verdict], checked: int) -> list[Link]:
+        """Keep verdicts that still count. Who is below the minimum, even if a plan ends right after this."""
+        with self._lock:
+            if self._closed.is_set() or self._num_watches != checked:
+                return []
+            here = [link for link in links if link in self._bindings]
+            self.verdicts.update({link.peer: verdicts[link.peer] for link in here})
+        return [link for link in here if not self.suffices(verdicts[link.peer])]

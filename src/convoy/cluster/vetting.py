@@ -61,7 +61,7 @@ class Vetting:
         ]
 
     def watch(self, links: dict[str, Link], plan: Plan) -> None:
-        """The plan runs: ask those who have a stage again at the policy's interval."""
+        """The plan runs: ask those who have a stage, now where there is a minimum, and at its interval."""
         self.attestation.attester.model = plan.model_digest
         holders = [links[stage.member] for stage in plan.stages if stage.member in links]
         if holders:
