@@ -183,6 +183,8 @@ def _talk(turn: Turn, key: bytes | None, cluster: RunningCluster, talk: Session)
     num_run = talk.sync(turn.tokens(cluster.tokenizer, talk.tokens))
     first_s = time.monotonic() - began_s
     text, reason = ("", "none") if turn.prompt is None else _answer(turn, cluster.tokenizer, talk)
+    if reason == "length":
+        tell(f"the answer was cut off after {turn.max_tokens} tokens: --max-tokens allows more")
     if turn.save is not None:
         talk.save(turn.save, key)
         sealed = "sealed" if key is not None else "readable for whoever can read the file"
