@@ -186,6 +186,40 @@ def test_stages_that_come_while_the_engine_is_closed_run_nothing(caplog: pytest.
     assert not caplog.records, "it ended by itself"
 
 
+class FullRing(FakeExecutor):
+    """Holds a step until it is closed; then the ring says that it is broken, whenever it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+        self.held = threading.Event()
+        self.broken = threading.Event()
+
+    def collect(self) -> StepResult:
+        if len(self.steps) < 4:
+            return super().collect()
+        self.held.set()
+        assert self.broken.wait(WAIT_S)
+        self.num_asked += 1
+        raise StepLate("a step did not come back within 1 s")
+
+    def close(self) -> None:
+        self.broken.set()
+
+
+def test_a_full_ring_that_breaks_while_the_engine_is_closed_is_asked_once() -> None:
+    executor = FullRing()
+    recovery = FakeRecovery([])
+    engine = start(executor, recovery)
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    engine.submit(request([1], 20), outputs.put)
+    assert executor.held.wait(WAIT_S)
+    engine.close()
+    assert not engine._thread.is_alive()
+    assert executor.num_asked == 1
+    assert not recovery.losses
+
+
 def test_where_no_stages_are_to_be_had_every_request_ends_with_the_reason_until_there_are() -> None:
     recovery = FakeRecovery([StageLost("missing layers 4-11, beta is gone")])
     engine = start(FakeExecutor(fail_at=6), recovery)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
-from convoy.errors import QueueFull
+from convoy.errors import QueueFull, RequestError
 
 LIMITS = SchedulerLimits(
     prefill_window=8,
@@ -91,6 +91,25 @@ def test_a_full_queue_refuses_a_request_whole() -> None:
     with pytest.raises(QueueFull, match="1 answers wait already, 2 more were asked for, and at most 2 may"):
         scheduler.add([make_sequence(2), make_sequence(2)])
     assert len(scheduler.waiting) == 1
+
+
+def test_a_sequence_that_may_outgrow_the_whole_pool_is_refused() -> None:
+    scheduler = Scheduler(replace(LIMITS, num_blocks=5))
+    scheduler.add([make_sequence(12, max_tokens=8)])
+    text = "may have 21 tokens, and all 5 K/V blocks hold 20"
+    with pytest.raises(RequestError, match=text):
+        scheduler.add([make_sequence(2), make_sequence(12, max_tokens=9)])
+    assert len(scheduler.waiting) == 1
+
+
+def test_one_that_outgrew_the_pool_is_told_where_it_was_admitted_for_ever() -> None:
+    scheduler = Scheduler(replace(LIMITS, num_blocks=5, max_step_tokens=64, prefill_chunk=64))
+    sequence = make_sequence(20, max_tokens=0)
+    scheduler.add([sequence])
+    scheduler.collected(scheduled_now(scheduler))
+    sequence.tokens.append(1)
+    with pytest.raises(AssertionError, match="outgrew the whole pool"):
+        scheduler.schedule()
 
 
 def test_finishing_frees_the_blocks_within_the_next_step() -> None:

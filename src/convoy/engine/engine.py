@@ -263,6 +263,7 @@ class Engine:
         with self._changed:
             self._recovering = self._failed is None
         if not self._recovering:
+            self._in_flight.clear()  # or a full ring would be asked for them again and again
             return
         try:
             recovered = self._ask(recovery, error)

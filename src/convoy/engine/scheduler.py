@@ -101,6 +101,14 @@ class Scheduler:
                 hint="try again later, or raise engine.max_waiting",
             )
         for sequence in sequences:
+            most = max(len(sequence.tokens), sequence.num_prompt + sequence.max_tokens)
+            if self.pool.blocks_for(most) > self.pool.num_blocks:
+                raise RequestError(
+                    f"a sequence may have {most} tokens, and all {self.pool.num_blocks} K/V blocks hold "
+                    f"{self.pool.num_blocks * self.limits.block_size}",
+                    param="max_tokens",
+                )
+        for sequence in sequences:
             sequence.tags = [self._tags.root(sequence.salt)]
         self.waiting.extend(sequences)
 
@@ -257,6 +265,9 @@ class Scheduler:
             # Preempted while its sample was in flight: that token belongs to what must be recomputed.
             if sequence.num_in_flight:
                 return
+            # Or it would be admitted and preempted for ever, within this very call.
+            fits = self.pool.blocks_for(len(sequence.tokens)) <= self.pool.num_blocks
+            assert fits, "a sequence outgrew the whole pool"
             shared = self._find_prefix(sequence)
             # and one to go on with, if there can be: a session may fill the pool to the last place
             room = min(self.pool.blocks_for(len(sequence.tokens) + 1), self.pool.num_blocks)
