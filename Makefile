@@ -46,12 +46,15 @@ demo: setup
 	@$(BIN)/convoy demo
 
 # Two at a time: much of it is waiting for processes. A file stays with one worker, so that its fixtures are made once.
+# A worker that is killed is not replaced: its test has failed by name, and with a new one pytest-xdist would wait for ever.
+PARALLEL := --numprocesses 2 --dist loadfile --max-worker-restart 0
+
 test: setup
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest $(PARALLEL)
 
 # Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*.
 test-survival: setup
-	@$(BIN)/python -m pytest -o 'python_files=lose_*.py' --numprocesses 2 --dist loadfile tests/survival
+	@$(BIN)/python -m pytest -o 'python_files=lose_*.py' $(PARALLEL) tests/survival
 
 # Its files are not called test_*, so that `make test` leaves them out.
 test-adversary: setup

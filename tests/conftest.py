@@ -1,0 +1,29 @@
+"""What holds for every test: the same examples in every run, and no worker that takes the machine with it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import settings
+
+MAX_WORKER_BYTES = 8 << 30  # the largest worker of a whole run stays under a third of it
+
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+# to look for what those examples miss: --hypothesis-profile random --hypothesis-seed 7
+settings.register_profile("random", deadline=None)
+settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A test that runs away fails with MemoryError and its name, where the system would kill some process.
+
+    Data, not address space: torch and the threads reserve far more than they use. Elsewhere than on Linux
+    such a limit bounds nothing.
+    """
+    if hasattr(config, "workerinput") and sys.platform == "linux":
+        import resource
+
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = MAX_WORKER_BYTES if hard == resource.RLIM_INFINITY else min(hard, MAX_WORKER_BYTES)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
