@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import cast
 
+from convoy.engine.pulse import Pulse
 from convoy.engine.send_guard import SendGuard
 from convoy.transport.link import Link
 
@@ -45,4 +46,24 @@ def test_a_send_that_ended_in_time_costs_no_link() -> None:
     assert hung.dismissed.wait(WAIT_S)
     assert looked.is_set()
     assert not quick.dismissed.is_set()
+    guard.close()
+
+
+def test_a_send_that_is_long_takes_its_time_while_the_peer_is_there() -> None:
+    looked = threading.Semaphore(0)
+
+    class Beats:
+        gone = False
+
+        def is_gone(self) -> bool:
+            looked.release()
+            return self.gone
+
+    guard, link, pulse = SendGuard(lambda: 0.0), FakeLink(), Beats()
+    guard.begin(cast(Link, link), cast(Pulse, pulse))
+    for _ in range(2):
+        assert looked.acquire(timeout=WAIT_S)
+    assert not link.dismissed.is_set()
+    pulse.gone = True
+    assert link.dismissed.wait(WAIT_S)
     guard.close()

@@ -14,6 +14,7 @@ import torch
 
 from convoy.engine.carrier import BlockCarrier
 from convoy.engine.keeper import BlockKeeper
+from convoy.engine.send_guard import SendGuard
 from convoy.errors import LinkBroken, StageLost, StepError
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
@@ -49,6 +50,11 @@ class Wire:
     def __init__(self, peer: str, to: Callable[[Received], None]) -> None:
         self.peer = peer
         self.to = to
+
+    sent_sealed_bytes = received_sealed_bytes = 0
+
+    def ping(self, timeout_s: float) -> float:
+        return 0.0
 
     def send(self, message: Message, *, generation: int, step: int) -> None:
         self.to(ReceivedMessage(generation, step, message))
@@ -208,7 +214,11 @@ class Pair:
 
         self.to_peer = Wire("beta", hear)
         links = {"beta": cast(Link, self.to_peer)}
-        self.carrier = BlockCarrier(self.head, STAGES, "alpha", links, generation=GENERATION, timeout_s=0.2)
+        guard = SendGuard(lambda: 60.0)
+        guard.close()  # nothing is sent but within this thread
+        self.carrier = BlockCarrier(
+            self.head, STAGES, "alpha", links, generation=GENERATION, timeout_s=0.2, guard=guard
+        )
         self.taken: list[bool] = []
 
     def deliver(self, received: Received) -> None:

@@ -2,11 +2,13 @@
 
 1. the head asks a peer (`ReadBlocks`), or tells it what comes (`WriteBlocks`) and sends a tensor
 2. the peer answers on the same link, with a tensor or a `BlocksDone`
-3. whoever sends K/V, but was not asked, ends the plan
+3. a peer that neither moves anything on its link nor answers a ping meanwhile is lost within two seconds
+4. whoever sends K/V, but was not asked, ends the plan
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Sequence
@@ -15,6 +17,8 @@ import numpy as np
 import torch
 
 from convoy.engine.executor import Kv
+from convoy.engine.pulse import Pulse, patience_after
+from convoy.engine.send_guard import SendGuard
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, StageLost, StepError
 from convoy.model.stage import Stage
 from convoy.model.tensors import to_wire
@@ -24,12 +28,14 @@ from convoy.wire.messages import BlocksDone, FrameType, ReadBlocks, StageAssignm
 from convoy.wire.tensor import WireTensor
 
 _FLOOR_BYTES_PER_S = 256 * 1024.0
+_LOOK_S = 0.25
 
 
 class BlockCarrier:
     """Reads and writes blocks over the head's own stage (if it has layers) and its peers'.
 
-    One thread reads and writes, while no step is in flight.
+    One thread reads and writes, while no step is in flight. ``guard`` ends the link of a peer that takes
+    nothing; ``timeout_s``: how long one that is there may take, beside what its bytes take.
     """
 
     def __init__(
@@ -41,6 +47,7 @@ class BlockCarrier:
         *,
         generation: int,
         timeout_s: float,
+        guard: SendGuard,
     ) -> None:
         self._stage = stage
         self._stages = tuple(stages)
@@ -48,6 +55,7 @@ class BlockCarrier:
         self._links = links
         self._generation = generation
         self._timeout_s = timeout_s
+        self._guard = guard
         self._number = 0
         self._asked: tuple[str, int] | None = None  # who may answer, once, and with which number
         self._arrivals: Inbox[Received | ConvoyError] = Inbox()
@@ -92,8 +100,8 @@ class BlockCarrier:
         number = self._begin(one.member)
         ask = ReadBlocks(number, self._stage.model_digest, start, end, list(blocks))
         shape = self._stage.kv_shape(end - start, len(blocks))
-        self._send(one.member, ask, None)
-        answer = self._await(one.member, 4.0 * float(np.prod(shape)))
+        pulse = self._send(one.member, ask, None)
+        answer = self._await(one.member, pulse, 4.0 * float(np.prod(shape)))
         if not isinstance(answer, ReceivedTensor):
             raise StageLost(f"{one.member} answered a reading of K/V by saying that it is done")
         tensor = answer.tensor
@@ -110,8 +118,8 @@ class BlockCarrier:
             return
         number = self._begin(one.member)
         said = WriteBlocks(number, self._stage.model_digest, list(blocks), b"".join(tags))
-        self._send(one.member, said, (to_wire(torch.from_numpy(kv)), one.start))
-        if isinstance(self._await(one.member, float(kv.nbytes)), ReceivedTensor):
+        pulse = self._send(one.member, said, (to_wire(torch.from_numpy(kv)), one.start))
+        if isinstance(self._await(one.member, pulse, float(kv.nbytes)), ReceivedTensor):
             raise StageLost(f"{one.member} answered a writing of K/V with K/V")
 
     def _begin(self, member: str) -> int:
@@ -121,11 +129,14 @@ class BlockCarrier:
 
     def _send(
         self, member: str, message: ReadBlocks | WriteBlocks, tensor: tuple[WireTensor, int] | None
-    ) -> None:
+    ) -> Pulse:
+        """Returns by what to see whether the peer is still there."""
         generation, number = self._generation, message.number
         link = self._links.get(member)
         if link is None:
             raise StageLost(f"there is no link to {member}")
+        began_s = time.monotonic()
+        self._guard.begin(link, Pulse(link))
         try:
             link.send(message, generation=generation, step=number)
             if tensor is not None:
@@ -134,22 +145,31 @@ class BlockCarrier:
                 link.send_tensor(kv, generation=generation, step=number, boundary=boundary, kind=kind)
         except (LinkBroken, LinkClosed) as error:
             raise StageLost(f"a stage could not be reached: {error.message}") from error
+        finally:
+            self._guard.end()
+        num_bytes = 0 if tensor is None else tensor[0].nbytes
+        return Pulse(link, patience_s=patience_after(num_bytes, time.monotonic() - began_s))
 
-    def _await(self, member: str, num_bytes: float) -> Received:
+    def _await(self, member: str, pulse: Pulse, num_bytes: float) -> Received:
         """Raises `StageLost`, and `StepError` for what the peer refused."""
-        within_s = self._timeout_s + num_bytes / _FLOOR_BYTES_PER_S
-        deadline_s = time.monotonic() + within_s
-        try:
-            answer = self._arrivals.get(deadline_s - time.monotonic())
-        except queue.Empty:
-            self._asked = None
-            raise StageLost(f"{member} did not answer for its K/V within {within_s:.3g} s") from None
+        answer = self._arrival(member, pulse, self._timeout_s + num_bytes / _FLOOR_BYTES_PER_S)
         if isinstance(answer, ConvoyError):
             raise StageLost(answer.message, hint=answer.hint) from answer
         said = answer.message if isinstance(answer, ReceivedMessage) else None
         if isinstance(said, BlocksDone) and said.error:
             raise StepError(f"{member} refused K/V of a session: {said.error}")
         return answer
+
+    def _arrival(self, member: str, pulse: Pulse, within_s: float) -> Received | ConvoyError:
+        deadline_s = time.monotonic() + within_s
+        while (left_s := deadline_s - time.monotonic()) > 0.0:
+            with contextlib.suppress(queue.Empty):
+                return self._arrivals.get(min(_LOOK_S, left_s))
+            if pulse.is_gone():
+                self._asked = None
+                raise StageLost(f"{member} hangs: nothing moves on its link, and it answers no ping")
+        self._asked = None
+        raise StageLost(f"{member} did not answer for its K/V within {within_s:.3g} s")
 
 
 def _is_answer(received: Received) -> bool:

@@ -100,6 +100,7 @@ class PipelineExecutor:
             links,
             generation=options.generation,
             timeout_s=options.step_timeout_s,
+            guard=self._guard,
         )
 
     def _max_arrived_bytes(self) -> int:
