@@ -276,7 +276,7 @@ def test_many_streams_share_what_may_be_guessed_in_a_step() -> None:
 
 def test_guesses_cost_nobody_blocks() -> None:
     limits = replace(LIMITS, num_blocks=6, max_step_tokens=64)
-    scheduler = decoding(limits, 3)
+    scheduler = decoding(limits, 3, max_tokens=21)
     for _ in range(4):
         rows = scheduled_rows(scheduler)
     assert scheduler.num_preempted == 0, "8 tokens of each fit as long as no guess takes another's block"

@@ -17,51 +17,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from typing import Protocol
-
-import numpy as np
 
 from convoy.engine.blocks import BlockPool
+from convoy.engine.composition import Composition, Scheduled
+from convoy.engine.drafter import Drafter
 from convoy.engine.limits import SchedulerLimits
 from convoy.engine.prefix import PrefixTags
+from convoy.engine.prefix_cache import PrefixCache
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.errors import QueueFull, RequestError
-from convoy.wire.messages import BlockGrant, Row, Step
+from convoy.wire.messages import BlockGrant
 
 __all__ = ["Drafter", "Scheduled", "Scheduler", "SchedulerLimits"]
-
-
-class Drafter(Protocol):
-    """Guesses what a sequence says next."""
-
-    def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
-        """At most ``max_tokens`` guesses; none is fine."""
-
-    def learn(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """What came of the last guesses."""
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A step and, for each of its rows, the sequence it belongs to and the drafts at its end."""
-
-    step: Step
-    sequences: tuple[Sequence, ...]
-    drafts: tuple[tuple[int, ...], ...]
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step in the making: how many tokens of whom, drafts included."""
-
-    rows: dict[Sequence, int] = field(default_factory=dict)
-    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
-    grants: list[BlockGrant] = field(default_factory=list)
-    num_tokens: int = 0
 
 
 class Scheduler:
@@ -73,10 +40,9 @@ class Scheduler:
     def __init__(
         self, limits: SchedulerLimits, tags: PrefixTags | None = None, drafter: Drafter | None = None
     ) -> None:
-        self.limits = limits
         self._tags = tags or PrefixTags(limits.block_size)
         self._drafter = drafter
-        self.pool = BlockPool(limits.num_blocks, limits.block_size)
+        self._make_pool(limits)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.idle: list[Sequence] = []  # the one that has been so for longest first
@@ -143,13 +109,12 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.num_scheduled = sequence.num_in_flight = 0
         self._num_in_flight = 0
-        self.limits = limits
-        self.pool = BlockPool(limits.num_blocks, limits.block_size)
+        self._make_pool(limits)
         self._released = []
 
     def schedule(self) -> Scheduled | None:
         """The next step, or None when nothing can run now. With no rows it only carries releases."""
-        plan = _Plan()
+        plan = Composition()
         self._wake()
         if self._num_in_flight < self._max_in_flight():
             self._plan_decodes(plan)
@@ -161,7 +126,7 @@ class Scheduler:
 
     def probe(self) -> Scheduled:
         """A step without rows: it passes every stage and comes back."""
-        return self._commit_plan(_Plan())
+        return self._commit_plan(Composition())
 
     def collected(self, scheduled: Scheduled) -> None:
         """A step came back from the stages."""
@@ -193,7 +158,7 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING and num_accepted:
             start = sequence.num_scheduled
             sequence.num_scheduled += num_accepted
-            self._label(sequence, start, sequence.num_scheduled)
+            self._prefixes.label(sequence, start, sequence.num_scheduled)
 
     def tags_of(self, tokens: SequenceOf[int], salt: bytes, num_blocks: int) -> list[bytes]:
         """The tags at the ends of the first blocks of these tokens."""
@@ -208,6 +173,11 @@ class Scheduler:
         if not owners:
             assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are owned"
 
+    def _make_pool(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks, limits.block_size)
+        self._prefixes = PrefixCache(self.pool, self._tags, enabled=limits.prefix_cache)
+
     def _wake(self) -> None:
         for sequence in [s for s in self.idle if s.num_pending]:
             if len(self.running) < self.limits.max_batch:
@@ -215,7 +185,7 @@ class Scheduler:
                 self.running.append(sequence)
                 sequence.state = SequenceState.RUNNING
 
-    def _plan_decodes(self, plan: _Plan) -> None:
+    def _plan_decodes(self, plan: Composition) -> None:
         max_rows = self._max_rows()
         for sequence in list(self.running):
             if len(plan.rows) >= max_rows or self._budget(plan) == 0:
@@ -236,7 +206,7 @@ class Scheduler:
         limits = self.limits
         return limits.micro_batches if self._num_streams() else max(limits.micro_batches, limits.max_chunks)
 
-    def _draft(self, sequence: Sequence, plan: _Plan, max_rows: int) -> list[int]:
+    def _draft(self, sequence: Sequence, plan: Composition, max_rows: int) -> list[int]:
         """Guesses for a decode: none that would cost another sequence its place in the step or its blocks."""
         if self._drafter is None or sequence.num_in_flight or sequence.all_outputs:
             return []
@@ -250,7 +220,7 @@ class Scheduler:
         )
         return self._drafter.propose(sequence, most)[:most] if most > 0 else []
 
-    def _plan_prefills(self, plan: _Plan) -> None:
+    def _plan_prefills(self, plan: Composition) -> None:
         for sequence in list(self.running):
             if (
                 sequence.num_pending > 1
@@ -259,7 +229,7 @@ class Scheduler:
             ):
                 self._plan_chunk(sequence, plan)
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: Composition) -> None:
         while self.waiting and len(self.running) < self.limits.max_batch and self._budget(plan) > 0:
             sequence = self.waiting[0]
             # Preempted while its sample was in flight: that token belongs to what must be recomputed.
@@ -268,7 +238,7 @@ class Scheduler:
             # Or it would be admitted and preempted for ever, within this very call.
             fits = self.pool.blocks_for(len(sequence.tokens)) <= self.pool.num_blocks
             assert fits, "a sequence outgrew the whole pool"
-            shared = self._find_prefix(sequence)
+            shared = self._prefixes.find(sequence)
             # and one to go on with, if there can be: a session may fill the pool to the last place
             room = min(self.pool.blocks_for(len(sequence.tokens) + 1), self.pool.num_blocks)
             needed = room - len(shared)
@@ -280,31 +250,13 @@ class Scheduler:
             sequence.state = SequenceState.RUNNING
             sequence.table_id = self._next_table_id
             self._next_table_id += 1
-            self._share(sequence, shared, plan)
+            self.num_cached_tokens += len(shared) * self.limits.block_size
+            grant = self._prefixes.share(sequence, shared)
+            if grant is not None:
+                plan.grants.append(grant)
             self._plan_chunk(sequence, plan)
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks of known prefix; the last token is never in one, because something has to run."""
-        if not self.limits.prefix_cache or sequence.all_outputs:
-            return []
-        num_blocks = (len(sequence.tokens) - 1) // self.limits.block_size
-        self._tags.extend(sequence.tags, sequence.tokens, num_blocks)
-        return self.pool.find(sequence.tags[1 : num_blocks + 1])
-
-    def _share(self, sequence: Sequence, blocks: list[int], plan: _Plan) -> None:
-        num_tokens = len(blocks) * self.limits.block_size
-        if sequence.num_cached is None:
-            sequence.num_cached = num_tokens
-        if not blocks:
-            return
-        self.pool.share(blocks)
-        self.num_cached_tokens += num_tokens
-        sequence.blocks.extend(blocks)
-        sequence.num_scheduled = num_tokens
-        shared = sequence.tags[1 : len(blocks) + 1]
-        plan.grants.append(BlockGrant(sequence.table_id, 0, list(blocks), b"".join(shared)))
-
-    def _plan_chunk(self, sequence: Sequence, plan: _Plan) -> None:
+    def _plan_chunk(self, sequence: Sequence, plan: Composition) -> None:
         most = self.limits.prefill_chunk
         if self.limits.cost is not None:
             most = self.limits.cost.level_chunk(sequence.num_scheduled, most)
@@ -313,7 +265,7 @@ class Scheduler:
             self._plan_row(sequence, num_tokens, plan)
 
     def _plan_row(
-        self, sequence: Sequence, num_tokens: int, plan: _Plan, drafts: SequenceOf[int] = ()
+        self, sequence: Sequence, num_tokens: int, plan: Composition, drafts: SequenceOf[int] = ()
     ) -> None:
         if sequence.state is not SequenceState.RUNNING:  # preempted a moment ago, for another row
             return
@@ -330,12 +282,9 @@ class Scheduler:
             blocks = self.pool.allocate(needed)
             sequence.blocks.extend(blocks)
             plan.grants.append(BlockGrant(sequence.table_id, 0, blocks))
-        plan.rows[sequence] = num_tokens
-        plan.num_tokens += num_tokens
-        if drafts:
-            plan.drafts[sequence] = list(drafts)
+        plan.add(sequence, num_tokens, drafts)
 
-    def _budget(self, plan: _Plan) -> int:
+    def _budget(self, plan: Composition) -> int:
         return self.limits.max_step_tokens - plan.num_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -360,45 +309,14 @@ class Scheduler:
         sequence.blocks.clear()
         self._released.append(sequence.table_id)
 
-    def _commit_plan(self, plan: _Plan) -> Scheduled:
-        rows = []
-        tokens: list[int] = []
-        for sequence, num_tokens in plan.rows.items():
-            drafts = plan.drafts.get(sequence, [])
-            start = sequence.num_scheduled
-            end = start + num_tokens
-            known = end - len(drafts)
-            num_outputs = (1 + len(drafts)) * int(known == len(sequence.tokens))
-            if sequence.all_outputs and start < sequence.num_prompt:
-                num_outputs = num_tokens
-            rows.append(self._tagged_row(sequence, start, end, num_outputs, drafts))
-            tokens.extend(sequence.tokens[start:known])
-            tokens.extend(drafts)
-            self._label(sequence, start, known)
+    def _commit_plan(self, plan: Composition) -> Scheduled:
+        scheduled = plan.write(self._next_step, self._released, self._tags)
+        for sequence in plan.rows:
+            known = plan.known_end(sequence)
+            self._prefixes.label(sequence, sequence.num_scheduled, known)
             sequence.num_scheduled = known
             sequence.num_in_flight += 1
-        encoded = np.array(tokens, dtype="<u4").tobytes()
-        step = Step(self._next_step, self._released, plan.grants, rows, encoded)
         self._released = []
         self._next_step += 1
-        self._num_in_flight += bool(rows)
-        drafted = tuple([tuple(plan.drafts.get(sequence, ())) for sequence in plan.rows])
-        return Scheduled(step, tuple(plan.rows), drafted)
-
-    def _tagged_row(
-        self, sequence: Sequence, start: int, end: int, num_outputs: int, drafts: SequenceOf[int]
-    ) -> Row:
-        # Tags of blocks that end in drafts must not be taken for the sequence's own.
-        chain = list(sequence.tags) if drafts else sequence.tags
-        tokens = [*sequence.tokens, *drafts] if drafts else sequence.tokens
-        tag, tags = self._tags.of_row(chain, tokens, start, end, num_outputs)
-        return Row(sequence.table_id, start, end - start, num_outputs, tag, tags)
-
-    def _label(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the blocks findable that [start, end) fills: for later steps, which run after this one."""
-        size = self.limits.block_size
-        if not self.limits.prefix_cache or start // size == end // size:
-            return
-        self._tags.extend(sequence.tags, sequence.tokens, end // size)
-        for index in range(start // size, end // size):
-            self.pool.label(sequence.blocks[index], sequence.tags[index + 1])
+        self._num_in_flight += bool(plan.rows)
+        return scheduled
