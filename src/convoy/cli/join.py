@@ -22,9 +22,12 @@ from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.member import load_member, peer_options, watched_roster
 from convoy.cli.newcomer import Newcomer, Tell
 from convoy.cli.output import JsonFlag, print_json_line, print_note
+from convoy.cli.start import collector_at_rest, load_ahead
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from convoy.cluster.peer import Peer, PeerEvent
 
 
@@ -64,13 +67,14 @@ def join(
     newcomer = Newcomer(Home(directory), name, address, port)
     settings = with_discover(load_config(_file(token, config, newcomer, _teller(as_json))), discover)
     me = load_member(settings)
-    from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
+    with collector_at_rest():
+        from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
 
     options = peer_options(settings, model, exit_with_head=exit_with_head, standby=standby)
     show = _show_json if as_json else _show
     port = me.member.address[1] if settings.listen.port is None else settings.listen.port
     with network_of(settings) as network, watched_roster(settings, me, quiet=as_json):
-        peer = Peer(me, options, show, network)
+        peer = Peer(me, options, _then_ahead(show), network)
         _run_until_asked(peer, (settings.listen.host, port), until_stdin_closes)
 
 
@@ -94,6 +98,17 @@ def _teller(as_json: bool) -> Tell:
             print_note(f"{kind}: {text}")
 
     return tell
+
+
+def _then_ahead(show: Callable[[PeerEvent], None]) -> Callable[[PeerEvent], None]:
+    """Once a head is here a plan follows; a member that only waits needs nothing more, and ends at once."""
+
+    def shown(event: PeerEvent) -> None:
+        show(event)
+        if event.kind == "head":
+            load_ahead()
+
+    return shown
 
 
 def _show(event: PeerEvent) -> None:

@@ -6,6 +6,7 @@ Each verb is a file beside this one. They import rooms inside their functions, s
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -89,7 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # So that a terminated command leaves its `with` blocks, and takes its processes and files with it.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
-    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+    try:
+        sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
+    finally:
+        gc.freeze()  # `cli.start` says why
 
 
 def run(arguments: list[str]) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
 from convoy.model.kv import KvPool
 from convoy.model.packed import KEY_BLOCK, GroupBatch, TileChunk
@@ -42,7 +41,7 @@ def packed_attention(
     batch: Mapping[int, LayerBatch],
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write K and V of the step, then attend. Registered with transformers as `ATTENTION_NAME`.
+    """Write K and V of the step, then attend. `model.load` gives it to transformers as `ATTENTION_NAME`.
 
     ``query`` is [1, heads, T, head_dim], ``key`` and ``value`` [1, kv_heads, T, head_dim]; the result is
     [1, T, heads, head_dim]. ``batch`` is keyed by layer index.
@@ -113,6 +112,3 @@ def _hide(scores: torch.Tensor, hidden: torch.Tensor) -> None:
 def _add_blocks(parts: torch.Tensor, chunk: TileChunk) -> torch.Tensor:
     """Add each tile's blocks in order: an embedding bag adds the rows of a bag one after the other."""
     return torch.embedding_bag(parts, chunk.bag_pairs, chunk.bag_starts, False, 0)[0]
-
-
-AttentionInterface.register(ATTENTION_NAME, packed_attention)

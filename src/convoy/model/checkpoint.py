@@ -1,7 +1,8 @@
 """The tensors of a safetensors checkpoint: names, shapes and places from the headers; data only on demand.
 
 Only safetensors files are opened, never a pickled one. The headers are parsed here, because the digest, the
-shapes and the byte counts must be known before any weight is touched.
+shapes and the byte counts must be known before any weight is touched. Until then torch is not imported: a
+plan, or an error about flags, does not wait for it.
 """
 
 from __future__ import annotations
@@ -12,27 +13,28 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from convoy.errors import ModelError
 
+if TYPE_CHECKING:
+    import torch
+
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_INDEX_BYTES = 256 << 20
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+_DTYPES = {  # torch's name and the bytes of one number
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
 }
 
 
@@ -67,9 +69,13 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
     One mapping per tensor, not one per file: a private mapping of a whole shard is charged against memory, so
     a small machine could not open a large shard. Raises ModelError naming file and tensor.
     """
-    dtype = _DTYPES.get(stored.dtype)
-    if dtype is None:
+    import numpy as np
+    import torch
+
+    known = _DTYPES.get(stored.dtype)
+    if known is None:
         raise ModelError(f"{stored.path}: {stored.name} has the dtype {stored.dtype}, which is not supported")
+    dtype = getattr(torch, known[0])
     if not stored.num_bytes:
         return torch.empty(stored.shape, dtype=dtype)
     try:
@@ -139,7 +145,7 @@ def _stored(path: Path, name: str, entry: dict[str, object], base: int) -> Store
     start, end = offsets
     num_bytes = end - start
     known = _DTYPES.get(dtype)
-    if num_bytes < 0 or (known is not None and math.prod(shape) * known.itemsize != num_bytes):
+    if num_bytes < 0 or (known is not None and math.prod(shape) * known[1] != num_bytes):
         raise ModelError(f"{path}: {name} has {num_bytes} bytes, expected {dtype} of shape {shape}")
     return StoredTensor(name, path, dtype, tuple(shape), base + start, num_bytes)
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from convoy.errors import ModelError
-from convoy.model.attention import ATTENTION_NAME
+from convoy.model.attention import ATTENTION_NAME, packed_attention
 from convoy.model.checkpoint import StoredTensor, map_tensor
 from convoy.model.exact import make_layer_exact, make_output_exact
 from convoy.model.linear import PackedLinear
@@ -26,6 +27,7 @@ LoadProgress = Callable[[int, int], None]
 # They change their frequencies with the length of the batch, so a position would not have one value.
 _UNSTEADY_ROPE = {"dynamic", "longrope"}
 _LIBRARY = threading.Lock()
+AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
 @dataclass(frozen=True)

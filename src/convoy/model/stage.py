@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,12 +13,14 @@ from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.attention import LayerBatch
 from convoy.model.kv import BlockTables, KvPool, StagedStep
 from convoy.model.linear import pad_rows
-from convoy.model.load import LoadedModules, LoadProgress, load_modules
 from convoy.model.packed import KEY_BLOCK, HeadShape, describe_group
 from convoy.model.rope import RopeTable, spread_over_heads
 from convoy.model.selfcheck import EXACT, PLAIN, check_heads, check_linears, least_tile_rows
 from convoy.model.source import ModelSource
 from convoy.wire.messages import StageAssignment, Step
+
+if TYPE_CHECKING:
+    from convoy.model.load import LoadedModules, LoadProgress
 
 MAX_CARRIED_BYTES = 64 * 1024 * 1024  # of K/V that is read or written at once
 
@@ -80,6 +83,8 @@ class Stage:
         Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError,
         and SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
         """
+        from convoy.model.load import load_modules  # transformers, which takes seconds, and not before
+
         if options.kernel not in {EXACT, PLAIN}:
             raise ModelError(f"kernel {options.kernel!r} is not known, expected {EXACT} or {PLAIN}")
         if options.device != "cpu":

@@ -15,15 +15,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING
 
 from convoy.errors import ModelError
 from convoy.model.checkpoint import StoredTensor, file_bytes
 from convoy.plan.config import ConfigReader
 from convoy.plan.family import MAX_WIDTH, read_family
 from convoy.plan.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
 
 PREFIX = "synthetic:"
 MIN_VOCABULARY = 260  # each byte, and the four control tokens of `model.synthetic_text`
@@ -141,6 +142,9 @@ def describe_tensors(config: Mapping[str, object], spec: ModelSpec) -> dict[str,
 
 def draw_tensor(described: StoredTensor, seed: int) -> torch.Tensor:
     """The tensor's values, float32: uniform, of variance 1 / inputs for a matrix, so that no layer fades."""
+    import numpy as np
+    import torch  # not before weights are drawn, as in `model.checkpoint`
+
     material = hashlib.sha256(f"{_METHOD}/{seed}/{described.name}".encode()).digest()
     source = np.random.Philox(key=int.from_bytes(material[:16], "little"))
     shape, count = described.shape, math.prod(described.shape)

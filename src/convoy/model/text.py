@@ -133,12 +133,12 @@ def _load(source: ModelSource) -> Any:
         from convoy.model.synthetic_text import byte_tokenizer
 
         return byte_tokenizer(source.spec.vocab_size)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers  # and of it only what is used: AutoTokenizer brings torch, and seconds
 
     # tokenizer.json says all there is to say; AutoTokenizer would rebuild it by the model's type, which
     # may lie
     has_file = (source.path / "tokenizer.json").is_file()
-    loader = PreTrainedTokenizerFast if has_file else AutoTokenizer
+    loader: Any = transformers.PreTrainedTokenizerFast if has_file else transformers.AutoTokenizer
     try:
         pretrained = loader.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything at all for a broken file
