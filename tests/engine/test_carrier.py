@@ -128,7 +128,7 @@ def test_a_peer_that_hangs_while_it_is_sent_much_holds_nobody_up(source: ModelSo
     with carrying(source, *links, answers=False) as carrier:
         began_s = time.monotonic()
         with pytest.raises(StageLost, match="could not be reached"):
-            carrier.write(range(NUM_BLOCKS), TAGS, kv_of(NUM_BLOCKS))
+            carrier.write(0, range(NUM_BLOCKS), TAGS, kv_of(NUM_BLOCKS))
         assert time.monotonic() - began_s < SOON_S
 
 
@@ -138,7 +138,7 @@ def test_a_peer_behind_a_slow_link_is_waited_for(source: ModelSource, tmp_path: 
     with carrying(source, *links, answers=True) as carrier:
         blocks, kv = range(160), kv_of(160)
         began_s = time.monotonic()
-        carrier.write(blocks, TAGS[:160], kv)
+        carrier.write(0, blocks, TAGS[:160], kv)
         written_s = time.monotonic()
         assert np.array_equal(carrier.read(0, LAYERS, blocks), kv)
         assert min(written_s - began_s, time.monotonic() - written_s) > 2.0

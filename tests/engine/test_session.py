@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,23 @@ import pytest
 
 from convoy.engine import session_blocks
 from convoy.engine.engine import Engine, EngineOptions
-from convoy.engine.executor import Executor
+from convoy.engine.executor import Executor, Kv
 from convoy.engine.generation import generate
 from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import Scheduler, SchedulerLimits
 from convoy.engine.session import Session
+from convoy.engine.session_blocks import SessionBlocks
 from convoy.engine.session_format import SessionModel
-from convoy.errors import Draining, QueueFull, RequestError, SessionError, StageLost, StepError, Unavailable
+from convoy.errors import (
+    Draining,
+    NotReady,
+    QueueFull,
+    RequestError,
+    SessionError,
+    StageLost,
+    StepError,
+    Unavailable,
+)
 from convoy.model.params import SamplingParams
 from convoy.model.text import Tokenizer
 from support.fake_executor import VOCAB, FakeExecutor, next_token
@@ -81,6 +92,28 @@ def test_only_what_is_new_is_run(engine: Engine) -> None:
         assert session.sync([]) == 0
         assert session.position == 0
         assert session.sync(tokens) == 20 - 12
+
+
+def test_the_whole_pool_is_not_looked_through_after_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(FakeExecutor())
+    whole = engine._scheduler.check
+    looks: list[int] = []
+    monkeypatch.setattr(engine._scheduler, "check", lambda: looks.append(engine.stats().steps) or whole())
+    with Session(engine, MODEL) as session:
+        session.sync([1, 2, 3])
+        draw(session, 20)
+    assert not looks, "each of its tokens left the engine idle"
+    engine.close()
+    assert len(looks) == 1, "and at the end it is"
+
+
+def test_what_sessions_run_is_counted_beside_what_requests_do(engine: Engine) -> None:
+    with Session(engine, MODEL) as session:
+        session.sync(range(9))
+        draw(session, 3)
+    generate(engine, GenerationRequest((1, 2), GREEDY, max_tokens=4, ignore_eos=True))
+    stats = engine.stats()
+    assert (stats.session_tokens, stats.prompt_tokens, stats.generated_tokens) == (12, 2, 4)
 
 
 def test_it_says_what_a_request_says(engine: Engine) -> None:
@@ -300,9 +333,8 @@ def test_blocks_that_were_given_back_a_moment_ago_are_released_before_they_are_f
     def give_back_and_fill(executor: Executor, scheduler: Scheduler, lock: threading.Condition) -> None:
         with lock:
             scheduler.finish(sequence)
-        session_blocks._write(
-            session_blocks._Slice(0, 15, [bytes([i]) * 16 for i in range(15)]), kv, executor, scheduler, lock
-        )
+        piece = session_blocks._Slice(0, 15, [bytes([i]) * 16 for i in range(15)])
+        SessionBlocks(engine, MODEL)._write(piece, [(0, kv)], executor, scheduler, lock)
 
     engine.between_steps(give_back_and_fill)
     engine.close()
@@ -364,6 +396,102 @@ def test_a_session_is_saved_though_its_blocks_are_taken_meanwhile(engine: Engine
         session.save(tmp_path / "chat")
         assert session.load(tmp_path / "chat") == 36, "the last of 40 has to be run"
         assert draw(session, 3) == expected(list(range(40)), 3)
+
+
+class Counted(FakeExecutor):
+    """Notes how much is carried at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.carried: list[tuple[int, int]] = []  # bytes, and how many steps were before
+        self.on_carry: Callable[[], None] = lambda: None
+
+    def read_blocks(self, start: int, end: int, blocks: SequenceOf[int]) -> Kv:
+        return self._note(super().read_blocks(start, end, blocks))
+
+    def write_blocks(self, start: int, blocks: SequenceOf[int], tags: SequenceOf[bytes], kv: Kv) -> None:
+        super().write_blocks(start, blocks, tags, self._note(kv))
+
+    def _note(self, kv: Kv) -> Kv:
+        self.carried.append((kv.nbytes, len(self.steps)))
+        self.on_carry()
+        return kv
+
+
+@pytest.fixture
+def counted() -> Iterator[tuple[Counted, Engine]]:
+    executor = Counted()
+    engine = make_engine(executor)
+    yield executor, engine
+    assert engine.stats().free_blocks == engine.stats().num_blocks
+    engine.close()
+
+
+def save_and_load(engine: Engine, path: Path) -> None:
+    with Session(engine, MODEL) as session:
+        session.sync(range(50))
+        session.save(path)
+        assert session.load(path) == 48
+        assert draw(session, 3) == expected(list(range(50)), 3)
+
+
+@pytest.mark.parametrize("held_bytes", [0, 1 << 20], ids=["read twice", "kept"])
+@pytest.mark.parametrize("max_bytes", [32, 100, 128])
+def test_no_more_is_carried_at_once_than_may_be_however_long_a_layer_or_a_block_is(
+    counted: tuple[Counted, Engine],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_bytes: int,
+    held_bytes: int,
+) -> None:
+    """A block of one layer is 32 bytes here, of both 64, and a layer of the whole session 384."""
+    executor, engine = counted
+    save_and_load(engine, tmp_path / "at once")
+    monkeypatch.setattr(session_blocks, "_MAX_BYTES", max_bytes)
+    monkeypatch.setattr(session_blocks, "_HELD_BYTES", held_bytes)
+    assert max(executor.carried)[0] > 128
+    executor.carried.clear()
+    save_and_load(engine, tmp_path / "in parts")
+    assert 0 < max(executor.carried)[0] <= max_bytes
+    assert (tmp_path / "in parts").read_bytes() == (tmp_path / "at once").read_bytes()
+
+
+def test_an_engine_stays_ready_while_it_carries_kv_and_no_longer_when_nothing_moves(
+    counted: tuple[Counted, Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, engine = counted
+    monkeypatch.setattr(session_blocks, "_MAX_BYTES", 32)
+    monkeypatch.setattr(session_blocks, "_PASS_EVERY_S", 0.0)
+    with Session(engine, MODEL) as session:
+        session.sync(range(50))
+        before = engine.stats().steps
+        session.save(tmp_path / "chat")
+        num_passed = engine.stats().steps - before
+        assert num_passed > len(executor.carried) // 2, "an empty step passed between most slices"
+    hangs, gate = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        gate.wait(60)
+
+    executor.on_carry = hang
+    engine._options = replace(engine._options, ready_s=0.2)
+    with Session(engine, MODEL) as session:
+        session.sync(range(50))
+        saving = threading.Thread(target=session.save, args=(tmp_path / "chat",))
+        saving.start()
+        assert hangs.wait(60)
+        wait_until(lambda: not is_ready(engine))
+        gate.set()
+        saving.join(60)
+
+
+def is_ready(engine: Engine) -> bool:
+    try:
+        engine.check_ready()
+    except NotReady:
+        return False
+    return True
 
 
 def test_a_full_pool_takes_what_fits_of_a_saved_session(engine: Engine, tmp_path: Path) -> None:

@@ -131,12 +131,13 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("a block twice", {"blocks": (1, 1)}, {}, "named twice"),
     ("too few tags", {"tags": b"a" * 16}, {}, "2 blocks come with 1 tags"),
     ("half a tag", {"tags": b"a" * 31}, {}, "2 blocks come with 2 tags"),
-    ("another number", {}, {"number": 2}, "another number or layer"),
-    ("another layer", {}, {"boundary": 3}, "another number or layer"),
-    ("too few layers", {}, {"kv": kv_of(2, 1)}, "expected float32 of"),
+    ("another number", {}, {"number": 2}, "came as exchange 2, expected 1"),
+    ("a layer too many", {}, {"boundary": 3}, r"layers [3, 5) came, and this stage has [2, 4)"),
+    ("another's layer", {}, {"boundary": 1}, r"layers [1, 3) came, and this stage has [2, 4)"),
+    ("no layer", {}, {"kv": kv_of(2, 0)}, r"layers [2, 2) came"),
     ("too few blocks", {}, {"kv": kv_of(1)}, "expected float32 of"),
     ("half the precision", {}, {"kv": kv_of(2).to(torch.float16)}, "came as float16"),
-    ("no dimensions", {}, {"kv": torch.zeros(2 * 2 * 32 * 2 * 8)}, "expected float32 of"),
+    ("no dimensions", {}, {"kv": torch.zeros(2)}, "expected float32 of"),
 ]
 
 
@@ -161,6 +162,22 @@ def test_a_stage_refuses_and_changes_nothing(
     assert torch.equal(stage.read_blocks(2, 4, [3, 1]), before)
     with pytest.raises(StepError, match="another prefix"):
         stage.apply(Step(0, [], [BlockGrant(0, 0, [3], TAGS[0])], [], b""))
+
+
+def test_blocks_whose_layers_come_in_parts_are_shared_only_once_all_have_come(
+    stage: Stage, keeper: BlockKeeper, said: queue.SimpleQueue[Received]
+) -> None:
+    kv = kv_of(2)
+    grant = BlockGrant(0, 0, [3, 1], b"".join(TAGS))
+    for layer, shared in ((2, False), (3, True), (2, False), (3, True)):
+        keeper.accept(write_blocks(stage.model_digest), GENERATION)
+        keeper.accept_tensor(tensor_of(kv[layer - 2 : layer - 1], boundary=layer))
+        assert answer(said) == BlocksDone(1, "")
+        if not shared:
+            with pytest.raises(StepError, match="another prefix"):
+                stage.apply(Step(0, [], [grant], [], b""))
+    assert torch.equal(stage.read_blocks(2, 4, [3, 1]), kv)
+    stage.apply(Step(0, [], [grant], [], b""))
 
 
 def test_a_block_that_a_sequence_holds_is_not_written(
@@ -232,16 +249,19 @@ def pair(source: ModelSource) -> Pair:
 
 def test_a_head_writes_and_reads_over_all_stages(pair: Pair) -> None:
     kv = kv_of(2, LAYERS).numpy()
-    pair.carrier.write([5, 0], TAGS, kv)
+    pair.carrier.write(0, [5, 0], TAGS, kv)
     assert np.array_equal(pair.carrier.read(0, LAYERS, [5, 0]), kv)
     assert np.array_equal(pair.carrier.read(1, 3, [0]), kv[1:3, :, 16:])
+    pair.carrier.write(0, [2, 4], TAGS, kv[:1])
+    pair.carrier.write(1, [2, 4], TAGS, kv[1:])
+    assert np.array_equal(pair.carrier.read(0, LAYERS, [2, 4]), kv)
     assert all(pair.taken)
 
 
 def test_what_a_peer_refuses_is_an_error_of_that_exchange_alone(pair: Pair) -> None:
     pair.peer.apply(Step(0, [], [BlockGrant(0, 0, [5])], [], b""))
     with pytest.raises(StepError, match="beta refused K/V of a session: block 5 is filled"):
-        pair.carrier.write([5, 0], TAGS, kv_of(2, LAYERS).numpy())
+        pair.carrier.write(0, [5, 0], TAGS, kv_of(2, LAYERS).numpy())
     assert pair.carrier.read(0, LAYERS, [5]).shape == (LAYERS, 2, 16, 2, 8)
 
 
@@ -308,7 +328,7 @@ def test_filled_blocks_give_the_logits_that_the_tokens_give(source: ModelSource,
     row = Row(0, 0, 33, 1, b"r" * 16, b"".join(TAGS) + b"z" * 16)
     step = Step(0, [], [BlockGrant(0, 0, [0, 1, 2])], [row], tokens)
     expected = one.run(step, None, tokens_from_bytes(tokens))[-1]
-    other.write_blocks([7, 4], TAGS, one.read_blocks(0, LAYERS, [0, 1]))
+    other.write_blocks(0, [7, 4], TAGS, one.read_blocks(0, LAYERS, [0, 1]))
     last = Row(0, 32, 1, 1, TAGS[1], b"z" * 16)
     grant = BlockGrant(0, 0, [7, 4, 3], b"".join(TAGS))
     found = other.run(Step(0, [], [grant], [last], tokens[-4:]), None, tokens_from_bytes(tokens[-4:]))

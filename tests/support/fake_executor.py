@@ -75,7 +75,7 @@ class FakeExecutor:
         tokens = np.array([self._tokens[place] for place in places], dtype=np.float32)
         return np.tile(tokens[None, None, :, None, None], (end - start, 2, 1, 1, 1))
 
-    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+    def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
         places = [(block, offset) for block in blocks for offset in range(self._block_size)]
         assert len(tags) == len(blocks)
         held = {block for table in self._tables.values() for block in table}

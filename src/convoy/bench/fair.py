@@ -105,8 +105,8 @@ class TimedExecutor:
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
         return self._executor.read_blocks(start, end, blocks)
 
-    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
-        self._executor.write_blocks(blocks, tags, kv)
+    def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        self._executor.write_blocks(start, blocks, tags, kv)
 
     def close(self) -> None:
         self._executor.close()

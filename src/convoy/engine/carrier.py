@@ -88,10 +88,12 @@ class BlockCarrier:
                 parts.append(self._read(one, first, last, blocks))
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def write(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+    def write(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        end = start + len(kv)
         for one in self._stages:
-            if one.start < one.end:
-                self._write(one, blocks, tags, kv[one.start : one.end])
+            first, last = max(start, one.start), min(end, one.end)
+            if first < last:
+                self._write(one, first, blocks, tags, kv[first - start : last - start])
 
     def _read(self, one: StageAssignment, start: int, end: int, blocks: Sequence[int]) -> Kv:
         if one.member == self._head:
@@ -112,13 +114,15 @@ class BlockCarrier:
             raise StageLost(f"{one.member} sent K/V that is not finite")
         return found
 
-    def _write(self, one: StageAssignment, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+    def _write(
+        self, one: StageAssignment, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv
+    ) -> None:
         if one.member == self._head:
-            self._stage.write_blocks(blocks, tags, torch.from_numpy(kv))
+            self._stage.write_blocks(start, blocks, tags, torch.from_numpy(kv))
             return
         number = self._begin(one.member)
         said = WriteBlocks(number, self._stage.model_digest, list(blocks), b"".join(tags))
-        pulse = self._send(one.member, said, (to_wire(torch.from_numpy(kv)), one.start))
+        pulse = self._send(one.member, said, (to_wire(torch.from_numpy(kv)), start))
         if isinstance(self._await(one.member, pulse, float(kv.nbytes)), ReceivedTensor):
             raise StageLost(f"{one.member} answered a writing of K/V with K/V")
 

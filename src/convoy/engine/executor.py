@@ -50,8 +50,9 @@ class Executor(Protocol):
         Raises `StageLost`, and `StepError` for what there is not, or what is too much at once.
         """
 
-    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
-        """Fill ``blocks``, which no sequence has, in all layers: they hold the prefixes of ``tags`` then.
+    def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        """Fill ``blocks``, which no sequence has, in layers from ``start`` on: after the last of all layers,
+        which come in order, they hold the prefixes of ``tags``.
 
         Raises as `read_blocks`; then they hold nothing that may be shared.
         """

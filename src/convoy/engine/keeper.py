@@ -49,9 +49,10 @@ class BlockKeeper:
         if announced is None:
             return  # the refusal of its announcement is on the way
         try:
-            if received.step != announced.number or received.boundary != self._stage.assignment.start:
-                raise StepError("K/V came with another number or layer than was announced")
-            self._stage.write_blocks(announced.blocks, _split(announced.tags), _read(received))
+            if received.step != announced.number:
+                raise StepError(f"K/V came as exchange {received.step}, expected {announced.number}")
+            tags = _split(announced.tags)
+            self._stage.write_blocks(received.boundary, announced.blocks, tags, _read(received))
         except ConvoyError as error:
             self._answer(announced.number, error)
             return

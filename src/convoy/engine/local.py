@@ -37,8 +37,8 @@ class LocalExecutor:
         found: Kv = self._stage.read_blocks(start, end, blocks).numpy()
         return found
 
-    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
-        self._stage.write_blocks(blocks, tags, torch.from_numpy(kv))
+    def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        self._stage.write_blocks(start, blocks, tags, torch.from_numpy(kv))
 
     def close(self) -> None:
         """Nothing waits elsewhere, and the engine's thread may still be collecting."""

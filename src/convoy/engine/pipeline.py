@@ -171,8 +171,8 @@ class PipelineExecutor:
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
         return self._carrier.read(start, end, blocks)
 
-    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
-        self._carrier.write(blocks, tags, kv)
+    def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        self._carrier.write(start, blocks, tags, kv)
 
     @property
     def oldest(self) -> int | None:

@@ -46,8 +46,9 @@ class SendGuard:
                 continue
             link, since_s, pulse = sending
             took_s = time.monotonic() - since_s
-            hangs = took_s > self._allowed_s() if pulse is None else pulse.is_gone()
-            if took_s > _LOOK_S and hangs and self._sending is sending:
+            too_long = took_s > self._allowed_s() if pulse is None else pulse.is_gone()
+            if took_s > _LOOK_S and too_long and self._sending is sending:
                 self._sending = None
-                _log.warning("%s takes nothing for %.1f s: its link is ended", link.peer, took_s)
+                took_s = time.monotonic() - since_s
+                _log.warning("%s hangs in a send that began %.1f s ago: its link ends", link.peer, took_s)
                 link.dismiss("it takes nothing", revoke=True)

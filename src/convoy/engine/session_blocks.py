@@ -1,10 +1,16 @@
-"""A session's K/V between its file and the pools of the stages, a slice at a time, between steps."""
+"""A session's K/V between its file and the pools of the stages: a slice at a time, between steps.
+
+While a slice is carried no step runs, so a slice is what takes about half a second, and at most 16 MiB. Steps
+that wait go in between; where none does, an empty one passes every stage now and then, as in an idle engine.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,14 +20,17 @@ import numpy as np
 
 from convoy.engine.engine import Engine
 from convoy.engine.executor import Executor, Kv
+from convoy.engine.pace import Pace
 from convoy.engine.scheduler import Scheduled, Scheduler
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.engine.session_file import SessionReader, SessionWriter
 from convoy.engine.session_format import Progress, SavedSession, SavedState, SessionModel, encode_start
 from convoy.errors import StageLost, StepLate, Unavailable
 
-_SLICE_BYTES = 16 * 1024 * 1024  # while it is carried, no step runs
-_SLICE_BLOCKS = 1024
+_MAX_BYTES = 16 * 1024 * 1024  # of a slice
+_MAX_BLOCKS = 1024  # as many as one message names
+_HELD_BYTES = 64 * 1024 * 1024  # of V, while the K of the same layer is written before it
+_PASS_EVERY_S = 5.0
 _MAX_TRIES = 16
 
 
@@ -35,11 +44,13 @@ class _Slice:
 
 
 class SessionBlocks:
-    """Saves and loads for one session. Called from its thread; the engine's does the carrying."""
+    """Saves or loads, once, for one session. Called from its thread; the engine's does the carrying."""
 
     def __init__(self, engine: Engine, model: SessionModel) -> None:
         self._engine = engine
         self._model = model
+        self._pace = Pace(_MAX_BYTES)
+        self._passed_s = time.monotonic()
 
     def save(
         self,
@@ -60,7 +71,7 @@ class SessionBlocks:
         total = len(start) + state.positions * self._model.position_bytes * self._model.num_layers
         digest, done = hashlib.sha256(), 0
         with SessionWriter(path, key) as file:
-            for part in [start, *([] if not num_blocks else self._layers(num_blocks, size, resident))]:
+            for part in itertools.chain([start], self._layers(num_blocks, size, resident)):
                 file.write(part)
                 digest.update(part)
                 done += len(part)
@@ -87,39 +98,48 @@ class SessionBlocks:
                 return 0
             return self._fill(saved, salt, progress)
 
+    # From the stages.
+
     def _layers(self, num_blocks: int, size: int, resident: Callable[[], Sequence]) -> Iterator[bytes]:
         """K, then V, of each layer."""
+        layer_bytes = num_blocks * size * self._model.position_bytes
+        layer = 0
+        while num_blocks and layer < self._model.num_layers:
+            at_once = self._pace.num_bytes // layer_bytes if num_blocks <= _MAX_BLOCKS else 0
+            end = min(layer + max(1, at_once), self._model.num_layers)
+            if at_once:
+                for halves in self._read(layer, end, 0, num_blocks, resident):
+                    yield from map(_encode, halves)
+            else:
+                yield from self._long_layer(layer, num_blocks, size, resident)
+            layer = end
+
+    def _long_layer(
+        self, layer: int, num_blocks: int, size: int, resident: Callable[[], Sequence]
+    ) -> Iterator[bytes]:
+        """One that is no slice. Its V is kept meanwhile, or read again where that would be too much."""
         block_bytes = size * self._model.position_bytes
-        num_layers = max(1, _SLICE_BYTES // (num_blocks * block_bytes))
-        at_once = min(_SLICE_BLOCKS, max(1, _SLICE_BYTES // (num_layers * block_bytes)))
-        for first in range(0, self._model.num_layers, num_layers):
-            last = min(first + num_layers, self._model.num_layers)
-            slices = [
-                self._read(first, last, (start, min(start + at_once, num_blocks)), resident)
-                for start in range(0, num_blocks, at_once)
-            ]
-            for layer in range(last - first):
-                for half in range(2):
-                    yield b"".join(one[layer, half].astype("<f4", copy=False).tobytes() for one in slices)
+        kept: list[bytes] = []
+        keeps = num_blocks * block_bytes // 2 <= _HELD_BYTES
+        for half in (0, 1):
+            start = num_blocks if half and keeps else 0
+            while start < num_blocks:
+                at_once = min(_MAX_BLOCKS, max(1, self._pace.num_bytes // block_bytes))
+                end = min(start + at_once, num_blocks)
+                found = self._read(layer, layer + 1, start, end, resident)[0]
+                yield _encode(found[half])
+                if keeps:
+                    kept.append(_encode(found[1]))
+                start = end
+        yield from kept
 
-    def _read(self, first: int, last: int, blocks: tuple[int, int], resident: Callable[[], Sequence]) -> Kv:
+    def _read(self, first: int, last: int, start: int, end: int, resident: Callable[[], Sequence]) -> Kv:
+        """Blocks [start, end) of the session in layers [first, last)."""
         for _ in range(_MAX_TRIES):
-            sequence = resident()
-
-            def read(
-                executor: Executor,
-                _scheduler: Scheduler,
-                lock: threading.Condition,
-                sequence: Sequence = sequence,
-            ) -> Kv | None:
-                with lock:
-                    if sequence.state is not SequenceState.IDLE:
-                        return None
-                    wanted = sequence.blocks[slice(*blocks)]
-                return executor.read_blocks(first, last, wanted)
-
+            work = partial(self._read_idle, resident(), (first, last), slice(start, end))
+            self._let_pass()
             try:
-                found: Kv | None = self._engine.between_steps(read)
+                found: Kv | None = self._engine.between_steps(work)
             except StageLost:
                 continue  # `resident` runs its tokens on other stages, or says that there are none
             if found is not None:
@@ -129,7 +149,47 @@ class SessionBlocks:
             hint="try again when fewer requests run, or give the members more memory",
         )
 
+    def _read_idle(
+        self,
+        sequence: Sequence,
+        layers: tuple[int, int],
+        part: slice,
+        executor: Executor,
+        _scheduler: Scheduler,
+        lock: threading.Condition,
+    ) -> Kv | None:
+        """None if its blocks were taken."""
+        with lock:
+            if sequence.state is not SequenceState.IDLE:
+                return None
+            blocks = sequence.blocks[part]
+        with self._pace.measure():
+            return executor.read_blocks(*layers, blocks)
+
+    # To the stages.
+
     def _fill(self, saved: SavedSession, salt: bytes, progress: Progress) -> int:
+        size, tags = self._plan_fill(saved, salt)
+        model = self._model
+        block_bytes = size * model.position_bytes * model.num_layers
+        end = len(tags)
+        # From the end: blocks that nobody owns are evicted oldest first, and the beginning is of most use.
+        while end:
+            start = max(0, end - min(_MAX_BLOCKS, max(1, self._pace.num_bytes // block_bytes)))
+            layers = self._parts(saved, start * size, end * size)
+            # The first, and mostly only, part is read here and not on the engine's thread.
+            layers = itertools.chain([next(layers)], layers)
+            self._let_pass()
+            try:
+                self._engine.between_steps(partial(self._write, _Slice(start, end, tags[start:end]), layers))
+            except StageLost:
+                return 0  # other stages know nothing of it: the tokens are run there
+            end = start
+            progress((len(tags) - end) * size, len(tags) * size)
+        return len(tags) * size
+
+    def _plan_fill(self, saved: SavedSession, salt: bytes) -> tuple[int, list[bytes]]:
+        """The size of a block, and the tags of those that there is use and room for."""
         tokens = saved.state.tokens
 
         def plan(
@@ -143,45 +203,55 @@ class SessionBlocks:
                 return size, scheduler.tags_of(tokens, salt, usable)
 
         planned: tuple[int, list[bytes]] = self._engine.between_steps(plan)
-        size, tags = planned
-        model = self._model
-        at_once = _SLICE_BYTES // (size * model.position_bytes * model.num_layers)
-        at_once = min(_SLICE_BLOCKS, max(1, at_once))
-        # From the end: blocks that nobody owns are evicted oldest first, and the beginning is of most use.
-        for start in reversed(range(0, len(tags), at_once)):
-            one = _Slice(start, min(start + at_once, len(tags)), tags[start : start + at_once])
-            layers = [
-                np.stack(saved.read(layer, one.start * size, one.end * size))
-                for layer in range(model.num_layers)
-            ]
-            kv = np.stack(layers).astype(np.float32, copy=False)
-            try:
-                self._engine.between_steps(partial(_write, one, kv))
-            except StageLost:
-                return 0  # other stages know nothing of it: the tokens are run there
-            progress((len(tags) - start) * size, len(tags) * size)
-        return len(tags) * size
+        return planned
 
+    def _parts(self, saved: SavedSession, start: int, end: int) -> Iterator[tuple[int, Kv]]:
+        """Positions [start, end) of all layers, as many at once as a slice may have, and their first."""
+        num_layers = self._model.num_layers
+        at_once = max(1, _MAX_BYTES // ((end - start) * self._model.position_bytes))
+        for first in range(0, num_layers, at_once):
+            layers = range(first, min(first + at_once, num_layers))
+            halves = [np.stack(saved.read(layer, start, end)) for layer in layers]
+            yield first, np.stack(halves).astype(np.float32, copy=False)
 
-def _write(one: _Slice, kv: Kv, executor: Executor, scheduler: Scheduler, lock: threading.Condition) -> None:
-    with lock:
-        pool = scheduler.pool
-        if pool.num_free < one.end - one.start:
-            return  # who runs comes first, and what is missing is run
-        blocks = pool.allocate(one.end - one.start)
-        # Blocks that were given back a moment ago still stand in a table there: the releases go first.
-        probe = scheduler.probe()
-    try:
-        _pass(executor, probe)
-        executor.write_blocks(blocks, one.tags, kv)
-    except BaseException:
+    def _write(
+        self,
+        one: _Slice,
+        layers: Iterable[tuple[int, Kv]],
+        executor: Executor,
+        scheduler: Scheduler,
+        lock: threading.Condition,
+    ) -> None:
         with lock:
+            pool = scheduler.pool
+            if pool.num_free < one.end - one.start:
+                return  # who runs comes first, and what is missing is run
+            blocks = pool.allocate(one.end - one.start)
+            # Blocks that were given back a moment ago still stand in a table there: the releases go first.
+            probe = scheduler.probe()
+        try:
+            _pass(executor, probe)
+            with self._pace.measure():
+                for first, kv in layers:
+                    executor.write_blocks(first, blocks, one.tags, kv)
+        except BaseException:
+            with lock:
+                pool.free(blocks)
+            raise
+        with lock:
+            for block, tag in zip(blocks, one.tags, strict=True):
+                pool.label(block, tag)
             pool.free(blocks)
-        raise
-    with lock:
-        for block, tag in zip(blocks, one.tags, strict=True):
-            pool.label(block, tag)
-        pool.free(blocks)
+
+    def _let_pass(self) -> None:
+        """An engine that always has a slice to carry would come to no step, and seem to stand still."""
+        if time.monotonic() - self._passed_s >= _PASS_EVERY_S:
+            self._engine.wake()
+            self._passed_s = time.monotonic()
+
+
+def _encode(half: Kv) -> bytes:
+    return half.astype("<f4", copy=False).tobytes()
 
 
 def _pass(executor: Executor, probe: Scheduled) -> None:

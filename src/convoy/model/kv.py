@@ -119,10 +119,11 @@ class BlockTables:
         if len(set(blocks)) != len(blocks):
             raise StepError("a block is named twice")
 
-    def fill(self, blocks: Sequence[int], tags: Sequence[bytes]) -> None:
+    def fill(self, blocks: Sequence[int], tags: Sequence[bytes], *, whole: bool = True) -> None:
         """Blocks of the one cache group, in no table, are full from now on, with ``tags`` at their ends.
 
-        Raises StepError; nothing is changed then.
+        Not ``whole``: some layers are still to come, and they hold nobody's prefix. Raises StepError; nothing
+        is changed then.
         """
         self.check_blocks(blocks)
         if self._num_groups > 1:
@@ -132,7 +133,10 @@ class BlockTables:
         for block in blocks:
             if self._holders[0, block]:
                 raise StepError(f"block {block} is filled, which a sequence holds")
-        self._full.update(((0, block), tag) for block, tag in zip(blocks, tags, strict=True))
+        for block, tag in zip(blocks, tags, strict=True):
+            self._full.pop((0, block), None)
+            if whole:
+                self._full[0, block] = tag
 
     def _remember(self, row: Row, table: BlockTable) -> None:
         """Take a row's tags, and forget those of what it wrote over."""

@@ -222,21 +222,29 @@ class Stage:
         return torch.stack([self._pools[layer].read_blocks(index) for layer in range(start, end)])
 
     @torch.inference_mode()
-    def write_blocks(self, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor) -> None:
-        """Fill ``blocks``, which no sequence has, in every layer here; ``kv`` as `read_blocks` gives.
+    def write_blocks(
+        self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
+    ) -> None:
+        """Fill ``blocks``, which no sequence has, in layers from ``start`` on; ``kv`` as `read_blocks` gives.
 
-        They hold the prefixes of ``tags`` then. Raises StepError; nothing is changed then.
+        They hold the prefixes of ``tags`` once the last layer here is among them, and no prefix before: so
+        layers come in order. Raises StepError; nothing is changed then.
         """
-        tables = self._need_tables()
-        expected = self.kv_shape(len(self._pools), len(blocks))
+        tables, mine = self._need_tables(), self.assignment
+        end = start + (kv.shape[0] if kv.dim() else 0)
+        if not mine.start <= start < end <= mine.end:
+            raise StepError(
+                f"K/V of layers [{start}, {end}) came, and this stage has [{mine.start}, {mine.end})"
+            )
+        expected = self.kv_shape(end - start, len(blocks))
         if kv.shape != expected or kv.dtype != torch.float32:
             raise StepError(
                 f"K/V came as {kv.dtype} of shape {list(kv.shape)}, expected float32 of {list(expected)}"
             )
-        tables.fill(blocks, tags)
+        tables.fill(blocks, tags, whole=end == mine.end)
         index = torch.tensor(blocks, dtype=torch.int64)
-        for layer, pool in self._pools.items():
-            pool.write_blocks(index, kv[layer - self.assignment.start])
+        for layer in range(start, end):
+            self._pools[layer].write_blocks(index, kv[layer - start])
 
     def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """Of what `read_blocks` gives. Raises StepError for more than MAX_CARRIED_BYTES."""

@@ -247,9 +247,10 @@ class ReadBlocks(Message, frozen=True):
 
 
 class WriteBlocks(Message, frozen=True):
-    """Head to peer, as `ReadBlocks`: a BLOCKS tensor follows, with their K/V in all your layers.
+    """Head to peer, as `ReadBlocks`: a BLOCKS tensor follows, with their K/V in layers from its boundary on.
 
-    Nobody may have them. They are full then, with these tags at their ends. Answered by `BlocksDone`.
+    Nobody may have them. With your last layer they are full, with these tags at their ends. Answered by
+    `BlocksDone`.
     """
 
     number: int
