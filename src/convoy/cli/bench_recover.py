@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -80,7 +81,8 @@ def _rows(run: BenchRun, losses: list[Loss], options: RecoverOptions) -> list[Re
         long: options.bodies(source.name, source.spec.vocab_size, long=long)
         for long in {loss.prefill for loss in losses}
     }
-    with _served(run, LOSSES[0]) as arena:
+    # one member has nothing to lose, and its text is that of the whole model
+    with _served(run, replace(LOSSES[0], num_members=1)) as arena:
         expected = {long: undisturbed(arena, asked, deadline) for long, asked in bodies.items()}
     rows = []
     for loss in losses:
