@@ -63,6 +63,7 @@ class Attestation:
         self._bindings: dict[Link, bytes] = {}
         self._quiet = QuietLog(_log)
         self._asked: dict[Link, _Asked] = {}
+        self._owing: dict[Link, _Asked] = {}  # asked while they held a stage of a plan that is over
         self._to_prove: dict[Link, Challenge] = {}
         self._wake = threading.Condition(self._lock)
         self._closed = threading.Event()
@@ -146,11 +147,7 @@ class Attestation:
         deadline_s = time.monotonic() + self.policy.deadline_s
         verdicts = {}
         for link, one in asked.items():
-            while not one.done.wait(min(_LOOK_UP_S, max(0.0, deadline_s - time.monotonic()))):
-                if watch is not None:
-                    watch()
-                if time.monotonic() >= deadline_s or self._closed.is_set():
-                    break
+            self._wait(one, deadline_s, watch)
             verdicts[link.peer] = self._judge(link, one, holds_stage=holds_stage)
         return verdicts
 
@@ -181,11 +178,37 @@ class Attestation:
         What was asked before counts no more: it may have been answered while no plan ran.
         """
         with self._lock:
+            if self._hold_stages:
+                self._owing = {link: self._asked[link] for link in self._watched if link in self._asked}
             self._watched = tuple(links)
             self._hold_stages = hold_stages
             self._num_watches += 1
             self._watch_anew.notify_all()
         self._start("watch", self._watch_all)
+
+    def settle(self, watch: Callable[[], None]) -> None:
+        """Between two plans: wait for what was asked under the last one, to the deadline that it had.
+
+        Who fails a step whenever its answer is due would otherwise never have to give one. ``watch`` as for
+        `check`. Who is below the minimum falls.
+        """
+        with self._lock:
+            owing, self._owing = self._owing, {}
+        for link, asked in owing.items():
+            if not self.policy.minimum or link not in self._bindings:
+                continue
+            self._wait(asked, asked.at_s + self.policy.deadline_s, watch)
+            verdict = self._judge(link, asked, holds_stage=False)
+            if link in self._bindings and not self.suffices(verdict):
+                self.verdicts[link.peer] = verdict
+                self._on_fall(link, verdict)
+
+    def _wait(self, asked: _Asked, deadline_s: float, watch: Callable[[], None] | None) -> None:
+        while not asked.done.wait(min(_LOOK_UP_S, max(0.0, deadline_s - time.monotonic()))):
+            if watch is not None:
+                watch()
+            if time.monotonic() >= deadline_s or self._closed.is_set():
+                return
 
     def _ask(self, link: Link) -> _Asked:
         with self._lock:

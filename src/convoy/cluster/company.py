@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from convoy.cluster.backoff import Backoff
+from convoy.cluster.backoff import Backoffs
 from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import HeadOptions
+from convoy.cluster.slow import Slow
 from convoy.cluster.vetting import Vetting
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
 from convoy.transport.link import Link, Received, ReceivedMessage
@@ -65,7 +66,7 @@ class Company:
         self.vetting = Vetting(lambda: me.current, options.member)
         self.links: dict[str, Link] = {}
         self.hellos: dict[str, Hello] = {}
-        self.slow: set[str] = set()  # given up because they held everybody up
+        self.slow = Slow()
         self._me = me
         self._network = network
         self._options = options
@@ -75,6 +76,7 @@ class Company:
         self._num_changes = 0
         self._greeting: dict[Link, Mailbox] = {}
         self._sought: set[str] = set()
+        self._backoffs = Backoffs()
         self._seeking = False
         self._closed = threading.Event()
         self._unsubscribe: Callable[[], None] = lambda: None
@@ -91,6 +93,10 @@ class Company:
     @property
     def num_changes(self) -> int:
         return self._num_changes
+
+    def closed_within(self, timeout_s: float) -> bool:
+        """Wait. True as soon as the head says goodbye."""
+        return self._closed.wait(timeout_s)
 
     def present(self) -> dict[str, tuple[Link, Hello]]:
         """Who is here now."""
@@ -150,15 +156,18 @@ class Company:
 
         for member in peers:
             threading.Thread(target=reach, args=(member,), name=f"dial {member.name}", daemon=True).start()
-        for _ in peers:
-            link = reached.get()
-            if isinstance(link, BaseException):
-                gone.set()
-                for other in links.values():
-                    other.dismiss("the head gave up on another member")
-                raise link
-            if link is not None:
-                links[link.peer] = link
+        try:
+            for _ in peers:
+                link = reached.get()
+                if isinstance(link, BaseException):
+                    raise link
+                if link is not None:
+                    links[link.peer] = link
+        except BaseException:
+            gone.set()
+            for other in links.values():
+                other.dismiss("the head gave up on another member")
+            raise
         return links
 
     def _dial_until(self, member: Member, watch: Callable[[], None], gone: threading.Event) -> Link | None:
@@ -182,7 +191,7 @@ class Company:
                         hint=f"run `convoy join` on {member.name}, mend its address in the roster, "
                         f"or take it out: `convoy roster remove {member.name}`",
                     ) from error
-                time.sleep(_RETRY_S)
+                gone.wait(_RETRY_S)
 
     # While the cluster runs.
 
@@ -283,6 +292,8 @@ class Company:
         with self._changed:
             self._greeting.pop(link, None)
             self.links[link.peer], self.hellos[link.peer] = link, hello
+            self._backoffs.came(link.peer)
+            self.slow.came(link.peer)
             if link.is_over:  # before anybody looked
                 self._forget(link)
         self.wake()
@@ -336,8 +347,9 @@ class Company:
 
     def _seek(self, name: str) -> None:
         """Until it is here, or the roster lists it no more, or the head closes."""
-        backoff, joined = Backoff(), False
+        (backoff, pause_s), joined = self._backoffs.begin(name), False
         try:
+            self._closed.wait(pause_s)
             if name in self.vetting.excluded:
                 self._closed.wait(_EXCLUDED_AGAIN_S)
             while not self._closed.is_set():

@@ -18,7 +18,8 @@ from convoy.cluster.company import FROM_PEER, Company
 from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.planning import Planner, Proposal
-from convoy.cluster.status import StageStatus
+from convoy.cluster.standbys import Standbys
+from convoy.cluster.status import StageStatus, StandbyStatus
 from convoy.cluster.vetting import Vetting
 from convoy.engine.deadline import StepClock
 from convoy.engine.executor import Executor
@@ -94,6 +95,7 @@ class Head:
         )
         self.planner = Planner(me, source, options, self.company.vetting)
         self.clock = StepClock(options.step_timeout_s)
+        self._standbys = Standbys()
         self._stage: Stage | None = None
         self._members: set[str] = set()
         self._receiver: Mailbox | PipelineExecutor | None = None
@@ -303,19 +305,22 @@ class Head:
         for name, (link, hello) in self.company.present().items():
             if not hello.standby or name in granted.members:
                 continue
-            if hello.memory_bytes < granted.weight_bytes[largest]:
-                _log.info("%s is a standby without the memory for the stage of %s", name, largest)
-                continue
-            plan = self.planner.in_place_of(granted.plan, largest, name)
-            try:
-                link.post(plan)
-            except ConvoyError as error:
-                _log.info("%s preloads nothing: %s", name, error.message)
+            fits = hello.memory_bytes >= granted.weight_bytes[largest]
+            plan = self.planner.in_place_of(granted.plan, largest, name) if fits else None
+            self._standbys.preload(name, link, plan)
+
+    def standbys(self) -> list[StandbyStatus]:
+        """Who waits for the loss of another, and with which layers."""
+        granted = self.granted
+        assert granted is not None, "standbys() before bring_up()"
+        return self._standbys.report(self.company.present(), granted.members)
 
     def _deliver(self, link: Link, received: Received) -> None:
         receiver = self._receiver
         if receiver is not None and link.peer in self._members:
             receiver.deliver(link, received)
+        else:
+            self._standbys.note(link, received)
 
     def _lost(self, link: Link, error: ConvoyError) -> None:
         """Before a plan runs, a loss is one of those that it is made for; then of those that hold a stage."""

@@ -55,7 +55,8 @@ class HeadOptions:
     sequence at a time. ``speculate`` is how many tokens are guessed at once, at most; 0: none.
     With ``share_across_keys`` requests share K/V of a common prefix whoever asks.
     ``step_timeout_s``: how long a step may take as long as none was measured. ``recover_wait_s``: how long a
-    lost member that nobody can stand in for may take to come back.
+    lost member that nobody can stand in for may take to come back; with all that is loaded meanwhile,
+    ``load_wait_s`` more.
     """
 
     member: MemberOptions = field(default_factory=MemberOptions)

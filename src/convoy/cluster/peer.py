@@ -94,6 +94,8 @@ class Peer:
         self._loaded: LoadedPlan | None = None
         self._kept: Stage | None = None  # of a plan that is over: its weights, for the next
         self._generation = 0  # of the newest plan on the head's link; what is older was given up
+        self._newest: Plan | None = None  # that came on it, and may wait for another to be loaded
+        self._refused: Link | None = None  # of a head below this member's minimum
         self._stopping = False
 
     def run(self, bind: tuple[str, int]) -> None:
@@ -137,6 +139,7 @@ class Peer:
                 self._say_how_far(link, received.message.generation)
                 return
             if isinstance(received.message, Plan) and received.message.generation > self._generation:
+                self._newest = received.message
                 self._end_ring()
         self._inbox.put(link, (link, received), weight_of(received))
 
@@ -178,6 +181,8 @@ class Peer:
 
     def _message(self, link: Link, received: ReceivedMessage) -> None:
         match received.message:
+            case _ if link is self._refused or link.is_over:
+                return  # what still waits of a head that was refused, or is gone, is not worth a stage
             case Hello():
                 self._meet(link)
             case message if link is not self._head:
@@ -203,8 +208,10 @@ class Peer:
             old.dismiss("the head came back on a new link")
         if old is not link:
             self._generation = 0  # only this link may plan from now on, by a clock that may have gone back
+            self._newest = None
         self._head = link
-        self._tell("head", f"{link.peer} is here")
+        stands_by = ", and this member stands by" if self._options.standby else ""
+        self._tell("head", f"{link.peer} is here{stands_by}")
         link.send(self._hello)
         self._vet(link)
 
@@ -220,6 +227,7 @@ class Peer:
 
     def _fell(self, link: Link, verdict: Verdict) -> None:
         """The head is below this member's minimum, now or again."""
+        self._refused = link
         refusal = self._attestation.refusal(verdict)
         self._tell("refused", refusal.message)
         link.revoke(refusal.message)
@@ -236,6 +244,7 @@ class Peer:
         self._tell("loading", f"{plan.model}: {', '.join(s.member for s in plan.stages)}")
 
         def progress(loaded: int, total: int) -> None:
+            self._require_newest(plan)
             link.send(Progress(plan.generation, loaded, total), generation=plan.generation)
 
         digest = plan_digest(plan)
@@ -253,7 +262,17 @@ class Peer:
         ready = Ready(plan.generation, loaded.stage.weight_bytes, loaded.max_blocks)
         link.send(ready, generation=plan.generation)
         layers = f"{loaded.assignment.start}-{loaded.assignment.end - 1}"
-        self._tell("ready", f"holds layers {layers}, {loaded.stage.weight_bytes / 1e6:.1f} MB of weights")
+        verb = "stands by with" if self._options.standby else "holds"
+        self._tell("ready", f"{verb} layers {layers}, {loaded.stage.weight_bytes / 1e6:.1f} MB of weights")
+
+    def _require_newest(self, plan: Plan) -> None:
+        """A plan that came meanwhile must not wait for one that is over, unless both want the same layers."""
+        newest = self._newest
+        if newest is None or newest.generation <= plan.generation:
+            return
+        wanted, loads = (_part_of(one, self._me.name) for one in (newest, plan))
+        if wanted != loads:
+            raise StepError("a newer plan came while this one was loaded")
 
     def _activate(self, link: Link, activate: Activate, generation: int) -> None:
         loaded = self._loaded
@@ -360,3 +379,9 @@ class Peer:
     def _tell(self, kind: str, text: str) -> None:
         _log.info("%s: %s", kind, text)
         self._on_event(PeerEvent(kind, text))
+
+
+def _part_of(plan: Plan, member: str) -> tuple[object, ...]:
+    """What a member reads for a plan: equal for two plans that need the same of it."""
+    mine = next((stage for stage in plan.stages if stage.member == member), None)
+    return mine, plan.model_digest, plan.kernel

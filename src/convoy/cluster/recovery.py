@@ -38,7 +38,6 @@ _LOADING_PING_S = 3.0  # a member that loads is busy
 _LOOK_UP_S = 0.5
 _MAX_REFUSALS = 2  # of one peer, before the plan is tried without it
 _CALM_S = 60.0  # after so long without a failure, the next is a new one
-_MAX_RENEWALS = 5  # for one member that comes again and again
 _PATIENCE = 4  # looks at one step, before a member that cannot be spared gets its links made anew
 
 
@@ -53,24 +52,29 @@ class _Late:
 class Recovery:
     """The engine's `Recovery` over a head. ``limits_of`` gives what the scheduler keeps to."""
 
-    def __init__(self, head: Head, wait_s: float, limits_of: Callable[[Granted], SchedulerLimits]) -> None:
+    def __init__(
+        self, head: Head, wait_s: float, load_wait_s: float, limits_of: Callable[[Granted], SchedulerLimits]
+    ) -> None:
         self._head = head
         self._wait_s = wait_s
+        self._whole_s = wait_s + load_wait_s  # all of one recovery, whatever it waits for
+        self._gave_up: StageLost | None = None
         self._limits_of = limits_of
         self._cancelled = threading.Event()
         self._state = self._cause = ""
         self._late = _Late(-1)
         self._refusals: dict[str, int] = {}
-        self._num_joined: dict[str, int] = {}
         self._relapses, self._num_relapses, self._recovered_s = Backoff(), 0, 0.0
 
     def recover(self, error: StageLost) -> Recovered | None:
         """See `engine.recovered.Recovery`. Raises `StageLost` naming the missing layers."""
         began_s = time.monotonic()
-        self._cause = error.message
+        again = error is self._gave_up  # nobody took over in time, and the engine still asks
+        if not again:
+            self._cause = error.message
         self._say("looking who is there")
         if isinstance(error, Renewal):
-            return self._renew()
+            return self._renew(began_s)
         if isinstance(error, StepLate) and self._still_comes():
             return None
         found_s = time.monotonic() - began_s
@@ -81,8 +85,10 @@ class Recovery:
         else:
             self._relapsed()
         lost = self._lost_text()
-        _log.warning("%s; %s", error.message, lost or "every member is there")
-        granted = self._find_stages(self._granted.placement)
+        if not again:
+            _log.warning("%s; %s", error.message, lost or "every member is there")
+        self._head.vetting.settle(self._require_wanted)
+        granted = self._find_stages(self._granted.placement, began_s)
         _log.warning(  # as loud as the loss: whoever read of that wants to know
             "recovered after %.3f s (of which %.3f s to find out): %s",
             time.monotonic() - began_s,
@@ -93,14 +99,10 @@ class Recovery:
         return self._recovered(granted, relapse=not lost)
 
     def has_use_for(self, name: str) -> bool:
-        """Whether a member that came holds a stage in a better plan than the one that runs.
-
-        Asked once for each time that it comes; one that keeps coming and going is used only where it must be.
-        """
-        self._num_joined[name] = self._num_joined.get(name, 0) + 1
-        if self._num_joined[name] > _MAX_RENEWALS or self._head.granted is None:
+        """Whether a member that came holds a stage in a better plan than the one that runs; slow or not."""
+        if self._head.granted is None:
             return False
-        proposal = self._better()
+        proposal = self._better(self._head.company.slow.names() - {name})
         return proposal is not None and name in proposal.members
 
     def state(self) -> str:
@@ -110,12 +112,12 @@ class Recovery:
         self._cancelled.set()
         self._head.company.wake()
 
-    def _renew(self) -> Recovered | None:
-        if self._better() is None:
+    def _renew(self, began_s: float) -> Recovered | None:
+        if self._better(self._head.company.slow.names()) is None:
             return None
-        began_s = time.monotonic()
         self._head.stop()
-        granted = self._find_stages(None)
+        self._head.vetting.settle(self._require_wanted)
+        granted = self._find_stages(None, began_s)
         _log.info(
             "%s: in use after %.3f s: %s",
             self._cause,
@@ -124,12 +126,12 @@ class Recovery:
         )
         return self._recovered(granted)
 
-    def _better(self) -> Proposal | None:
+    def _better(self, slow: set[str]) -> Proposal | None:
         """A plan that has members which the one that runs lacks, and lacks none but standbys of it."""
         head = self._head
         hellos = head.hellos()
         try:
-            proposal = head.planner.again(hellos, None, head.company.slow)
+            proposal = head.planner.again(hellos, None, slow)
         except ConvoyError:
             return None
         standbys = {name for name, hello in hellos.items() if hello.standby}
@@ -225,20 +227,26 @@ class Recovery:
             if self._can_spare(name):
                 company.give_up(name, "it answers no ping")
 
-    def _find_stages(self, before: Placement | None) -> Granted:
+    def _find_stages(self, before: Placement | None, began_s: float) -> Granted:
         """The next plan, running, as near to ``before`` as it can be; None: the best one.
 
-        Raises `StageLost` if there was none for too long.
+        Raises `StageLost` if there was none for too long: what it waits for members is bounded, and all of it
+        since ``began_s``.
         """
         backoff, company = Backoff(), self._head.company
         waited_s = 0.0
         self._refusals.clear()
-        while True:
+
+        def watch() -> None:
             self._require_wanted()
+            if time.monotonic() - began_s > self._whole_s:
+                raise self._given_up(None)
+
+        while True:
+            watch()
             seen = company.num_changes
-            began_s = time.monotonic()
             try:
-                return self._try_once(before)
+                return self._try_once(before, watch)
             except CapacityError as error:
                 why: ConvoyError = error
                 self._count_refusal()
@@ -253,21 +261,21 @@ class Recovery:
             if waited_s >= self._wait_s:
                 raise self._given_up(why) from why
             before = self._granted.placement
-            began_s = time.monotonic()
+            waits_s = time.monotonic()
             if isinstance(why, CapacityError):
                 company.wait(seen, wait_s)
             else:
                 self._cancelled.wait(wait_s)
-            waited_s += time.monotonic() - began_s
+            waited_s += time.monotonic() - waits_s
 
-    def _try_once(self, before: Placement | None) -> Granted:
+    def _try_once(self, before: Placement | None, watch: Callable[[], None]) -> Granted:
         head = self._head
         head.failed = None
         hellos = head.hellos()
         for name, count in self._refusals.items():
             if count >= _MAX_REFUSALS and head.planner.can_spare(name, hellos, self._granted.placement):
                 hellos.pop(name, None)
-        proposal = head.planner.again(hellos, before, head.company.slow)
+        proposal = head.planner.again(hellos, before, head.company.slow.names())
         names = " -> ".join(stage.member for stage in proposal.plan.stages)
         self._say(f"{self._lost_text()}; loading for {names}".lstrip("; "))
 
@@ -275,10 +283,9 @@ class Recovery:
             self._say(f"{member} has loaded {done / max(1, total):.0%} of what it lacks")
 
         done = threading.Event()
-        watch = threading.Thread(target=self._look_after, args=(proposal.members, done), daemon=True)
-        watch.start()
+        threading.Thread(target=self._look_after, args=(proposal.members, done), daemon=True).start()
         try:
-            return head.install(proposal, self._require_wanted, on_load)
+            return head.install(proposal, watch, on_load)
         finally:
             done.set()
 
@@ -300,12 +307,17 @@ class Recovery:
             return
         self._refusals[name] = self._refusals.get(name, 0) + 1
 
-    def _given_up(self, why: ConvoyError) -> StageLost:
-        text = self._lost_text() or why.message
-        return StageLost(
-            f"{text}; nobody took over within {self._wait_s:g} s: {why.message}",
+    def _given_up(self, why: ConvoyError | None) -> StageLost:
+        """``why`` None: members were there, and yet no plan ran in all that time."""
+        lost = self._lost_text()
+        bound_s = self._whole_s if why is None else self._wait_s
+        parts = [lost, f"nobody took over within {bound_s:g} s"]
+        reason = self._state if why is None else why.message
+        self._gave_up = StageLost(
+            "; ".join(part for part in parts if part) + f": {reason}",
             hint="start the member again, or another one with `convoy join --standby`",
         )
+        return self._gave_up
 
     def _lost_text(self) -> str:
         """``missing layers 4-11, beta is gone``, or nothing where every stage is there."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from convoy.cluster.head import Granted, Head, LoadProgress
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.recovery import Recovery
+from convoy.cluster.renewal import Renewals
 from convoy.cluster.status import ClusterStatus
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import SchedulerLimits
@@ -124,6 +125,7 @@ class RunningCluster:
             level=self.level(),
             minimum_level=self.head.vetting.attestation.policy.minimum.text,
             verdicts=self.head.vetting.report(),
+            standbys=self.head.standbys(),
         )
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -146,11 +148,10 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
 
     def joined(name: str) -> None:
         head.preload()
-        if recovery.has_use_for(name):
-            engine.renew(f"{name} is here again")
+        renewals.joined(name)
 
     assert head.executor is not None
-    recovery = Recovery(head, options.recover_wait_s, limits_of)
+    recovery = Recovery(head, options.recover_wait_s, options.load_wait_s, limits_of)
     engine = Engine(
         head.executor,
         tokenizer,
@@ -159,5 +160,6 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
         options.drafter(spec),
         recovery=recovery,
     )
+    renewals = Renewals(head.company, recovery, engine.renew, engine.between_steps)
     head.on_lost, head.on_joined = engine.wake, joined
     return engine

@@ -34,6 +34,13 @@ class VerdictStatus(msgspec.Struct, frozen=True):
     excluded: bool = False
 
 
+class StandbyStatus(msgspec.Struct, frozen=True):
+    """A member that waits for the loss of another. ``layers``: what it holds for that, such as "4-7"."""
+
+    name: str
+    layers: str | None = None  # None: nothing yet, or it has not the memory
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """What `GET /status` and `convoy status` show."""
 
@@ -58,3 +65,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     level: str = "none"  # the weakest of all members'
     minimum_level: str = "none"  # what the policy demands of a peer
     verdicts: list[VerdictStatus] = []
+    standbys: list[StandbyStatus] = []

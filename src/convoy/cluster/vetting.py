@@ -71,6 +71,10 @@ class Vetting:
         """No plan runs: nobody has to prove that it holds a stage."""
         self.attestation.watch((), hold_stages=False)
 
+    def settle(self, watch: Callable[[], None]) -> None:
+        """Before the next plan: whoever was asked while it held a stage answers first, or gets none."""
+        self.attestation.settle(watch)
+
     def lost(self, link: Link, error: ConvoyError) -> ConvoyError | None:
         """A link ended: the error to tell, or None if nobody waits for that member."""
         self.attestation.detach(link)

@@ -1,0 +1,71 @@
+"""Members that wait for the loss of another, and what each has loaded for that."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from convoy.cluster.status import StandbyStatus
+from convoy.errors import ConvoyError
+from convoy.transport.link import Link, Received, ReceivedMessage
+from convoy.wire.messages import Hello, Plan, Ready
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Preload:
+    """What one standby was asked to load, on one link. ``plan`` None: it has not the memory."""
+
+    link: Link
+    generation: int
+    plan: Plan | None
+    loaded: bool = False
+
+
+class Standbys:
+    """Told by the thread that plans, and by receiver threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._preloads: dict[str, _Preload] = {}
+
+    def preload(self, name: str, link: Link, plan: Plan | None) -> None:
+        """Ask for ``plan``, where ``name`` has a stage: once for a link and a plan, however often called."""
+        generation = 0 if plan is None else plan.generation
+        with self._lock:
+            asked = self._preloads.get(name)
+            if asked is not None and asked.link is link and asked.generation == generation:
+                return
+            self._preloads[name] = _Preload(link, generation, plan)
+        if plan is None:
+            _log.info("%s is a standby without the memory for any stage in advance", name)
+            return
+        try:
+            link.post(plan)
+        except ConvoyError as error:
+            _log.info("%s preloads nothing: %s", name, error.message)
+
+    def note(self, link: Link, received: Received) -> None:
+        """What a member said that has no stage."""
+        if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Ready):
+            return
+        with self._lock:
+            asked = self._preloads.get(link.peer)
+            if asked is not None and asked.link is link and asked.generation == received.generation:
+                asked.loaded = True
+
+    def report(self, here: Mapping[str, tuple[Link, Hello]], members: set[str]) -> list[StandbyStatus]:
+        """Those of ``here`` that stand by, which ``members``, who have a stage, do not."""
+        names = sorted(name for name, (_, hello) in here.items() if hello.standby and name not in members)
+        return [StandbyStatus(name, self._layers(name, here[name][0])) for name in names]
+
+    def _layers(self, name: str, link: Link) -> str | None:
+        with self._lock:
+            asked = self._preloads.get(name)
+        if asked is None or asked.link is not link or asked.plan is None or not asked.loaded:
+            return None
+        stage = next(stage for stage in asked.plan.stages if stage.member == name)
+        return f"{stage.start}-{stage.end - 1}"
