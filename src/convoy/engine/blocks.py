@@ -18,11 +18,12 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Last freed, first granted: the hottest block is the likeliest to be in a cache.
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = dict.fromkeys(range(num_blocks - 1, -1, -1))
         self._owners: dict[int, int] = {}
         self._kept: dict[int, None] = {}  # oldest first
         self._tag_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._changed: set[int] = set()  # since the last check
 
     @property
     def num_free(self) -> int:
@@ -57,12 +58,14 @@ class BlockPool:
         for block in blocks:
             self._kept.pop(block, None)
             self._owners[block] = self._owners.get(block, 0) + 1
+        self._changed.update(blocks)
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` blocks; the caller has looked at ``num_free``."""
         assert count <= self.num_free, "the scheduler asked for more blocks than are free"
-        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        blocks = [self._free.popitem()[0] if self._free else self._evict() for _ in range(count)]
         self._owners.update(dict.fromkeys(blocks, 1))
+        self._changed.update(blocks)
         return blocks
 
     def label(self, block: int, tag: bytes) -> None:
@@ -71,6 +74,7 @@ class BlockPool:
         if tag not in self._block_of and block not in self._tag_of:
             self._tag_of[block] = tag
             self._block_of[tag] = block
+            self._changed.add(block)
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give a sequence's blocks back, in its order: the end of a chain is evicted before its start."""
@@ -83,13 +87,31 @@ class BlockPool:
             if block in self._tag_of:
                 self._kept[block] = None
             else:
-                self._free.append(block)
+                self._free[block] = None
+        self._changed.update(blocks)
+
+    def check_changed(self) -> None:
+        """As `check`, of the blocks that changed hands or labels since the last check of either kind.
+
+        What it costs goes with their number, not with the pool's: a session has it after every token.
+        """
+        parts = (self._free, self._kept, self._owners)
+        assert sum(len(part) for part in parts) == self.num_blocks, "blocks leaked"
+        assert len(self._block_of) == len(self._tag_of), "a label is lost"
+        for block in self._changed:
+            assert sum(block in part for part in parts) == 1, "a block is in no state, or in two"
+            tag = self._tag_of.get(block)
+            assert tag is None or self._block_of.get(tag) == block, "a label is lost"
+            assert tag is not None or block not in self._kept, "a block is kept that nobody can find"
+            assert tag is None or block not in self._free, "a free block has a label"
+        self._changed.clear()
 
     def check(self, owned: Iterable[int] | None = None) -> None:
         """Free, kept and owned blocks together are all blocks, none twice.
 
         ``owned`` lists the blocks of every sequence: each block has as many owners as it is listed times.
         """
+        self._changed.clear()
         parts = (self._free, self._kept, self._owners)
         assert sum(len(part) for part in parts) == self.num_blocks, "blocks leaked"
         assert len(set().union(*parts)) == self.num_blocks, "a block is in two states"

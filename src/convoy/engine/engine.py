@@ -21,19 +21,20 @@ from convoy.engine.continuation import Continuation
 from convoy.engine.executor import Executor, StepResult
 from convoy.engine.fit import check_request, check_tokens, unfit
 from convoy.engine.handle import RequestHandle
+from convoy.engine.live import LiveSequences
 from convoy.engine.options import EngineOptions, EngineStats
 from convoy.engine.outputs import Output
 from convoy.engine.prefix import PrefixTags
+from convoy.engine.progress import EngineProgress
 from convoy.engine.recovered import Recovered, Recovery, Renewal
 from convoy.engine.relapse import Relapses
 from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
-from convoy.engine.sequence import Sequence, SequenceState
+from convoy.engine.sequence import SequenceState
 from convoy.engine.warm_up import warm_up
 from convoy.errors import ConvoyError, Draining, NotReady, StageLost
-from convoy.model.draw import Draw, Outcome
+from convoy.model.draw import Draw
 from convoy.model.text import Tokenizer
-from convoy.wire.messages import Row
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "RequestHandle"]
 
@@ -67,7 +68,7 @@ class Engine:
         self._max_context = options.max_context
         self._tags = PrefixTags(limits.block_size)
         self._scheduler = Scheduler(limits, self._tags, drafter)
-        self._live: dict[Sequence, Continuation] = {}
+        self._live = LiveSequences(self._scheduler)
         self._in_flight: deque[_InFlight] = deque()
         self._between = BetweenSteps()
         self._changed = threading.Condition()
@@ -76,11 +77,8 @@ class Engine:
         self._recovering = False
         self._woken = False  # look at the ring now, instead of when the next probe is due
         self._renewal: Renewal | None = None
-        self._recoveries = 0
         self._relapses = Relapses()
-        self._last_step_s: float | None = None
-        self._ring_s: float | None = None
-        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._progress = EngineProgress()
         self._thread = threading.Thread(target=self._run, name="convoy-engine", daemon=True)
 
     # What callers use, from any thread.
@@ -92,7 +90,7 @@ class Engine:
         """
         self._thread.start()
         warm_up(self.submit)
-        self._prompt_tokens = self._generated_tokens = 0
+        self._progress.warmed_up()
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> RequestHandle:
         """Queue one, or raise `RequestError`, `QueueFull`, `Draining` or `StageLost`."""
@@ -109,8 +107,8 @@ class Engine:
             )
             self._raise_if_over()
             self._scheduler.add([choice.sequence for choice in choices])
-            self._live.update((choice.sequence, choice) for choice in choices)
-            self._prompt_tokens += len(request.prompt_ids)
+            self._live.add(choices)
+            self._progress.prompt_tokens += len(request.prompt_ids)
             self._changed.notify()
         return RequestHandle(lambda: self.abort(choices))
 
@@ -119,7 +117,7 @@ class Engine:
         with self._changed:
             for choice in choices:
                 if choice.sequence.state is not SequenceState.FINISHED:
-                    self._retire(choice)
+                    self._live.retire(choice)
                     choice.finish("abort")
             self._changed.notify()
 
@@ -138,15 +136,15 @@ class Engine:
             if sequence.state is SequenceState.WAITING:
                 self._scheduler.add([sequence])
             sequence.tokens.extend(tokens)
-            self._live[sequence] = continuation
+            self._live.add([continuation])
+            self._progress.session_tokens += sequence.num_pending
             self._changed.notify()
             return True
 
     def release(self, continuation: Continuation) -> None:
         """Let a sequence go that runs or rests, without a word; its blocks are free for the next step."""
         with self._changed:
-            self._scheduler.finish(continuation.sequence)
-            self._live.pop(continuation.sequence, None)
+            self._live.release(continuation)
             self._changed.notify()
 
     def between_steps(self, work: Between) -> Any:
@@ -164,32 +162,26 @@ class Engine:
                 raise StageLost(self._failed.message, hint=self._failed.hint)
             if self._recovering and self._recovery is not None:
                 raise NotReady(f"recovering: {self._recovery.state()}")
-            if self._last_step_s is None:
-                raise NotReady("no token has passed every stage yet")
-            age = time.monotonic() - self._last_step_s
-            if age > self._options.ready_s:
-                raise NotReady(
-                    f"the last step passed every stage {age:.0f} s ago, "
-                    f"and {self._options.ready_s:g} s is the limit"
-                )
+            self._progress.check_recent(self._options.ready_s)
 
     def stats(self) -> EngineStats:
         with self._changed:
-            scheduler = self._scheduler
+            scheduler, progress = self._scheduler, self._progress
             return EngineStats(
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
                 num_blocks=scheduler.pool.num_blocks,
                 free_blocks=scheduler.pool.num_free,
-                steps=self._steps,
-                prompt_tokens=self._prompt_tokens,
-                generated_tokens=self._generated_tokens,
+                steps=progress.num_steps,
+                prompt_tokens=progress.prompt_tokens,
+                generated_tokens=progress.generated_tokens,
+                session_tokens=progress.session_tokens,
                 preempted=scheduler.num_preempted,
                 cached_tokens=scheduler.num_cached_tokens,
                 drafted_tokens=scheduler.num_drafted,
                 accepted_tokens=scheduler.num_accepted,
-                ring_s=self._ring_s,
-                recoveries=self._recoveries,
+                ring_s=progress.ring_s,
+                recoveries=progress.recoveries,
             )
 
     def wake(self) -> None:
@@ -227,6 +219,8 @@ class Engine:
         try:
             while self._step():
                 pass
+            with self._changed:
+                self._scheduler.check()
         except ConvoyError as error:
             with self._changed:
                 if not self._closing:
@@ -284,9 +278,9 @@ class Engine:
             over = self._relapses.hopeless(self._live, ran, error) if recovered.relapse else []
             over += unfit(self._live.values(), self._max_context, self._scheduler.pool)
             for group, reason in over:
-                self._end_group(group, reason)
-            self._recoveries += not isinstance(error, Renewal)
-            self._last_step_s = None  # ready once a token has passed these stages
+                self._live.end_group(group, reason)
+            self._progress.recoveries += not isinstance(error, Renewal)
+            self._progress.other_stages()
             self._woken = True
 
     def _ask(self, recovery: Recovery, error: StageLost) -> Recovered | None:
@@ -311,20 +305,19 @@ class Engine:
                     return None
                 if self._closing and not self._live:
                     return None
-                self._scheduler.check()
+                self._scheduler.check_changed()
                 if self._renewal is not None:
                     renewal, self._renewal = self._renewal, None
                     raise renewal
                 if self._woken or not self._changed.wait(timeout=self._options.probe_s):
                     self._woken = False
+                    self._scheduler.check()  # of the whole pool: not after every token of a session
                     return self._ready(self._scheduler.probe())
             self._in_flight.clear()
             return None
 
     def _ready(self, scheduled: Scheduled) -> _InFlight:
-        parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
-        draws = [draw for row, sequence, drafts in parts for draw in self._live[sequence].draws(row, drafts)]
-        return _InFlight(scheduled, draws, time.monotonic())
+        return _InFlight(scheduled, self._live.draws(scheduled), time.monotonic())
 
     def _submit(self, ready: _InFlight) -> None:
         self._in_flight.append(ready)
@@ -336,60 +329,14 @@ class Engine:
         assert scheduled.step.number == result.number, "steps came back out of order"
         with self._changed:
             self._scheduler.collected(scheduled)
-            self._last_step_s = time.monotonic()
-            self._steps += 1
-            if not scheduled.sequences:
-                self._ring_s = self._last_step_s - done.submitted_s
-            offset = 0
-            parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
-            for row, sequence, drafts in parts:
-                outcomes = result.outcomes[offset : offset + row.num_outputs]
-                offset += row.num_outputs
-                continuation = self._live.get(sequence)
-                if continuation is not None:
-                    self._advance(continuation, row, drafts, outcomes)
+            self._progress.passed(done.submitted_s, is_empty=not scheduled.sequences)
+            self._progress.generated_tokens += self._live.advance(scheduled, result.outcomes)
             self._changed.notify_all()
-
-    def _advance(
-        self, continuation: Continuation, row: Row, drafts: tuple[int, ...], outcomes: tuple[Outcome, ...]
-    ) -> None:
-        sequence = continuation.sequence
-        before = sequence.num_generated
-        try:
-            advance = continuation.advance(row, drafts, outcomes)
-        except ConvoyError as error:
-            # Logits that cannot be drawn from are this request's misfortune, not everybody's.
-            self._end_group(continuation.group, error)
-            return
-        self._generated_tokens += sequence.num_generated - before
-        # The callback may have aborted it already.
-        if sequence not in self._live:
-            return
-        if drafts:
-            self._scheduler.keep(sequence, len(drafts), advance.num_accepted)
-        if advance.complete:
-            self._retire(continuation)
-        elif advance.rests:
-            self._scheduler.rest(sequence)
-            del self._live[sequence]
-
-    def _end_group(self, group: object, error: ConvoyError) -> None:
-        """End all of a group; the first of them tells it."""
-        told: ConvoyError | None = error
-        for continuation in [c for c in self._live.values() if c.group is group]:
-            self._retire(continuation)
-            continuation.fail(told)
-            told = None
-
-    def _retire(self, continuation: Continuation) -> None:
-        self._scheduler.finish(continuation.sequence)
-        del self._live[continuation.sequence]
 
     def _fail(self, error: ConvoyError) -> None:
         """End every request; the caller holds the lock."""
         self._failed = error
-        for group in {id(c.group): c.group for c in self._live.values()}.values():
-            self._end_group(group, error)
+        self._live.end_all(error)
         self._between.refuse(error)
         self._changed.notify_all()
 

@@ -29,6 +29,7 @@ class EngineStats:
     steps: int
     prompt_tokens: int
     generated_tokens: int
+    session_tokens: int  # that sessions asked to be run, those that were run again included
     preempted: int
     cached_tokens: int  # positions that were not run, because their K/V was there
     drafted_tokens: int  # guesses that were run

@@ -166,6 +166,12 @@ class Scheduler:
         self._tags.extend(chain, tokens, num_blocks)
         return chain[1:]
 
+    def check_changed(self) -> None:
+        """What changed hands since the last check did so rightly: in time, as much as changed."""
+        self.pool.check_changed()
+        if not self.running and not self.idle:
+            assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are owned"
+
     def check(self) -> None:
         """Every block has the owners it should have. While idle: every block is free."""
         owners = (*self.running, *self.idle)

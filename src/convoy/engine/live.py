@@ -1,0 +1,98 @@
+"""The sequences that run or wait, and what stands behind each: who is told of tokens, ends and failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from convoy.engine.composition import Scheduled
+from convoy.engine.continuation import Continuation
+from convoy.engine.scheduler import Scheduler
+from convoy.engine.sequence import Sequence
+from convoy.errors import ConvoyError
+from convoy.model.draw import Draw, Outcome
+from convoy.wire.messages import Row
+
+
+class LiveSequences(Mapping[Sequence, Continuation]):
+    """Not thread-safe: the engine holds a lock. Whoever leaves gives its blocks back to ``scheduler``."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._continuations: dict[Sequence, Continuation] = {}
+
+    def __getitem__(self, sequence: Sequence) -> Continuation:
+        return self._continuations[sequence]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._continuations)
+
+    def __len__(self) -> int:
+        return len(self._continuations)
+
+    def add(self, continuations: Iterable[Continuation]) -> None:
+        """They run from now on; the scheduler has them."""
+        self._continuations.update((one.sequence, one) for one in continuations)
+
+    def draws(self, scheduled: Scheduled) -> list[Draw]:
+        """What to do with each output of a step's rows."""
+        parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
+        return [draw for row, sequence, drafts in parts for draw in self[sequence].draws(row, drafts)]
+
+    def advance(self, scheduled: Scheduled, outcomes: tuple[Outcome, ...]) -> int:
+        """Tell everybody what came of a step's draws. Returns how many tokens were generated."""
+        num_generated = offset = 0
+        parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
+        for row, sequence, drafts in parts:
+            of_row = outcomes[offset : offset + row.num_outputs]
+            offset += row.num_outputs
+            continuation = self._continuations.get(sequence)
+            if continuation is not None:
+                num_generated += self._advance(continuation, row, drafts, of_row)
+        return num_generated
+
+    def retire(self, continuation: Continuation) -> None:
+        """It is over."""
+        self._scheduler.finish(continuation.sequence)
+        del self._continuations[continuation.sequence]
+
+    def release(self, continuation: Continuation) -> None:
+        """It is over, whether it runs, waits or rests."""
+        self._scheduler.finish(continuation.sequence)
+        self._continuations.pop(continuation.sequence, None)
+
+    def end_group(self, group: object, error: ConvoyError) -> None:
+        """End all of a group; the first of them tells it."""
+        told: ConvoyError | None = error
+        for continuation in [c for c in self._continuations.values() if c.group is group]:
+            self.retire(continuation)
+            continuation.fail(told)
+            told = None
+
+    def end_all(self, error: ConvoyError) -> None:
+        """End every group."""
+        for group in {id(c.group): c.group for c in self._continuations.values()}.values():
+            self.end_group(group, error)
+
+    def _advance(
+        self, continuation: Continuation, row: Row, drafts: tuple[int, ...], outcomes: tuple[Outcome, ...]
+    ) -> int:
+        sequence = continuation.sequence
+        before = sequence.num_generated
+        try:
+            advance = continuation.advance(row, drafts, outcomes)
+        except ConvoyError as error:
+            # Logits that cannot be drawn from are this request's misfortune, not everybody's.
+            self.end_group(continuation.group, error)
+            return 0
+        num_generated = sequence.num_generated - before
+        # The callback may have aborted it already.
+        if sequence not in self._continuations:
+            return num_generated
+        if drafts:
+            self._scheduler.keep(sequence, len(drafts), advance.num_accepted)
+        if advance.complete:
+            self.retire(continuation)
+        elif advance.rests:
+            self._scheduler.rest(sequence)
+            del self._continuations[sequence]
+        return num_generated
