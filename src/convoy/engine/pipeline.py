@@ -225,12 +225,17 @@ class PipelineExecutor:
             return  # a member that was given up and woke
         if isinstance(item, ReceivedMessage):
             if isinstance(item.message, StepFailed):
-                raise StageLost(f"a stage could not run step {item.message.number}: {item.message.reason}")
+                raise StageLost(self._what_failed(item.message))
             if isinstance(item.message, Drawn):
                 self._expect(item.message.number, self._owner != self._head)
                 self._returned[item.message.number] = item.message
             return
         self._accept_hidden(item)
+
+    def _what_failed(self, said: StepFailed) -> str:
+        if any(one.step.number == said.number for one in self._in_flight):
+            return f"a stage could not run step {said.number}: {said.reason}"
+        return f"a stage cannot go on: {said.reason}"  # it broke while it had no step
 
     def _expect(self, number: int, expected: bool) -> Step:
         """The step in flight of which this is the end. Raises `StageLost`."""

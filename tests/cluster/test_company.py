@@ -1,0 +1,54 @@
+"""Whom the head dials, and how often."""
+
+from __future__ import annotations
+
+import threading
+
+from convoy.cluster.company import Company
+from convoy.cluster.options import HeadOptions
+from convoy.transport.link import Link
+from convoy.transport.network import MemoryNetwork
+from convoy.wire.messages import FrameType, Hello
+from support.cluster import MEMBER
+from support.members import make_local_members, membership_of
+
+HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
+
+
+def test_a_member_that_greets_and_goes_at_once_is_not_dialled_without_a_pause() -> None:
+    alpha, beta = make_local_members(("alpha", "beta"))
+    network = MemoryNetwork()
+    links: list[Link] = []
+    twice = threading.Event()
+
+    def greet_and_go(link: Link) -> None:
+        links.append(link)
+        if len(links) > 1:
+            twice.set()
+        link.start(lambda *_: None, lambda *_: None, frozenset({FrameType.HELLO, FrameType.CHALLENGE}))
+        link.send(HELLO)
+        company_has.wait(10)
+        company_has.clear()
+        link.dismiss("never mind", revoke=True)
+
+    company_has = threading.Event()
+    network.listen(membership_of(beta), beta.member.address, lambda link: _on_thread(greet_and_go, link))
+    company = Company(
+        membership_of(alpha),
+        network,
+        HeadOptions(MEMBER),
+        receive=lambda *_: None,
+        lost=lambda *_: None,
+        joined=lambda _name: company_has.set(),
+    )
+    company.vetting.admit = lambda _links, _watch: None  # type: ignore[method-assign]
+    company.seek()
+    assert twice.wait(20)
+    threading.Event().wait(1.0)  # the time in which it would dial a hundred times
+    num_dials = len(links)
+    company.close("done")
+    assert num_dials <= 10
+
+
+def _on_thread(run: object, link: Link) -> None:
+    threading.Thread(target=run, args=(link,), daemon=True).start()  # type: ignore[arg-type]
