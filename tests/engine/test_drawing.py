@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -12,14 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convoy.engine.choice import make_choices
 from convoy.engine.drawing import answer_of, draw_of, outcome_of, request_of
 from convoy.engine.limits import SchedulerLimits
+from convoy.engine.request import GenerationRequest
 from convoy.errors import PeerError, StepError
-from convoy.model.draw import Draw, Outcome, draw
+from convoy.model.draw import Draw, Outcome, distinct, draw
 from convoy.model.params import SamplingParams
+from convoy.model.text import Tokenizer
 from convoy.wire.codec import encode_message
 from convoy.wire.frame import MAX_PAYLOAD_BYTES
-from convoy.wire.messages import DrawAnswer, DrawRequest, FrameType, Step
+from convoy.wire.messages import DrawAnswer, DrawRequest, FrameType, Row, Step
+from support.fake_tokenizer import FakeTokenizer
 
 VOCAB = 40
 LOGITS = np.random.default_rng(3).normal(0, 4, VOCAB).astype(np.float32)
@@ -78,13 +82,33 @@ def test_a_draw_by_a_peer_is_what_the_head_would_have_drawn(asked: Draw) -> None
 
 
 def test_tokens_go_only_where_a_penalty_looks_back() -> None:
-    history = ([7, 7, 5], [9, 9])
+    history = (distinct([7, 7, 5]), [9, 9])
     plain = request_of(Draw(SamplingParams(logit_bias={1: 2.0}), 0, 5, *history))
     assert (plain.prompt, plain.generated) == (b"", b"")
     counted = request_of(Draw(SamplingParams(frequency_penalty=1.0), 0, 5, *history))
     assert (len(counted.prompt), len(counted.generated)) == (0, 8)
     repeated = request_of(Draw(SamplingParams(repetition_penalty=1.1), 0, 5, *history))
     assert (len(repeated.prompt), len(repeated.generated)) == (8, 8), "each token of the prompt once"
+
+
+def test_a_prompt_is_gone_through_once_for_a_request_however_often_is_drawn() -> None:
+    params = SamplingParams(repetition_penalty=1.3)
+    asked = GenerationRequest((7, 3, 7, 9), params, max_tokens=9, num_choices=2)
+    tokenizer = cast(Tokenizer, FakeTokenizer())
+    choices = make_choices(asked, tokenizer, lambda _output: None, share_across_keys=False)
+    found = []
+    for _ in range(3):
+        for choice in choices:
+            row = Row(0, len(choice.sequence.tokens) - 1, 1, 1, b"", b"")
+            found += choice.draws(row, ())
+            choice.sequence.tokens.append(4)
+    assert [list(one.prompt_ids) for one in found] == [[3, 7, 9]] * 6
+    assert len({id(one.prompt_ids) for one in found}) == 1
+    assert list(found[-1].generated_ids) == [4, 4]
+    plain = make_choices(
+        replace(asked, params=SamplingParams()), tokenizer, lambda _output: None, share_across_keys=False
+    )
+    assert plain[0].prompt_seen == ()
 
 
 def test_logits_that_nobody_can_draw_from_are_this_draws_misfortune() -> None:

@@ -19,7 +19,7 @@ from convoy.engine.outputs import (
 from convoy.engine.request import GenerationRequest
 from convoy.engine.sequence import Sequence
 from convoy.errors import ConvoyError
-from convoy.model.draw import GREEDY, Draw, Outcome
+from convoy.model.draw import GREEDY, Draw, Outcome, distinct
 from convoy.model.sampling import Sampled
 from convoy.model.text import TextStream, Tokenizer
 from convoy.wire.messages import Row
@@ -36,6 +36,7 @@ class Choice:
     stream: TextStream
     emit: Callable[[Output], None]
     group: object
+    prompt_seen: SequenceOf[int] = ()  # the prompt's tokens, each once, where a penalty looks at them
     finished: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     prompt_told: bool = False
@@ -85,7 +86,7 @@ class Choice:
         if not request.params.reshapes:
             return Draw(request.params, self.index, position)
         generated = [*self.sequence.generated_ids, *drafts[: position - known]]
-        return Draw(request.params, self.index, position, request.prompt_ids, generated)
+        return Draw(request.params, self.index, position, self.prompt_seen, generated)
 
     def _append(self, sampled: Sampled) -> bool:
         if sampled.token_id in self.tokenizer.eos_ids and not self.request.ignore_eos:
@@ -124,12 +125,13 @@ def make_choices(
     """All of a request, as one group, with sequences that wait."""
     salt = b"" if share_across_keys else request.cache_salt
     group = object()
+    seen = distinct(request.prompt_ids) if request.params.repetition_penalty != 1 else ()
     choices = []
     for index in range(request.num_choices):
         all_outputs = request.prompt_logprobs is not None and index == 0
         sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt)
         stream = TextStream(tokenizer, request.stop)
-        choices.append(Choice(request, index, sequence, tokenizer, stream, emit, group))
+        choices.append(Choice(request, index, sequence, tokenizer, stream, emit, group, seen))
     return choices
 
 

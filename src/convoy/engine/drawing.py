@@ -15,8 +15,8 @@ from convoy.wire.messages import DrawAnswer, DrawRequest
 
 
 def request_of(draw: Draw) -> DrawRequest:
-    """What goes to the owner of the output. Tokens go only where a penalty looks back, and the prompt's once
-    each, because no penalty counts them.
+    """What goes to the owner of the output. Tokens go only where a penalty looks back, and the prompt's as
+    they are in the draw: once each, where `distinct` was asked, as it is once for a request.
     """
     params, drawn = draw.params, draw.score is None
     repeats = drawn and params.repetition_penalty != 1
@@ -36,7 +36,7 @@ def request_of(draw: Draw) -> DrawRequest:
         logprobs=-1 if params.logprobs is None else params.logprobs,
         score=-1 if draw.score is None else draw.score,
         wants_logits=draw.wants_logits,
-        prompt=_encode(sorted(set(draw.prompt_ids))) if repeats else b"",
+        prompt=_encode(draw.prompt_ids) if repeats else b"",
         generated=_encode(draw.generated_ids) if looks_back else b"",
     )
 

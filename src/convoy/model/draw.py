@@ -6,6 +6,7 @@ output is.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,8 @@ class Draw:
     """Draw the token at ``position``; with ``score``, score that token there instead.
 
     ``prompt_ids`` and ``generated_ids`` are every token before ``position``; they are read only where
-    ``params`` has a penalty that looks back.
+    ``params`` has a penalty that looks back. None counts those of the prompt: each once is enough, see
+    `distinct`.
     """
 
     params: SamplingParams
@@ -46,6 +48,11 @@ class Outcome:
 
 
 GREEDY = Draw(SamplingParams(temperature=0.0), choice=0, position=0)
+
+
+def distinct(tokens: Sequence[int]) -> Sequence[int]:
+    """Each of ``tokens`` once, ascending: made once for a prompt, it is cheap to draw with and to encode."""
+    return array("I", sorted(set(tokens)))
 
 
 def draw_all(logits: Logits, draws: Sequence[Draw]) -> tuple[Outcome, ...]:
