@@ -156,6 +156,51 @@ def test_chunks_get_shorter_as_attention_grows_and_steps_stay_level() -> None:
     assert [size for _, size in chunks(replace(LIMITS, cost=None))] == [256] * 32
 
 
+def chunks_of(limits: SchedulerLimits, num_stages: int, num_tokens: int) -> tuple[list[int], float]:
+    """The chunks of a prompt that runs alone, and when its first token is told."""
+    ring = Ring(limits, num_stages)
+    prompt = Sequence(tuple(i % 97 for i in range(num_tokens)), 1)
+    ring.scheduler.add([prompt])
+    while prompt not in ring.told_s:
+        ring.advance()
+    return [row.num_tokens for one in ring.steps for row in one.scheduled.step.rows], ring.now_s
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_tokens", "chunks"),
+    [
+        (1, 300, [256, 44]),
+        (2, 127, [127]),
+        (2, 128, [64, 64]),
+        (2, 200, [96, 104]),
+        (2, 300, [144, 156]),
+        (4, 300, [64, 64, 80, 92]),
+        (4, 200, [64, 64, 72]),
+        (2, 600, [256, 256, 88]),
+    ],
+)
+def test_a_short_prompt_that_runs_alone_is_cut_so_that_stages_overlap(
+    num_stages: int, num_tokens: int, chunks: list[int]
+) -> None:
+    limits = replace(LIMITS, micro_batches=num_stages, cost=None)
+    found, told_s = chunks_of(limits, num_stages, num_tokens)
+    assert found == chunks
+    _, whole_s = chunks_of(replace(limits, least_chunk=10_000), num_stages, num_tokens)
+    assert told_s <= whole_s
+    if num_stages > 1 and 127 < num_tokens <= 300:
+        assert told_s < 0.85 * whole_s
+
+
+def test_a_prompt_that_does_not_run_alone_or_whose_chunks_wait_for_each_other_is_not_cut() -> None:
+    two = replace(LIMITS, micro_batches=2)
+    beside = Scheduler(two)
+    beside.add([Sequence(tuple(range(200)), 4), Sequence(tuple(range(200)), 4)])
+    assert [row.num_tokens for row in scheduled_now(beside).step.rows] == [200, 200]
+    one_after_another = Scheduler(replace(two, prefill_window=1))
+    one_after_another.add([Sequence(tuple(range(200)), 4)])
+    assert [row.num_tokens for row in scheduled_now(one_after_another).step.rows] == [200]
+
+
 def test_one_at_a_time_is_one_at_a_time() -> None:
     scheduler = Scheduler(replace(LIMITS, max_batch=1, micro_batches=2))
     first, second = Sequence((1, 2), 3), Sequence((3, 4), 3)

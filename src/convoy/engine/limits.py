@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from convoy.engine.draft import MAX_DRAFT
 from convoy.plan.cost import TokenCost
 
 
@@ -13,8 +14,16 @@ class SchedulerLimits:
 
     ``prefill_window`` bounds the chunks of one prompt that are in flight; 0: as many as micro-batches. With
     ``cost``, a chunk costs no more than one of ``prefill_chunk`` tokens does at the start of a prompt.
-    Without ``prefix_cache`` no sequence shares a block. ``max_drafts`` bounds the guesses in one step: its
-    decodes share them, because a guess costs as much to run as a token.
+    A prompt that runs alone is cut into a chunk for each micro-batch, so that every stage has one at once,
+    but into none of fewer than ``least_chunk`` tokens: with those a row costs more. (`llama-250m` in exact
+    float32 on one 2.5 GHz core, eight layers: 2.14 ms a row for 256 rows, 2.16 for 128, 2.48 for 64, 2.82
+    for 32, 3.51 for 16. So 128 tokens over two stages take 0.86 of what one chunk takes, 256 take 0.76.)
+    Without ``prefix_cache`` no sequence shares a block.
+
+    ``max_drafts`` bounds the guesses in one step: its decodes share them. It is `MAX_DRAFT`, so that a
+    sequence alone may guess whatever ``speculate`` allows; and no more than that, because behind 64 rows
+    another row is nearly as dear as a step's share of the weights (above), so that what a wrong guess costs
+    is paid by every stream in the step.
     """
 
     num_blocks: int
@@ -26,7 +35,8 @@ class SchedulerLimits:
     max_waiting: int = 256
     micro_batches: int = 1
     prefix_cache: bool = True
-    max_drafts: int = 64
+    max_drafts: int = MAX_DRAFT
+    least_chunk: int = 64
     cost: TokenCost | None = None
 
     @property

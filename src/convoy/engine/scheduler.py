@@ -7,10 +7,10 @@ recomputed later. A new sequence shares the blocks of the longest prefix that is
 least its last token runs. A decode may carry drafts, guesses of the tokens that come next: they are outputs
 too, and `keep` is told how many of them stand. Releasing blocks while a step that writes to them is in flight
 is safe: stages run steps in order, and a release travels in a later step. Chunks get shorter as the keys that
-they look back on get more, so that all steps of a prefill take about the same time; and while anyone decodes,
-no more steps are in flight than keep the stages busy, because a token waits for all that are ahead of it. A
-sequence with nothing to run (a session between two calls) idles: it keeps its blocks while nobody needs them,
-and no place in the batch.
+they look back on get more, so that all steps of a prefill take about the same time, and a prompt that runs
+alone is cut so that no stage waits for all of it; while anyone decodes, no more steps are in flight than keep
+the stages busy, because a token waits for all that are ahead of it. A sequence with nothing to run (a
+session between two calls) idles: it keeps its blocks while nobody needs them, and no place in the batch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from convoy.engine.prefix import PrefixTags
 from convoy.engine.prefix_cache import PrefixCache
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.errors import QueueFull, RequestError
+from convoy.plan.cost import TILE
 from convoy.wire.messages import BlockGrant
 
 __all__ = ["Drafter", "Scheduled", "Scheduler", "SchedulerLimits"]
@@ -266,9 +267,18 @@ class Scheduler:
         most = self.limits.prefill_chunk
         if self.limits.cost is not None:
             most = self.limits.cost.level_chunk(sequence.num_scheduled, most)
-        num_tokens = min(sequence.num_pending, most, self._budget(plan))
+        num_tokens = min(self._num_overlapping(sequence), most, self._budget(plan))
         if num_tokens > 0:
             self._plan_row(sequence, num_tokens, plan)
+
+    def _num_overlapping(self, sequence: Sequence) -> int:
+        """All that is pending, or so much of it that, where nobody else does, it keeps every stage busy."""
+        pending = sequence.num_pending
+        if len(self.running) > 1 or self.waiting:
+            return pending
+        most = min(self.limits.micro_batches, self.limits.max_chunks)
+        num_chunks = min(most - sequence.num_in_flight, pending // max(TILE, self.limits.least_chunk))
+        return pending if num_chunks < 2 else pending // num_chunks // TILE * TILE
 
     def _plan_row(
         self, sequence: Sequence, num_tokens: int, plan: Composition, drafts: SequenceOf[int] = ()
