@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +18,8 @@ from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.engine.executor import Executor
 from convoy.engine.local import LocalExecutor
 from convoy.engine.scheduler import SchedulerLimits
-from convoy.errors import SelfCheckError
 from convoy.evaluate.questions import BUNDLED_QUESTIONS, load_questions, take
 from convoy.model.params import SamplingParams
-from convoy.model.selfcheck import check_exact
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.model.text import Tokenizer
@@ -39,23 +37,15 @@ LIMITS = SchedulerLimits(num_blocks=NUM_BLOCKS, block_size=16, max_batch=16)
 MEMBER = MemberOptions(num_threads=1, kernel="exact-f32", memory_bytes=1 << 32)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _exact_mode_holds_here() -> None:
-    try:
-        check_exact(1)
-    except SelfCheckError as error:
-        pytest.skip(f"exact mode is refused on this machine: {error.message}")
+Prompts = list[tuple[tuple[int, ...], SamplingParams]]
+# around tile, block and chunk boundaries
+LENGTHS = (1, 2, 15, 16, 17, 40, 63, 64, 65, 130)
+FEW_LENGTHS, FEW_TOKENS = (1, 16, 17, 65), 4
 
 
-@pytest.fixture(scope="module")
-def demo() -> ModelSource:
-    return ModelSource.resolve("demo")
-
-
-def prompts_for(source: ModelSource) -> list[tuple[tuple[int, ...], SamplingParams]]:
-    """Unequal lengths around tile, block and chunk boundaries; greedy and seeded in turn."""
+def prompts_for(source: ModelSource, lengths: Sequence[int] = LENGTHS) -> Prompts:
+    """Greedy and seeded in turn."""
     random = np.random.default_rng(5)
-    lengths = (1, 2, 15, 16, 17, 40, 63, 64, 65, 130)
     return [
         (tuple(random.integers(0, source.spec.vocab_size, length).tolist()), seeded(i) if i % 2 else GREEDY)
         for i, length in enumerate(lengths)
@@ -69,10 +59,32 @@ def whole(source: ModelSource) -> Executor:
     return LocalExecutor(stage)
 
 
-def alone(source: ModelSource) -> list[Run]:
+def alone(
+    source: ModelSource, lengths: Sequence[int] = LENGTHS, num_tokens: int = NUM_TOKENS
+) -> tuple[Run, ...]:
     """The reference: one stage, each prompt by itself, in one piece."""
     driver = Driver(whole(source), replace(LIMITS, max_step_tokens=1024, prefill_chunk=1024))
-    return [run for prompt in prompts_for(source) for run in driver.run([prompt], NUM_TOKENS)]
+    prompts = prompts_for(source, lengths)
+    return tuple(run for prompt in prompts for run in driver.run([prompt], num_tokens))
+
+
+@pytest.fixture(scope="module")
+def expected(demo: ModelSource) -> tuple[Run, ...]:
+    """What `alone` makes of the demo model."""
+    return alone(demo)
+
+
+@pytest.fixture(scope="module")
+def turns(expected: tuple[Run, ...]) -> Prompts:
+    """What an earlier prompt began, what an answer went on with, and a cut within a block."""
+    asked = [(*run.prompt, *run.tokens, 5, 6, 7) for run in expected] + [expected[-1].prompt[:100]]
+    return [(turn, seeded(3)) for turn in asked]
+
+
+@pytest.fixture(scope="module")
+def cold(demo: ModelSource, turns: Prompts) -> list[Run]:
+    """The answers to them where no prefix is shared."""
+    return Driver(whole(demo), replace(LIMITS, prefix_cache=False)).run(turns, NUM_TOKENS)
 
 
 @contextmanager
@@ -123,30 +135,40 @@ CHUNKS = (256, 1, 7, 64)
 
 @pytest.mark.slow
 def test_every_cut_of_the_demo_model_into_two_or_three_equals_the_whole(demo: ModelSource) -> None:
-    expected = alone(demo)
+    prompts = prompts_for(demo, FEW_LENGTHS)
+    expected = alone(demo, FEW_LENGTHS, FEW_TOKENS)
     layouts = two_way(demo.spec.num_layers) + three_way(demo.spec.num_layers)
     for index, spans in enumerate(layouts):
         limits = replace(LIMITS, prefill_chunk=CHUNKS[index % len(CHUNKS)], micro_batches=len(spans))
         with split(demo, spans) as executor:
-            assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(demo), NUM_TOKENS))
+            assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts, FEW_TOKENS))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 16, 50, 256])
-def test_batch_and_chunks_around_a_row_change_no_bit(demo: ModelSource, chunk: int) -> None:
+def test_batch_and_chunks_around_a_row_change_no_bit(
+    demo: ModelSource, expected: tuple[Run, ...], chunk: int
+) -> None:
     driver = Driver(whole(demo), replace(LIMITS, prefill_chunk=chunk, max_step_tokens=97))
-    assert_equal_to_the_bit(alone(demo), driver.run(prompts_for(demo), NUM_TOKENS))
+    assert_equal_to_the_bit(expected, driver.run(prompts_for(demo), NUM_TOKENS))
 
 
-def test_preemption_and_replay_change_no_bit(demo: ModelSource) -> None:
+def test_preemption_and_replay_change_no_bit(demo: ModelSource, expected: tuple[Run, ...]) -> None:
     driver = Driver(whole(demo), replace(LIMITS, num_blocks=24, max_batch=10))
     runs = driver.run(prompts_for(demo), NUM_TOKENS)
     assert driver.num_preempted > 0
-    assert_equal_to_the_bit(alone(demo), runs)
+    assert_equal_to_the_bit(expected, runs)
 
 
 @pytest.mark.parametrize("chunk", [7, 256])
 @pytest.mark.parametrize("layout", ["whole", "default", "reverse", "forward"])
-def test_a_shared_prefix_changes_no_bit(demo: ModelSource, layout: str, chunk: int) -> None:
+def test_a_shared_prefix_changes_no_bit(
+    demo: ModelSource,
+    expected: tuple[Run, ...],
+    turns: Prompts,
+    cold: list[Run],
+    layout: str,
+    chunk: int,
+) -> None:
     last = demo.spec.num_layers - 1
     spans = {
         "default": {"alpha": "0:1,output", "beta": f"2:{last}"},
@@ -154,17 +176,12 @@ def test_a_shared_prefix_changes_no_bit(demo: ModelSource, layout: str, chunk: i
         "forward": {"alpha": "0:1", "beta": "2:output"},
     }
     limits = replace(LIMITS, prefill_chunk=chunk, micro_batches=1 if layout == "whole" else 2)
-    expected = alone(demo)
-    # what an earlier prompt began, what an answer went on with, and a cut within a block
-    turns = [(*run.prompt, *run.tokens, 5, 6, 7) for run in expected] + [expected[-1].prompt[:100]]
-    asked = [(turn, seeded(3)) for turn in turns]
-    cold = Driver(whole(demo), replace(LIMITS, prefix_cache=False)).run(asked, NUM_TOKENS)
     with nullcontext(whole(demo)) if layout == "whole" else split(demo, spans[layout]) as executor:
         driver = Driver(executor, limits)
         for _ in range(2):
             assert_equal_to_the_bit(expected, driver.run(prompts_for(demo), NUM_TOKENS))
         assert driver.num_cached_tokens == sum((len(run.prompt) - 1) // 16 * 16 for run in expected)
-        assert_equal_to_the_bit(cold, driver.run(asked, NUM_TOKENS))
+        assert_equal_to_the_bit(cold, driver.run(turns, NUM_TOKENS))
     before = sum((len(run.prompt) - 1) // 16 * 16 for run in expected)
     # the last token of an answer is told, but its K/V is never needed
     found = [(len(run.prompt) + NUM_TOKENS - 1) // 16 * 16 for run in expected]

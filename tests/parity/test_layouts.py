@@ -15,9 +15,7 @@ import pytest
 from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
 from convoy.engine.request import GenerationRequest
-from convoy.errors import SelfCheckError
 from convoy.model.params import SamplingParams
-from convoy.model.selfcheck import check_exact
 from convoy.model.source import ModelSource
 from support.cluster import running_cluster
 
@@ -41,19 +39,6 @@ PACES: tuple[dict[str, Any], ...] = (
     {"prefill_chunk": 48, "micro_batches": 1, "level_chunks": False},
     {"prefill_chunk": 16, "prefill_window": 3, "max_batch": 1, "num_blocks": 32},
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _exact_mode_holds_here() -> None:
-    try:
-        check_exact(1)
-    except SelfCheckError as error:
-        pytest.skip(f"exact mode is refused on this machine: {error.message}")
-
-
-@pytest.fixture(scope="module")
-def demo() -> ModelSource:
-    return ModelSource.resolve("demo")
 
 
 def requests(vocab_size: int) -> list[GenerationRequest]:

@@ -17,10 +17,9 @@ from convoy.cluster.running import RunningCluster
 from convoy.engine.generation import generate
 from convoy.engine.request import GenerationRequest
 from convoy.engine.session import Session
-from convoy.errors import SelfCheckError, SessionError
+from convoy.errors import SessionError
 from convoy.model.draw import Logits
 from convoy.model.params import SamplingParams
-from convoy.model.selfcheck import check_exact
 from convoy.model.source import ModelSource
 from convoy.transport.network import MemoryNetwork
 from support.cluster import NAMES, PeerThread
@@ -36,19 +35,6 @@ LAYOUTS: dict[str, dict[str, str] | None] = {
     "forward": {"alpha": "0:5", "beta": "6:output"},
     "three": {"alpha": "0:2,output", "beta": "3:7", "gamma": f"8:{LAST}"},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _exact_mode_holds_here() -> None:
-    try:
-        check_exact(1)
-    except SelfCheckError as error:
-        pytest.skip(f"exact mode is refused on this machine: {error.message}")
-
-
-@pytest.fixture(scope="module")
-def demo() -> ModelSource:
-    return ModelSource.resolve("demo")
 
 
 @contextmanager

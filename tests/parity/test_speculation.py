@@ -12,9 +12,7 @@ import pytest
 from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.request import GenerationRequest
-from convoy.errors import SelfCheckError
 from convoy.model.params import SamplingParams
-from convoy.model.selfcheck import check_exact
 from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
 from support.cluster import running_cluster
@@ -27,19 +25,6 @@ TEXTS = (
     "one two three four five one two three four five one two",
     'Q: How many times does "salt" appear here: salt salt salt salt salt?\nA: 4\nQ: How',
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _exact_mode_holds_here() -> None:
-    try:
-        check_exact(1)
-    except SelfCheckError as error:
-        pytest.skip(f"exact mode is refused on this machine: {error.message}")
-
-
-@pytest.fixture(scope="module")
-def demo() -> ModelSource:
-    return ModelSource.resolve("demo")
 
 
 def running(
