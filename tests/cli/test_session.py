@@ -9,6 +9,7 @@ from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.engine.session import Session
 from convoy.engine.session_format import SessionModel
+from convoy.model.params import SamplingParams
 from convoy.model.text import Tokenizer
 from support.fake_executor import VOCAB, FakeExecutor
 from support.fake_tokenizer import FakeTokenizer
@@ -36,3 +37,15 @@ def test_a_full_context_ends_the_answer_and_leaves_the_session_whole() -> None:
         assert len(text) == CONTEXT - 5
         assert talk.position == CONTEXT
     engine.close()
+
+
+def test_flags_change_what_was_saved_and_nothing_beside_it() -> None:
+    saved = SamplingParams(temperature=0.5, top_p=0.9, seed=3)
+
+    def params(temperature: float | None, seed: int | None) -> SamplingParams:
+        return Turn(None, None, None, 256, temperature, seed, raw=True, quiet=True).params(saved)
+
+    assert params(None, None) == saved
+    assert params(0.0, None) == SamplingParams(temperature=0.0, top_p=0.9, seed=3)
+    assert params(None, 0) == SamplingParams(temperature=0.5, top_p=0.9, seed=0)
+    assert params(1.0, 7) == SamplingParams(temperature=1.0, top_p=0.9, seed=7)

@@ -485,6 +485,22 @@ def test_an_engine_stays_ready_while_it_carries_kv_and_no_longer_when_nothing_mo
         saving.join(60)
 
 
+def test_an_empty_step_passes_though_several_always_have_a_slice_to_carry(engine: Engine) -> None:
+    before = engine.stats().steps
+    carried: list[int] = []
+
+    def carry(*_: object) -> None:
+        carried.append(1)
+        if engine.stats().steps == before and len(carried) < 100:
+            with engine._changed:
+                engine._between.add(carry)
+
+    engine.wake()
+    engine.between_steps(carry)
+    wait_until(lambda: engine.stats().steps > before or len(carried) == 100)
+    assert len(carried) < 100
+
+
 def is_ready(engine: Engine) -> bool:
     try:
         engine.check_ready()

@@ -90,8 +90,9 @@ class Turn:
 
     def params(self, saved: SamplingParams) -> SamplingParams:
         """As saved, but for what a flag says. Raises RequestError."""
-        given = {"temperature": self.temperature, "seed": self.seed}
-        return replace(saved, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        if self.temperature is not None:
+            saved = replace(saved, temperature=self.temperature)
+        return saved if self.seed is None else replace(saved, seed=self.seed)
 
     def tokens(self, tokenizer: Tokenizer, so_far: tuple[int, ...]) -> list[int]:
         """The session's tokens with the prompt behind them."""

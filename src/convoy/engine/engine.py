@@ -301,7 +301,7 @@ class Engine:
                 scheduled = self._scheduler.schedule()
                 if scheduled is not None:
                     return self._ready(scheduled)
-                if self._in_flight or self._between:
+                if self._in_flight or (self._between and not self._woken):
                     return None
                 if self._closing and not self._live:
                     return None
