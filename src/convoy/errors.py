@@ -1,6 +1,6 @@
 """Every error that Convoy raises on purpose, by whose fault it is.
 
-ConvoyError                     carries a message and, where there is one, a hint: what to do about it
+ConvoyError                     carries a message, a hint what to do about it, and what clients may read of it
 ├── InputError                  what a person typed, wrote in a file or sent in a request
 │   ├── UsageError              a flag or argument (exit 2)
 │   ├── ConfigError             convoy.toml, an address, a port
@@ -39,12 +39,17 @@ from __future__ import annotations
 
 
 class ConvoyError(Exception):
-    """Base of the tree: ``str(error)`` is one lower-case line, ``error.hint`` says what to do, or is None."""
+    """Base of the tree: ``str(error)`` is one lower-case line, ``error.hint`` says what to do, or is None.
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    The message is for the log: it may have a peer's words in it, a path or an address. ``public`` is for
+    whoever asks over HTTP: this code's own words, with layers and names of members at most, or None.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, public: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.public = public
 
 
 class InputError(ConvoyError):

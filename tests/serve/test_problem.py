@@ -14,6 +14,7 @@ from convoy.serve.problem import ANSWERS, answer_for, body_for, headers_for
 from support.fake_service import Running, events, serving
 
 SECRET = "tokens 17 23 42 of alice"
+LOST = errors.StageLost(f"beta could not run step 3: {SECRET}", public="beta could not run a step")
 
 
 def _tree(kind: type[errors.ConvoyError]) -> Iterator[type[errors.ConvoyError]]:
@@ -52,10 +53,27 @@ def test_the_status_says_whose_fault_it_is(error: Exception, status: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError(SECRET), errors.SealError(SECRET), errors.IdentityError(SECRET)]
+    "error",
+    [
+        ValueError(SECRET),
+        errors.SealError(SECRET),
+        errors.IdentityError(SECRET),
+        errors.StageLost(SECRET, hint=SECRET),
+        errors.StepLate(SECRET),
+        errors.NotReady(SECRET),
+        errors.PlanError(SECRET, hint=SECRET),
+        errors.PeerRefused(SECRET, hint=SECRET),
+        LOST,
+    ],
 )
 def test_inner_text_is_not_sent(error: Exception) -> None:
     assert SECRET not in body_for(error).error.message
+    assert body_for(error).error.message
+
+
+def test_of_a_loss_only_the_public_words_are_sent() -> None:
+    assert body_for(LOST).error.message == "beta could not run a step"
+    assert body_for(errors.StageLost(SECRET)).error.message == "a stage of the model was lost"
 
 
 def test_a_hint_is_part_of_the_message() -> None:
@@ -77,15 +95,15 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stage_lost_before_the_first_token_is_503(stream: bool) -> None:
     with serving() as running:
-        running.engine.fail_after, running.engine.error = 0, errors.StageLost("member beta went away")
+        running.engine.fail_after, running.engine.error = 0, LOST
         answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "stream": stream})
         assert answer.status_code == 503
-        assert answer.json()["error"]["message"] == "member beta went away"
+        assert answer.json()["error"]["message"] == "beta could not run a step"
 
 
 def test_a_stage_lost_in_the_middle_ends_a_whole_answer_with_503() -> None:
     with serving() as running:
-        running.engine.fail_after, running.engine.error = 5, errors.StageLost("member beta went away")
+        running.engine.fail_after, running.engine.error = 5, LOST
         answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "stage_lost")
 
@@ -93,7 +111,7 @@ def test_a_stage_lost_in_the_middle_ends_a_whole_answer_with_503() -> None:
 def test_a_stream_that_breaks_never_looks_complete() -> None:
     with serving() as running:
         engine = running.engine
-        engine.pause_after, engine.fail_after, engine.error = 5, 5, errors.StageLost("member beta went away")
+        engine.pause_after, engine.fail_after, engine.error = 5, 5, LOST
         body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
         with httpx.stream("POST", f"{running.url}/v1/chat/completions", json=body) as answer:
             assert answer.status_code == 200
@@ -104,7 +122,7 @@ def test_a_stream_that_breaks_never_looks_complete() -> None:
         assert "[DONE]" not in seen
         assert all(choice["finish_reason"] is None for event in seen[:-1] for choice in event["choices"])
         client = sdk.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0)
-        with client, pytest.raises(sdk.APIError, match="member beta went away"):
+        with client, pytest.raises(sdk.APIError, match="beta could not run a step"):
             list(client.chat.completions.create(model="fake", messages=body["messages"], stream=True))  # type: ignore[call-overload]
 
 

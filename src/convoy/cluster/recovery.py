@@ -71,7 +71,7 @@ class Recovery:
         began_s = time.monotonic()
         again = error is self._gave_up  # nobody took over in time, and the engine still asks
         if not again:
-            self._cause = error.message
+            self._cause = error.public or "a stage was lost"
         self._say("looking who is there")
         if isinstance(error, Renewal):
             return self._renew(began_s)
@@ -257,7 +257,7 @@ class Recovery:
                 why, wait_s = error, backoff.next_s()
                 self._count_refusal()
                 _log.info("a plan could not be made to run: %s", error.message)
-                self._say(error.message)
+                self._say(error.public or "a plan could not be made to run; the next try comes soon")
             if waited_s >= self._wait_s:
                 raise self._given_up(why) from why
             before = self._granted.placement
@@ -313,8 +313,10 @@ class Recovery:
         bound_s = self._whole_s if why is None else self._wait_s
         parts = [lost, f"nobody took over within {bound_s:g} s"]
         reason = self._state if why is None else why.message
+        public = "; ".join(part for part in parts if part)
         self._gave_up = StageLost(
-            "; ".join(part for part in parts if part) + f": {reason}",
+            f"{public}: {reason}",
+            public=public,
             hint="start the member again, or another one with `convoy join --standby`",
         )
         return self._gave_up

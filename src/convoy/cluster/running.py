@@ -86,11 +86,11 @@ class RunningCluster:
         return Session(self.engine, model, params=params, salt=salt, timeout_s=timeout_s)
 
     def health(self) -> tuple[bool, str]:
-        """Whether a token passed every stage lately, and if not, why."""
+        """Whether a token passed every stage lately, and if not, why, in words that anybody may read."""
         try:
             self.engine.check_ready()
         except ConvoyError as error:
-            return False, error.message
+            return False, error.public or "a stage was lost"
         return True, "a token passes every stage"
 
     def level(self) -> str:

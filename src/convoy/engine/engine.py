@@ -39,6 +39,7 @@ from convoy.model.text import Tokenizer
 __all__ = ["Engine", "EngineOptions", "EngineStats", "RequestHandle"]
 
 _log = logging.getLogger(__name__)
+_CLOSED = "the engine is closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,10 @@ class Engine:
         """Raises `NotReady` or `StageLost` unless a step passed every stage lately."""
         with self._changed:
             if self._failed is not None:
-                raise StageLost(self._failed.message, hint=self._failed.hint)
+                raise _over(self._failed)
             if self._recovering and self._recovery is not None:
-                raise NotReady(f"recovering: {self._recovery.state()}")
+                text = f"recovering: {self._recovery.state()}"
+                raise NotReady(text, public=text)
             self._progress.check_recent(self._options.ready_s)
 
     def stats(self) -> EngineStats:
@@ -203,8 +205,8 @@ class Engine:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._live, timeout=drain_s)
             if self._live and self._failed is None:
-                self._fail(Draining("the server shut down before the answer was complete"))
-            self._failed = self._failed or Draining("the engine is closed")
+                self._fail(Draining("the server shut down before the answer was complete", public=_CLOSED))
+            self._failed = self._failed or Draining(_CLOSED, public=_CLOSED)
             self._between.refuse(self._failed)
             self._changed.notify_all()
         if self._recovery is not None:
@@ -228,7 +230,8 @@ class Engine:
                 self._fail(error)
         except Exception:
             with self._changed:
-                self._fail(StageLost("the engine met an internal error", hint="the log has its traceback"))
+                text = "the engine met an internal error"
+                self._fail(StageLost(text, hint="the log has its traceback", public=text))
             _log.exception("the engine stopped")
             raise
 
@@ -342,6 +345,10 @@ class Engine:
 
     def _raise_if_over(self) -> None:
         if self._failed is not None:
-            raise StageLost(self._failed.message, hint=self._failed.hint)
+            raise _over(self._failed)
         if self._closing:
             raise Draining("the server is shutting down", hint="send the request to another server")
+
+
+def _over(failed: ConvoyError) -> StageLost:
+    return StageLost(failed.message, hint=failed.hint, public=failed.public)

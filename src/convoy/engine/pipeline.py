@@ -132,6 +132,7 @@ class PipelineExecutor:
         lost = StageLost(
             f"the link to {link.peer} ended: {error.message}",
             hint="start that member again",
+            public=f"the link to {link.peer} ended",
         )
         lost.__cause__ = error
         self._arrivals.put_last(link, lost)
@@ -151,7 +152,8 @@ class PipelineExecutor:
             if self._head_first:
                 self._start(step)
         except (LinkBroken, LinkClosed) as error:
-            raise StageLost(f"a stage could not be reached: {error.message}") from error
+            public = "a stage could not be reached"
+            raise StageLost(f"{public}: {error.message}", public=public) from error
         finally:
             self._guard.end()
 
@@ -211,8 +213,10 @@ class PipelineExecutor:
             try:
                 item = self._arrivals.get(max(0.0, due_s - time.monotonic()))
             except queue.Empty:
+                text = f"step {step.number} did not come back within {self.clock.allowed_s():.3g} s"
                 raise StepLate(
-                    f"step {step.number} did not come back within {self.clock.allowed_s():.3g} s",
+                    text,
+                    public=text,
                     hint="a stage hangs or its machine is overloaded: look at `convoy status`",
                 ) from None
             self._sort(item)
@@ -225,7 +229,7 @@ class PipelineExecutor:
             return  # a member that was given up and woke
         if isinstance(item, ReceivedMessage):
             if isinstance(item.message, StepFailed):
-                raise StageLost(self._what_failed(item.message))
+                raise StageLost(self._what_failed(item.message), public=f"{self.blamed} could not run a step")
             if isinstance(item.message, Drawn):
                 self._expect(item.message.number, self._owner != self._head)
                 self._returned[item.message.number] = item.message
@@ -273,4 +277,4 @@ class PipelineExecutor:
 
     def _malformed(self, text: str) -> StageLost:
         self.blamed = self.blamed or self._predecessor
-        return StageLost(text)
+        return StageLost(text, public=f"{self.blamed} sent what ends no step")

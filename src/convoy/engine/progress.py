@@ -37,9 +37,9 @@ class EngineProgress:
     def check_recent(self, limit_s: float) -> None:
         """Raises `NotReady` unless a step passed every stage within the limit."""
         if self._last_step_s is None:
-            raise NotReady("no token has passed every stage yet")
+            text = "no token has passed every stage yet"
+            raise NotReady(text, public=text)
         age_s = time.monotonic() - self._last_step_s
         if age_s > limit_s:
-            raise NotReady(
-                f"the last step passed every stage {age_s:.0f} s ago, and {limit_s:g} s is the limit"
-            )
+            text = f"the last step passed every stage {age_s:.0f} s ago, and {limit_s:g} s is the limit"
+            raise NotReady(text, public=text)

@@ -26,6 +26,9 @@ class Recovered:
 class Renewal(StageLost):
     """Nothing is lost, but nothing runs either, and there may be better stages now."""
 
+    def __init__(self, why: str) -> None:
+        super().__init__(why, public=why)
+
 
 class Recovery(Protocol):
     """Finds other stages. Called on the engine's thread, without its lock."""
@@ -38,7 +41,7 @@ class Recovery(Protocol):
         """
 
     def state(self) -> str:
-        """How far it is, in a few words, from any thread."""
+        """How far it is, in a few words, from any thread. Clients read them, so no peer has written any."""
 
     def cancel(self) -> None:
         """`recover` raises soon, now and from now on; from any thread."""

@@ -34,6 +34,7 @@ class Relapses:
             if count >= MAX_FAILURES:
                 groups.append(live[sequence].group)
         self._seen = counted
-        text = f"the stages failed at the request {MAX_FAILURES} times in a row: {error.message}"
+        public = f"the stages failed at the request {MAX_FAILURES} times in a row"
         hint = "the log of the member that failed says more"
-        return [(group, StageLost(text, hint=hint)) for group in groups]
+        text = f"{public}: {error.message}"
+        return [(group, StageLost(text, hint=hint, public=public)) for group in groups]

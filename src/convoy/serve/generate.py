@@ -108,7 +108,8 @@ def _raise_error(batch: Batch) -> None:
         if isinstance(output, ErrorOutput):
             raise output.error
         if isinstance(output, FinishOutput) and output.reason == "abort":
-            raise Unavailable("the request was aborted before the answer was complete")
+            text = "the request was aborted before the answer was complete"
+            raise Unavailable(text, public=text)
 
 
 def _report(exchange: Exchange, answer: Answer, began_s: float) -> None:

@@ -47,7 +47,8 @@ class Lifecycle:
         """Until no request is being answered."""
         await self._idle.wait()
 
-    def cut(self) -> None:
-        """End what still runs with an error, never as if it were complete."""
+    def cut(self) -> int:
+        """End what still runs with an error, never as if it were complete. Returns how many answers."""
         for generation in self._generations:
             generation.fail(Draining("the server shut down before the answer was complete"))
+        return self._num_answers

@@ -12,8 +12,10 @@ from convoy.serve import refusals
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a class of errors is answered. Without ``shown``, the error's own text stays inside and ``text`` is
-    sent.
+    """How a class of errors is answered.
+
+    Without ``shown``, the error's message stays inside: a peer may have written some of it. What is sent is
+    its ``public`` text, or else ``text``.
     """
 
     status: int
@@ -40,14 +42,17 @@ ANSWERS: dict[type[Exception], Answer] = {
     refusals.BodyTooSlow: Answer(408, _INVALID, "body_timeout"),
     refusals.WrongMediaType: Answer(415, _INVALID, "unsupported_media_type"),
     errors.CapacityError: Answer(503, "server_error", "no_capacity"),
+    errors.PlanError: Answer(503, "server_error", "no_capacity", "no plan fits the members", shown=False),
     errors.QueueFull: Answer(429, "rate_limit_error", "queue_full"),
     errors.PeerError: Answer(
         503, "server_error", "peer_failed", "a member of the cluster failed", shown=False
     ),
-    errors.Unavailable: Answer(503, "server_error", "unavailable"),
-    errors.NotReady: Answer(503, "server_error", "not_ready"),
+    errors.Unavailable: Answer(
+        503, "server_error", "unavailable", "the request cannot be served now", shown=False
+    ),
+    errors.NotReady: Answer(503, "server_error", "not_ready", "no token passes every stage now", shown=False),
     errors.Draining: Answer(503, "server_error", "draining"),
-    errors.StageLost: Answer(503, "server_error", "stage_lost"),
+    errors.StageLost: Answer(503, "server_error", "stage_lost", "a stage of the model was lost", shown=False),
     errors.LinkClosed: Answer(
         503, "server_error", "peer_failed", "a member of the cluster left", shown=False
     ),
@@ -81,7 +86,7 @@ def answer_for(error: BaseException) -> Answer:
 def body_for(error: BaseException) -> ErrorBody:
     """The error as a client may see it."""
     answer = answer_for(error)
-    message = answer.text
+    message = getattr(error, "public", None) or answer.text
     if answer.shown and isinstance(error, errors.ConvoyError):
         message = f"{error.message} ({error.hint})" if error.hint else error.message
     param, code = None, answer.code

@@ -82,12 +82,13 @@ def run_server(
     *,
     on_ready: Callable[[str], None] | None = None,
     stop: Stop | None = None,
-) -> None:
+) -> int:
     """Serve until `Stop.request`, SIGTERM or SIGINT (on the main thread), then drain for ``options.drain_s``.
 
     ``on_ready`` is called with the base URL (``http://127.0.0.1:8000``), on a thread of its own, once
     requests are answered; what it raises ends the server. A second
-    signal ends it at once. Raises `ConfigError` before anything is served.
+    signal ends it at once. Returns how many answers were cut off by then. Raises `ConfigError` before
+    anything is served.
     """
     options.check()
     stop = stop or Stop()
@@ -96,7 +97,7 @@ def run_server(
         asyncio.Runner(loop_factory=_loop_factory()) as runner,
         _signals(stop),
     ):
-        runner.run(_serve(service, options, listening, on_ready, stop))
+        return runner.run(_serve(service, options, listening, on_ready, stop))
 
 
 async def _serve(
@@ -105,7 +106,7 @@ async def _serve(
     listener: socket.socket,
     on_ready: Callable[[str], None] | None,
     stop: Stop,
-) -> None:
+) -> int:
     loop = asyncio.get_running_loop()
     stop.attach(loop)
     lifecycle = Lifecycle()
@@ -123,19 +124,22 @@ async def _serve(
         await _first_of(stop.drain.wait(), serving)
         lifecycle.draining = True
         _log.info("draining drain_s=%g", options.drain_s)
-        await _drain(lifecycle, stop, options.drain_s)
+        return await _drain(lifecycle, stop, options.drain_s)
     finally:
         server.should_exit = True
         await serving
         _log.info("closed")
 
 
-async def _drain(lifecycle: Lifecycle, stop: Stop, drain_s: float) -> None:
-    """Until the last answer is out, ``drain_s`` is over or a second stop comes; then cut what is left."""
+async def _drain(lifecycle: Lifecycle, stop: Stop, drain_s: float) -> int:
+    """Until the last answer is out, ``drain_s`` is over or a second stop comes; then cut what is left.
+
+    Returns how many that were.
+    """
     with suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
             await _first_of(lifecycle.wait_idle(), stop.now.wait())
-    lifecycle.cut()
+    return lifecycle.cut()
 
 
 async def _first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
