@@ -15,6 +15,7 @@ import pytest
 
 from convoy.cluster.attestation import Attestation
 from convoy.cluster.attester import Attester
+from convoy.cluster.head import FROM_PEER
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
 from convoy.cluster.software import own_claims, package_digest
@@ -28,7 +29,7 @@ from convoy.trust.level import Level
 from convoy.trust.policy import PcrRule, Policy, SoftwareRule
 from convoy.trust.verdict import Verdict
 from convoy.wire.claims import Claims
-from convoy.wire.messages import Challenge, Evidence, FrameType
+from convoy.wire.messages import Challenge, Evidence, FrameType, Hello, Plan, StageAssignment
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 from support.tpm_vectors import LyingTpm
@@ -272,6 +273,39 @@ def test_an_answer_from_between_two_plans_is_neither_kept_nor_held_against_its_m
         assert alpha.fallen.empty()
 
 
+def test_who_owes_an_answer_when_its_plan_ends_has_no_more_time_than_it_had() -> None:
+    hardware = FakeHardware(slow=threading.Event())
+    policy = Policy(minimum=Level.HARDWARE, interval_s=3600, deadline_s=1.0, pcrs=(PcrRule(7, (ZERO,)),))
+    with two_sides(policy, hardware) as (alpha, _beta):
+        assert hardware.slow is not None
+        alpha.attestation.watch([alpha.link], hold_stages=True)
+        assert hardware.begun.wait(WAIT_S)
+        alpha.attestation.watch((), hold_stages=False)
+        alpha.attestation.settle(lambda: None)
+        assert alpha.fallen.get(timeout=WAIT_S).why == "beta sent no evidence within 1 s"
+        hardware.slow.set()
+
+
+def test_who_answers_between_two_plans_is_judged_by_that_and_who_owes_nothing_is_not_waited_for() -> None:
+    hardware = FakeHardware(slow=threading.Event())
+    policy = Policy(minimum=Level.HARDWARE, interval_s=3600, deadline_s=60, pcrs=(PcrRule(7, (ZERO,)),))
+    with two_sides(policy, hardware) as (alpha, _beta):
+        assert hardware.slow is not None
+        alpha.attestation.watch([alpha.link], hold_stages=True)
+        assert hardware.begun.wait(WAIT_S)
+        alpha.attestation.watch((), hold_stages=False)
+        alpha.attestation.settle(hardware.slow.set)  # called while it waits
+        alpha.attestation.settle(lambda: pytest.fail("nobody owes anything"))
+        assert alpha.fallen.empty()
+        hardware.values[7] = OTHER
+        hardware.slow.clear()
+        alpha.attestation.watch([alpha.link], hold_stages=True)
+        wait_until(lambda: alpha.attestation._asked)
+        alpha.attestation.watch((), hold_stages=False)
+        alpha.attestation.settle(hardware.slow.set)
+        assert "register 7" in alpha.fallen.get(timeout=WAIT_S).why
+
+
 def test_where_nothing_is_demanded_a_new_plan_asks_nobody() -> None:
     with two_sides(Policy()) as (alpha, beta):
         for _ in range(20):
@@ -390,6 +424,25 @@ def test_a_peer_lets_no_head_plan_that_is_below_its_own_minimum() -> None:
         with pytest.raises((PeerRefused, LinkBroken, StageLost, PlanError), match="hardware"):
             start(Policy())
         assert "alpha has level self_signed" in peers[0].wait_for("refused").text
+
+
+def test_what_still_waits_of_a_head_that_was_refused_is_not_loaded() -> None:
+    members, network = make_local_members(("alpha", "beta")), MemoryNetwork()
+    options = PeerOptions(replace(MEMBER, policy=Policy(minimum=Level.HARDWARE, deadline_s=0.5)))
+    peer = PeerThread(members[1], options, network)
+    link = network.dial(membership_of(members[0]), members[1].member, 5)
+    link.start(lambda *_: None, lambda *_: None, FROM_PEER)
+    source = ModelSource.resolve("demo-mini")
+    stages = [StageAssignment("alpha", 0, 2, True, True), StageAssignment("beta", 2, 4, False, False)]
+    plan = Plan(1, source.name, source.digest, stages, "exact-f32", "float32", 16, 256)
+    link.send(Hello("test", ["float32"], ["exact-f32"], 1 << 30, 1, "test"))
+    link.send(plan, generation=1)
+    peer.wait_for("refused")
+    peer.wait_for("lost")
+    peer.stop()
+    assert peer.peer._kept is None, "the plan was dropped, not loaded"
+    assert peer.peer._generation == 0
+    link.close()
 
 
 def test_a_peer_with_a_policy_works_for_a_head_that_meets_it() -> None:

@@ -239,6 +239,8 @@ class Peer:
     def _load(self, link: Link, plan: Plan) -> None:
         if plan.generation <= self._generation:
             raise StepError("the plan is not newer than the last one that came here")
+        if self._newest is not None and plan.generation < self._newest.generation:
+            raise StepError("a newer plan came before this one was looked at")
         self._generation = plan.generation
         self._drop_plan()
         self._tell("loading", f"{plan.model}: {', '.join(s.member for s in plan.stages)}")

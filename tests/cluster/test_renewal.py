@@ -1,0 +1,234 @@
+"""A member that came back, and an engine that is never idle."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from msgspec.structs import replace as change
+
+from cluster.test_recovery import Scene, ask, scene, small, stages
+from convoy.cluster import renewal
+from convoy.cluster.recovery import Recovery
+from convoy.cluster.running import RunningCluster
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
+from convoy.engine.request import GenerationRequest
+from convoy.errors import StageLost, StepError
+from convoy.model.params import SamplingParams
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage
+from convoy.wire.messages import StepFailed
+from support.waiting import wait_until
+
+LOAD = GenerationRequest(tuple(range(5, 25)), SamplingParams(temperature=0.0), 60, ignore_eos=True)
+
+
+class Load:
+    """One request after the other, so that something always runs; ``texts`` are their tokens."""
+
+    def __init__(self, cluster: RunningCluster) -> None:
+        self._cluster = cluster
+        self._stopping = threading.Event()
+        self.texts: list[tuple[int, ...]] = []
+        self.errors: list[object] = []
+        self._running = [self._start(), self._start()]
+
+    def _start(self) -> threading.Event:
+        ended, tokens = threading.Event(), list[int]()
+
+        def take(output: Output) -> None:
+            if isinstance(output, TokenOutput):
+                tokens.append(output.token_id)
+                if len(tokens) == 30 and not self._stopping.is_set():  # the next, long before the end
+                    threading.Thread(target=self._go_on, daemon=True).start()
+            elif isinstance(output, FinishOutput | ErrorOutput):
+                self.texts.append(tuple(tokens))
+                self.errors += [output] if isinstance(output, ErrorOutput) else []
+                ended.set()
+
+        self._cluster.engine.submit(replace(LOAD, cache_salt=bytes(3)), take)
+        return ended
+
+    def _go_on(self) -> None:
+        self._running.append(self._start())
+
+    def stop(self) -> None:
+        self._stopping.set()
+        wait_until(lambda: all(ended.is_set() for ended in list(self._running)))
+
+
+@contextmanager
+def loaded(cluster: RunningCluster) -> Iterator[Load]:
+    load = Load(cluster)
+    try:
+        yield load
+    finally:
+        load.stop()
+
+
+def lose_gamma_and_let_it_come_back(s: Scene) -> RunningCluster:
+    s.join("beta")
+    gone = s.join("gamma")
+    cluster = s.serve(num_blocks=64)
+    gone.stop()
+    wait_until(lambda: stages(cluster) == ["alpha", "beta"])
+    return cluster
+
+
+def test_one_that_came_back_is_used_although_something_always_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "BUSY_S", 0.3)
+    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)  # a moment without work would do otherwise
+    with scene("beta", "gamma") as s:
+        cluster = lose_gamma_and_let_it_come_back(s)
+        with loaded(cluster) as load:
+            s.join("gamma")
+            wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+        assert not load.errors
+        assert len(set(load.texts)) == 1, "one text: on the old stages, on the new, and across both"
+        assert cluster.engine.stats().recoveries == 1
+
+
+def test_one_that_comes_again_and_again_interrupts_once_in_some_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renewal, "BUSY_S", 0.1)
+    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)
+    with scene("beta", "gamma") as s:
+        cluster = lose_gamma_and_let_it_come_back(s)
+        for _ in range(2):
+            came = s.join("gamma")
+            wait_until(lambda: "gamma" in cluster.head.company.present())
+            if stages(cluster) == ["alpha", "beta"]:
+                threading.Event().wait(0.5)
+            came.stop()
+            wait_until(lambda: "gamma" not in cluster.head.company.present())
+            wait_until(lambda: stages(cluster) == ["alpha", "beta"])
+        assert cluster.engine.stats().recoveries == 2, "it had a stage once more, and lost that"
+        assert ask(cluster) == "17"
+
+
+def never_loads(monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
+    """From now on peers read on for ever, until ``over``."""
+    load: Callable[..., Stage] = Stage.load
+
+    def slowly(source: ModelSource, mine: object, options: object, progress: object, **kept: object) -> Stage:
+        while mine.member != "alpha" and not over.wait(0.02):  # type: ignore[attr-defined]
+            progress(1, 2)  # type: ignore[operator]
+        return load(source, mine, options, progress, **kept)
+
+    monkeypatch.setattr(Stage, "load", slowly)
+
+
+def break_the_ring(cluster: RunningCluster, s: Scene, name: str) -> None:
+    assert cluster.head.granted is not None
+    link = s.peers[name].peer._head
+    assert link is not None
+    link.send(StepFailed(0, "the ring is broken"), generation=cluster.head.granted.plan.generation)
+
+
+def test_a_recovery_is_bounded_as_a_whole_and_says_its_reason_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    over = threading.Event()
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve(member=small(), recover_wait_s=0.5)
+        recovery = cluster.engine._recovery
+        assert isinstance(recovery, Recovery)
+        assert recovery._whole_s == 600.5
+        recovery._whole_s = 2.0  # a load may take longer where a test begins
+        s.stack.callback(over.set)
+        never_loads(monkeypatch, over)
+        break_the_ring(cluster, s, "beta")
+        with pytest.raises(StageLost, match=r"^nobody took over within 2 s: .*beta") as gone:
+            ask(cluster)
+        assert gone.value.message.count("nobody took over") == 1
+        wait_until(lambda: caplog.text.count("nothing can run now") == 2)
+        told = [record for record in caplog.records if "cannot go on: the ring is broken" in record.message]
+        assert len(told) == 1, "the loss is told once, however often somebody looks"
+        over.set()
+        assert ask_when_ready(cluster) == "17"
+
+
+def ask_when_ready(cluster: RunningCluster) -> str:
+    wait_until(lambda: cluster.health()[0])
+    return ask(cluster)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (StepError("a row has no block"), StepError, "a row has no block"),
+        (RuntimeError("out of memory"), StageLost, "the engine met an internal error"),
+    ],
+)
+def test_what_the_heads_own_stage_raises_stops_the_engine_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], text: str
+) -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve()
+        own, run = cluster.head._stage, Stage.run
+
+        def fail(stage: Stage, *args: object, **names: object) -> object:
+            if stage is own:
+                raise error
+            return run(stage, *args, **names)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Stage, "run", fail)
+        with pytest.raises(kind, match=text):
+            ask(cluster)
+        with pytest.raises(StageLost, match=text):
+            ask(cluster)
+        ready, why = cluster.health()
+        assert (ready, why) == (False, text if kind is StageLost else "a stage was lost")
+
+
+def test_standbys_are_in_the_status_with_what_they_hold() -> None:
+    with scene("beta", "gamma", "delta") as s:
+        s.join("beta")
+        standby, other = (s.join(name, standby=True) for name in ("gamma", "delta"))
+        cluster = s.serve(member=small())
+        lost = cluster.status().stages[1]
+        layers = f"{lost.start}-{lost.end - 1}"
+        assert f"stands by with layers {layers}" in standby.wait_for("ready").text
+        wait_until(lambda: all(one.layers for one in cluster.status().standbys))
+        found = [(one.name, one.layers) for one in cluster.status().standbys]
+        assert found == [("delta", layers), ("gamma", layers)]
+        other.stop()
+        wait_until(lambda: [one.name for one in cluster.status().standbys] == ["gamma"])
+        s.join("delta", standby=True).wait_for("ready")
+        assert standby.events.empty(), "it was asked once, whoever came later"
+        s.peers["beta"].stop()
+        wait_until(lambda: "beta" not in [stage.member for stage in cluster.status().stages])
+        wait_until(lambda: len(cluster.status().standbys) == 1)
+
+
+def test_a_plan_of_other_layers_does_not_wait_for_one_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        standby = s.join("gamma", standby=True)
+        cluster = s.serve(member=small())
+        standby.wait_for("ready")
+        s.stack.callback(over.set)
+        granted = cluster.head.granted
+        assert granted is not None
+        never_loads(monkeypatch, over)
+        link = cluster.head.links["gamma"]
+        for number, cut in ((1, 1), (2, 2), (3, 2)):
+            alpha, gamma = cluster.head.planner.in_place_of(granted.plan, "beta", "gamma").stages
+            halves = [change(alpha, end=cut), change(gamma, start=cut)]
+            plan = change(granted.plan, stages=halves, generation=granted.plan.generation + number)
+            link.send(plan, generation=plan.generation)
+            if number == 2:
+                assert "a newer plan came while this one was loaded" in standby.wait_for("refused").text
+            if number < 3:
+                standby.wait_for("loading")
+        over.set()
+        assert "layers 2-3" in standby.wait_for("ready").text, "what both want is loaded to its end"
+        assert "layers 2-3" in standby.wait_for("ready").text
