@@ -55,7 +55,7 @@ def test_why_a_peer_refuses_a_plan_is_not_in_the_health(caplog: pytest.LogCaptur
         link = stubborn.peer._head
         assert link is not None
         link.send(StepFailed(0, SECRET), generation=cluster.head.granted.plan.generation)
-        told = set()
+        told: set[str] = set()
 
         def over() -> bool:
             told.update((cluster.health()[1], cluster.status().reason))
