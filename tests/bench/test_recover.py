@@ -86,6 +86,15 @@ def test_a_stream_that_ends_in_an_error_is_not_survived_and_says_why() -> None:
     assert row.seconds_to_next_token is None
 
 
+def test_a_stream_that_ends_while_its_prompt_is_read_is_told_and_not_waited_for() -> None:
+    arena = MadeUp("lose")
+    arena.gone.set()
+    loss = LOSSES[6]
+    assert loss.prefill
+    row = try_loss(arena, loss, BODIES, texts(), options=OPTIONS, deadline=Deadline(30))
+    assert (row.survived, row.error) == (False, "it is over")
+
+
 def test_streams_that_are_over_before_the_loss_are_an_error_and_no_figure() -> None:
     arena = MadeUp()
     arena.gone.set()

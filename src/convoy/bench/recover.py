@@ -5,6 +5,7 @@ bench/METHODOLOGY.md says what the figures mean and what they do not.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -152,7 +153,7 @@ def undisturbed(arena: Arena, bodies: Mapping[str, Mapping[str, Any]], deadline:
     """The texts that every disturbed run is compared with. Raises ConvoyError if one does not end well."""
     texts = {}
     for name, body in bodies.items():
-        watched = Watched(lambda body=body: arena.ask(body))  # type: ignore[misc]
+        watched = Watched(functools.partial(arena.ask, body))
         if not watched.wait(deadline.left_s()):
             raise PeerError(f"the undisturbed run did not end: {watched.error or 'no answer in time'}")
         texts[name] = watched.text
@@ -171,9 +172,9 @@ def try_loss(
     """Two streams at once, the loss, and what becomes of them."""
     members = len(arena.status()["stages"])
     steps = arena.status()["steps"]
-    watched = {name: Watched(lambda body=body: arena.ask(body)) for name, body in bodies.items()}  # type: ignore[misc]
+    watched = {name: Watched(functools.partial(arena.ask, body)) for name, body in bodies.items()}
     if loss.prefill:
-        _wait_for_steps(arena, steps + _chunks_before(options), deadline)
+        _wait_for_steps(arena, list(watched.values()), steps + _chunks_before(options), deadline)
     else:
         _wait_for_tokens(watched.values(), options.before_tokens, deadline)
     usual_s = max((_longest_pause(one.times_s) for one in watched.values()), default=0.0)
@@ -235,15 +236,16 @@ def _wait_for_tokens(
         one.wait_for(wanted, min(_BETWEEN_S, deadline.left_s()))
 
 
-def _wait_for_steps(arena: Arena, count: int, deadline: Deadline) -> None:
-    while arena.status()["steps"] < count:
+def _wait_for_steps(arena: Arena, watched: Sequence[Watched], count: int, deadline: Deadline) -> None:
+    """Until so many were made; an answer that is over already is seen later."""
+    while arena.status()["steps"] < count and not any(one.is_over for one in watched):
         deadline.left_s()
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # steps are told by status alone, which has nothing to wait on
 
 
 def _ask_again(arena: Arena, body: Mapping[str, Any], deadline: Deadline) -> str | None:
     """After all that: the cluster answers as before, also with a woken member about."""
-    watched = Watched(lambda: arena.ask(body))
+    watched = Watched(functools.partial(arena.ask, body))
     return watched.text if watched.wait(deadline.left_s()) else None
 
 
@@ -255,7 +257,7 @@ def _leaked(arena: Arena) -> int:
         leaked: int = status["num_blocks"] - status["free_blocks"]
         if not leaked or time.monotonic() > end_s:
             return leaked
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # as above
 
 
 def _longest_pause(times_s: Sequence[float]) -> float:

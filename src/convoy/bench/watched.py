@@ -35,6 +35,12 @@ class Watched:
         with self._changed:
             return list(self._times)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing comes any more, complete or not."""
+        with self._changed:
+            return self._over
+
     def wait_for(self, num_pieces: int, timeout_s: float) -> bool:
         """Until so many pieces are here or the answer is over: whether they are."""
         with self._changed:
@@ -52,9 +58,9 @@ class Watched:
                 self._add(piece)
         except ConvoyError as error:
             self.error = error.message
-        except Exception as error:
+        except BaseException as error:
             self.error = f"internal error: {type(error).__name__}"
-            raise
+            raise  # a fault of ours: the thread's own hook tells it
         finally:
             with self._changed:
                 self._over = True
