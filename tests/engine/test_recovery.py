@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -236,6 +237,19 @@ def test_where_no_stages_are_to_be_had_every_request_ends_with_the_reason_until_
     recovery.answers.append(recovered())
     wait_until(lambda: engine.stats().recoveries)
     assert list(generate(engine, request([1], 20)).token_ids) == expected([1], 20)
+    engine.close()
+
+
+def test_who_finds_no_stages_at_once_is_asked_again_after_longer_and_longer_pauses() -> None:
+    """Asked without a pause, it would fill the log and keep a core busy until a member comes."""
+    recovery = FakeRecovery([StageLost("missing layers 4-11, beta is gone") for _ in range(5)])
+    engine = start(FakeExecutor(fail_at=6), recovery)
+    began_s = time.monotonic()
+    with pytest.raises(StageLost, match="missing layers 4-11"):
+        generate(engine, request([1], 20))
+    recovery.answers.append(recovered())
+    wait_until(lambda: engine.stats().recoveries)
+    assert time.monotonic() - began_s >= 0.02 + 0.04 + 0.08 + 0.16 + 0.32
     engine.close()
 
 
