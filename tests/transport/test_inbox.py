@@ -76,6 +76,14 @@ def test_a_closed_inbox_lets_everyone_go_and_holds_nothing() -> None:
         inbox.get(0.0)
 
 
+def test_closing_twice_keeps_the_first_ones_last_word() -> None:
+    inbox: Inbox[str] = Inbox()
+    inbox.close("the link ended")
+    inbox.close("the engine was closed")
+    inbox.close()
+    assert inbox.get(WAIT_S) == "the link ended"
+
+
 def test_what_is_received_weighs_at_least_its_bytes() -> None:
     tensor = WireTensor("float32", (1, 1000), bytes(4000))
     assert weight_of(ReceivedTensor(0, 0, 1, tensor)) >= 4000

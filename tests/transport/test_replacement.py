@@ -20,7 +20,7 @@ from convoy.transport.link import Link, LinkOptions, ReceivedMessage, ReceivedTe
 from convoy.transport.listener import Listener
 from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.outgoing import Parcel, message_parcel
-from convoy.transport.replacement import Connections
+from convoy.transport.replacement import Connections, Replacement
 from convoy.transport.wear import Wear
 from convoy.wire.codec import encode_message
 from convoy.wire.messages import FrameType, Row, Step, Switch
@@ -373,6 +373,57 @@ def test_a_listener_replaces_only_a_link_that_stands_with_the_same_member(case: 
     assert (case == "over") or standing.link.ping(WAIT_S) > 0
     standing.link.close()
     listener.close()
+
+
+def test_connections_that_could_not_be_switched_to_do_not_push_out_those_in_use() -> None:
+    """The end of a link closes what carries it, however often a replacement failed before."""
+    links = memory_link_pair(ALPHA, BETA, options=OPTIONS)
+    in_use = links[0]._streams
+    links[0]._outgoing._closing = True
+    for _ in range(4):
+        fresh = memory_link_pair(ALPHA, BETA, options=OPTIONS, replaces=links[0].link_id)
+        with pytest.raises(LinkClosed):
+            links[0]._commit(fresh[0].release())
+    links[0]._end(LinkBroken("the test is over"))
+    for stream in in_use:
+        with pytest.raises(LinkBroken):
+            stream.send_all(b"x")
+
+
+def test_a_replacement_stops_once_its_link_is_being_closed(caplog: pytest.LogCaptureFixture) -> None:
+    tried = 0
+
+    def redial() -> Connections:
+        nonlocal tried
+        tried += 1
+        raise LinkClosed("the link is being closed")
+
+    replacement = Replacement("beta", replace(OPTIONS, close_timeout_s=0.0), lambda _: None)
+    replacement.redial = redial
+    replacement._run()
+    assert tried == 1
+    assert not caplog.records
+
+
+def test_a_replacement_that_fails_is_told_once_the_link_stands_long_enough_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Where its peer is leaving, a replacement fails too, and there is nothing for an operator to see to."""
+    for close_timeout_s, num_told in ((60.0, 0), (0.0, 2)):
+        caplog.clear()
+        replacement = Replacement("beta", replace(OPTIONS, close_timeout_s=close_timeout_s), lambda _: None)
+        causes = [PeerUnreachable("nobody is there")] * 3
+
+        def redial(causes: list[PeerUnreachable] = causes, over: Replacement = replacement) -> Connections:
+            error = causes.pop()
+            if not causes:
+                over.end()  # the peer's goodbye
+            raise error
+
+        replacement.redial = redial
+        replacement._run()
+        lines = [record.getMessage() for record in caplog.records]
+        assert lines == ["the link to beta needs new connections: nobody is there"] * num_told
 
 
 def test_wear_counts_whole_records_and_calls_until_somebody_acts() -> None:

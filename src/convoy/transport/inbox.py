@@ -70,8 +70,13 @@ class Inbox(Generic[T]):
             return self._held.get(link, (0, 0))[1]
 
     def close(self, *last: T) -> None:
-        """Nobody will look for more than ``last``: free everything else, and let every ``put`` go."""
+        """Nobody will look for more than ``last``: free everything else, and let every ``put`` go.
+
+        The first call counts: what it left is for whoever still looks.
+        """
         with self._changed:
+            if self._closed:
+                return
             self._items.clear()
             self._held.clear()
             for item in last:

@@ -328,23 +328,36 @@ class Link:
             self.cipher = fresh.cipher
         if self._replacement.redial is None:
             try:
-                self._commit(fresh)
+                self._hold(fresh)  # it is read from, whatever becomes of the own direction
+                self._say_switch(fresh)
             except ConvoyError as error:
                 fresh.outgoing.end(error)
                 if not isinstance(error, LinkClosed):  # being closed: the goodbye goes out over the old one
                     raise
 
     def _commit(self, fresh: Connections) -> None:
-        """Queue the last frame of the outgoing connection, and take ``fresh`` in after it."""
-        with self._lock:
-            if self._error is not None:
-                for stream in fresh.streams:
-                    stream.close()
-                raise LinkBroken(f"the link to {self.peer} ended before its connections were replaced")
-            # At most the one that sends still, the one that its SWITCH names, and this.
-            self._streams = (*self._streams[-4:], *fresh.streams)
+        """At the dialler: from its SWITCH on, the link's own direction takes ``fresh``.
+
+        Raises `ConvoyError`; then nothing here is changed.
+        """
+        self._say_switch(fresh)
+        self._hold(fresh)
+
+    def _say_switch(self, fresh: Connections) -> None:
+        """Queue the last frame of the outgoing connection; what comes after it takes ``fresh``."""
         said = encode_message(Switch(fresh.link_id))
         self._outgoing.post_switch(message_parcel(FrameType.SWITCH, said, 0, 0)._replace(onto=fresh.outgoing))
+
+    def _hold(self, fresh: Connections) -> None:
+        """The end of the link ends ``fresh`` too, also if it has ended already."""
+        with self._lock:
+            # At most the one that sends still, the one that its SWITCH names, and this.
+            self._streams = (*self._streams[-4:], *fresh.streams)
+            over = self._error is not None
+        if over:
+            for stream in fresh.streams:
+                stream.close()
+            raise LinkBroken(f"the link to {self.peer} ended before its connections were replaced")
 
     def _is_ours(self, message: Message) -> bool:
         match message:

@@ -7,7 +7,7 @@ Owners of links notice nothing. In the order of events:
    says so: SWITCH is its first sealed frame on them
 3. now the dialler commits: SWITCH is its last frame on the old connection to the listener
 4. the listener opens it, reads on from the new one, and does the same in its own direction
-A replacement that fails before 3 costs nothing, and is tried again.
+A replacement that fails before 3 costs nothing, and is tried again; it is told if the link stands on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from convoy.errors import ConvoyError, FrameError, HandshakeError, LinkBroken
+from convoy.errors import ConvoyError, FrameError, HandshakeError, LinkBroken, LinkClosed
 from convoy.transport.incoming import Incoming, ReceivedMessage
 from convoy.transport.options import LinkOptions
 from convoy.transport.outgoing import Outgoing
@@ -105,6 +105,7 @@ class Replacement:
 
     def _run(self) -> None:
         redial = self.redial
+        failed_s: float | None = None
         while redial is not None and not self._over.is_set():
             try:
                 fresh = redial()
@@ -112,10 +113,20 @@ class Replacement:
                 self.keep(fresh)
                 self._commit(fresh)
                 return
+            except LinkClosed:  # the link is being closed
+                return
             except ConvoyError as error:
-                if not self._over.is_set():
-                    _log.warning("the link to %s needs new connections: %s", self._peer, error.message)
-            self._over.wait(self._options.replace_retry_s)
+                failed_s = failed_s or time.monotonic()
+                self._tell(error, failed_s)
+
+    def _tell(self, error: ConvoyError, failed_s: float) -> None:
+        """Once it is time to try again. A peer that leaves refuses new connections before its goodbye is read
+        here: then there is nothing to tell.
+        """
+        if self._over.wait(self._options.replace_retry_s):
+            return
+        if time.monotonic() - failed_s >= self._options.close_timeout_s:
+            _log.warning("the link to %s needs new connections: %s", self._peer, error.message)
 
     def _confirm(self, fresh: Connections) -> None:
         """Wait until the listener says that it keeps them: only then may this end commit."""
