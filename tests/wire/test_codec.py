@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from convoy.errors import FrameError
 from convoy.model.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from convoy.transport.incoming import ReceivedMessage
+from convoy.transport.outgoing import Parcel, message_parcel
 from convoy.wire.codec import decode_message, encode_message, frame_type_of
 from convoy.wire.messages import (
     MESSAGE_TYPES,
@@ -40,6 +42,7 @@ from convoy.wire.messages import (
     Switch,
     WriteBlocks,
 )
+from convoy.wire.tensor import WireTensor
 
 MESSAGES: list[Message] = [
     Hello("convoy 0.1", ["float32"], ["exact-f32"], 1 << 30, 2, "linux"),
@@ -149,3 +152,32 @@ def test_garbage_is_never_more_than_a_frame_error(kind: FrameType, garbage: byte
     except FrameError:
         return
     assert decode_message(kind, encode_message(message)) == message
+
+
+TOKEN, LOGPROB = 54_321, -0.8125
+TOKENS = TOKEN.to_bytes(4, "little") * 3
+DRAW = DrawRequest(6, 0, 77, 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, [(TOKEN, 1.5)], 2, TOKEN, True, TOKENS, TOKENS)
+ANSWER = DrawAnswer(TOKEN, LOGPROB, [(TOKEN, LOGPROB)], TOKENS, f"no {TOKEN}")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        DRAW,
+        ANSWER,
+        Step(4, [], [], [Row(2, 0, 3, 1)], TOKENS, [DRAW]),
+        Drawn(5, [ANSWER]),
+        ReceivedMessage(1, 4, Step(4, [], [], [Row(2, 0, 3, 1)], TOKENS, [DRAW])),
+        ReceivedMessage(1, 4, Drawn(5, [ANSWER])),
+        message_parcel(FrameType.STEP, encode_message(Step(4, [], [], [], TOKENS, [DRAW])), 1, 4),
+        WireTensor("float32", (3,), TOKENS),
+        Parcel(FrameType.HIDDEN, 1, 4, 2, tensor=WireTensor("float32", (3,), TOKENS)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_whoever_formats_a_message_sees_no_token(value: object) -> None:
+    """A log line or an assertion that has one in it must not become a leak."""
+    for text in (repr(value), str(value), f"{value}", repr([value])):
+        assert str(TOKEN) not in text
+        assert str(LOGPROB) not in text
+        assert repr(TOKENS)[2:-1] not in text

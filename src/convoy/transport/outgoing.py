@@ -47,6 +47,9 @@ class Parcel(NamedTuple):
     tensor: WireTensor | None = None
     onto: Outgoing | None = None  # frames after this one take its connection
 
+    def __repr__(self) -> str:  # no payload, whoever formats this
+        return f"Parcel({self.type.name}, step={self.step}, {self.nbytes} bytes)"
+
     @property
     def nbytes(self) -> int:
         return len(self.payload) if self.tensor is None else self.tensor.nbytes

@@ -196,6 +196,12 @@ class DrawRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     prompt: bytes  # little-endian uint32 per token; empty where no penalty looks back
     generated: bytes
 
+    def __repr__(self) -> str:  # no token, whoever formats this
+        return (
+            f"DrawRequest(position={self.position}, {len(self.logit_bias)} biases, "
+            f"{len(self.prompt)} and {len(self.generated)} bytes of tokens)"
+        )
+
 
 class DrawAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What came of a `DrawRequest`; where ``error`` says something, nothing else counts."""
@@ -205,6 +211,9 @@ class DrawAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     top: Alternatives
     logits: bytes  # little-endian float32 per token of the vocabulary; empty unless asked for
     error: str
+
+    def __repr__(self) -> str:  # no token, whoever formats this
+        return f"DrawAnswer({len(self.top)} alternatives, {len(self.logits)} bytes of logits)"
 
 
 class Step(Message, frozen=True):
@@ -222,12 +231,21 @@ class Step(Message, frozen=True):
     )
     draws: Annotated[list[DrawRequest], Entries] = []
 
+    def __repr__(self) -> str:  # no token, whoever formats this
+        return (
+            f"Step(number={self.number}, {len(self.released)} released, {len(self.grants)} grants, "
+            f"{len(self.rows)} rows, {len(self.tokens)} bytes of tokens, {len(self.draws)} draws)"
+        )
+
 
 class Drawn(Message, frozen=True):
     """Owner of the output to head: this step passed every stage, with this for each of its outputs."""
 
     number: int
     answers: Annotated[list[DrawAnswer], Entries]
+
+    def __repr__(self) -> str:  # no token, whoever formats this
+        return f"Drawn(number={self.number}, {len(self.answers)} answers)"
 
 
 Blocks = Annotated[list[int], msgspec.Meta(min_length=1, max_length=1024)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from convoy.errors import FrameError, FrameTooLong
 
@@ -30,7 +30,7 @@ class WireTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview | bytes
+    data: memoryview | bytes = field(repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.data, memoryview) and not self.data.c_contiguous:
