@@ -17,7 +17,16 @@ from convoy.engine.generation import generate
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.recovered import Recovered, Renewal
 from convoy.engine.relapse import MAX_FAILURES
-from convoy.errors import CapacityError, ConvoyError, LinkClosed, ModelError, NotReady, StageLost, StepLate
+from convoy.errors import (
+    CapacityError,
+    ConvoyError,
+    LinkClosed,
+    ModelError,
+    NotReady,
+    RequestError,
+    StageLost,
+    StepLate,
+)
 from convoy.model.text import Tokenizer
 from engine.test_engine import LIMITS, expected, request
 from support.fake_executor import FakeExecutor
@@ -261,30 +270,48 @@ def test_what_is_wrong_for_good_ends_the_engine() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("stages", "text"),
-    [
-        (recovered(num_blocks=4), "needs 6 K/V blocks of 4 tokens, and after a loss the whole pool has 4"),
-        (
-            recovered(max_context=16),
-            "may grow to 21 tokens, and after a loss the context holds 16",
-        ),
-    ],
-)
-def test_a_request_that_no_longer_fits_ends_alone(stages: Recovered, text: str) -> None:
-    recovery = FakeRecovery([stages])
+SMALLER = pytest.mark.parametrize("stages", [recovered(num_blocks=4), recovered(max_context=16)])
+
+
+@SMALLER
+def test_a_request_that_has_more_tokens_than_other_stages_hold_ends_alone(stages: Recovered) -> None:
+    recovery = FakeRecovery([replace(stages, executor=FakeExecutor())])
     engine = start(FakeExecutor(fail_at=6), recovery, open_gate=False)
     large: queue.SimpleQueue[Output] = queue.SimpleQueue()
     small: queue.SimpleQueue[Output] = queue.SimpleQueue()
-    engine.submit(request([1], 20), large.put)
+    engine.submit(request([1] * 17, 20), large.put)
     engine.submit(request([2], 10), small.put)
     recovery.gate.set()
     while isinstance(output := large.get(timeout=WAIT_S), TokenOutput):
         pass
     assert isinstance(output, ErrorOutput)
     assert isinstance(output.error, CapacityError)
-    assert text in output.error.message
+    assert "tokens already, and after a loss there is room for 16" in output.error.message
     assert collect(small) == expected([2], 10)
+    engine.close()
+
+
+@SMALLER
+@pytest.mark.parametrize("prompt", [[1], [1] * 10])
+def test_a_request_that_still_fits_goes_on_to_the_new_wall(stages: Recovered, prompt: list[int]) -> None:
+    engine = start(FakeExecutor(fail_at=6), FakeRecovery([replace(stages, executor=FakeExecutor())]))
+    assert engine.room == 128
+    answer = generate(engine, request(prompt, 60))
+    assert list(answer.token_ids) == expected(prompt, 16 - len(prompt))
+    assert answer.finish_reason == "length"
+    assert engine.room == 16
+    engine.close()
+
+
+@SMALLER
+def test_after_a_loss_an_answer_of_any_length_fits_what_there_is(stages: Recovered) -> None:
+    engine = start(FakeExecutor(fail_at=3), FakeRecovery([replace(stages, executor=FakeExecutor())]))
+    generate(engine, request([1], 8))
+    asked = request([2, 3], 126)  # as much as there was room for before
+    with pytest.raises(RequestError, match="max_tokens is 126" if stages.max_context == 16 else "32 K/V"):
+        engine.submit(asked, print)
+    answer = generate(engine, replace(asked, open_ended=True))
+    assert (list(answer.token_ids), answer.finish_reason) == (expected([2, 3], 14), "length")
     engine.close()
 
 

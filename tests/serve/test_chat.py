@@ -6,7 +6,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from support.fake_service import REPLY, FakeEngine, Running, events, serving
+from support.fake_service import MAX_CONTEXT, REPLY, FakeEngine, Running, events, serving
 
 ASK = [{"role": "user", "content": "What is it?"}]
 
@@ -158,3 +158,18 @@ def test_half_a_character_is_bytes_beside_its_logprob() -> None:
 def test_fields_that_ask_for_nothing_are_taken(http: httpx.Client, harmless: dict[str, object]) -> None:
     answer = http.post("/v1/chat/completions", json={"model": "fake", "messages": ASK, **harmless})
     assert answer.status_code == 200, answer.text
+
+
+def test_an_answer_without_max_tokens_may_fill_what_the_engine_has_room_for_now() -> None:
+    with serving() as running:
+        for room in (MAX_CONTEXT, 100):  # a loss, and other stages with less
+            running.engine.room = room
+            answer = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": ASK})
+            assert answer.status_code == 200
+            asked = running.engine.handles[-1].request
+            assert (asked.max_tokens, asked.open_ended) == (room - len(asked.prompt_ids), True)
+            card = httpx.get(f"{running.url}/v1/models/fake").json()
+            assert card["max_model_len"] == room
+        running.engine.room = 8
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json={"messages": ASK})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")

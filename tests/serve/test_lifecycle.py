@@ -222,7 +222,7 @@ from support.fake_service import ByteTokenizer, FakeEngine
 
 engine = FakeEngine()
 engine.pause_after = 3
-service = Service((ServedModel("fake", engine, ByteTokenizer(), 100),), lambda: (True, ""), dict)
+service = Service((ServedModel("fake", engine, ByteTokenizer()),), lambda: (True, ""), dict)
 run_server(service, ServeOptions(port=0, drain_s=60.0), on_ready=lambda url: print(url, flush=True))
 engine.close()
 print("ended", flush=True)

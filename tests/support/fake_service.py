@@ -73,6 +73,7 @@ class FakeEngine:
     def __init__(self, reply: str | Callable[[GenerationRequest], str] = REPLY) -> None:
         self.reply = reply
         self.cached_tokens = 0
+        self.room = MAX_CONTEXT
         self.pause_after: int | None = None
         self.go = threading.Event()
         self.paused = threading.Event()
@@ -172,9 +173,10 @@ def serving(
 ) -> Iterator[Running]:
     """A real server on a port of its own, ended with the block."""
     engine = engine or FakeEngine()
+    engine.room = max_context
     health = [(True, "")]
     service = Service(
-        models=(ServedModel("fake", engine, ByteTokenizer(), max_context),),
+        models=(ServedModel("fake", engine, ByteTokenizer()),),
         health=lambda: health[0],
         status=lambda: {"model": "fake", "ready": health[0][0], "stages": []},
     )

@@ -107,8 +107,7 @@ def _serve(cluster: RunningCluster, options: ServeOptions, *, as_json: bool) -> 
     try:
         granted = cluster.head.granted
         assert granted is not None
-        context = min(granted.max_context, granted.num_blocks * granted.plan.block_size)
-        served = ServedModel(granted.plan.model, cluster.engine, cluster.tokenizer, context)
+        served = ServedModel(granted.plan.model, cluster.engine, cluster.tokenizer)
         service = Service((served,), cluster.health, cluster.status, cluster.level)
 
         def on_ready(url: str) -> None:

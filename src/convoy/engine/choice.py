@@ -99,9 +99,12 @@ class Choice:
         self.emit(TokenOutput(self.index, sampled.token_id, text, logprob))
         if self.stream.stopped:
             self.finish("stop")
-        elif self.sequence.num_generated >= self.request.max_tokens:
+        elif self.sequence.num_generated >= self.request.max_tokens or self._at_the_wall():
             self.finish("length")
         return self.finished
+
+    def _at_the_wall(self) -> bool:
+        return len(self.sequence.tokens) >= self.sequence.wall
 
     def _score_prompt(self, outcomes: SequenceOf[Outcome], start: int) -> None:
         # A sequence that was preempted computes its prompt again: score each position once.

@@ -19,7 +19,7 @@ from convoy.engine.between import Between, BetweenSteps
 from convoy.engine.choice import Choice, make_choices
 from convoy.engine.continuation import Continuation
 from convoy.engine.executor import Executor, StepResult
-from convoy.engine.fit import check_request, check_tokens, unfit
+from convoy.engine.fit import check_request, check_tokens, fitted, room_for, unfit
 from convoy.engine.handle import RequestHandle
 from convoy.engine.live import LiveSequences
 from convoy.engine.options import EngineOptions, EngineStats
@@ -96,11 +96,9 @@ class Engine:
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> RequestHandle:
         """Queue one, or raise `RequestError`, `QueueFull`, `Draining` or `StageLost`."""
-        choices = make_choices(
-            request, self._tokenizer, on_output, share_across_keys=self._options.share_across_keys
-        )
         with self._changed:
             # Under the lock: other stages may have less room, and what never fits would be tried for ever.
+            request = fitted(request, room_for(self._max_context, self._scheduler.pool))
             check_request(
                 request,
                 vocab_size=self._tokenizer.vocab_size,
@@ -108,6 +106,9 @@ class Engine:
                 pool=self._scheduler.pool,
             )
             self._raise_if_over()
+            choices = make_choices(
+                request, self._tokenizer, on_output, share_across_keys=self._options.share_across_keys
+            )
             self._scheduler.add([choice.sequence for choice in choices])
             self._live.add(choices)
             self._progress.prompt_tokens += len(request.prompt_ids)
@@ -156,6 +157,12 @@ class Engine:
             future = self._between.add(work)
             self._changed.notify()
         return future.result()
+
+    @property
+    def room(self) -> int:
+        """How many tokens one request may have with its answer; other after a loss, over other stages."""
+        with self._changed:
+            return room_for(self._max_context, self._scheduler.pool)
 
     def check_ready(self) -> None:
         """Raises `NotReady` or `StageLost` unless a step passed every stage lately."""
@@ -280,7 +287,7 @@ class Engine:
             self._failed = None
             self._scheduler.reset(recovered.limits)
             over = self._relapses.hopeless(self._live, ran, error) if recovered.relapse else []
-            over += unfit(self._live.values(), self._max_context, self._scheduler.pool)
+            over += unfit(self._live.values(), room_for(self._max_context, self._scheduler.pool))
             for group, reason in over:
                 self._live.end_group(group, reason)
             self._progress.recoveries += not isinstance(error, Renewal)

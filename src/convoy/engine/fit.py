@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from convoy.engine.blocks import BlockPool
 from convoy.engine.continuation import Continuation
@@ -50,24 +51,30 @@ def check_tokens(num_tokens: int, *, max_context: int, pool: BlockPool) -> None:
         )
 
 
-def unfit(
-    continuations: Iterable[Continuation], max_context: int, pool: BlockPool
-) -> list[tuple[object, CapacityError]]:
-    """The groups that other stages have no room for, and why; for what ran before they came."""
+def room_for(max_context: int, pool: BlockPool) -> int:
+    """How many tokens one request may have with its answer."""
+    return min(max_context, pool.num_blocks * pool.block_size)
+
+
+def fitted(request: GenerationRequest, room: int) -> GenerationRequest:
+    """What is asked for where nobody said how much: there may be less room than when it was read."""
+    left = room - len(request.prompt_ids)
+    if not request.open_ended or not 0 < left < request.max_tokens:
+        return request
+    return replace(request, max_tokens=left)
+
+
+def unfit(continuations: Iterable[Continuation], room: int) -> list[tuple[object, CapacityError]]:
+    """The groups that have more tokens already than other stages have room for, and why.
+
+    All others go on, and end at the new wall if they ever get there.
+    """
     found = []
     for continuation in continuations:
-        sequence = continuation.sequence
-        num_tokens = max(len(sequence.tokens), sequence.num_prompt + sequence.max_tokens)
-        needed = pool.blocks_for(num_tokens)
-        text = None
-        if num_tokens > max_context:
-            text = f"may grow to {num_tokens} tokens, and after a loss the context holds {max_context}"
-        elif needed > pool.num_blocks:
-            text = (
-                f"needs {needed} K/V blocks of {pool.block_size} tokens, and after a loss the whole pool "
-                f"has {pool.num_blocks}"
-            )
-        if text is not None:
+        continuation.sequence.wall = room
+        num_tokens = len(continuation.sequence.tokens)
+        if num_tokens > room:
+            text = f"the request has {num_tokens} tokens already, and after a loss there is room for {room}"
             hint = "bring the lost member back, or give the others more memory"
-            found.append((continuation.group, CapacityError(f"the request {text}", hint=hint)))
+            found.append((continuation.group, CapacityError(text, hint=hint)))
     return found

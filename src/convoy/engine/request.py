@@ -14,6 +14,7 @@ class GenerationRequest:
     ``num_choices`` independent continuations share the prompt; choice *i* draws with (seed, i, position).
     ``prompt_logprobs`` asks for the log-probability of each prompt token after the first, with that many
     alternatives. Requests share the K/V of a common prefix only where their ``cache_salt`` is the same.
+    ``open_ended``: nobody asked for ``max_tokens``; they are what there was room for, and fewer will do.
     """
 
     prompt_ids: tuple[int, ...]
@@ -24,3 +25,4 @@ class GenerationRequest:
     num_choices: int = 1
     prompt_logprobs: int | None = None
     cache_salt: bytes = field(default=b"", repr=False)
+    open_ended: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass, field
 
 
@@ -27,6 +28,7 @@ class Sequence:
     all_outputs: bool = False  # prompt log-probabilities need every position's logits
     salt: bytes = b""  # of whom the sequence may share blocks with
     tokens: list[int] = field(init=False)
+    wall: int = field(init=False, default=sys.maxsize)  # tokens that there is room for after a loss
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     num_scheduled: int = field(init=False, default=0)
     num_in_flight: int = field(init=False, default=0)

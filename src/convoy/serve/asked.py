@@ -102,6 +102,7 @@ def _read(
             prompt_ids=tuple(ids),
             params=params,
             max_tokens=_room(model, len(ids)) if max_tokens is None else max_tokens,
+            open_ended=max_tokens is None,
             stop=_stops(body.stop),
             ignore_eos=bool(body.ignore_eos) or scoring,
             num_choices=num_choices,
@@ -222,14 +223,15 @@ def _max_tokens(body: GenerationBody, newer: int | None) -> int | None:
 
 def _room(model: ServedModel, num_prompt: int) -> int:
     """Tokens left for an answer whose length was not given."""
-    if num_prompt >= model.max_context:
+    room = model.max_context
+    if num_prompt >= room:
         raise RequestError(
-            f"the prompt has {num_prompt} tokens, but a request may use {model.max_context} with its answer",
+            f"the prompt has {num_prompt} tokens, but a request may use {room} with its answer",
             param="prompt",
             code="context_length_exceeded",
             hint="shorten the prompt",
         )
-    return model.max_context - num_prompt
+    return room - num_prompt
 
 
 def _check_stream(body: GenerationBody) -> None:

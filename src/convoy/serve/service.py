@@ -25,6 +25,10 @@ class Handle(Protocol):
 class Engine(Protocol):
     """`convoy.engine.engine.Engine`, as far as HTTP needs it."""
 
+    @property
+    def room(self) -> int:
+        """How many tokens one request may have with its answer, now: other stages may hold fewer."""
+
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None], /) -> Handle: ...
 
 
@@ -48,15 +52,17 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """``max_context`` is what one request may use: the context, or the whole K/V pool where that is smaller,
-    in tokens.
-    """
+    """A model and the engine that runs it."""
 
     name: str
     engine: Engine
     tokenizer: Tokenizer
-    max_context: int
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_context(self) -> int:
+        """What one request may use, in tokens: the context, or the whole K/V pool where that is smaller."""
+        return self.engine.room
 
 
 @dataclass(frozen=True, slots=True)
