@@ -303,7 +303,9 @@ def test_a_saved_session_comes_back_with_its_blocks(engine: Engine, tmp_path: Pa
         assert session.sample() == drawn
         assert session._run is not None
         assert session._run.num_run == 1
-        assert steps[-1] == (32, 32)
+        assert steps == sorted(steps)
+        assert {total for _, total in steps} == {2 * (tmp_path / "chat").stat().st_size}
+        assert steps[-1][0] == steps[-1][1]
         with session.fork() as fork:
             assert fork.sample() == drawn
         with Session(engine, MODEL) as stranger:
@@ -509,6 +511,35 @@ def is_ready(engine: Engine) -> bool:
     return True
 
 
+def test_a_load_counts_what_is_there_from_the_start_when_others_took_the_room_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(FakeExecutor())
+    with Session(engine, MODEL) as session:
+        session.sync(range(40))
+        session.save(tmp_path / "chat")
+    monkeypatch.setattr(session_blocks, "_MAX_BYTES", 64)  # a block at a time
+    blocks = SessionBlocks(engine, MODEL)
+    write, wrote = blocks._write, []
+
+    def crowded(
+        one: Any, layers: Any, executor: Executor, scheduler: Scheduler, lock: threading.Condition
+    ) -> bool:
+        pool = scheduler.pool
+        taken = pool.allocate(pool.num_free) if one.start == 4 else []
+        wrote.append(write(one, layers, executor, scheduler, lock))
+        pool.free(taken)
+        return wrote[-1]
+
+    monkeypatch.setattr(blocks, "_write", crowded)
+    found = blocks.load(
+        tmp_path / "chat", None, salt=b"s" * 32, adopt=lambda found: None, progress=lambda done, total: None
+    )
+    assert wrote.count(False) == 1
+    assert found == 16, "what is behind the block that is missing is of no use"
+    engine.close()
+
+
 def test_a_full_pool_takes_what_fits_of_a_saved_session(engine: Engine, tmp_path: Path) -> None:
     with Session(engine, MODEL) as session:
         session.sync(range(44))
@@ -566,9 +597,11 @@ def test_work_between_steps_runs_while_none_is_in_flight_and_requests_go_on(engi
 
     def ask() -> None:
         request = GenerationRequest((1, 2), GREEDY, max_tokens=20, ignore_eos=True)
-        for _ in range(5):
-            assert list(generate(engine, request).token_ids) == expected([1, 2], 20)
-        over.set()
+        try:
+            for _ in range(5):
+                assert list(generate(engine, request).token_ids) == expected([1, 2], 20)
+        finally:  # or nobody would ever stop looking
+            over.set()
 
     thread = threading.Thread(target=ask)
     thread.start()

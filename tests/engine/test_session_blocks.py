@@ -310,14 +310,19 @@ def test_an_answer_of_the_wrong_kind_ends_the_plan(pair: Pair) -> None:
         pair.carrier.read(2, 4, [0])
 
 
-def test_whoever_waits_is_told_when_a_stage_fails_or_a_link_ends(pair: Pair) -> None:
-    for tell in (
-        lambda: pair.carrier.note(ReceivedMessage(GENERATION, 0, StepFailed(0, "the ring is broken"))),
-        lambda: pair.carrier.end(LinkBroken("the link to beta ended")),
-    ):
-        pair.to_peer.to = lambda _received, tell=tell: tell()  # type: ignore[misc]
-        with pytest.raises(StageLost, match=r"the ring is broken|ended"):
+@pytest.mark.parametrize("fails", [True, False], ids=["a stage fails", "a link ends"])
+def test_whoever_waits_is_told_and_so_is_whoever_asks_later(pair: Pair, fails: bool) -> None:
+    def tell(_received: Received) -> None:
+        if fails:
+            pair.carrier.note(ReceivedMessage(GENERATION, 0, StepFailed(0, "the stage is over")))
+        else:
+            pair.carrier.end(LinkBroken("the link to beta is over"))
+
+    pair.to_peer.to = tell
+    for _ in range(2):
+        with pytest.raises(StageLost, match="is over"):
             pair.carrier.read(2, 4, [0])
+        pair.carrier.end(LinkBroken("told once more"))
 
 
 def test_filled_blocks_give_the_logits_that_the_tokens_give(source: ModelSource, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from convoy.model.draw import Draw, draw_all
 from convoy.wire.messages import Step
 
 VOCAB = 64
+_MAX_STEPS = 100_000  # no test has so many: an engine that preempts for ever would take all memory here
 
 
 def next_token(tokens: list[int]) -> int:
@@ -43,6 +44,7 @@ class FakeExecutor:
 
     def submit(self, step: Step, draws: Sequence[Draw]) -> None:
         self.steps.append(step)
+        assert len(self.steps) < _MAX_STEPS, "the engine runs in circles"
         for released in step.released:
             self._tables.pop(released, None)
         for grant in step.grants:

@@ -59,6 +59,7 @@ class BlockCarrier:
         self._number = 0
         self._asked: tuple[str, int] | None = None  # who may answer, once, and with which number
         self._arrivals: Inbox[Received | ConvoyError] = Inbox()
+        self._ended: ConvoyError | None = None
 
     def takes(self, link: Link, received: Received) -> bool:
         """Whether this is an answer to what was asked here. Receiver threads call this."""
@@ -77,8 +78,10 @@ class BlockCarrier:
             self.end(StageLost(f"a stage failed while no step was under way: {said.reason}"))
 
     def end(self, error: ConvoyError) -> None:
-        """No answer comes any more: whoever waits for one raises `StageLost`."""
-        self._arrivals.put_last(None, error)
+        """No answer comes any more: whoever waits for one, or asks, raises `StageLost`."""
+        if self._ended is None:  # the first says why, and no more than that piles up here
+            self._ended = error
+            self._arrivals.put_last(None, error)
 
     def read(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
         parts = []
@@ -127,6 +130,8 @@ class BlockCarrier:
             raise StageLost(f"{one.member} answered a writing of K/V with K/V")
 
     def _begin(self, member: str) -> int:
+        if self._ended is not None:
+            raise StageLost(self._ended.message, hint=self._ended.hint) from self._ended
         self._number += 1
         self._asked = (member, self._number)
         return self._number

@@ -89,14 +89,19 @@ class SessionBlocks:
     ) -> int:
         """Hands out what was saved once it is found right, then fills the stages' pools under ``salt``.
 
-        Returns for how many positions.
+        Returns for how many positions. Each half of ``progress`` is one reading of the file.
         """
         with SessionReader(path, key) as reader:
-            saved = SavedSession(reader, self._model, progress)
+            size = reader.size
+            saved = SavedSession(reader, self._model, lambda done, total: progress(done, 2 * total))
             adopt(saved.state)
-            if not saved.state.positions or not saved.same_kernel:
-                return 0
-            return self._fill(saved, salt, progress)
+            found = 0
+            if saved.state.positions and saved.same_kernel:
+                found = self._fill(
+                    saved, salt, lambda done, total: progress(size + size * done // total, 2 * size)
+                )
+            progress(2 * size, 2 * size)
+            return found
 
     # From the stages.
 
@@ -169,10 +174,11 @@ class SessionBlocks:
     # To the stages.
 
     def _fill(self, saved: SavedSession, salt: bytes, progress: Progress) -> int:
+        """Returns for how many positions from the start K/V is there now."""
         size, tags = self._plan_fill(saved, salt)
         model = self._model
         block_bytes = size * model.position_bytes * model.num_layers
-        end = len(tags)
+        end = found = len(tags)
         # From the end: blocks that nobody owns are evicted oldest first, and the beginning is of most use.
         while end:
             start = max(0, end - min(_MAX_BLOCKS, max(1, self._pace.num_bytes // block_bytes)))
@@ -181,12 +187,15 @@ class SessionBlocks:
             layers = itertools.chain([next(layers)], layers)
             self._let_pass()
             try:
-                self._engine.between_steps(partial(self._write, _Slice(start, end, tags[start:end]), layers))
+                if not self._engine.between_steps(
+                    partial(self._write, _Slice(start, end, tags[start:end]), layers)
+                ):
+                    found = start
             except StageLost:
                 return 0  # other stages know nothing of it: the tokens are run there
             end = start
-            progress((len(tags) - end) * size, len(tags) * size)
-        return len(tags) * size
+            progress(len(tags) - end, len(tags))
+        return found * size
 
     def _plan_fill(self, saved: SavedSession, salt: bytes) -> tuple[int, list[bytes]]:
         """The size of a block, and the tags of those that there is use and room for."""
@@ -221,11 +230,12 @@ class SessionBlocks:
         executor: Executor,
         scheduler: Scheduler,
         lock: threading.Condition,
-    ) -> None:
+    ) -> bool:
+        """False where there is no room any more: who runs comes first, and what is missing is run."""
         with lock:
             pool = scheduler.pool
             if pool.num_free < one.end - one.start:
-                return  # who runs comes first, and what is missing is run
+                return False
             blocks = pool.allocate(one.end - one.start)
             # Blocks that were given back a moment ago still stand in a table there: the releases go first.
             probe = scheduler.probe()
@@ -242,6 +252,7 @@ class SessionBlocks:
             for block, tag in zip(blocks, one.tags, strict=True):
                 pool.label(block, tag)
             pool.free(blocks)
+        return True
 
     def _let_pass(self) -> None:
         """An engine that always has a slice to carry would come to no step, and seem to stand still."""

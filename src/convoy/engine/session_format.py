@@ -24,7 +24,7 @@ from convoy.engine.session_file import SessionReader
 from convoy.errors import RequestError, SessionError
 from convoy.model.params import SamplingParams
 
-Progress = Callable[[int, int], None]  # bytes so far, bytes in all
+Progress = Callable[[int, int], None]  # so far, and in all
 Half = npt.NDArray[np.float32]  # K or V of one layer: [positions, kv_heads, head_dim]
 
 _FORMAT, _VERSION = "convoy-session", "1"
