@@ -11,11 +11,11 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from convoy.bench.carrier import Carrier, LinkCarrier, StreamCarrier
 from convoy.bench.connection import accept_plain, accept_tls, bench_member, make_members
 from convoy.bench.names import HOME, HOST
+from convoy.cluster.children import Started, end
 from convoy.errors import PeerError, PeerUnreachable
 from convoy.transport.link import Link
 from convoy.transport.listener import Listener
@@ -26,7 +26,7 @@ _POLL_S = 0.2
 _LOG = "echo.log"
 
 
-class Pair:
+class Pair(Started):
     """Starts the second process; leaving the `with` ends it and removes every file, Ctrl-C included.
 
     ``carriers`` by sealing: "none", "outer", "both". Raises `PeerError` if the process does not connect.
@@ -34,22 +34,6 @@ class Pair:
 
     carriers: dict[str, Carrier]
     cipher: str
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Pair:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
     def _start(self) -> None:
         directory = Path(tempfile.mkdtemp(prefix="convoy-bench-"))
@@ -84,7 +68,7 @@ class Pair:
             stderr=log,
             start_new_session=True,  # Ctrl-C is for this process, which then ends the other
         )
-        self._stack.callback(_stop, process)
+        self._stack.callback(end, process, _STOP_S)
         return process
 
 
@@ -100,12 +84,3 @@ def _first(links: queue.SimpleQueue[Link], process: subprocess.Popen[bytes], log
                     f"the second process ended with exit status {process.returncode}: {last[0]}"
                 ) from None
     raise PeerUnreachable(f"the second process did not connect within {_START_S:g} s")
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -12,21 +12,21 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from convoy.cli.endpoint import Endpoint
 from convoy.cli.local import Address, LocalCluster, LocalOptions
+from convoy.cluster.children import Started, end
 from convoy.errors import ConvoyError, PeerUnreachable
 
 if TYPE_CHECKING:
     from convoy.bench.delay import DelayRelay
 
 _START_S = 120.0
+_END_S = 20.0
 _POLL_S = 0.1
 _STOPPED_S, _RUNNING_S = 1.9, 0.1  # a slow member's share of the time
 
@@ -46,30 +46,17 @@ class _Slowness:
     thread: threading.Thread | None = None
 
 
-class ServedCluster:
+class ServedCluster(Started):
     """Leaving the `with` ends every process, also those that were stopped. An `Arena` of `bench.recover`."""
 
     def __init__(self, options: ServedOptions) -> None:
+        super().__init__()
         self._options = options
-        self._stack = ExitStack()
         self._relays: dict[str, DelayRelay] = {}
         self._slowness: dict[str, _Slowness] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.names: Sequence[str] = options.local.names
         self.peers: Sequence[str] = self.names[1:]
-
-    def __enter__(self) -> ServedCluster:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
     # What a client does.
 
@@ -176,7 +163,7 @@ class ServedCluster:
         head = self._local.head
         arguments = ("serve", self._options.model, "--config", str(self._local.config_file(head)))
         self._processes[head] = self._local.start(head, *arguments)
-        self._stack.callback(_end, self._processes[head])
+        self._stack.callback(end, self._processes[head], _END_S)
         self._wait_until_served()
 
     def _wait_until_served(self) -> None:
@@ -194,17 +181,6 @@ class ServedCluster:
     def _resume_all(self) -> None:
         for name in self.peers:
             self.resume(name)
-
-
-def _end(head: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, as a person ends a server; its streams are over."""
-    if head.poll() is None:
-        head.terminate()
-        try:
-            head.wait(20.0)
-        except subprocess.TimeoutExpired:
-            head.kill()
-            head.wait()
 
 
 def _free_port() -> int:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import tomli_w
@@ -24,6 +23,7 @@ import tomli_w
 from convoy.cli.config import Config, EngineConfig, load_config, override
 from convoy.cli.members import local_names, spans_by_name
 from convoy.cli.pin import Cores, pin_process
+from convoy.cluster.children import Started, wait_or_kill
 from convoy.errors import ConvoyError, PeerError
 
 if TYPE_CHECKING:
@@ -87,30 +87,17 @@ class LocalOptions:
         place(spec, offers, self.spans)
 
 
-class LocalCluster:
+class LocalCluster(Started):
     """Files in a temporary directory and processes; leaving the `with` ends and removes both."""
 
     def __init__(self, options: LocalOptions) -> None:
+        super().__init__()
         self.names = options.names
         self._options = options
-        self._stack = ExitStack()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.directory = Path(tempfile.mkdtemp(prefix="convoy-"))
         self._stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
         self._stack.callback(self._stop_all)
-
-    def __enter__(self) -> LocalCluster:
-        try:
-            self._write()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
     @property
     def head(self) -> str:
@@ -176,13 +163,10 @@ class LocalCluster:
             if process.stdin is not None:
                 process.stdin.close()
         for process in self._processes.values():
-            try:
-                process.wait(_STOP_WAIT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            wait_or_kill(process, _STOP_WAIT_S)
 
-    def _write(self) -> None:
+    def _start(self) -> None:
+        """Only the files: `start_peers` and `start` make processes."""
         from convoy.crypto.identity import Identity, OperatorKey
         from convoy.trust.card import member_of
         from convoy.trust.roster import make_roster, sign_roster

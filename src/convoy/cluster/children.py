@@ -1,0 +1,50 @@
+"""Members as child processes of this one: started together, and ended together, however that comes."""
+
+from __future__ import annotations
+
+import subprocess
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+
+class Started:
+    """What is started on entering a `with` and ended on leaving it, also where its start fails halfway.
+
+    A subclass has `_start`, which puts on ``_stack`` whatever is to be ended, in reverse order.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+
+def wait_or_kill(process: subprocess.Popen[bytes], wait_s: float) -> None:
+    """Until it has ended, as it was asked to; killed where that takes longer than ``wait_s``."""
+    try:
+        process.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def end(process: subprocess.Popen[bytes], wait_s: float) -> None:
+    """SIGTERM, where it runs still, and `wait_or_kill`."""
+    if process.poll() is None:
+        process.terminate()
+    wait_or_kill(process, wait_s)
