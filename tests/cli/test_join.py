@@ -36,13 +36,19 @@ def test_several_signals_at_once_end_it(config: Path) -> None:
     for _ in range(5):
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert said == "ended: beta, as a signal asked\n"
 
 
 def test_the_end_of_standard_input_ends_it_where_asked(config: Path) -> None:
-    process = start(config, "--until-stdin-closes")
-    process.communicate(timeout=30)
+    process = start(config, "--until-stdin-closes", "--standby")
+    _, said = process.communicate(timeout=30)
     assert process.returncode == 0
+    assert said.splitlines() == [
+        "standby: has no stage until another member is lost",
+        "ended: beta, as standard input is over",
+    ]
 
 
 def test_a_port_in_use_is_one_line_with_the_address(config: Path) -> None:

@@ -79,6 +79,8 @@ def test_a_plan_that_cannot_be_is_one_line_and_exit_1(folder: Path, flags: list[
     assert done.stdout == ""
     assert message in done.stderr.splitlines()[0]
     assert done.stderr.startswith("error: ")
+    if "invalid span" in message:
+        assert "hint: layers count from 0: 0:5 is the first six" in done.stderr
 
 
 def test_a_configuration_gives_model_members_and_spans(folder: Path) -> None:

@@ -210,7 +210,8 @@ def test_what_on_ready_raises_ends_the_server() -> None:
 def test_a_stop_before_the_start_is_not_lost() -> None:
     stop = Stop()
     stop.request()
-    run_server(Service(models=(), health=lambda: (True, ""), status=dict), ServeOptions(port=0), stop=stop)
+    service = Service(models=(), health=lambda: (True, ""), status=dict)
+    assert run_server(service, ServeOptions(port=0), stop=stop) == 0
 
 
 CHILD = """
@@ -223,9 +224,9 @@ from support.fake_service import ByteTokenizer, FakeEngine
 engine = FakeEngine()
 engine.pause_after = 3
 service = Service((ServedModel("fake", engine, ByteTokenizer()),), lambda: (True, ""), dict)
-run_server(service, ServeOptions(port=0, drain_s=60.0), on_ready=lambda url: print(url, flush=True))
+num_cut = run_server(service, ServeOptions(port=0, drain_s=60.0), on_ready=lambda url: print(url, flush=True))
 engine.close()
-print("ended", flush=True)
+print(f"ended, {num_cut} cut off", flush=True)
 """
 
 
@@ -250,7 +251,7 @@ def test_a_signal_drains_and_the_second_ends_at_once(number: signal.Signals) -> 
             child.send_signal(number)
             assert events(answer.read().decode())[-1]["error"]["code"] == "draining"
         assert child.wait(20) == 0
-        assert child.stdout.read().strip() == "ended"
+        assert child.stdout.read().strip() == "ended, 1 cut off"
     finally:
         child.kill()
         child.wait()

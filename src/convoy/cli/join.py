@@ -11,6 +11,7 @@ import queue
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from convoy.cluster.peer import Peer, PeerEvent
 
+    Show = Callable[[PeerEvent], None]
 
 StandbyFlag = Annotated[bool, typer.Option("--standby", help="Hold layers only once another member is lost.")]
 _LOOK_UP_S = 0.5
@@ -71,11 +73,11 @@ def join(
         from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
 
     options = peer_options(settings, model, exit_with_head=exit_with_head, standby=standby)
-    show = _show_json if as_json else _show
     port = me.member.address[1] if settings.listen.port is None else settings.listen.port
     with network_of(settings) as network, watched_roster(settings, me, quiet=as_json):
-        peer = Peer(me, options, _then_ahead(show), network)
-        _run_until_asked(peer, (settings.listen.host, port), until_stdin_closes)
+        peer = Peer(me, options, _shown(as_json=as_json, standby=standby), network)
+        why = _run_until_asked(peer, (settings.listen.host, port), until_stdin_closes)
+    _teller(as_json)("ended", f"{me.name}, {why}")
 
 
 def _file(token: str | None, config: Path | None, newcomer: Newcomer, tell: Tell) -> Path:
@@ -100,7 +102,25 @@ def _teller(as_json: bool) -> Tell:
     return tell
 
 
-def _then_ahead(show: Callable[[PeerEvent], None]) -> Callable[[PeerEvent], None]:
+def _as_standby(show: Show) -> Show:
+    """What a standby says of itself: that it is one, and that what it loads is for the loss of another."""
+
+    def shown(event: PeerEvent) -> None:
+        if event.kind == "ready":
+            event = replace(event, text=f"{event.text}; a standby until a plan with it is active")
+        show(event)
+        if event.kind == "listening":
+            show(replace(event, kind="standby", text="has no stage until another member is lost"))
+
+    return shown
+
+
+def _shown(*, as_json: bool, standby: bool) -> Show:
+    show = _show_json if as_json else _show
+    return _then_ahead(_as_standby(show) if standby else show)
+
+
+def _then_ahead(show: Show) -> Show:
     """Once a head is here a plan follows; a member that only waits needs nothing more, and ends at once."""
 
     def shown(event: PeerEvent) -> None:
@@ -119,12 +139,15 @@ def _show_json(event: PeerEvent) -> None:
     print_json_line(event)
 
 
-def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool) -> None:
-    """The peer runs on a thread of its own; this one waits for it, a signal or the end of standard input."""
+def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool) -> str:
+    """The peer runs on a thread of its own; this one waits for it, a signal or the end of standard input.
+
+    Returns which it was.
+    """
     # A signal handler may run in the middle of anything: SimpleQueue.put is made for that, locks are not.
-    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    ends: queue.SimpleQueue[BaseException | str] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: ends.put(None))
+        signal.signal(number, lambda _number, _frame: ends.put("as a signal asked"))
 
     def run() -> None:
         try:
@@ -132,26 +155,27 @@ def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool
         except BaseException as error:  # noqa: BLE001 - raised again on the main thread
             ends.put(error)
         else:
-            ends.put(None)
+            ends.put("as its head is gone")
 
     def read_to_end() -> None:
         # Not `sys.stdin`, whose lock a process that ends by a signal could not take from this thread.
         while os.read(sys.stdin.fileno(), 4096):
             pass
-        ends.put(None)
+        ends.put("as standard input is over")
 
     running = threading.Thread(target=run, name="peer")
     running.start()
     if until_stdin_closes:
         threading.Thread(target=read_to_end, daemon=True).start()
-    error = _first(ends)
+    first = _first(ends)
     peer.stop()
     running.join()
-    if error is not None:
-        raise error
+    if isinstance(first, BaseException):
+        raise first
+    return first
 
 
-def _first(ends: queue.SimpleQueue[BaseException | None]) -> BaseException | None:
+def _first(ends: queue.SimpleQueue[BaseException | str]) -> BaseException | str:
     """What comes first. Looks up now and then: a signal just before a wait begins does not end it."""
     while True:
         with contextlib.suppress(queue.Empty):

@@ -68,21 +68,13 @@ def convoy(
         print(context.get_help())
 
 
-app.command("demo")(demo.demo)
-app.command("run")(run_verb.run)
-app.command("session")(session.session)
-app.command("serve")(serve.serve)
-app.command("join")(join.join)
-app.command("invite")(invite.invite)
-app.command("plan")(plan.plan)
-app.add_typer(identity.app, name="identity")
-app.add_typer(roster.app, name="roster")
-app.add_typer(attest.app, name="attest")
-app.command("doctor")(doctor.doctor)
-app.command("status")(status.status)
-app.command("chat")(chat.chat)
+for verb in (demo.demo, run_verb.run, session.session, serve.serve, join.join, invite.invite, plan.plan):
+    app.command()(verb)
+for name, group in {"identity": identity, "roster": roster, "attest": attest, "bench": bench}.items():
+    app.add_typer(group.app, name=name)
+for verb in (doctor.doctor, status.status, chat.chat):
+    app.command()(verb)
 app.command("eval")(eval_verb.evaluate)
-app.add_typer(bench.app, name="bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -90,10 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # So that a terminated command leaves its `with` blocks, and takes its processes and files with it.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
-    try:
-        sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
-    finally:
-        gc.freeze()  # `cli.start` says why
+    code = run(list(sys.argv[1:] if arguments is None else arguments))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # it ends anyway
+    gc.freeze()  # `cli.start` says why
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -156,4 +149,7 @@ def _usage_error(error: TyperException) -> tuple[str, str]:
     text = error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
     command = "convoy" if context is None else context.command_path
+    asked_port = getattr(error, "option_name", None) == "--port"
+    if asked_port and context is not None and any("--url" in one.opts for one in context.command.params):
+        return text[:1].lower() + text[1:], "a server is named by its URL: --url http://127.0.0.1:PORT"
     return text[:1].lower() + text[1:], f"see `{command} --help`"

@@ -12,7 +12,7 @@ from convoy.cli.output import format_bytes, format_seconds, print_table
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from convoy.cluster.status import ClusterStatus, StageStatus
+    from convoy.cluster.status import ClusterStatus, StageStatus, StandbyStatus
 
 
 def print_picture(status: ClusterStatus) -> None:
@@ -24,6 +24,8 @@ def print_picture(status: ClusterStatus) -> None:
     print(f"route: {status.route}")
     print(f"kernel: {status.kernel}")
     print(f"level: {level_text(status)}")
+    if status.standbys:
+        print(f"standbys: {standbys_text(status.standbys)}")
 
 
 def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:
@@ -51,6 +53,16 @@ def level_text(status: ClusterStatus) -> str:
         if one.excluded:
             text += f"; {one.member} has {one.level} and no stage"
     return text
+
+
+def standbys_text(standbys: Iterable[StandbyStatus]) -> str:
+    """Who waits for the loss of another member, and what each has loaded for that."""
+    return ", ".join(
+        f"{one.name} (nothing loaded yet)"
+        if one.layers is None
+        else f"{one.name} (has loaded layers {one.layers})"
+        for one in standbys
+    )
 
 
 def layers_text(stage: StageStatus) -> str:

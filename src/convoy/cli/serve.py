@@ -117,9 +117,12 @@ def _serve(cluster: RunningCluster, options: ServeOptions, *, as_json: bool) -> 
                 print_picture(cluster.status())
                 print_note(f"serving {served.name} at {url}/v1")
 
-        run_server(service, options, on_ready=on_ready)
+        num_cut = run_server(service, options, on_ready=on_ready)
     finally:
         cluster.close()
+    if not as_json:
+        cut = f"{num_cut} {'answer was' if num_cut == 1 else 'answers were'} cut off, and their clients told"
+        print_note(f"ended: {cut if num_cut else 'every request was answered'}")
 
 
 def start_cluster(

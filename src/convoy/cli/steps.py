@@ -16,10 +16,10 @@ PrefillChunkFlag = Annotated[
     int | None, typer.Option(min=1, help="Tokens of one prompt in one step.  [default: 256]")
 ]
 PrefillWindowFlag = Annotated[
-    int | None, typer.Option(min=0, help="Chunks of one prompt in flight; 0: as many as micro-batches.")
+    int | None, typer.Option(min=0, help="Chunks of one prompt in flight, 1 to 64; 0: as micro-batches.")
 ]
 MicroBatchesFlag = Annotated[
-    int | None, typer.Option(min=0, help="Steps in flight; 0: as many as there are stages.")
+    int | None, typer.Option(min=0, help="Steps in flight, 1 to 64; 0: as many as there are stages.")
 ]
 SpeculateFlag = Annotated[
     int | None,

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from convoy.errors import SpanError
 
 GRAMMAR = "A:B, A:output or A:B,output"
+EXAMPLES = (
+    "layers count from 0: 0:5 is the first six, 0:5,output those and the output, 6:output the rest and it"
+)
 _MAX_DIGITS = 6
 
 
@@ -32,18 +35,21 @@ def parse_span(text: str, num_layers: int) -> Span:
     layers, comma, owned = text.strip().partition(",")
     start_text, colon, end_text = layers.partition(":")
     if not colon or ":" in end_text or (comma and (owned != "output" or end_text == "output")):
-        raise SpanError(f"invalid span {text!r}: expected {GRAMMAR}")
+        raise SpanError(f"invalid span {text!r}: expected {GRAMMAR}", hint=EXAMPLES)
     start = _layer(start_text, text, "start")
     last = num_layers - 1
     if start > last:
-        raise SpanError(f"invalid span {text!r}: it starts past the last layer, {last}")
+        raise SpanError(f"invalid span {text!r}: it starts past the last layer, {last}", hint=EXAMPLES)
     if end_text == "output":
         return Span(start, num_layers, output=True)
     end = _layer(end_text, text, "end")
     if end < start:
         raise SpanError(f"invalid span {text!r}: its end, layer {end}, precedes its start, layer {start}")
     if end > last:
-        raise SpanError(f"invalid span {text!r}: it ends past the last layer, {last}")
+        raise SpanError(
+            f"invalid span {text!r}: it ends past the last layer, {last}",
+            hint=f"for all from {start} on: {start}:{last}",
+        )
     return Span(start, end + 1, output=bool(comma))
 
 
@@ -51,7 +57,8 @@ def _layer(digits: str, text: str, which: str) -> int:
     # isdigit alone would let other scripts' digits pass
     if not (digits.isascii() and digits.isdigit() and len(digits) <= _MAX_DIGITS):
         raise SpanError(
-            f"invalid span {text!r}: {which} layer {digits!r} is not a number, expected {GRAMMAR}"
+            f"invalid span {text!r}: {which} layer {digits!r} is not a number, expected {GRAMMAR}",
+            hint=EXAMPLES,
         )
     return int(digits)
 
