@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 
@@ -95,37 +95,56 @@ def without_ipv4(machine: Machine) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("family", ["ipv4", "ipv6-link-local"])
-def test_a_member_with_a_wrong_address_in_the_roster_is_found(
-    machines: tuple[Machine, Machine], tmp_path: Path, family: str
-) -> None:
-    if family != "ipv4":
-        for machine in machines:
-            without_ipv4(machine)
-    files = write_members(tmp_path, "0.0.0.0" if family == "ipv4" else "::")  # noqa: S104
-    join = ["join", "--config", str(files["beta"]), "--discover", "--json"]
-    serve = ["serve", "demo-mini", "--config", str(files["alpha"]), "--discover", "--json"]
-    with running(machines[1], *join) as said:
-        assert json.loads(said.readline())["kind"] == "listening"
-        with running(machines[0], *serve) as printed:
-            text = ""
-            for line in printed:
-                text += line
-                with contextlib.suppress(ValueError):
-                    status = json.loads(text)["status"]
-                    break
-            assert status["ready"], text
-            assert {stage["member"] for stage in status["stages"]} == {"alpha", "beta"}
+def join(files: dict[str, Path]) -> list[str]:
+    return ["join", "--config", str(files["beta"]), "--discover", "--json"]
 
 
-def test_without_discovery_the_same_members_do_not_meet(
+def serve(files: dict[str, Path], *flags: str) -> list[str]:
+    return ["serve", "demo-mini", "--config", str(files["alpha"]), "--json", *flags]
+
+
+def first_value(printed: IO[str]) -> dict[str, Any]:
+    """The first JSON value, over however many lines."""
+    text = ""
+    for line in printed:
+        text += line
+        with contextlib.suppress(ValueError):
+            value: dict[str, Any] = json.loads(text)
+            return value
+    raise AssertionError(text)
+
+
+def assert_both_hold_stages(answer: dict[str, Any]) -> None:
+    assert answer["status"]["ready"], answer
+    assert {stage["member"] for stage in answer["status"]["stages"]} == {"alpha", "beta"}
+
+
+def test_members_with_wrong_addresses_in_the_roster_meet_by_discovery_alone(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
     files = write_members(tmp_path, "0.0.0.0")  # noqa: S104
-    files["alpha"].write_text(files["alpha"].read_text().replace("wait_s = 40", "wait_s = 4"))
-    with running(machines[1], "join", "--config", str(files["beta"]), "--discover", "--json") as said:
+    patient = files["alpha"].read_text()
+    with running(machines[1], *join(files)) as said:
         assert json.loads(said.readline())["kind"] == "listening"
-        with running(machines[0], "serve", "demo-mini", "--config", str(files["alpha"]), "--json") as printed:
-            error = json.loads(printed.read())["error"]
-    assert error["type"] == "PeerUnreachable"
-    assert f"beta at {NOBODY}:7777 did not answer" in error["message"]
+        files["alpha"].write_text(patient.replace("wait_s = 40", "wait_s = 2"))
+        with running(machines[0], *serve(files)) as printed:
+            error = first_value(printed)["error"]
+        assert error["type"] == "PeerUnreachable"
+        assert f"beta at {NOBODY}:7777 did not answer" in error["message"]
+        files["alpha"].write_text(patient)
+        with running(machines[0], *serve(files, "--discover")) as printed:
+            assert_both_hold_stages(first_value(printed))
+
+
+def test_a_member_is_found_where_there_is_ipv6_alone(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    for machine in machines:
+        without_ipv4(machine)
+    files = write_members(tmp_path, "::")
+    with (
+        running(machines[1], *join(files)) as said,
+        running(machines[0], *serve(files, "--discover")) as printed,
+    ):
+        assert json.loads(said.readline())["kind"] == "listening"
+        assert_both_hold_stages(first_value(printed))

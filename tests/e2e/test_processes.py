@@ -12,7 +12,7 @@ from convoy.cluster.head import Head
 from convoy.model.source import ModelSource
 from e2e.served import convoy_json
 from parity.test_cuts import LIMITS, NUM_TOKENS, alone, prompts_for
-from support.driver import Driver, assert_equal_to_the_bit
+from support.driver import Driver, Run, assert_equal_to_the_bit
 
 LAYOUTS = {
     "two members": ["0:4,output", "5:11"],
@@ -21,10 +21,21 @@ LAYOUTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def demo() -> ModelSource:
+    return ModelSource.resolve("demo")
+
+
+@pytest.fixture(scope="module")
+def whole(demo: ModelSource) -> tuple[Run, ...]:
+    return alone(demo)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logits_over_processes_and_tls_equal_the_whole_to_the_bit(layout: str) -> None:
-    demo = ModelSource.resolve("demo")
+def test_logits_over_processes_and_tls_equal_the_whole_to_the_bit(
+    demo: ModelSource, whole: tuple[Run, ...], layout: str
+) -> None:
     layers = LAYOUTS[layout]
     options = LocalOptions(len(layers), layers, kernel="exact-f32", num_threads=1)
     with LocalCluster(options) as local:
@@ -39,7 +50,7 @@ def test_logits_over_processes_and_tls_equal_the_whole_to_the_bit(layout: str) -
             assert head.sealed_bytes() > 100_000
         finally:
             head.close()
-    assert_equal_to_the_bit(alone(demo), runs)
+    assert_equal_to_the_bit(whole, runs)
 
 
 @pytest.mark.slow

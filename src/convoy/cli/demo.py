@@ -52,9 +52,10 @@ def demo(
     """Split the bundled model over two sealed processes and ask it."""
     say = _quiet if as_json else print_note
     say(f"starting {members} members of a cluster, each a process with its own identity ...")
-    answers, status = _ask_cluster(members, show=not as_json)
+    options = LocalOptions(num_members=members)
+    answers, status = _ask_cluster(options, show=not as_json)
     say("asking the same of one process that holds the whole model ...")
-    alone, _ = _ask_cluster(1, show=False)
+    alone, _ = _ask_cluster(LocalOptions(num_members=1, num_threads=options.threads), show=False)
     equal = [a.tokens for a in answers] == [a.tokens for a in alone]
     if as_json:
         print_json(_facts(status, answers, equal=equal))
@@ -71,12 +72,12 @@ def _quiet(_text: str) -> None:
     pass
 
 
-def _ask_cluster(members: int, *, show: bool) -> tuple[list[Answer], ClusterStatus]:
+def _ask_cluster(options: LocalOptions, *, show: bool) -> tuple[list[Answer], ClusterStatus]:
     import msgspec
 
     from convoy.cluster.status import ClusterStatus
 
-    with LocalCluster(LocalOptions(num_members=members)) as local:
+    with LocalCluster(options) as local:
         local.start_peers(MODEL)
         local.start(local.head, "serve", MODEL, "--config", str(local.config_file(local.head)), "--json")
         try:
