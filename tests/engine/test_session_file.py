@@ -7,7 +7,7 @@ import json
 import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -296,6 +296,10 @@ HOSTILE: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("a layer too many", lambda header: header.update({"layers.2.k": header["layers.1.k"]}), "not those of"),
     ("no tokens", lambda header: header.pop("tokens") and None, "tokens is missing"),
     ("no digest", lambda header: header.pop("sha256") and None, "sha256 is missing"),
+    ("tokens of no dimension", _set("tokens", "shape", to=[]), "another dtype or shape"),
+    ("a digest of no dimension", _set("sha256", "shape", to=[]), "another dtype or shape"),
+    ("no kernel", lambda header: header["__metadata__"].pop("kernel") and None, "names no kernel"),
+    ("a kernel that is no name", _set("__metadata__", "kernel", to=["exact-f32"]), "names no kernel"),
     ("half the precision", _set("layers.0.k", "dtype", to="F16"), "another dtype"),
     ("a dtype that is none", _set("layers.0.k", "dtype", to={"a": 1}), "another dtype"),
     ("other heads", _set("layers.0.k", "shape", to=[16, 3, 2]), "another dtype or shape"),
@@ -328,6 +332,32 @@ def test_a_header_of_a_session_that_lies_is_refused(
 ) -> None:
     (tmp_path / "chat").write_bytes(changed(change))
     with pytest.raises(SessionError, match=error):
+        load(tmp_path / "chat")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 1000), value=JSON, leaves=st.booleans())
+def test_any_value_anywhere_in_a_header_is_right_or_refused(
+    tmp_path: Path, place: int, value: Any, leaves: bool
+) -> None:
+    def change(header: dict[str, Any]) -> None:
+        places = [(header, name) for name in header]
+        places += [(inner, name) for inner in header.values() for name in inner]
+        holder, name = places[place % len(places)]
+        if leaves:
+            del holder[name]
+        else:
+            holder[name] = value
+
+    (tmp_path / "chat").write_bytes(changed(change))
+    with suppress(SessionError):
         load(tmp_path / "chat")
 
 

@@ -129,6 +129,8 @@ class SavedSession:
                 f"{self._model.name}",
                 hint="load it with the model that it was saved with",
             )
+        if not isinstance(metadata.get("kernel"), str):
+            _refuse("its header names no kernel")
         self._metadata = metadata
         return 8 + length, header
 
@@ -165,7 +167,7 @@ class SavedSession:
 
     def _check_shape(self, name: str, dtype: object, shape: tuple[int, ...]) -> None:
         if name == "tokens":
-            expected, wanted = "I64", shape[:1] == shape and shape[0] <= self._model.max_context
+            expected, wanted = "I64", len(shape) == 1 and shape[0] <= self._model.max_context
         elif name == "sha256":
             expected, wanted = "U8", shape == (_DIGEST_BYTES,)
         else:
