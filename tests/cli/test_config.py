@@ -168,6 +168,10 @@ def test_what_the_file_says_of_the_engine_reaches_the_head(file: Path) -> None:
     # guesses are a choice of the command line's
     plain = head_options(Config())
     assert plain == replace(HeadOptions(), member=plain.member, speculate=plain.speculate)
+    assert (plain.speculate, plain.guess_inexact) == (8, False)
+    for number in (0, 8):
+        asked = head_options(load(file, f"[engine]\nspeculate = {number}"))
+        assert (asked.speculate, asked.guess_inexact) == (number, True)
 
 
 def test_prompts_are_shared_across_keys_only_where_the_file_says_so(file: Path) -> None:

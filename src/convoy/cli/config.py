@@ -88,7 +88,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 class EngineConfig(msgspec.Struct, frozen=True):
     """Limits of the scheduler. 0 means: ``num_blocks`` as many as fit in memory, ``micro_batches`` as many as
-    stages, ``prefill_window`` as many as micro-batches, ``speculate`` that nothing is guessed.
+    stages, ``prefill_window`` as many as micro-batches, ``speculate`` that nothing is guessed; None guesses
+    `DEFAULT_SPECULATE` tokens where that changes no text.
     """
 
     max_batch: Count = 32
@@ -96,7 +97,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     prefill_chunk: Count = 256
     prefill_window: InFlight = 0
     micro_batches: InFlight = 0
-    speculate: Annotated[int, msgspec.Meta(ge=0, le=64)] = DEFAULT_SPECULATE
+    speculate: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
     share_across_keys: bool = False
     level_chunks: bool = True
     block_size: Count = 16

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.cli.config import Config
+from convoy.cli.config import DEFAULT_SPECULATE, Config
 from convoy.cli.files import read_bytes
 from convoy.cli.output import print_note
 from convoy.errors import RosterError
@@ -124,7 +124,8 @@ def head_options(config: Config) -> HeadOptions:
         prefill_chunk=engine.prefill_chunk,
         prefill_window=engine.prefill_window,
         micro_batches=engine.micro_batches,
-        speculate=engine.speculate,
+        speculate=DEFAULT_SPECULATE if engine.speculate is None else engine.speculate,
+        guess_inexact=engine.speculate is not None,  # who asks for guesses gets them
         share_across_keys=engine.share_across_keys,
         level_chunks=engine.level_chunks,
         max_waiting=config.serve.max_waiting,

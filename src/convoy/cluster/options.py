@@ -52,7 +52,9 @@ class HeadOptions:
     ``num_blocks`` 0 means as many as fit, up to a full batch of full contexts. ``micro_batches`` are steps in
     flight, 0: as many as stages; ``prefill_window`` chunks of one prompt in flight, 0: as many as
     micro-batches. With ``level_chunks`` a chunk gets shorter as attention grows. ``max_batch`` 1 runs one
-    sequence at a time. ``speculate`` is how many tokens are guessed at once, at most; 0: none.
+    sequence at a time. ``speculate`` is how many tokens are guessed at once, at most; 0: none. Guesses
+    change no text where the kernel is exact; elsewhere a row's numbers depend on how many rows are beside it,
+    and nobody guesses without ``guess_inexact``.
     With ``share_across_keys`` requests share K/V of a common prefix whoever asks.
     ``step_timeout_s``: how long a step may take as long as none was measured. ``recover_wait_s``: how long a
     lost member that nobody can stand in for may take to come back; with all that is loaded meanwhile,
@@ -75,6 +77,7 @@ class HeadOptions:
     micro_batches: int = 0
     level_chunks: bool = True
     speculate: int = 0
+    guess_inexact: bool = False
     share_across_keys: bool = False
     max_waiting: int = 256
 
@@ -118,6 +121,11 @@ class HeadOptions:
             cost=TokenCost.of(spec) if self.level_chunks else None,
         )
 
-    def drafter(self, spec: ModelSpec) -> LookupDrafter | None:
-        """Who guesses: nobody where a wrong guess could not be taken back."""
-        return LookupDrafter(self.speculate) if self.speculate and spec.can_rewind else None
+    def num_guesses(self, spec: ModelSpec, *, exact: bool) -> int:
+        """Tokens guessed at once: none where a wrong guess cannot be taken back or may change the text."""
+        return self.speculate if spec.can_rewind and (exact or self.guess_inexact) else 0
+
+    def drafter(self, spec: ModelSpec, *, exact: bool) -> LookupDrafter | None:
+        """Who guesses, or nobody. ``exact``: the kernel is."""
+        num_guesses = self.num_guesses(spec, exact=exact)
+        return LookupDrafter(num_guesses) if num_guesses else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from convoy.cluster.head import Granted, Head, LoadProgress
@@ -15,17 +16,23 @@ from convoy.engine.session import Session
 from convoy.engine.session_format import SessionModel
 from convoy.errors import ConvoyError
 from convoy.model.params import SamplingParams
+from convoy.model.selfcheck import EXACT
 from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
 from convoy.trust.level import weakest
 
+_log = logging.getLogger(__name__)
+
 
 class RunningCluster:
     """Made by `start`, ended by `close`; between the two, `engine` takes requests."""
 
-    def __init__(self, head: Head, engine: Engine, tokenizer: Tokenizer, source: ModelSource) -> None:
+    def __init__(
+        self, head: Head, engine: Engine, tokenizer: Tokenizer, source: ModelSource, num_guesses: int
+    ) -> None:
+        self._num_guesses = num_guesses
         self.head = head
         self.source = source
         self.engine = engine
@@ -49,8 +56,12 @@ class RunningCluster:
         tokenizer = Tokenizer(source)
         head = Head(me, source, options, network, watch)
         granted = head.bring_up(on_load)
+        exact = granted.plan.kernel == EXACT
+        num_guesses = options.num_guesses(source.spec, exact=exact)
+        if num_guesses < options.speculate and not exact:
+            _log.info("no token is guessed ahead: with kernel %s that may change a text", granted.plan.kernel)
         engine = _engine_over(head, granted, tokenizer, options)
-        running = cls(head, engine, tokenizer, source)
+        running = cls(head, engine, tokenizer, source, num_guesses)
         try:
             engine.start()
         except BaseException:
@@ -122,6 +133,7 @@ class RunningCluster:
             recoveries=stats.recoveries,
             drafted_tokens=stats.drafted_tokens,
             accepted_tokens=stats.accepted_tokens,
+            guesses=self._num_guesses,
             level=self.level(),
             minimum_level=self.head.vetting.attestation.policy.minimum.text,
             verdicts=self.head.vetting.report(),
@@ -157,7 +169,7 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
         tokenizer,
         limits_of(granted),
         EngineOptions(granted.max_context, share_across_keys=options.share_across_keys),
-        options.drafter(spec),
+        options.drafter(spec, exact=granted.plan.kernel == EXACT),
         recovery=recovery,
     )
     renewals = Renewals(head.company, recovery, engine.renew, engine.between_steps)
