@@ -388,7 +388,7 @@ def test_a_ping_wakes_when_the_link_ends() -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while not here.link._pings:
+    while not here.link._pings._waiting:
         pass
     links[1].start(lambda *_: None, lambda *_: None, ALLOWED)
     links[1].close("bye")

@@ -136,6 +136,50 @@ def test_a_receiver_that_is_busy_does_not_call_its_peer_gone(members: tuple[Loca
     ended.get(timeout=WAIT_S)
 
 
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+def test_a_member_that_is_held_back_is_there_and_one_that_hangs_is_not(
+    members: tuple[LocalMember, ...], kind: str
+) -> None:
+    """A PING behind what its owner has not looked at yet is not read; so it says unasked that it is there."""
+    pair = memory_link_pair if kind == "memory" else tls_link_pair
+    mine, theirs = pair(*members[:2])
+    go_on = threading.Event()
+
+    def deliver(_link: Link, _received: Received) -> None:
+        go_on.wait(WAIT_S)
+
+    theirs.start(deliver, lambda *_: None, ALLOWED)
+    here = End(mine).start()
+    here.link.send(STEP)
+    with pytest.raises(PeerUnreachable):
+        here.link.ping(1.0)
+    assert here.link.is_there(1.0)
+    theirs._outgoing._busy = True  # nothing leaves it any more
+    here.link.is_there(0.2)  # what left it before may come still
+    assert not here.link.is_there(0.6)
+    theirs._outgoing._busy = False
+    go_on.set()
+    assert here.link.is_there(WAIT_S)
+    here.link.close()
+
+
+def test_who_is_busy_itself_blames_nobody_for_silence(members: tuple[LocalMember, ...]) -> None:
+    mine, theirs = memory_link_pair(*members[:2])
+    inside, go_on = threading.Event(), threading.Event()
+
+    def deliver(_link: Link, _received: Received) -> None:
+        inside.set()
+        go_on.wait(WAIT_S)
+
+    mine.start(deliver, lambda *_: None, ALLOWED)
+    there = End(theirs).start()
+    there.link.send(STEP)
+    assert inside.wait(WAIT_S)
+    assert mine.is_there(0.05)
+    go_on.set()
+    mine.close()
+
+
 @pytest.mark.parametrize("dribbles", [False, True])
 def test_half_a_tensor_is_not_held_for_ever(members: tuple[LocalMember, ...], dribbles: bool) -> None:
     """A tensor has one time for all of it, so that a few bytes now and then do not help."""

@@ -226,17 +226,15 @@ class Company:
         self._lost(link, LinkBroken(f"{name} was given up: {reason}"))
 
     def silent(self, names: set[str], timeout_s: float) -> set[str]:
-        """Which of those that are here do not answer a ping in time. Whose link is over is not here."""
+        """Which of those that are here give no sign of life in time. Whose link is over is not here."""
         with self._changed:
             links = [link for name, link in self.links.items() if name in names]
         asked = {link: threading.Event() for link in links}
 
         def ask(link: Link, answered: threading.Event) -> None:
             try:
-                link.ping(timeout_s)
-                answered.set()
-            except PeerUnreachable:
-                pass
+                if link.is_there(timeout_s):
+                    answered.set()
             except ConvoyError:  # its link says so itself
                 answered.set()
 

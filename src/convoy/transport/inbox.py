@@ -25,11 +25,13 @@ _NUMBER_BYTES = 40
 class Inbox(Generic[T]):
     """Items in the order they came. Many threads put, one gets.
 
+    By default a head's 64 steps in flight have room, each with its hidden state, and what else it says.
+
     An item larger than ``max_bytes`` finds its place once its link has nothing else here: it was checked
     against its own limit when it came.
     """
 
-    def __init__(self, *, max_items: int = 64, max_bytes: int = 32 * 1024 * 1024) -> None:
+    def __init__(self, *, max_items: int = 160, max_bytes: int = 32 * 1024 * 1024) -> None:
         self._max_items = max_items
         self._max_bytes = max_bytes
         self._changed = threading.Condition()

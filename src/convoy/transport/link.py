@@ -6,7 +6,6 @@ connection, key and counter.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -25,6 +24,7 @@ from convoy.transport.incoming import (
 from convoy.transport.link_facts import LinkFacts
 from convoy.transport.options import LinkOptions
 from convoy.transport.outgoing import Outgoing, Parcel, message_parcel
+from convoy.transport.pings import Pings
 from convoy.transport.replacement import Connections, Replacement
 from convoy.transport.stream import Stream
 from convoy.wire.codec import encode_message, frame_type_of
@@ -40,6 +40,7 @@ Deliver = Callable[["Link", Received], None]
 Ended = Callable[["Link", ConvoyError], None]
 
 _MAX_REASON = 200
+_HELD_S = 0.25
 
 
 class Link:
@@ -78,9 +79,9 @@ class Link:
         self._over = threading.Event()
         self._error: ConvoyError | None = None
         self._closing: LinkClosed | None = None
-        self._pings: dict[int, _Waiting] = {}
-        self._next_ping = 0
+        self._pings = Pings(peer, self._outgoing)
         self._threads: list[threading.Thread] = []
+        self._held_since_s: float | None = None  # since when ``deliver`` has run
 
     @property
     def sent_sealed_bytes(self) -> int:
@@ -169,23 +170,21 @@ class Link:
 
         Raises `PeerUnreachable` after the time, or `LinkBroken`.
         """
-        with self._lock:
-            token = self._next_ping
-            self._next_ping += 1
-            waiting = self._pings[token] = _Waiting()
-        parcel = message_parcel(FrameType.PING, encode_message(Ping(token)), 0, 0)
-        deadline_s = time.monotonic() + timeout_s
+        return self._pings.ask(timeout_s)
+
+    def is_there(self, timeout_s: float) -> bool:
+        """Whether the peer gives a sign of life within the time: the answer to a ping, or any other frame.
+
+        A ping stands behind all that is under way to a peer, and is not read while the peer's owner has too
+        much to look at already. As for a receiver of ours that is held up: it cannot say that nothing came.
+        Raises `LinkBroken`.
+        """
+        before = self.received_frames
         try:
-            started_s = time.perf_counter()
-            queued = self._outgoing.post(parcel, deadline_s)
-            if not queued or not waiting.event.wait(max(0.0, deadline_s - time.monotonic())):
-                raise PeerUnreachable(f"{self.peer} did not answer a ping within {timeout_s:g} s")
-            if waiting.at_s is None:
-                raise LinkBroken(f"the link to {self.peer} ended before it answered a ping")
-            return waiting.at_s - started_s
-        finally:
-            with self._lock:
-                self._pings.pop(token, None)
+            self.ping(timeout_s)
+        except PeerUnreachable:
+            return self.received_frames != before or self._held_since_s is not None
+        return True
 
     def replace_with(self, redial: Callable[[], Link]) -> None:
         """At the dialler: how to make a link that replaces this one's connections when they are worn."""
@@ -255,7 +254,6 @@ class Link:
         with self._lock:
             if self._error is None:
                 self._error = self._closing or error
-            pings = list(self._pings.values())
         self._outgoing.end(self._error)
         self._incoming.patience.over = True
         self._over.set()
@@ -264,8 +262,7 @@ class Link:
             stream.close()
         if not self._threads:
             self._incoming.wipe()
-        for waiting in pings:
-            waiting.event.set()
+        self._pings.end()
         self.on_over()
 
     # The watch thread: so that neither a blocked send nor a blocked ``deliver`` keeps it from looking.
@@ -273,10 +270,14 @@ class Link:
     def _watch(self) -> None:
         """Send something at least every ``ping_after_s``, and end the link once nothing comes for too long.
 
+        While the receiver is held back no ping is read; so the peer hears unasked that this end is there. It
+        is a PONG, because an answer would stand in the very queue that is held back.
+
         TCP's keepalive does not see a loss on one of the two connections only, nor a peer that hangs.
         """
         options = self._options
-        period_s = min(options.ping_after_s, options.gone_after_s, options.stall_timeout_s) / 4
+        shortest_s = min(options.ping_after_s, options.gone_after_s, options.stall_timeout_s)
+        period_s = min(_HELD_S, shortest_s / 4)
         while not self._over.wait(period_s):
             now_s = time.monotonic()
             wrong = None if self._closing else self._incoming.patience.verdict(now_s, options.gone_after_s)
@@ -284,14 +285,10 @@ class Link:
                 self._end(LinkBroken(f"{self.peer} is gone: {wrong}"))
                 return
             if now_s - self._outgoing.sent_s >= options.ping_after_s:
-                self._ping_unasked()
-
-    def _ping_unasked(self) -> None:
-        with self._lock:
-            token = self._next_ping
-            self._next_ping += 1
-        with contextlib.suppress(ConvoyError):  # it is over, and whoever waits for it is told
-            self._outgoing.post(message_parcel(FrameType.PING, encode_message(Ping(token)), 0, 0), 0.0)
+                self._pings.send()
+            held_s, sent_s = self._held_since_s, self._outgoing.sent_s
+            if held_s is not None and now_s - max(held_s, sent_s) >= _HELD_S / 2 and not self._closing:
+                self._pings.say_alive()
 
     # The receiver thread.
 
@@ -314,7 +311,9 @@ class Link:
                 continue
             if self._closing is None:
                 self._incoming.patience.suspend()
+                self._held_since_s = time.monotonic()
                 deliver(self, received)
+                self._held_since_s = None
         if self._error is None:
             self._incoming.discard_until_end()
         return LinkClosed(f"this side closed the link to {self.peer}")
@@ -362,14 +361,9 @@ class Link:
     def _is_ours(self, message: Message) -> bool:
         match message:
             case Ping(token=token):
-                pong = encode_message(Pong(token))
-                self._outgoing.post_pong(message_parcel(FrameType.PONG, pong, 0, 0))
+                self._pings.answer(token)
             case Pong(token=token):
-                with self._lock:
-                    waiting = self._pings.get(token)
-                if waiting is not None:
-                    waiting.at_s = time.perf_counter()
-                    waiting.event.set()
+                self._pings.answered(token)
             case Switch(link_id=link_id):
                 self._switch(self._replacement.take(link_id))
             case RosterUpdate(signed=signed):
@@ -390,13 +384,3 @@ def _join(thread: threading.Thread, timeout_s: float) -> None:
 def _check_position(generation: int, step: int, boundary: int) -> None:
     if not (0 <= generation < 2**64 and 0 <= step < 2**64 and 0 <= boundary < 2**16):
         raise ValueError(f"generation {generation}, step {step} or boundary {boundary} does not fit a header")
-
-
-class _Waiting:
-    """A ping that is under way."""
-
-    __slots__ = ("at_s", "event")
-
-    def __init__(self) -> None:
-        self.event = threading.Event()
-        self.at_s: float | None = None
