@@ -153,6 +153,18 @@ def test_a_recovery_is_bounded_as_a_whole_and_says_its_reason_once(
         assert ask_when_ready(cluster) == "17"
 
 
+def test_a_head_that_may_not_wait_looks_for_stages_with_pauses(caplog: pytest.LogCaptureFixture) -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve(member=small(), recover_wait_s=0)
+        s.peers["beta"].stop()
+        wait_until(lambda: "nothing can run now" in caplog.text)
+        threading.Event().wait(1.2)  # the time in which it would say so thousands of times
+        assert caplog.text.count("nothing can run now") <= 4
+        s.join("beta")
+        assert ask_when_ready(cluster) == "17"
+
+
 def ask_when_ready(cluster: RunningCluster) -> str:
     wait_until(lambda: cluster.health()[0])
     return ask(cluster)

@@ -72,6 +72,9 @@ class Recovery:
         again = error is self._gave_up  # nobody took over in time, and the engine still asks
         if not again:
             self._cause = error.public or "a stage was lost"
+        elif self._wait_s < _LOOK_UP_S:  # nobody waits below: the engine must not ask without a pause
+            company = self._head.company
+            company.wait(company.num_changes, _LOOK_UP_S)
         self._say("looking who is there")
         if isinstance(error, Renewal):
             return self._renew(began_s)
