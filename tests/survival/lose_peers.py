@@ -171,7 +171,7 @@ def test_the_loss_of_the_peer_that_owns_the_output() -> None:
 def test_a_standby_takes_the_place_of_the_one_that_was_lost() -> None:
     with survival(3, head_bytes=bytes_for(7), standby=("gamma",)) as s:
         assert s.members() == ["alpha", "beta"]
-        wait_for(lambda: "ready: holds layers" in s.log("gamma"))  # preloaded
+        wait_for(lambda: "ready: stands by with layers" in s.log("gamma"))  # preloaded
         told("standby", s.check(lambda: s.kill("beta")))
         assert s.members() == ["alpha", "gamma"]
 
