@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -22,10 +23,16 @@ from convoy.errors import PeerError
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 
 
-def test_the_json_has_a_row_for_each_size_and_sealing_and_their_ratios(tmp_path: Path) -> None:
-    done = run_convoy(["bench", "hop", "--rounds", "5", "--json"], tmp_path)
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one run says."""
+    done = run_convoy(["bench", "hop", "--rounds", "1", "--json"], tmp_path_factory.mktemp("hop"))
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    shown: dict[str, Any] = json.loads(done.stdout)
+    return shown
+
+
+def test_the_json_has_a_row_for_each_size_and_sealing_and_their_ratios(report: dict[str, Any]) -> None:
     assert list(report) == ["bench", "machine", "model", "settings", "rows", "ratios"]
     assert (report["bench"], report["model"]) == ("hop", None)
     assert [(row["bytes"], row["sealing"]) for row in report["rows"]] == [
@@ -39,9 +46,8 @@ def test_the_json_has_a_row_for_each_size_and_sealing_and_their_ratios(tmp_path:
     assert report["ratios"]["p50_8KiB_both_minus_none_us"] == pytest.approx(added, abs=0.1)
 
 
-def test_the_report_names_no_host_and_no_path(tmp_path: Path) -> None:
-    done = run_convoy(["bench", "hop", "--rounds", "1", "--json"], tmp_path)
-    machine = json.loads(done.stdout)["machine"]
+def test_the_report_names_no_host_and_no_path(report: dict[str, Any]) -> None:
+    machine = report["machine"]
     assert os.uname().nodename not in machine.values()
     assert not any(str(value).startswith("/") for value in machine.values())
 

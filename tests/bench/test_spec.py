@@ -23,7 +23,7 @@ from convoy.errors import ConvoyError
 from convoy.model.source import ModelSource
 from support.cluster import running_cluster
 
-OPTIONS = SpecOptions(num_tokens=24, num_rounds=2)
+OPTIONS = SpecOptions(num_tokens=16, num_rounds=2)
 
 
 @contextmanager
@@ -32,8 +32,14 @@ def contender(speculate: int) -> Iterator[Contender]:
         yield Contender(cluster.engine, cluster.tokenizer, speculate, 0.5, 1.5)
 
 
-def test_each_text_has_a_row_with_guesses_and_one_without() -> None:
-    with contender(0) as without, contender(4) as guessing:
+@pytest.fixture(scope="module")
+def without() -> Iterator[Contender]:
+    with contender(0) as found:
+        yield found
+
+
+def test_each_text_has_a_row_with_guesses_and_one_without(without: Contender) -> None:
+    with contender(4) as guessing:
         rows = measure_spec([without, guessing], OPTIONS, said=Said(), deadline=Deadline(60))
     assert [(row.text, row.drawn, row.speculate) for row in rows] == [
         (text, drawn, speculate)
@@ -41,7 +47,7 @@ def test_each_text_has_a_row_with_guesses_and_one_without() -> None:
         for speculate in (0, 4)
     ]
     assert all(row.identical and row.tokens_per_s > 0 for row in rows)
-    assert (rows[4].tokens, rows[4].drafted) == (3 * 24, 0)
+    assert (rows[4].tokens, rows[4].drafted) == (3 * 16, 0)
     assert rows[5].drafted >= rows[5].accepted > 0
     assert [row.tokens for row in rows[::2]] == [row.tokens for row in rows[1::2]]
     assert len(spec_ratios(rows)) == 3
@@ -60,9 +66,9 @@ def test_another_text_than_without_guesses_fails_the_bench() -> None:
         said.check(PLAIN, "greedy", [answer(1, 2), answer(4)])
 
 
-def test_a_bench_of_guesses_ends_with_its_deadline() -> None:
-    with contender(0) as one, pytest.raises(ConvoyError, match="longer than 0 s"):
-        measure_spec([one], OPTIONS, said=Said(), deadline=Deadline(0))
+def test_a_bench_of_guesses_ends_with_its_deadline(without: Contender) -> None:
+    with pytest.raises(ConvoyError, match="longer than 0 s"):
+        measure_spec([without], OPTIONS, said=Said(), deadline=Deadline(0))
 
 
 def row(text: str, delay_ms: float, speculate: int, rate: float) -> SpecRow:
