@@ -288,6 +288,12 @@ def test_no_more_is_guessed_than_may_be_said() -> None:
     assert rows == [(3, 3)], "one token was said, three more may be, and the last of them is drawn"
 
 
+def test_nothing_is_guessed_behind_the_room_that_a_loss_has_left() -> None:
+    scheduler = decoding(replace(LIMITS, max_step_tokens=64), 1)
+    scheduler.running[0].wall = len(scheduler.running[0].tokens) + 3
+    assert scheduled_rows(scheduler) == [(3, 3)]
+
+
 def test_prompts_whose_every_token_is_scored_are_not_guessed_at() -> None:
     scheduler = decoding(LIMITS, 1, all_outputs=True)
     assert scheduled_rows(scheduler) == [(1, 1)]

@@ -223,6 +223,7 @@ class Scheduler:
             self.limits.max_drafts // max_rows,
             self._budget(plan) - 1 - others,
             sequence.max_tokens - sequence.num_generated - 1,
+            sequence.wall - len(sequence.tokens) - 1,
             room * self.limits.block_size - len(sequence.tokens),
         )
         return self._drafter.propose(sequence, most)[:most] if most > 0 else []
