@@ -36,19 +36,21 @@ def test_several_signals_at_once_end_it(config: Path) -> None:
     for _ in range(5):
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert said == "ended: beta, as a signal asked\n"
+    assert process.stderr is not None
+    assert process.stderr.read() == "ended: beta, as a signal asked\n"
+    assert process.wait(30) == 0
 
 
 def test_the_end_of_standard_input_ends_it_where_asked(config: Path) -> None:
     process = start(config, "--until-stdin-closes", "--standby")
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 0
-    assert said.splitlines() == [
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stdin.close()
+    assert process.stderr.read().splitlines() == [
         "standby: has no stage until another member is lost",
         "ended: beta, as standard input is over",
     ]
+    assert process.wait(30) == 0
 
 
 def test_a_port_in_use_is_one_line_with_the_address(config: Path) -> None:

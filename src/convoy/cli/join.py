@@ -23,7 +23,7 @@ from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.member import load_member, peer_options, watched_roster
 from convoy.cli.newcomer import Newcomer, Tell
 from convoy.cli.output import JsonFlag, print_json_line, print_note
-from convoy.cli.start import collector_at_rest, load_ahead
+from convoy.cli.start import collector_at_rest
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -102,31 +102,14 @@ def _teller(as_json: bool) -> Tell:
     return tell
 
 
-def _as_standby(show: Show) -> Show:
-    """What a standby says of itself: that it is one, and that what it loads is for the loss of another."""
-
-    def shown(event: PeerEvent) -> None:
-        if event.kind == "ready":
-            event = replace(event, text=f"{event.text}; a standby until a plan with it is active")
-        show(event)
-        if event.kind == "listening":
-            show(replace(event, kind="standby", text="has no stage until another member is lost"))
-
-    return shown
-
-
 def _shown(*, as_json: bool, standby: bool) -> Show:
+    """What is said of events; a standby says what it is before anybody else comes."""
     show = _show_json if as_json else _show
-    return _then_ahead(_as_standby(show) if standby else show)
-
-
-def _then_ahead(show: Show) -> Show:
-    """Once a head is here a plan follows; a member that only waits needs nothing more, and ends at once."""
 
     def shown(event: PeerEvent) -> None:
         show(event)
-        if event.kind == "head":
-            load_ahead()
+        if standby and event.kind == "listening":
+            show(replace(event, kind="standby", text="has no stage until another member is lost"))
 
     return shown
 

@@ -16,7 +16,7 @@ from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
 from convoy.cli.serve_invite import InviteFlags
-from convoy.cli.start import collector_at_rest, load_ahead
+from convoy.cli.start import collector_at_rest
 from convoy.cli.steps import with_step_flags
 from convoy.errors import UsageError
 
@@ -139,6 +139,7 @@ def start_cluster(
     ``me``: the head, where it was loaded already. ``watch``: see `cluster.head.Head`.
     """
     with collector_at_rest():
+        import convoy.model.load  # noqa: F401 - a stage needs it soon; peers start meanwhile
         from convoy.cluster.running import RunningCluster
     from convoy.model.source import ModelSource
 
@@ -147,7 +148,6 @@ def start_cluster(
     peers = [member.name for member in me.roster.members if member.name != me.name]
     if peers and not quiet:
         print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s")
-    load_ahead()
     with loading_bars(quiet=quiet) as on_load:
         cluster = RunningCluster.start(
             me, source, head_options(settings), on_load, network=network, watch=watch

@@ -8,8 +8,6 @@ its end.
 from __future__ import annotations
 
 import gc
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,17 +26,3 @@ def collector_at_rest() -> Iterator[None]:
         gc.freeze()
         if was_on:
             gc.enable()
-
-
-def load_ahead() -> None:
-    """Import what a stage is loaded with while something else is waited for, on a thread of its own.
-
-    Whoever needs it earlier waits for the rest of it; the process ends no sooner than it.
-    """
-    if "convoy.model.load" not in sys.modules:
-        threading.Thread(target=_import, name="load ahead").start()
-
-
-def _import() -> None:
-    with collector_at_rest():
-        import convoy.model.load  # noqa: F401

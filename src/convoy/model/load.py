@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from convoy.errors import ModelError
 from convoy.model.attention import ATTENTION_NAME, packed_attention
 from convoy.model.checkpoint import StoredTensor, map_tensor
 from convoy.model.exact import make_layer_exact, make_output_exact
+from convoy.model.library import LIBRARY
 from convoy.model.linear import PackedLinear
 from convoy.model.source import ModelSource
 from convoy.model.synthetic import draw_tensor
@@ -26,7 +26,6 @@ from convoy.wire.messages import StageAssignment
 LoadProgress = Callable[[int, int], None]
 # They change their frequencies with the length of the batch, so a position would not have one value.
 _UNSTEADY_ROPE = {"dynamic", "longrope"}
-_LIBRARY = threading.Lock()
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
@@ -158,7 +157,8 @@ def _read_config(source: ModelSource) -> Any:
 
 def _config(source: ModelSource, part: _Part) -> Any:
     try:
-        config = _read_config(source)
+        with LIBRARY:
+            config = _read_config(source)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise ModelError(f"{source.name}: config.json is not accepted: {error}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -235,8 +235,8 @@ def _check_report(source: ModelSource, report: dict[str, Any]) -> None:
 
 @contextmanager
 def _library_to_ourselves() -> Iterator[None]:
-    """One load at a time, because the library patches its own modules meanwhile, and no output from it."""
-    with _LIBRARY, _silence():
+    """One load at a time, and no output from it."""
+    with LIBRARY, _silence():
         yield
 
 

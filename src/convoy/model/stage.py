@@ -12,6 +12,7 @@ import torch
 from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.attention import LayerBatch
 from convoy.model.kv import BlockTables, KvPool, StagedStep
+from convoy.model.library import LIBRARY
 from convoy.model.linear import pad_rows
 from convoy.model.packed import KEY_BLOCK, HeadShape, describe_group
 from convoy.model.rope import RopeTable, spread_over_heads
@@ -83,7 +84,8 @@ class Stage:
         Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError,
         and SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
         """
-        from convoy.model.load import load_modules  # transformers, which takes seconds, and not before
+        with LIBRARY:
+            from convoy.model.load import load_modules  # transformers, which takes seconds, and not before
 
         if options.kernel not in {EXACT, PLAIN}:
             raise ModelError(f"kernel {options.kernel!r} is not known, expected {EXACT} or {PLAIN}")

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from convoy.errors import ModelError, RequestError
 from convoy.model.chat import ChatTemplate
+from convoy.model.library import LIBRARY
 from convoy.model.source import ModelSource
 from convoy.model.stop import StopFilter
 from convoy.model.vocabulary import Vocabulary
@@ -132,15 +133,17 @@ def _load(source: ModelSource) -> Any:
     if source.seed is not None:
         from convoy.model.synthetic_text import byte_tokenizer
 
-        return byte_tokenizer(source.spec.vocab_size)
-    import transformers  # and of it only what is used: AutoTokenizer brings torch, and seconds
-
+        with LIBRARY:
+            return byte_tokenizer(source.spec.vocab_size)
     # tokenizer.json says all there is to say; AutoTokenizer would rebuild it by the model's type, which
     # may lie
     has_file = (source.path / "tokenizer.json").is_file()
-    loader: Any = transformers.PreTrainedTokenizerFast if has_file else transformers.AutoTokenizer
     try:
-        pretrained = loader.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
+        with LIBRARY:
+            import transformers  # and of it only what is used: AutoTokenizer brings torch, and seconds
+
+            loader: Any = transformers.PreTrainedTokenizerFast if has_file else transformers.AutoTokenizer
+            pretrained = loader.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises anything at all for a broken file
         reason = f"tokenizer.json cannot be used: {_first_line(error)}" if has_file else "no tokenizer.json"
         raise ModelError(f"{source.name}: no usable tokeniser in {source.path}: {reason}") from error
