@@ -79,6 +79,16 @@ def test_any_flipped_bit_is_refused(data: st.DataObject) -> None:
         opened(bytes(changed))
 
 
+def test_another_spelling_of_the_same_signature_is_refused() -> None:
+    data = sign_roster(ROSTER, OPERATOR)
+    assert data.endswith(b'=="\n')
+    last = data[-5:-4]
+    assert last in b"AQgw", "four bits of the last character say nothing"
+    for other in (data[:-5] + bytes([last[0] + 1]) + data[-4:], data + b"\n", data[:-1]):
+        with pytest.raises(RosterError, match="spelled otherwise"):
+            opened(other)
+
+
 def test_a_member_slipped_in_behind_the_signature_is_refused() -> None:
     data = sign_roster(ROSTER, OPERATOR)
     with pytest.raises(RosterError):

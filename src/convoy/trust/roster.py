@@ -109,10 +109,8 @@ def sign_roster(roster: Roster, operator: OperatorKey, handovers: Sequence[Hando
             f"{len(handovers)} handovers led to this operator, and no member reads more than {MAX_HANDOVERS}"
         )
     body = format_body(roster)
-    signature = base64.b64encode(operator.sign(_signed_bytes(body, handovers))).decode()
-    signed_by = operator.public_key.hex()
-    tail = f'operator = "{signed_by}"\ned25519 = "{signature}"\n'
-    return body + _SEPARATOR + (tail + "".join(map(handover_to_toml, handovers))).encode()
+    signature = operator.sign(_signed_bytes(body, handovers))
+    return body + _SEPARATOR + _Signature(operator.public_key, signature, tuple(handovers)).tail()
 
 
 def open_roster(
@@ -167,6 +165,11 @@ class _Signature:
     ed25519: bytes
     handovers: tuple[Handover, ...]
 
+    def tail(self) -> bytes:
+        """As it stands in the file."""
+        lines = f'operator = "{self.operator.hex()}"\ned25519 = "{base64.b64encode(self.ed25519).decode()}"\n'
+        return (lines + "".join(map(handover_to_toml, self.handovers))).encode()
+
 
 def _split(data: bytes) -> tuple[bytes, _Signature]:
     if len(data) > MAX_ROSTER_BYTES:
@@ -188,4 +191,10 @@ def _split(data: bytes) -> tuple[bytes, _Signature]:
         operator = bytes.fromhex(get(table, "operator", str))
     except ValueError:
         raise RosterError("the operator's key in the roster is not hex") from None
-    return body, _Signature(operator, signature, handovers_from(table.get("handovers", [])))
+    found = _Signature(operator, signature, handovers_from(table.get("handovers", [])))
+    if found.tail() != tail:  # base64 and hex have several spellings: one roster is one file
+        raise RosterError(
+            "the roster's signature is spelled otherwise than Convoy writes it",
+            hint="fetch it again, or sign it again",
+        )
+    return body, found
