@@ -92,8 +92,7 @@ def _read(
     texts: tuple[str, ...] = (),
 ) -> Asked:
     params.check_vocabulary(model.tokenizer.vocab_size)
-    num_choices = 1 if body.n is None else body.n
-    _check_range("n", num_choices, 1, options.max_choices)
+    num_choices = _num_choices(body, options)
     _check_stream(body)
     scored = bool(texts) and params.logprobs is not None
     scoring = scored and max_tokens == 1
@@ -232,6 +231,11 @@ def _room(model: ServedModel, num_prompt: int) -> int:
             hint="shorten the prompt",
         )
     return room - num_prompt
+
+
+def _num_choices(body: GenerationBody, options: ServeOptions) -> int:
+    _check_range("n", body.n, 1, options.max_choices)
+    return 1 if body.n is None else body.n
 
 
 def _check_stream(body: GenerationBody) -> None:
