@@ -19,8 +19,10 @@ NAMES = ("alpha", "beta", "gamma", "delta")
 PLENTY = 1 << 32
 
 
-def hello(memory_bytes: int = PLENTY, *, standby: bool = False, kernel: str = "exact-f32") -> Hello:
-    return Hello("test", ["float32"], [kernel], memory_bytes, 1, "test", standby)
+def hello(
+    memory_bytes: int = PLENTY, *, standby: bool = False, kernel: str = "exact-f32", bits: str = ""
+) -> Hello:
+    return Hello("test", ["float32"], [kernel], memory_bytes, 1, "test", standby, bits)
 
 
 def planner(spans: dict[str, str] | None = None) -> Planner:
@@ -131,3 +133,22 @@ def test_a_standby_preloads_the_same_plan_with_itself_in_one_place() -> None:
     assert [stage.member for stage in plan.stages] == ["alpha", "gamma"]
     assert plan.generation == first.plan.generation
     assert [stage.member for stage in first.plan.stages] == ["alpha", "beta"]
+
+
+def test_who_computes_other_bits_than_the_head_is_told_once_by_name_and_used(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = "beta computes other bits than alpha: a text may change when layers move between them"
+    hellos = {"alpha": hello(bits="aa"), "beta": hello(bits="bb"), "gamma": hello(bits="aa")}
+    plans = planner()
+    first = plans.first(hellos)
+    assert "beta" in first.members
+    plans.again(hellos, first.placement)
+    assert [record.message for record in caplog.records] == [told]
+    plans.again(hellos | {"beta": hello(bits="cc")}, first.placement)
+    assert [record.message for record in caplog.records] == [told, told]
+
+
+def test_where_nothing_is_exact_nobody_asks_for_bits(caplog: pytest.LogCaptureFixture) -> None:
+    planner().first({name: hello(kernel="plain-f32", bits=name[-1]) for name in ("alpha", "bc")})
+    assert not caplog.records

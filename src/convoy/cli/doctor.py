@@ -87,6 +87,7 @@ def _machine_checks() -> Iterator[Check]:
 
     yield Check("python", machine.check_python)
     yield Check("packages", machine.check_packages)
+    yield Check("exact", machine.check_exact, "computing a sample in exact mode ...")
     yield Check("ciphers", machine.check_ciphers)
     yield Check("memory", machine.check_memory)
     yield Check("disk", lambda: machine.check_disk(Path.cwd()))

@@ -77,6 +77,19 @@ def _version(name: str) -> str | None:
         return None
 
 
+def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
+    """Whether exact mode holds here, and which bits it computes."""
+    from convoy.model.bits import bits_digest
+    from convoy.model.selfcheck import why_not_exact
+
+    why_not = why_not_exact(num_threads)
+    if why_not:
+        yield warn(why_not, "members then agree to rounding, not to the bit; docs/configuration.md, kernel")
+    else:
+        digest = bits_digest()[:12]
+        yield ok(f"exact mode holds, with bits {digest}; on members that show the same, texts are the same")
+
+
 def check_ciphers(measure_s: float = _MEASURE_S) -> Iterator[Finding]:
     """Which ciphers links may use here, and how fast each seals on one core."""
     offered = local_ciphers()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 
 import psutil
 
 from convoy import __version__
 from convoy.cluster.options import MemberOptions
 from convoy.errors import Incompatible
-from convoy.model.selfcheck import available_kernels
+from convoy.model.bits import bits_digest
+from convoy.model.selfcheck import EXACT, available_kernels
 from convoy.wire.messages import Hello
 
 # Left to the operating system and to the buffers of a step.
@@ -19,14 +21,26 @@ _MEMORY_SHARE = 0.8
 
 def make_hello(options: MemberOptions) -> Hello:
     """Look at this machine once. The kernels are those whose self-check passed here, best first."""
+    kernels = available_kernels(options.kernel, num_threads=options.num_threads)
     return Hello(
         software=__version__,
         dtypes=[options.activation_dtype],
-        kernels=available_kernels(options.kernel, num_threads=options.num_threads),
+        kernels=kernels,
         memory_bytes=_memory_bytes(options.memory_bytes),
         num_threads=options.num_threads or os.cpu_count() or 1,
         platform=f"{platform.system()}-{platform.machine()}",
+        bits=bits_digest() if EXACT in kernels else "",
     )
+
+
+def other_bits(hellos: Mapping[str, Hello], head: str, kernel: str) -> list[str]:
+    """Who computes other bits than the head, by name: a text may change when layers move to them or away.
+
+    Nobody where ``kernel`` is not exact: nothing is promised to the bit there.
+    """
+    if kernel != EXACT or head not in hellos:
+        return []
+    return sorted(name for name, hello in hellos.items() if hello.bits != hellos[head].bits)
 
 
 def _memory_bytes(granted: int) -> int:

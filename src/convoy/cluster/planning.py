@@ -9,13 +9,14 @@ Who was given up for being slow counts as a standby.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from convoy.cluster.offer import agree_kernel, check_dtype
+from convoy.cluster.offer import agree_kernel, check_dtype, other_bits
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.vetting import Vetting
 from convoy.errors import ConvoyError, Incompatible, PlanError
@@ -24,6 +25,8 @@ from convoy.plan.placement import MemberOffer, Placement, place
 from convoy.plan.span import Span, format_span
 from convoy.transport.membership import Membership
 from convoy.wire.messages import Hello, Plan
+
+_log = logging.getLogger(__name__)
 
 _MAX_STANDBY_ORDERS = 24
 
@@ -50,6 +53,7 @@ class Planner:
         self._vetting = vetting
         self._generation = 0
         self._kernel = ""
+        self._told: set[tuple[str, str]] = set()  # whose bits are others than the head's, and which
 
     def first(self, hellos: Mapping[str, Hello]) -> Proposal:
         """The plan of a bring-up. Raises `PlanError`, `SpanError` or `Incompatible`."""
@@ -126,6 +130,7 @@ class Planner:
         if lacking is not None:  # another kernel would change the text of what runs
             raise Incompatible(f"{lacking} cannot run the kernel {kernel}, which is in use")
         dtype = check_dtype(dict(hellos), self._me.name)
+        self._tell_other_bits(hellos, kernel)
         offers = [
             MemberOffer(
                 name, hello.memory_bytes, name == self._me.name, self._vetting.level(name), hello.num_threads
@@ -136,6 +141,14 @@ class Planner:
         with self._vetting.explain():
             placement = place(self._source.spec, offers, spans, rules)
         return Proposal(self._plan(placement, kernel, dtype), placement)
+
+    def _tell_other_bits(self, hellos: Mapping[str, Hello], kernel: str) -> None:
+        """Once for each member, as long as it stays so."""
+        for name in other_bits(hellos, self._me.name, kernel):
+            if (name, hellos[name].bits) not in self._told:
+                self._told.add((name, hellos[name].bits))
+                text = "%s computes other bits than %s: a text may change when layers move between them"
+                _log.warning(text, name, self._me.name)
 
     def _plan(self, placement: Placement, kernel: str, dtype: str) -> Plan:
         # Grows over restarts too, so that frames of an earlier head are told apart; a clock may go back.

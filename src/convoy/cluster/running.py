@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 
 from convoy.cluster.head import Granted, Head, LoadProgress
+from convoy.cluster.offer import other_bits
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.recovery import Recovery
 from convoy.cluster.renewal import Renewals
@@ -134,6 +135,7 @@ class RunningCluster:
             drafted_tokens=stats.drafted_tokens,
             accepted_tokens=stats.accepted_tokens,
             guesses=self._num_guesses,
+            other_bits=other_bits(self.head.hellos(), self.head.name, granted.plan.kernel),
             level=self.level(),
             minimum_level=self.head.vetting.attestation.policy.minimum.text,
             verdicts=self.head.vetting.report(),

@@ -50,6 +50,7 @@ class FrameType(enum.IntEnum):
 TENSOR_TYPES = frozenset({FrameType.HIDDEN, FrameType.BLOCKS})  # they carry no message
 PREFIX_TAG_BYTES = 16  # each of `Row.tag`, `Row.tags` and `BlockGrant.shared`
 
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]
 Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
 Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
 # An empty entry has a few bytes on the wire, and a hundred or two in memory.
@@ -72,6 +73,7 @@ class Hello(Message, frozen=True):
     num_threads: int
     platform: str
     standby: bool = False  # holds nothing until another member is lost
+    bits: Digest = ""  # of a fixed computation in exact mode (`model.bits`); empty: not in exact mode
 
 
 class Challenge(Message, frozen=True):
