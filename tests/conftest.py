@@ -7,7 +7,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-MAX_WORKER_BYTES = 8 << 30  # the largest worker of a whole run stays under a third of it
+MAX_WORKER_BYTES = 8 << 30  # many times what any file of tests was seen to need
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 # to look for what those examples miss: --hypothesis-profile random --hypothesis-seed 7
