@@ -50,8 +50,8 @@ def test_as_many_steps_are_in_flight_as_stages_or_as_was_asked(
         ({"micro_batches": -1}, "micro_batches is -1, expected 0 to 64 steps in flight"),
         ({"prefill_window": 1000}, "prefill_window is 1000, expected 0 to 64 steps in flight"),
         ({"max_batch": 0}, "max_batch is 0, expected at least 1"),
-        ({"prefill_chunk": 0}, "prefill_chunk is 0, expected at least 1"),
-        ({"max_step_tokens": 0}, "max_step_tokens is 0, expected at least 1"),
+        ({"prefill_chunk": 0}, "prefill_chunk is 0, expected 1 to 16384 tokens"),
+        ({"max_step_tokens": 20_000}, "max_step_tokens is 20000, expected 1 to 16384 tokens"),
     ],
 )
 def test_absurd_numbers_are_refused_by_name(changes: dict[str, Any], told: str) -> None:

@@ -43,6 +43,7 @@ from convoy.wire.frame import (
     FrameHeader,
     encode_handshake,
     encode_header_into,
+    encode_size,
 )
 from convoy.wire.messages import FrameType, Row, Step
 from convoy.wire.tensor import WireTensor, encode_descriptor
@@ -283,12 +284,15 @@ def test_the_last_mark_cannot_be_moved_to_an_earlier_record() -> None:
 
 @pytest.mark.parametrize("kind", list(MAX_PAYLOAD_BYTES))
 def test_an_oversized_length_is_refused_before_memory_is_taken(kind: FrameType) -> None:
-    _, there, mine, _ = tapped_pair()
-    mine.inject(struct.pack(">BBHI40x", kind, 1, 0, 2**32 - 1))
-    error = there.error()
-    assert isinstance(error, FrameTooLong)
-    assert f"{kind.name} claims 4294967295 bytes" in error.message
-    assert len(there.link._incoming._view) < 1 << 20
+    """Nobody has authenticated a header that just came: no type's is worth more than the buffer there is."""
+    limit = min(MAX_PAYLOAD_BYTES[kind], RECORD_BYTES) + 16
+    for length in (limit + 1, 2**32 - 1):
+        _, there, mine, _ = tapped_pair()
+        mine.inject(struct.pack(">BBHI40x", kind, 1, 0, length))
+        error = there.error()
+        assert isinstance(error, FrameTooLong)
+        assert f"{kind.name} claims {length} bytes, and its limit is {limit}" in error.message
+        assert len(there.link._incoming._view) < 1 << 20
 
 
 @settings(max_examples=40, deadline=None)
@@ -383,6 +387,35 @@ def test_a_well_sealed_frame_of_another_cluster_or_tensor_is_refused(fields: dic
     assert "of another cluster" in error.message
 
 
+LONG: tuple[dict[str, Any], bytes] = (
+    {"type": FrameType.STEP, "boundary": 0},
+    encode_size(RECORD_BYTES + 8),
+)
+PIECE: dict[str, Any] = {"type": FrameType.STEP, "boundary": 0, "record": 1}
+
+
+@pytest.mark.parametrize(
+    ("frames", "named"),
+    [
+        ([LONG, ({**PIECE, "record": 2}, RECORD)], "record 2 of a STEP does not continue it, expected 1"),
+        ([LONG, ({**PIECE, "step": 3}, RECORD)], "does not continue it"),
+        ([LONG, ({**PIECE, "boundary": 3}, RECORD)], "does not continue it"),
+        ([LONG, ({**PIECE, "flags": 1}, RECORD)], "does not continue it"),
+        ([LONG, (PIECE, RECORD[1:])], "does not continue it"),
+        ([LONG, (PIECE, RECORD), ({**PIECE, "record": 2}, RECORD[:8])], "does not continue it"),
+        ([LONG, LONG], "record 0 of a STEP does not continue it, expected 1"),
+        ([LONG, ({"record": 1, "boundary": 0}, RECORD)], "which it may not send here"),
+        ([LONG, (PIECE, RECORD), ({**PIECE, "record": 2, "flags": 1}, RECORD[:8])], "its type says"),
+    ],
+)
+def test_records_of_a_message_that_do_not_continue_it_are_refused(
+    frames: list[tuple[dict[str, Any], bytes]], named: str
+) -> None:
+    error = well_sealed(*frames)
+    assert isinstance(error, FrameError)
+    assert named in error.message
+
+
 def test_a_message_with_a_layer_boundary_is_refused() -> None:
     error = well_sealed(({"type": FrameType.STEP, "flags": 1, "boundary": 777}, encode_message(STEP)))
     assert isinstance(error, FrameError)
@@ -422,7 +455,10 @@ def huge_descriptor() -> bytes:
     ("kind", "payload", "flags", "record", "named"),
     [
         (FrameType.STEP, b"nonsense", 1, 0, "is not the message its type says"),
-        (FrameType.STEP, b"nonsense", 0, 0, "flags, boundary or record of a tensor"),
+        (FrameType.PING, b"nonsense", 0, 0, "flags, boundary or record of a tensor"),
+        (FrameType.STEP, b"nonsense", 0, 0, "a STEP in records begins with 8 bytes, expected 4"),
+        (FrameType.STEP, struct.pack(">I", RECORD_BYTES), 0, 0, "comes in records, but fits in one frame"),
+        (FrameType.STEP, struct.pack(">I", (64 << 20) + 1), 0, 0, "is over its limit of 67108864"),
         (FrameType.STEP, b"nonsense", 1, 3, "flags, boundary or record of a tensor"),
         (FrameType.HIDDEN, b"", 1, 0, "fewer than 64"),
         (FrameType.HIDDEN, huge_descriptor(), 0, 0, "claims 4398046511104 bytes, and the limit is 1048576"),

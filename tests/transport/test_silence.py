@@ -23,6 +23,7 @@ from convoy.transport.member import LocalMember
 from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.stream import Stream
 from convoy.transport.tcp import TlsStream, client_context, start_tls_client
+from convoy.wire.codec import encode_message
 from convoy.wire.frame import encode_handshake
 from convoy.wire.messages import FrameType, Row, Step
 from convoy.wire.tensor import WireTensor
@@ -185,7 +186,7 @@ def test_half_a_tensor_is_not_held_for_ever(members: tuple[LocalMember, ...], dr
     """A tensor has one time for all of it, so that a few bytes now and then do not help."""
     budget = ByteBudget()
     options = LinkOptions(
-        ping_after_s=0.1, gone_after_s=30, stall_timeout_s=0.5, floor_bytes_per_s=1e9, tensor_budget=budget
+        ping_after_s=0.1, gone_after_s=30, stall_timeout_s=0.5, floor_bytes_per_s=1e9, memory_budget=budget
     )
     mine, theirs = memory_link_pair(*members[:2], options=options)
     here, there = End(mine).start(), End(theirs).start()
@@ -210,7 +211,7 @@ def test_half_tensors_of_all_links_share_one_budget_and_who_finds_none_is_named(
     members: tuple[LocalMember, ...],
 ) -> None:
     budget = ByteBudget(int(1.5 * LARGE_BYTES))
-    options = LinkOptions(stall_timeout_s=2.0, tensor_budget=budget, floor_bytes_per_s=1e4)
+    options = LinkOptions(stall_timeout_s=2.0, memory_budget=budget, floor_bytes_per_s=1e4)
     pairs = [memory_link_pair(members[i], members[2], options=options) for i in (0, 1)]
     ends = [(End(mine).start(), End(theirs).start()) for mine, theirs in pairs]
     valve = valve_on(pairs[0][0])
@@ -227,12 +228,33 @@ def test_half_tensors_of_all_links_share_one_budget_and_who_finds_none_is_named(
     assert budget.taken_bytes == 0
 
 
+def test_a_long_message_counts_in_the_budget_until_it_is_whole(members: tuple[LocalMember, ...]) -> None:
+    """Twice: as it comes, and as what it says. What its header claims counts for nothing."""
+    long = Step(7, [], [], [], bytes(LARGE_BYTES))
+    size = len(encode_message(long))
+    budget = ByteBudget(3 * size)
+    options = LinkOptions(stall_timeout_s=2.0, memory_budget=budget, floor_bytes_per_s=1e4)
+    pairs = [memory_link_pair(members[i], members[2], options=options) for i in (0, 1)]
+    ends = [(End(mine).start(), End(theirs).start()) for mine, theirs in pairs]
+    valve = valve_on(pairs[0][0])
+    valve.left_bytes = 200_000
+    ends[0][0].link.send(long)
+    while budget.taken_bytes == 0:
+        time.sleep(0.001)
+    assert budget.taken_bytes == 2 * size
+    ends[1][0].link.send(long)
+    assert f"no memory for a STEP of {size} bytes" in ends[1][1].error().message
+    for end in (*ends[0], *ends[1]):
+        end.link.close()
+    assert budget.taken_bytes == 0
+
+
 def test_a_tensor_that_waits_for_the_budget_comes_once_there_is_room(
     members: tuple[LocalMember, ...],
 ) -> None:
     budget = ByteBudget(LARGE_BYTES)
     assert budget.take(LARGE_BYTES, 0)
-    options = LinkOptions(tensor_budget=budget)
+    options = LinkOptions(memory_budget=budget)
     here, there = (End(link).start() for link in memory_link_pair(*members[:2], options=options))
     here.link.send_tensor(large_tensor(), generation=1, step=1, boundary=3)
     assert there.arrived.empty()

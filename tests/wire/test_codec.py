@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,8 @@ from convoy.transport.incoming import ReceivedMessage
 from convoy.transport.outgoing import Parcel, message_parcel
 from convoy.wire.codec import decode_message, encode_message, frame_type_of
 from convoy.wire.messages import (
+    MAX_STEP_BLOCKS,
+    MAX_STEP_TOKENS,
     MESSAGE_TYPES,
     Activate,
     Activated,
@@ -130,6 +134,58 @@ def test_as_many_biases_are_sent_as_a_request_may_have() -> None:
     assert decode_message(FrameType.STEP, encode_message(draw(MAX_LOGIT_BIAS))) == draw(MAX_LOGIT_BIAS)
     with pytest.raises(FrameError):
         decode_message(FrameType.STEP, encode_message(draw(MAX_LOGIT_BIAS + 1)))
+
+
+def bias_step(num_draws: int, num_biases: int) -> Step:
+    request = DrawRequest(
+        9, 0, 1, 0.5, 0, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.0)] * num_biases, -1, -1, False, b"", b""
+    )
+    return Step(5, [], [], [], b"", [request] * num_draws)
+
+
+def grant_step(num_grants: int, num_blocks: int) -> Step:
+    return Step(5, [], [BlockGrant(number, 0, [7] * num_blocks) for number in range(num_grants)], [], b"")
+
+
+@pytest.mark.parametrize(
+    ("most", "more"),
+    [
+        (bias_step(320, 1024), bias_step(321, 1024)),
+        (bias_step(MAX_STEP_TOKENS, 20), bias_step(MAX_STEP_TOKENS, 21)),
+        (grant_step(1, MAX_STEP_BLOCKS), grant_step(1, MAX_STEP_BLOCKS + 1)),
+        (grant_step(2, MAX_STEP_BLOCKS // 2), grant_step(2, MAX_STEP_BLOCKS // 2 + 1)),
+        (Step(5, [1] * 65_536, [], [], b""), Step(5, [1] * 65_537, [], [], b"")),
+        (bias_step(MAX_STEP_TOKENS, 0), bias_step(MAX_STEP_TOKENS + 1, 0)),
+        (
+            Step(5, [], [], [Row(2, 5, 1, 1)] * MAX_STEP_TOKENS, b""),
+            Step(5, [], [], [Row(2, 5, 1, 1)] * 16_385, b""),
+        ),
+    ],
+    ids=["biases", "biases of many draws", "blocks", "blocks of two grants", "released", "draws", "rows"],
+)
+def test_a_whole_step_is_bounded_and_not_only_each_of_its_lists(most: Step, more: Step) -> None:
+    assert decode_message(FrameType.STEP, encode_message(most)) == most
+    with pytest.raises(FrameError):
+        decode_message(FrameType.STEP, encode_message(more))
+
+
+def test_a_step_full_of_biases_is_refused_before_most_of_it_is_built() -> None:
+    """It would take 29 times its bytes: 3 for a bias on the wire, and 88 of objects and lists."""
+    draw = (
+        b"\xdc\x00\x10"
+        + b"\x00" * 10
+        + b"\xdc\x04\x00"
+        + b"\x92\x01\x01" * 1024
+        + b"\x00\x00\xc2\xc4\x00\xc4\x00"
+    )
+    payload = b"\x96\x05\x90\x90\x90\xc4\x00\xdc" + (2000).to_bytes(2, "big") + draw * 2000
+    decode_message(FrameType.STEP, payload[:8] + (1).to_bytes(2, "big") + draw)  # well-formed
+    tracemalloc.start()
+    with pytest.raises(FrameError, match="more than 327680 blocks or biases in all"):
+        decode_message(FrameType.STEP, payload)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 40 * 1024 * 1024  # 180 MB, if all were built
 
 
 def test_the_error_does_not_quote_the_payload() -> None:

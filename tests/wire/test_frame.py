@@ -18,8 +18,10 @@ from convoy.wire.frame import (
     cluster_tag,
     decode_header,
     decode_preamble,
+    decode_size,
     encode_handshake,
     encode_header_into,
+    encode_size,
 )
 from convoy.wire.messages import FrameType
 
@@ -48,7 +50,7 @@ def test_a_full_record_fills_whole_tls_records() -> None:
 
 @pytest.mark.parametrize("kind", list(MAX_PAYLOAD_BYTES))
 def test_a_length_over_its_types_limit_is_refused(kind: FrameType) -> None:
-    limit = MAX_PAYLOAD_BYTES[kind] + TAG_BYTES
+    limit = min(MAX_PAYLOAD_BYTES[kind], RECORD_BYTES) + TAG_BYTES
     assert decode_header(encode(HEADER._replace(type=kind, length=limit))).length == limit
     for length in (limit + 1, 2**31, 2**32 - 1):
         with pytest.raises(FrameTooLong, match=f"{kind.name} claims {length} bytes"):
@@ -58,6 +60,18 @@ def test_a_length_over_its_types_limit_is_refused(kind: FrameType) -> None:
 def test_a_message_over_its_limit_is_not_even_sealed() -> None:
     with pytest.raises(FrameTooLong, match="BYE of 1025"):
         check_payload(FrameType.BYE, 1025)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, limit in MAX_PAYLOAD_BYTES.items() if limit > RECORD_BYTES])
+def test_the_size_of_a_message_in_records_is_within_its_limit(kind: FrameType) -> None:
+    limit = MAX_PAYLOAD_BYTES[kind]
+    for num_bytes in (RECORD_BYTES + 1, limit):
+        assert decode_size(kind, encode_size(num_bytes)) == num_bytes
+    with pytest.raises(FrameTooLong, match=f"{kind.name} of {limit + 1} bytes"):
+        decode_size(kind, encode_size(limit + 1))
+    for data in (encode_size(RECORD_BYTES), encode_size(0), b"", bytes(5)):
+        with pytest.raises(FrameError):
+            decode_size(kind, data)
 
 
 def test_a_frame_shorter_than_its_tag_is_refused() -> None:
@@ -103,4 +117,4 @@ def test_garbage_is_never_more_than_a_frame_error(garbage: bytes) -> None:
         header = decode_header(garbage.ljust(HEADER_BYTES, b"\0"))
     except FrameError:
         return
-    assert header.length <= MAX_PAYLOAD_BYTES[header.type] + TAG_BYTES
+    assert header.length <= min(MAX_PAYLOAD_BYTES[header.type], RECORD_BYTES) + TAG_BYTES

@@ -13,6 +13,7 @@ from convoy.errors import ConfigError
 from convoy.plan.cost import TokenCost
 from convoy.plan.spec import ModelSpec
 from convoy.trust.policy import Policy
+from convoy.wire.messages import MAX_STEP_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +86,15 @@ class HeadOptions:
         """Raises `ConfigError` for more steps in flight than a stage's queue takes, and for sizes below 1."""
         for name, least, most in (
             ("max_batch", 1, None),
-            ("max_step_tokens", 1, None),
-            ("prefill_chunk", 1, None),
+            ("max_step_tokens", 1, MAX_STEP_TOKENS),
+            ("prefill_chunk", 1, MAX_STEP_TOKENS),
             ("prefill_window", 0, MAX_IN_FLIGHT),
             ("micro_batches", 0, MAX_IN_FLIGHT),
             ("speculate", 0, MAX_DRAFT),
         ):
             value = getattr(self, name)
             if value < least or (most is not None and value > most):
-                unit = "tokens" if name == "speculate" else "steps in flight"
+                unit = "steps in flight" if name in ("prefill_window", "micro_batches") else "tokens"
                 expected = f"at least {least}" if most is None else f"{least} to {most} {unit}"
                 raise ConfigError(f"{name} is {value}, expected {expected}")
 

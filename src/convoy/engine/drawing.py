@@ -32,7 +32,7 @@ def request_of(draw: Draw) -> DrawRequest:
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
-        logit_bias=list(params.logit_bias.items()),
+        logit_bias=list(params.logit_bias.items()) if drawn else [],
         logprobs=-1 if params.logprobs is None else params.logprobs,
         score=-1 if draw.score is None else draw.score,
         wants_logits=draw.wants_logits,

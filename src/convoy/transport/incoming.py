@@ -2,13 +2,15 @@
 will stay.
 
 Every limit is checked on the header, before anything is allocated; nothing that a frame says is believed
-before it opened.
+before it opened. What is longer than a record says its size in a frame of its own, and its memory is taken
+from a budget once that frame has opened.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -24,10 +26,12 @@ from convoy.wire.frame import (
     HANDSHAKE_MAGIC,
     HANDSHAKE_PREAMBLE_BYTES,
     HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
     RECORD_BYTES,
     FrameHeader,
     decode_header,
     decode_preamble,
+    decode_size,
 )
 from convoy.wire.messages import TENSOR_TYPES, FrameType, Message
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, decode_descriptor
@@ -66,34 +70,28 @@ class Patience:
 
     def __init__(self) -> None:
         self.since_s: float | None = None  # None: the receiver is busy here, and waits for nobody
-        self.extra_s = 0.0
         self.over = False
-        self._whole: tuple[float, float, int] | None = None
+        self._whole: tuple[float, float, str] | None = None
 
     def begin(self) -> None:
         """Something came, or the receiver is back from where it was busy."""
         self.since_s = time.monotonic()
-        self.extra_s = 0.0
-
-    def extend(self, by_s: float) -> None:
-        """What is under way is long."""
-        self.extra_s = by_s
 
     def suspend(self) -> None:
         """The receiver is busy here."""
         self.since_s = None
 
-    def whole_by(self, within_s: float | None, nbytes: int) -> None:
-        """A tensor of ``nbytes`` has to be whole within this time, however its bytes are spread over it."""
-        self._whole = None if within_s is None else (time.monotonic() + within_s, within_s, nbytes)
+    def whole_by(self, within_s: float | None, what: str = "") -> None:
+        """``what`` has to be whole within this time, however its bytes are spread over it."""
+        self._whole = None if within_s is None else (time.monotonic() + within_s, within_s, what)
 
     def verdict(self, now_s: float, gone_after_s: float) -> str | None:
         """What the peer has done wrong, or None."""
         whole, since_s = self._whole, self.since_s
         if whole is not None and now_s > whole[0]:
-            return f"a tensor of {whole[2]} bytes did not come whole within {whole[1]:.3g} s"
-        if since_s is not None and now_s - since_s > gone_after_s + self.extra_s:
-            return f"nothing came for {gone_after_s + self.extra_s:.3g} s"
+            return f"{whole[2]} did not come whole within {whole[1]:.3g} s"
+        if since_s is not None and now_s - since_s > gone_after_s:
+            return f"nothing came for {gone_after_s:.3g} s"
         return None
 
 
@@ -137,13 +135,13 @@ class Incoming:
         if header.type in TENSOR_TYPES:
             tensor = self._tensor(header)
             return ReceivedTensor(header.generation, header.step, header.boundary, tensor, header.type)
-        if not header.last or header.record != 0 or header.boundary != 0:
+        is_whole = header.last or MAX_PAYLOAD_BYTES[header.type] > RECORD_BYTES
+        if not is_whole or header.record != 0 or header.boundary != 0:
             raise FrameError(f"a {header.type.name} has flags, boundary or record of a tensor")
-        if header.length > RECORD_BYTES:
-            self.patience.extend(header.length / self._options.floor_bytes_per_s)
-        payload = memoryview(bytearray(header.length - TAG_BYTES))
+        payload = _memory(header.length - TAG_BYTES)
         self._open(header, payload)
-        return ReceivedMessage(header.generation, header.step, decode_message(header.type, payload))
+        message = decode_message(header.type, payload) if header.last else self._long(header, payload)
+        return ReceivedMessage(header.generation, header.step, message)
 
     def retire(self) -> None:
         """SWITCH was this connection's last frame: close it. Raises `FrameError` if something follows."""
@@ -180,14 +178,21 @@ class Incoming:
             raise FrameError(f"the first record of a tensor of {nbytes} bytes has {len(first)} bytes")
         if single:
             return WireTensor(dtype, shape, first[DESCRIPTOR_BYTES:])
-        return WireTensor(dtype, shape, self._records(header, nbytes))
+        what = f"a tensor of {nbytes} bytes"
+        with self._taken(nbytes, what):
+            return WireTensor(dtype, shape, self._records(header, nbytes, what))
 
-    def _records(self, first: FrameHeader, nbytes: int) -> memoryview:
-        """The data of a tensor over one record; its memory counts in the budget until it is whole."""
-        self._take(nbytes)
+    def _long(self, first: FrameHeader, payload: memoryview) -> Message:
+        """A message over one record; ``payload`` is its first frame's."""
+        nbytes = decode_size(first.type, payload)
+        what = f"a {first.type.name} of {nbytes} bytes"
+        with self._taken(2 * nbytes, what):  # once as it comes, and once as what it says
+            return decode_message(first.type, self._records(first, nbytes, what))
+
+    def _records(self, first: FrameHeader, nbytes: int, what: str) -> memoryview:
         options, patience = self._options, self.patience
         try:
-            patience.whole_by(options.stall_timeout_s + nbytes / options.floor_bytes_per_s, nbytes)
+            patience.whole_by(options.stall_timeout_s + nbytes / options.floor_bytes_per_s, what)
             data = _memory(nbytes)
             for record, start in enumerate(range(0, nbytes, RECORD_BYTES), start=1):
                 end = min(start + RECORD_BYTES, nbytes)
@@ -195,19 +200,24 @@ class Incoming:
                 patience.begin()
             return data
         finally:
-            patience.whole_by(None, 0)
-            options.tensor_budget.give(nbytes)
+            patience.whole_by(None)
 
-    def _take(self, nbytes: int) -> None:
-        budget, patience = self._options.tensor_budget, self.patience
+    @contextmanager
+    def _taken(self, nbytes: int, what: str) -> Iterator[None]:
+        """While ``what`` is not whole, its memory counts in the budget."""
+        budget, patience = self._options.memory_budget, self.patience
         patience.suspend()
         # Half of what the sender has: then it is this end that says what was wrong.
         if not budget.take(nbytes, self._options.stall_timeout_s / 2, lambda: patience.over):
             raise LinkBroken(
-                f"no memory for a tensor of {nbytes} bytes: {budget.taken_bytes} of {budget.max_bytes} bytes "
-                "are taken by tensors that have not come whole"
+                f"no memory for {what}: {budget.taken_bytes} of {budget.max_bytes} bytes are taken by what "
+                "has not come whole"
             )
         patience.begin()
+        try:
+            yield
+        finally:
+            budget.give(nbytes)
 
     def _record(self, first: FrameHeader, record: int, out: memoryview, *, last: bool) -> None:
         header = self._next_header(frozenset({first.type}))
@@ -222,7 +232,9 @@ class Incoming:
             or header.last != last
             or header.length != len(out) + TAG_BYTES
         ):
-            raise FrameError(f"record {header.record} of a tensor does not continue it, expected {record}")
+            raise FrameError(
+                f"record {header.record} of a {_noun(first.type)} does not continue it, expected {record}"
+            )
         self._open(header, out)
 
     def _next_header(self, allowed: frozenset[FrameType]) -> FrameHeader:
@@ -266,14 +278,11 @@ class Incoming:
             self._start = self._end = 0
 
     def _fill(self, num_bytes: int) -> None:
-        """At least ``num_bytes`` from ``_start`` on, in one piece.
-
-        ``num_bytes`` was checked against a limit.
-        """
+        """At least ``num_bytes`` from ``_start`` on, in one piece; no frame is longer than the buffer."""
         if self._end - self._start >= num_bytes:
             return
         if self._start + num_bytes > len(self._view):
-            self._make_room(num_bytes)
+            self._make_room()
         while self._end - self._start < num_bytes:
             got = self._stream.recv_into(self._view[self._end :])
             if got == 0:
@@ -282,13 +291,14 @@ class Incoming:
             self._end += got
             self._wear.add(1)  # one call gives bytes of one TLS record at most, so this never counts too few
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self) -> None:
         rest = bytes(self._view[self._start : self._end])
-        wanted = max(_BUFFER_BYTES, num_bytes)
-        if wanted != len(self._view):
-            self._view = memoryview(bytearray(wanted))
         self._start, self._end = 0, len(rest)
         self._view[: len(rest)] = rest
+
+
+def _noun(kind: FrameType) -> str:
+    return "tensor" if kind in TENSOR_TYPES else kind.name
 
 
 def _memory(num_bytes: int) -> memoryview:

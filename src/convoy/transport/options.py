@@ -16,8 +16,8 @@ class LinkOptions:
 
     ``stall_timeout_s``: a peer that takes nothing for so long is gone. ``ping_after_s``: an end that sent
     nothing for so long sends a PING. ``gone_after_s``: a peer of which no frame came for so long is gone.
-    ``floor_bytes_per_s``: what is long gets this much more time, and no more. ``tensor_budget``: memory for
-    tensors that have not come whole, shared by all links that are made with this value.
+    ``floor_bytes_per_s``: what is long gets this much more time, and no more. ``memory_budget``: for
+    tensors and long messages that have not come whole, shared by all links that are made with this value.
 
     ``replace_after_records``, ``max_tls_records``: of one connection; after the first the dialler replaces
     both connections, trying again every ``replace_retry_s``, and at the second the link ends.
@@ -35,7 +35,7 @@ class LinkOptions:
     ping_after_s: float = 10.0
     gone_after_s: float = 30.0
     floor_bytes_per_s: float = 256.0 * 1024
-    tensor_budget: ByteBudget = field(default_factory=ByteBudget, compare=False)
+    memory_budget: ByteBudget = field(default_factory=ByteBudget, compare=False)
     ciphers: tuple[Cipher, ...] | None = None
     replace_after_records: int = 2**23
     max_tls_records: int = 2**24

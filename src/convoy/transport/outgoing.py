@@ -25,6 +25,7 @@ from convoy.wire.frame import (
     RECORD_BYTES,
     check_payload,
     encode_header_into,
+    encode_size,
 )
 from convoy.wire.messages import FrameType
 from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, encode_descriptor
@@ -291,7 +292,11 @@ class Outgoing:
 
     def _pack(self, parcel: Parcel) -> None:
         if parcel.tensor is None:
-            self._frame(parcel, parcel.payload, 0, FLAG_LAST)
+            if len(parcel.payload) <= RECORD_BYTES:
+                self._frame(parcel, parcel.payload, 0, FLAG_LAST)
+            else:
+                self._frame(parcel, encode_size(len(parcel.payload)), 0, 0)
+                self._records(parcel, memoryview(parcel.payload))
             return
         descriptor = encode_descriptor(parcel.tensor)
         size = parcel.tensor.nbytes
@@ -301,10 +306,12 @@ class Outgoing:
         # A large tensor's first record is the descriptor alone, so that the receiver opens the rest where it
         # will stay.
         self._frame(parcel, descriptor, 0, 0)
-        data = memoryview(parcel.tensor.data).cast("B")
-        for record, start in enumerate(range(0, size, RECORD_BYTES), start=1):
+        self._records(parcel, memoryview(parcel.tensor.data).cast("B"))
+
+    def _records(self, parcel: Parcel, data: memoryview) -> None:
+        for record, start in enumerate(range(0, len(data), RECORD_BYTES), start=1):
             end = start + RECORD_BYTES
-            self._frame(parcel, data[start:end], record, FLAG_LAST if end >= size else 0)
+            self._frame(parcel, data[start:end], record, FLAG_LAST if end >= len(data) else 0)
 
     def _frame(self, parcel: Parcel, payload: bytes | memoryview, record: int, flags: int) -> None:
         length = len(payload) + TAG_BYTES
@@ -312,8 +319,6 @@ class Outgoing:
         if self._filled + size > len(self._buffer):
             self._flush()
         start, view = self._filled, self._view
-        if size > len(self._buffer):
-            view = memoryview(bytearray(size))  # a long control message: rare, and not worth a larger pool
         encode_header_into(
             view,
             start,
@@ -334,23 +339,14 @@ class Outgoing:
         self._sealer.seal_into(view[start:body], payload, view[body : start + size])
         self.num_frames += 1
         self.num_bytes += length
-        if view is self._view:
-            self._filled += size
-        else:
-            self._write(view)
+        self._filled += size
 
     def _flush(self) -> None:
         if self._filled:
-            view = self._view[: self._filled]
-            self._filled = 0
-            self._write(view)
-
-    def _write(self, view: memoryview) -> None:
-        for start in range(0, len(view), _FRAME_BYTES):  # so that a long message shows its progress
-            part = view[start : start + _FRAME_BYTES]
-            self._stream.send_all(part)
+            num_bytes, self._filled = self._filled, 0
+            self._stream.send_all(self._view[:num_bytes])
             self._progress_s = time.monotonic()
-            self._wear.add(-(-len(part) // TLS_RECORD_BYTES))
+            self._wear.add(-(-num_bytes // TLS_RECORD_BYTES))
 
 
 def _end_unused(parcels: Iterable[Parcel], error: ConvoyError) -> None:

@@ -4,18 +4,30 @@ name.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Annotated, TypeVar
+
 import msgspec
 
 from convoy.errors import FrameError
+from convoy.wire.frame import RECORD_BYTES
 from convoy.wire.messages import (
+    MAX_STEP_BIASES,
+    MAX_STEP_BLOCKS,
     MESSAGE_TYPES,
+    BlockGrant,
     BlocksDone,
     Bye,
+    DrawRequest,
+    Entries,
     FrameType,
     Hello,
     Message,
     Plan,
     Refuse,
+    Released,
+    Row,
+    Step,
     StepFailed,
 )
 from convoy.wire.text import plain_text, require_plain
@@ -43,10 +55,52 @@ def decode_message(kind: FrameType, payload: bytes | bytearray | memoryview) -> 
     if decoder is None:
         raise FrameError(f"a {kind.name} carries no message")
     try:
+        if kind is FrameType.STEP and len(payload) > RECORD_BYTES:
+            return _decode_long_step(payload)
         message = decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise FrameError(f"a {kind.name} of {len(payload)} bytes is not the message its type says") from None
     return _made_plain(message)
+
+
+T = TypeVar("T")
+
+
+class _StepParts(Message, frozen=True):
+    """A `Step` of which the lists that hold lists are not built yet."""
+
+    number: int
+    released: Released
+    grants: Annotated[list[msgspec.Raw], Entries]
+    rows: Annotated[list[Row], Entries]
+    tokens: bytes
+    draws: Annotated[list[msgspec.Raw], Entries] = msgspec.field(default_factory=list)
+
+
+_step_parts = msgspec.msgpack.Decoder(_StepParts)
+_grant = msgspec.msgpack.Decoder(BlockGrant)
+_draw = msgspec.msgpack.Decoder(DrawRequest)
+
+
+def _decode_long_step(payload: bytes | bytearray | memoryview) -> Step:
+    """Entry by entry, because a bias of 3 bytes takes 88 in memory, and a frame has room for millions."""
+    parts = _step_parts.decode(payload)
+    grants = _decode_each(parts.grants, _grant, lambda grant: len(grant.blocks), MAX_STEP_BLOCKS)
+    draws = _decode_each(parts.draws, _draw, lambda draw: len(draw.logit_bias), MAX_STEP_BIASES)
+    return Step(parts.number, parts.released, grants, parts.rows, parts.tokens, draws)
+
+
+def _decode_each(
+    raw: Iterable[msgspec.Raw], decoder: msgspec.msgpack.Decoder[T], count: Callable[[T], int], most: int
+) -> list[T]:
+    found: list[T] = []
+    total = 0
+    for one in raw:
+        found.append(decoder.decode(one))
+        total += count(found[-1])
+        if total > most:
+            raise FrameError(f"a STEP has more than {most} blocks or biases in all")
+    return found
 
 
 # Text that people read, and the characters that are kept of it.

@@ -1,7 +1,7 @@
 """The header of a sealed frame and the preamble of a handshake frame, with each type's limit.
 
-A length is checked against the limit of its type here, before anybody allocates for it. Layout:
-docs/protocol.md.
+A length is checked here, before anybody allocates for it: no frame is longer than a record, and a message
+that is comes as its size in a frame of its own, then in records. Layout: docs/protocol.md.
 """
 
 from __future__ import annotations
@@ -35,8 +35,15 @@ MAX_HANDSHAKE_BYTES: dict[FrameType, int] = {
 
 _HEADER = struct.Struct(">BBHI8sQQQII")
 _PREAMBLE = struct.Struct(">4sBBH")
+_SIZE = struct.Struct(">I")
 
-# Payload limits in bytes, before sealing. Types that are missing here are never sealed.
+# Limits of whole payloads in bytes, before sealing. Types that are missing here are never sealed.
+#
+# What a STEP can need is what its draws look back on: the 32 sequences and 64 guesses that a head has in a
+# step unless told otherwise, 131,072 tokens of 4 bytes for each: 48 MiB. Beside that, `MAX_STEP_BIASES` of
+# 15 bytes are 4.7 MiB, and 32 shared prompts as long in blocks of 16 (5 bytes and a tag of 16) 5.3 MiB.
+# What a DRAWN can need is logits for 32 sessions over a vocabulary of 262,144: 32 MiB, and 20 alternatives
+# of 15 bytes for each of `MAX_STEP_TOKENS` answers: 4.7 MiB.
 MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.HELLO: 4 * 1024,
     FrameType.PLAN: 1024 * 1024,
@@ -51,7 +58,7 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.STEP: 64 * 1024 * 1024,
     FrameType.HIDDEN: RECORD_BYTES,
     FrameType.STEP_FAILED: 16 * 1024,
-    FrameType.DRAWN: 64 * 1024 * 1024,
+    FrameType.DRAWN: 40 * 1024 * 1024,
     FrameType.READ_BLOCKS: 8 * 1024,
     FrameType.WRITE_BLOCKS: 32 * 1024,
     FrameType.BLOCKS: RECORD_BYTES,
@@ -106,6 +113,25 @@ def check_payload(kind: FrameType, num_bytes: int) -> None:
         raise FrameTooLong(f"a {kind.name} of {num_bytes} bytes is over its limit of {limit}")
 
 
+def encode_size(num_bytes: int) -> bytes:
+    """The payload of the first frame of a message that is longer than a record."""
+    return _SIZE.pack(num_bytes)
+
+
+def decode_size(kind: FrameType, data: bytes | bytearray | memoryview) -> int:
+    """Bytes of the message whose records follow.
+
+    Raises `FrameError`; `FrameTooLong` over its type's limit.
+    """
+    if len(data) != _SIZE.size:
+        raise FrameError(f"a {kind.name} in records begins with {len(data)} bytes, expected {_SIZE.size}")
+    num_bytes: int = _SIZE.unpack(data)[0]
+    check_payload(kind, num_bytes)
+    if num_bytes <= RECORD_BYTES:
+        raise FrameError(f"a {kind.name} of {num_bytes} bytes comes in records, but fits in one frame")
+    return num_bytes
+
+
 def encode_header_into(
     buffer: bytearray | memoryview, offset: int, header: FrameHeader | HeaderFields
 ) -> None:
@@ -114,14 +140,16 @@ def encode_header_into(
 
 
 def decode_header(buffer: bytes | bytearray | memoryview, offset: int = 0) -> FrameHeader:
-    """Read and check a header. Raises `FrameError`; `FrameTooLong` if its length is over the type's limit."""
+    """Read and check a header. Raises `FrameError`; `FrameTooLong` if its length is over the type's limit, or
+    a record's.
+    """
     number, flags, boundary, length, *rest = _HEADER.unpack_from(buffer, offset)
     kind = _TYPES.get(number)
     if kind is None:
         raise FrameError(f"0x{number:02x} is not the type of a sealed frame")
     if flags & ~FLAG_LAST:
         raise FrameError(f"a {kind.name} has unknown flags 0x{flags:02x}")
-    limit = MAX_PAYLOAD_BYTES[kind] + TAG_BYTES
+    limit = min(MAX_PAYLOAD_BYTES[kind], RECORD_BYTES) + TAG_BYTES
     if length > limit:
         raise FrameTooLong(f"a {kind.name} claims {length} bytes, and its limit is {limit}")
     if length < TAG_BYTES:

@@ -53,8 +53,13 @@ PREFIX_TAG_BYTES = 16  # each of `Row.tag`, `Row.tags` and `BlockGrant.shared`
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]
 Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
 Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
-# An empty entry has a few bytes on the wire, and a hundred or two in memory.
-Entries = msgspec.Meta(max_length=64 * 1024)
+# An empty entry has a few bytes on the wire, and a hundred or two in memory; so lists are bounded by what a
+# step can need, not by what a frame can hold. Each row, draw and answer of a step has a token of its own.
+MAX_STEP_TOKENS = 16 * 1024
+MAX_STEP_BIASES = 320 * 1024  # as many as 256 sequences and 64 guesses may have, in all draws of a step
+MAX_STEP_BLOCKS = 1024 * 1024  # in all grants of a step: 32 shared prompts of 524,288 tokens in blocks of 16
+Entries = msgspec.Meta(max_length=MAX_STEP_TOKENS)
+Released = Annotated[list[int], msgspec.Meta(max_length=64 * 1024)]
 Biases = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=1024)]
 Alternatives = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=20)]
 
@@ -174,7 +179,7 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     sequence: int
     group: int
-    blocks: list[int]
+    blocks: Annotated[list[int], msgspec.Meta(max_length=MAX_STEP_BLOCKS)]
     shared: bytes = b""
 
 
@@ -222,10 +227,11 @@ class Step(Message, frozen=True):
     """Head to every stage: release, then grant, then run the rows in order. No rows: a probe of the ring.
 
     ``draws`` has one entry per output of the rows, for a peer that owns the output; otherwise it is empty.
+    All grants together have at most `MAX_STEP_BLOCKS`, and all draws `MAX_STEP_BIASES`.
     """
 
     number: int
-    released: list[int]  # sequences whose tables end
+    released: Released  # sequences whose tables end
     grants: Annotated[list[BlockGrant], Entries]
     rows: Annotated[list[Row], Entries]
     tokens: (
