@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -141,7 +141,6 @@ def test_a_normaliser_cannot_make_a_control_token_of_other_text(tmp_path: Path) 
     assert forged not in tokenizer.encode(wide)
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     pieces=st.lists(
         st.sampled_from(["<|end|>", "<|", "end|>", "|>", "turn", " ", "\n", "x", "\ufdd0", "\ufdd1"]),

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.errors import RequestError, StepError
@@ -59,7 +59,6 @@ def reference(logits: Logits, params: SamplingParams, random: float) -> int:
     return max(kept)
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     logits=st.lists(st.integers(-40, 40), min_size=1, max_size=40),
     temperature=st.sampled_from([0.01, 0.5, 1.0, 2.0]),

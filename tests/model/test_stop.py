@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.errors import RequestError
@@ -44,7 +44,6 @@ def test_an_empty_stop_string_is_refused() -> None:
     assert caught.value.param == "stop"
 
 
-@settings(derandomize=True)
 @given(st.text("ab#", max_size=30), st.lists(st.text("ab#", min_size=1, max_size=4), max_size=3), st.data())
 def test_how_text_is_cut_into_deltas_never_matters(text: str, stop: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.errors import ModelError, RequestError
@@ -200,7 +200,6 @@ def test_bytes_that_never_become_text_are_shown_before_long(byte_level: Tokenize
     assert whole == byte_level.decode([continuation] * 200)
 
 
-@settings(derandomize=True, deadline=None)
 @given(ids=st.lists(st.integers(0, tiny.VOCAB_SIZE - 1), max_size=90))
 def test_deltas_of_any_byte_level_tokens_add_up_to_their_text(ids: list[int], byte_level: Tokenizer) -> None:
     deltas, whole = streamed(byte_level, ids)
@@ -209,7 +208,6 @@ def test_deltas_of_any_byte_level_tokens_add_up_to_their_text(ids: list[int], by
     assert whole.startswith("".join(deltas))
 
 
-@settings(derandomize=True, deadline=None)
 @given(text=st.text(max_size=40))
 def test_deltas_of_any_text_add_up_and_hold_whole_characters(
     text: str, byte_level: Tokenizer, sentence_piece: Tokenizer
@@ -221,7 +219,6 @@ def test_deltas_of_any_text_add_up_and_hold_whole_characters(
         assert "\ufffd" not in "".join(deltas) or "\ufffd" in text
 
 
-@settings(derandomize=True, deadline=None)
 @given(ids=st.lists(st.integers(259, 300), max_size=40))
 def test_deltas_of_any_sentence_piece_words_add_up(ids: list[int], sentence_piece: Tokenizer) -> None:
     assert streamed(sentence_piece, ids)[1] == sentence_piece.decode(ids)

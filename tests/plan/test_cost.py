@@ -40,7 +40,7 @@ def best(costs: Sequence[int], extras: Sequence[int]) -> tuple[int, int]:
     )
 
 
-@settings(derandomize=True, max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(st.integers(1, 50), min_size=1, max_size=10),
     st.lists(st.integers(0, 200), min_size=1, max_size=5),

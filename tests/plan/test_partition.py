@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.errors import PlanError
@@ -29,7 +29,6 @@ def test_every_member_gets_a_layer_from_the_one_with_most() -> None:
     assert shares(3, [1, 10**30, 1]) == [1, 1, 1]
 
 
-@settings(derandomize=True)
 @given(st.integers(1, 200), st.data())
 def test_runs_are_contiguous_disjoint_covering_and_never_empty(num_layers: int, data: st.DataObject) -> None:
     weight = st.one_of(st.integers(1, 10**13), st.floats(1e-9, 1e13, allow_nan=False))
@@ -40,7 +39,6 @@ def test_runs_are_contiguous_disjoint_covering_and_never_empty(num_layers: int, 
     assert all(start < end for start, end in runs)
 
 
-@settings(derandomize=True)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=6))
 def test_shares_stay_within_one_layer_of_the_quota_where_all_have_one(weights: list[int]) -> None:
     num_layers = 40

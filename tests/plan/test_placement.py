@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.errors import PlanError, SpanError
@@ -275,7 +275,6 @@ def test_members_that_make_no_plan_are_refused(offers: list[MemberOffer], expect
         place(spec_of(2), offers)
 
 
-@settings(derandomize=True)
 @given(st.lists(st.integers(10**5, 10**9), min_size=1, max_size=4), st.integers(1, 12), st.integers(0, 3))
 def test_any_placement_covers_every_layer_once_or_is_refused(
     sizes: list[int], layers: int, head: int

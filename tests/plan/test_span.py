@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.errors import SpanError
@@ -59,7 +59,6 @@ def test_a_bad_span_is_named_with_what_was_expected(text: str, expected: str) ->
     assert expected in str(caught.value)
 
 
-@settings(derandomize=True)
 @given(st.integers(1, 200), st.data())
 def test_formatting_and_parsing_undo_each_other(num_layers: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, num_layers - 1))
@@ -67,7 +66,6 @@ def test_formatting_and_parsing_undo_each_other(num_layers: int, data: st.DataOb
     assert parse_span(format_span(span, num_layers), num_layers) == span
 
 
-@settings(derandomize=True)
 @given(st.text(alphabet="0123456789:,output -", max_size=14))
 def test_any_text_is_a_span_or_a_span_error(text: str) -> None:
     try:

@@ -191,7 +191,7 @@ JSON = st.recursive(
 )
 
 
-@settings(derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.sampled_from([*sorted(LLAMA), "head_dim", "layer_types", "text_config"]), JSON, max_size=4
