@@ -143,6 +143,7 @@ def test_who_computes_other_bits_than_the_head_is_told_once_by_name_and_used(
     plans = planner()
     first = plans.first(hellos)
     assert "beta" in first.members
+    assert not plans.same_bits()
     plans.again(hellos, first.placement)
     assert [record.message for record in caplog.records] == [told]
     plans.again(hellos | {"beta": hello(bits="cc")}, first.placement)
@@ -150,5 +151,13 @@ def test_who_computes_other_bits_than_the_head_is_told_once_by_name_and_used(
 
 
 def test_where_nothing_is_exact_nobody_asks_for_bits(caplog: pytest.LogCaptureFixture) -> None:
-    planner().first({name: hello(kernel="plain-f32", bits=name[-1]) for name in ("alpha", "bc")})
+    plans = planner()
+    plans.first({name: hello(kernel="plain-f32", bits="a" if name == "alpha" else "b") for name in NAMES})
     assert not caplog.records
+    assert not plans.same_bits()
+
+
+def test_layers_move_freely_between_members_of_the_same_bits() -> None:
+    plans = planner()
+    plans.first({name: hello(bits="aa") for name in NAMES})
+    assert plans.same_bits()

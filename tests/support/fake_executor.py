@@ -29,13 +29,15 @@ def next_token(tokens: list[int]) -> int:
 class FakeExecutor:
     """Keeps tokens by block and offset, as a stage keeps K/V: what is shared wrongly shows.
 
-    ``fail_at`` makes that step's `collect` raise.
+    ``fail_at`` makes that step's `collect` raise. ``rival``: (position, distance), where another token is so
+    near to the one that is said.
     """
 
     def __init__(self, depth: int = 1, fail_at: int | None = None, block_size: int = 4) -> None:
         self.depth = depth
         self._block_size = block_size
         self.fail_at = fail_at
+        self.rival: tuple[int, float] | None = None
         self.steps: list[Step] = []
         self.closed = False
         self._tables: dict[int, list[int]] = {}
@@ -59,6 +61,8 @@ class FakeExecutor:
             for end in range(row.start + row.num_tokens - row.num_outputs, row.start + row.num_tokens):
                 known = [self._tokens[place] for place in places[: end + 1]]
                 logits.append(np.eye(VOCAB, dtype=np.float32)[next_token(known)] * 10)
+                if self.rival is not None and self.rival[0] == end + 1:
+                    logits[-1][0] = 10 - self.rival[1]
         if self.fail_at is not None and step.number >= self.fail_at:
             self._results.append(StageLost("the fake stage went away"))
         else:

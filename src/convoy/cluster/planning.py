@@ -20,6 +20,7 @@ from convoy.cluster.offer import agree_kernel, check_dtype, other_bits
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.vetting import Vetting
 from convoy.errors import ConvoyError, Incompatible, PlanError
+from convoy.model.selfcheck import EXACT
 from convoy.model.source import ModelSource
 from convoy.plan.placement import MemberOffer, Placement, place
 from convoy.plan.span import Span, format_span
@@ -85,6 +86,10 @@ class Planner:
         except PlanError:
             return False
         return True
+
+    def same_bits(self) -> bool:
+        """Whether all members seen so far compute the same bits, so that layers move without a trace."""
+        return self._kernel == EXACT and not self._told
 
     def in_place_of(self, plan: Plan, member: str, standby: str) -> Plan:
         """The same plan with another member in one place: for a standby to load, not to run."""

@@ -143,7 +143,8 @@ class Recovery:
 
     def _recovered(self, granted: Granted, *, relapse: bool = False) -> Recovered:
         assert self._head.executor is not None
-        return Recovered(self._head.executor, self._limits_of(granted), granted.max_context, relapse)
+        limits, same_bits = self._limits_of(granted), self._head.planner.same_bits()
+        return Recovered(self._head.executor, limits, granted.max_context, relapse, same_bits)
 
     def _relapsed(self) -> None:
         """Every member is there, and yet the stages failed: once a wire did, again and again a member does.

@@ -132,6 +132,7 @@ class RunningCluster:
             generated_tokens=stats.generated_tokens,
             ring_s=stats.ring_s,
             recoveries=stats.recoveries,
+            near_ties=stats.near_ties,
             drafted_tokens=stats.drafted_tokens,
             accepted_tokens=stats.accepted_tokens,
             guesses=self._num_guesses,

@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from convoy.engine.continuation import Advance
+from convoy.engine.near_tie import can_tell, is_near_tie, with_two_best
 from convoy.engine.outputs import (
     ErrorOutput,
     FinishOutput,
@@ -84,18 +85,23 @@ class Choice:
         if position < known:
             return GREEDY  # it was drawn before this sequence was preempted
         if not request.params.reshapes:
-            return Draw(request.params, self.index, position)
+            watched = self.sequence.shaken and can_tell(request.params)
+            params = with_two_best(request.params) if watched else request.params
+            return Draw(params, self.index, position)
         generated = [*self.sequence.generated_ids, *drafts[: position - known]]
         return Draw(request.params, self.index, position, self.prompt_seen, generated)
 
     def _append(self, sampled: Sampled) -> bool:
+        if self.sequence.shaken and can_tell(self.request.params):
+            self.sequence.num_near_ties += is_near_tie(sampled)
         if sampled.token_id in self.tokenizer.eos_ids and not self.request.ignore_eos:
             self.finish("stop")
             return True
         self.sequence.tokens.append(sampled.token_id)
         text = self.stream.push(sampled.token_id)
-        wanted = self.request.params.logprobs is not None
-        logprob = TokenLogprob(sampled.token_id, sampled.logprob, sampled.top) if wanted else None
+        num_top = self.request.params.logprobs
+        wanted = num_top is not None
+        logprob = TokenLogprob(sampled.token_id, sampled.logprob, sampled.top[:num_top]) if wanted else None
         self.emit(TokenOutput(self.index, sampled.token_id, text, logprob))
         if self.stream.stopped:
             self.finish("stop")

@@ -192,6 +192,7 @@ class Engine:
                 accepted_tokens=scheduler.num_accepted,
                 ring_s=progress.ring_s,
                 recoveries=progress.recoveries,
+                near_ties=self._live.num_near_ties,
             )
 
     def wake(self) -> None:
@@ -290,6 +291,8 @@ class Engine:
             over += unfit(self._live.values(), room_for(self._max_context, self._scheduler.pool))
             for group, reason in over:
                 self._live.end_group(group, reason)
+            if not recovered.same_bits:
+                self._live.shake()
             self._progress.recoveries += not isinstance(error, Renewal)
             self._progress.other_stages()
             self._woken = True

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 from convoy.engine.composition import Scheduled
 from convoy.engine.continuation import Continuation
+from convoy.engine.near_tie import NEAR_TIE
 from convoy.engine.scheduler import Scheduler
 from convoy.engine.sequence import Sequence
 from convoy.errors import ConvoyError
 from convoy.model.draw import Draw, Outcome
 from convoy.wire.messages import Row
+
+_log = logging.getLogger(__name__)
 
 
 class LiveSequences(Mapping[Sequence, Continuation]):
@@ -19,6 +23,7 @@ class LiveSequences(Mapping[Sequence, Continuation]):
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._continuations: dict[Sequence, Continuation] = {}
+        self.num_near_ties = 0
 
     def __getitem__(self, sequence: Sequence) -> Continuation:
         return self._continuations[sequence]
@@ -50,6 +55,17 @@ class LiveSequences(Mapping[Sequence, Continuation]):
                 num_generated += self._advance(continuation, row, drafts, of_row)
         return num_generated
 
+    def shake(self) -> None:
+        """Other stages run again what was said, and not to the bit: from now on near ties are told."""
+        spoken = [sequence for sequence in self._continuations if sequence.num_generated]
+        for sequence in spoken:
+            sequence.shaken = True
+        if spoken:
+            _log.warning(
+                "%d running texts go on over stages that do not compute to the bit what those before did",
+                len(spoken),
+            )
+
     def retire(self, continuation: Continuation) -> None:
         """It is over."""
         self._scheduler.finish(continuation.sequence)
@@ -77,7 +93,7 @@ class LiveSequences(Mapping[Sequence, Continuation]):
         self, continuation: Continuation, row: Row, drafts: tuple[int, ...], outcomes: tuple[Outcome, ...]
     ) -> int:
         sequence = continuation.sequence
-        before = sequence.num_generated
+        before, num_near_ties = sequence.num_generated, sequence.num_near_ties
         try:
             advance = continuation.advance(row, drafts, outcomes)
         except ConvoyError as error:
@@ -85,6 +101,7 @@ class LiveSequences(Mapping[Sequence, Continuation]):
             self.end_group(continuation.group, error)
             return 0
         num_generated = sequence.num_generated - before
+        self._tell(sequence, sequence.num_near_ties - num_near_ties)
         # The callback may have aborted it already.
         if sequence not in self._continuations:
             return num_generated
@@ -96,3 +113,10 @@ class LiveSequences(Mapping[Sequence, Continuation]):
             self._scheduler.rest(sequence)
             del self._continuations[sequence]
         return num_generated
+
+    def _tell(self, sequence: Sequence, num_near_ties: int) -> None:
+        self.num_near_ties += num_near_ties
+        if num_near_ties and sequence.num_near_ties == num_near_ties:  # the first of this text
+            text = "near_tie: two tokens within %g at position %d of a text that was run again after a loss; "
+            text += "from there on it may differ from what it would have been"
+            _log.warning(text, NEAR_TIE, len(sequence.tokens) - 1)

@@ -36,3 +36,4 @@ class EngineStats:
     accepted_tokens: int  # those of them that were right, and so generated
     ring_s: float | None  # how long the last empty step took to pass every stage
     recoveries: int  # how often other stages took over after a loss
+    near_ties: int = 0  # tokens after one where another was as likely; see `engine.near_tie`

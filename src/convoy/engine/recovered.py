@@ -15,12 +15,14 @@ class Recovered:
     """Other stages, which know no sequence yet.
 
     ``relapse``: no member was lost, and yet the stages failed; so what was in flight may be why.
+    ``same_bits``: they compute to the bit what those before them did.
     """
 
     executor: Executor
     limits: SchedulerLimits
     max_context: int
     relapse: bool = False
+    same_bits: bool = True
 
 
 class Renewal(StageLost):

@@ -29,6 +29,8 @@ class Sequence:
     salt: bytes = b""  # of whom the sequence may share blocks with
     tokens: list[int] = field(init=False)
     wall: int = field(init=False, default=sys.maxsize)  # tokens that there is room for after a loss
+    shaken: bool = field(init=False, default=False)  # run again by stages that compute other bits
+    num_near_ties: int = field(init=False, default=0)  # since then; see `engine.near_tie`
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     num_scheduled: int = field(init=False, default=0)
     num_in_flight: int = field(init=False, default=0)
