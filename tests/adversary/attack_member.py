@@ -301,7 +301,7 @@ STEPS: dict[str, Step] = {
     "a release of nobody": Step(0, [77], [], [], b""),
     "a release twice": Step(0, [1, 1], [FIRST], [], b""),
     "a step number below 0": Step(-1, [], [], [], b""),
-    "two hundred thousand releases": Step(0, [5] * 200_000, [], [], b""),
+    "sixty thousand releases": Step(0, [5] * 60_000, [], [], b""),
     "a block shared that was never full": Step(
         0, [], [BlockGrant(1, 0, [0, 1], b"t" * 16)], [StepRow(1, 16, 1, 1, b"t" * 16, b"u" * 16)], b""
     ),
@@ -314,7 +314,7 @@ STEPS: dict[str, Step] = {
     "a row of half a tag": Step(0, [], [FIRST], [StepRow(1, 0, 1, 1, b"t" * 8, b"u" * 16)], b""),
     "a row of a tag too many": Step(0, [], [FIRST], [StepRow(1, 0, 1, 1, b"t" * 16, b"u" * 32)], b""),
     "one block for two sequences": Step(0, [], [FIRST, BlockGrant(2, 0, [1])], [StepRow(1, 0, 1, 1)], b""),
-    "sixty thousand rows": Step(0, [], [], [StepRow(1, 0, 1, 1)] * 60_000, b""),
+    "sixteen thousand rows": Step(0, [], [], [StepRow(1, 0, 1, 1)] * 16_000, b""),
 }
 
 
@@ -334,6 +334,26 @@ def test_a_step_that_makes_no_sense_is_refused_by_name(hostile: Hostile, row: Ro
     hostile.link.send(step, generation=generation, step=0)
     assert hostile.not_followed(row) == "StepError"
     assert isinstance(hostile.hear(), StepFailed)
+
+
+TOO_LONG: dict[str, Step] = {
+    "two hundred thousand releases": Step(0, [5] * 200_000, [], [], b""),
+    "sixty thousand rows": Step(0, [], [], [StepRow(1, 0, 1, 1)] * 60_000, b""),
+    "a million blocks twice": Step(0, [], [BlockGrant(1, 0, [0] * 1_000_000)] * 2, [], b""),
+}
+
+
+@pytest.mark.attack("lists that no step can need", layer="both")
+@pytest.mark.parametrize("case", TOO_LONG)
+def test_a_step_of_absurd_length_ends_the_link_by_name(
+    hostile: Hostile, besieged: Besieged, row: Row, case: str
+) -> None:
+    generation = hostile.activate()
+    besieged.process.now("link ended")
+    hostile.link.send(TOO_LONG[case], generation=generation, step=0)
+    ended = besieged.process.wait("link ended")
+    row.tried(ended["error"])
+    assert ended["error"] == "FrameError", ended
 
 
 ONE = Step(0, [], [FIRST], [StepRow(1, 0, 2, 1)], b"")
