@@ -70,16 +70,19 @@ class Patience:
 
     def __init__(self) -> None:
         self.since_s: float | None = None  # None: the receiver is busy here, and waits for nobody
+        self.busy_s: float | None = None  # since when the receiver is busy here, and reads nothing
         self.over = False
         self._whole: tuple[float, float, str] | None = None
 
     def begin(self) -> None:
         """Something came, or the receiver is back from where it was busy."""
         self.since_s = time.monotonic()
+        self.busy_s = None
 
     def suspend(self) -> None:
         """The receiver is busy here."""
         self.since_s = None
+        self.busy_s = time.monotonic()
 
     def whole_by(self, within_s: float | None, what: str = "") -> None:
         """``what`` has to be whole within this time, however its bytes are spread over it."""

@@ -81,7 +81,6 @@ class Link:
         self._closing: LinkClosed | None = None
         self._pings = Pings(peer, self._outgoing)
         self._threads: list[threading.Thread] = []
-        self._held_since_s: float | None = None  # since when ``deliver`` has run
 
     @property
     def sent_sealed_bytes(self) -> int:
@@ -183,7 +182,7 @@ class Link:
         try:
             self.ping(timeout_s)
         except PeerUnreachable:
-            return self.received_frames != before or self._held_since_s is not None
+            return self.received_frames != before or self._incoming.patience.busy_s is not None
         return True
 
     def replace_with(self, redial: Callable[[], Link]) -> None:
@@ -286,7 +285,7 @@ class Link:
                 return
             if now_s - self._outgoing.sent_s >= options.ping_after_s:
                 self._pings.send()
-            held_s, sent_s = self._held_since_s, self._outgoing.sent_s
+            held_s, sent_s = self._incoming.patience.busy_s, self._outgoing.sent_s
             if held_s is not None and now_s - max(held_s, sent_s) >= _HELD_S / 2 and not self._closing:
                 self._pings.say_alive()
 
@@ -311,9 +310,7 @@ class Link:
                 continue
             if self._closing is None:
                 self._incoming.patience.suspend()
-                self._held_since_s = time.monotonic()
                 deliver(self, received)
-                self._held_since_s = None
         if self._error is None:
             self._incoming.discard_until_end()
         return LinkClosed(f"this side closed the link to {self.peer}")
