@@ -131,3 +131,20 @@ def test_new_stages_get_time_to_touch_their_memory_and_keep_what_was_learnt(hand
     pass_steps(clock, hand, 0.001, count=4)
     clock.sent(step())
     assert clock.allowed_s() == 1.0
+
+
+def test_another_thread_may_ask_while_a_new_size_of_step_comes_back(hand: Hand) -> None:
+    """A dictionary that grows while it is gone through would end the thread that ends links which hang."""
+    clock = StepClock(60.0, hand)
+    pass_steps(clock, hand, 0.002, count=2)
+
+    class Meddling(int):
+        """A size in whose comparison another one is added."""
+
+        def __lt__(self, other: int) -> bool:
+            clock._sizes[100 + len(clock._sizes)] = clock._sizes[1]
+            return int(self) < other
+
+    clock._sizes[Meddling(7)] = clock._sizes[1]
+    clock.sent(step())
+    assert clock.allowed_s() == 1.0

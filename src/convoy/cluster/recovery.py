@@ -220,6 +220,8 @@ class Recovery:
         return self._late.num_looks != _PATIENCE
 
     def _can_spare(self, name: str) -> bool:
+        if name == self._head.name:
+            return False
         return self._head.planner.can_spare(name, self._head.hellos(), self._granted.placement)
 
     # Other stages.

@@ -92,16 +92,17 @@ class StepClock:
         self._scale = _SETTLING_FACTOR
 
     def _usual_s(self, size: int) -> float | None:
-        seen = self._sizes.get(size, ())
+        sizes = dict(self._sizes)  # the thread that tells may add to it meanwhile
+        seen = sizes.get(size, ())
         if len(seen) >= _FEW:
             return _percentile_99(seen)
-        below = max((one for one in self._sizes if one < size), default=None)
-        above = min((one for one in self._sizes if one > size), default=None)
+        below = max((one for one in sizes if one < size), default=None)
+        above = min((one for one in sizes if one > size), default=None)
         found = [_percentile_99(seen)] if seen else []
         if below is not None:
-            found.append(_percentile_99(self._sizes[below]) * 2.0 ** (size - below))
+            found.append(_percentile_99(sizes[below]) * 2.0 ** (size - below))
         if not found and above is not None:
-            found.append(_percentile_99(self._sizes[above]))
+            found.append(_percentile_99(sizes[above]))
         return max(found, default=None)
 
 

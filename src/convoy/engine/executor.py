@@ -38,7 +38,7 @@ class Executor(Protocol):
     def submit(self, step: Step, draws: Sequence[Draw]) -> None:
         """Start a step. ``draws``: what to do with each output of its rows.
 
-        Raises `StageLost` if a stage is gone, `StepError` if it makes no sense.
+        Raises `StageLost` if a stage is gone, or the head's own cannot run it.
         """
 
     def collect(self) -> StepResult:

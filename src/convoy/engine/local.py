@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from convoy.engine.executor import Kv, StepResult
+from convoy.engine.own_stage import own_stage
 from convoy.model.draw import Draw, draw_all
 from convoy.model.stage import Stage
 from convoy.model.tensors import tokens_from_bytes
@@ -25,9 +26,10 @@ class LocalExecutor:
         self._results: deque[StepResult] = deque()
 
     def submit(self, step: Step, draws: Sequence[Draw]) -> None:
-        hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
-        logits = self._stage.output(self._stage.select(step, hidden))
-        outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), draws)
+        with own_stage(step.number):
+            hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
+            logits = self._stage.output(self._stage.select(step, hidden))
+            outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), draws)
         self._results.append(StepResult(step.number, outcomes))
 
     def collect(self) -> StepResult:

@@ -1,12 +1,12 @@
 """The head's side of a step over several members, in the order the data moves.
 
-1. every peer gets the composition (`Step`) on the head's own link to it; only the owner of the embedding gets
-token ids 2. a head that owns the first layers runs them and sends the hidden state to the next stage;
-otherwise the first peer starts
+1. every peer gets the composition (`Step`) on the head's own link; token ids are for the embedding's owner
+2. a head that owns the first layers runs them and sends the hidden state on; otherwise the first peer starts
 3. the hidden state travels the ring and comes back to the owner of the output
-4. the head, if that is who owns it, runs the last layers that are its own, then the output, and draws; a last
-peer that owns it does so instead, as the step's draws say, and sends what it drew; several steps may be
-between 1 and 3 at once
+4. the head, if it owns the output, runs what layers of its own are last, then the output, and draws
+5. a last peer that owns it does so instead, as the step's draws say, and sends what it drew
+
+Several steps may be between 1 and 3 at once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from convoy.engine.carrier import BlockCarrier
 from convoy.engine.deadline import StepClock
 from convoy.engine.drawing import outcome_of, request_of
 from convoy.engine.executor import Kv, StepResult
+from convoy.engine.own_stage import own_stage
 from convoy.engine.send_guard import SendGuard
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
 from convoy.model.draw import Draw, draw_all
@@ -142,15 +143,10 @@ class PipelineExecutor:
         self._in_flight.append(_Running(step, draws))
         self.clock.sent(step)
         try:
-            for assignment in self._stages:
-                if assignment.member != self._head:
-                    link = self._links[assignment.member]
-                    part = self._part_of(step, draws, assignment)
-                    self._guard.begin(link)
-                    link.send(part, generation=self._options.generation, step=step.number)
-            self._guard.end()
-            if self._head_first:
-                self._start(step)
+            with own_stage(step.number, self._blame_head):
+                self._announce(step, draws)
+                if self._head_first:
+                    self._start(step)
         except (LinkBroken, LinkClosed) as error:
             public = "a stage could not be reached"
             raise StageLost(f"{public}: {error.message}", public=public) from error
@@ -164,11 +160,12 @@ class PipelineExecutor:
         self.clock.returned()
         if isinstance(returned, Drawn):
             return self._read(returned, running)
-        if not self._head_first:
-            hidden = self._stage.run(running.step, hidden=returned, tokens=None)
-            returned = self._stage.select(running.step, hidden)
-        logits = self._stage.output(returned).numpy().astype(np.float32, copy=False)
-        return StepResult(running.step.number, draw_all(logits, running.draws))
+        with own_stage(running.step.number, self._blame_head):
+            if not self._head_first:
+                hidden = self._stage.run(running.step, hidden=returned, tokens=None)
+                returned = self._stage.select(running.step, hidden)
+            logits = self._stage.output(returned).numpy().astype(np.float32, copy=False)
+            return StepResult(running.step.number, draw_all(logits, running.draws))
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
         return self._carrier.read(start, end, blocks)
@@ -186,6 +183,18 @@ class PipelineExecutor:
         closed = LinkClosed("the engine was closed")
         self._arrivals.close(closed)
         self._carrier.end(closed)
+
+    def _blame_head(self) -> None:
+        self.blamed = self.blamed or self._head
+
+    def _announce(self, step: Step, draws: Sequence[Draw]) -> None:
+        for assignment in self._stages:
+            if assignment.member != self._head:
+                link = self._links[assignment.member]
+                part = self._part_of(step, draws, assignment)
+                self._guard.begin(link)
+                link.send(part, generation=self._options.generation, step=step.number)
+        self._guard.end()
 
     def _part_of(self, step: Step, draws: Sequence[Draw], assignment: StageAssignment) -> Step:
         """Token ids are for the owner of the embedding, draws for that of the output."""
