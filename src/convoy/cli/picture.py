@@ -26,6 +26,8 @@ def print_picture(status: ClusterStatus) -> None:
     print(f"level: {level_text(status)}")
     if status.standbys:
         print(f"standbys: {standbys_text(status.standbys)}")
+    if status.other_bits:
+        print(f"other bits: {', '.join(status.other_bits)} (a text may change where their layers move)")
 
 
 def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:
@@ -63,6 +65,21 @@ def standbys_text(standbys: Iterable[StandbyStatus]) -> str:
         else f"{one.name} (has loaded layers {one.layers})"
         for one in standbys
     )
+
+
+def guesses_text(status: ClusterStatus) -> str:
+    """How many may be run at once, and how often they were right."""
+    if not status.guesses:
+        return "off"
+    right = f"{status.drafted_tokens} run, {status.accepted_tokens} of them right"
+    return f"{right}; at most {status.guesses} at once"
+
+
+def recoveries_text(status: ClusterStatus) -> str:
+    """How often, and in how many places a text may differ for it."""
+    if not status.near_ties:
+        return str(status.recoveries)
+    return f"{status.recoveries}; {status.near_ties} tokens since then had a rival (near ties)"
 
 
 def layers_text(stage: StageStatus) -> str:

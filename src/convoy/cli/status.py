@@ -9,7 +9,7 @@ import typer
 
 from convoy.cli.endpoint import DEFAULT_URL, ApiKeyFlag, Endpoint, UrlFlag
 from convoy.cli.output import EXIT_FAILURE, JsonFlag, format_seconds, print_fields, print_json
-from convoy.cli.picture import print_picture
+from convoy.cli.picture import guesses_text, print_picture, recoveries_text
 from convoy.errors import NotReady
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def _print(health: dict[str, Any], cluster: ClusterStatus) -> None:
             ("requests", f"{cluster.running} running, {cluster.waiting} waiting"),
             ("K/V blocks", f"{cluster.free_blocks} of {cluster.num_blocks} free"),
             ("tokens", f"{cluster.prompt_tokens} of prompts, {cluster.generated_tokens} generated"),
-            ("guesses", f"{cluster.drafted_tokens} run, {cluster.accepted_tokens} of them right"),
-            ("recoveries", str(cluster.recoveries)),
+            ("guesses", guesses_text(cluster)),
+            ("recoveries", recoveries_text(cluster)),
             ("ring", format_seconds(cluster.ring_s)),
         ]
     )
