@@ -12,8 +12,10 @@ import msgspec
 from convoy.cluster.attestation import Attestation
 from convoy.cluster.head import plan_digest
 from convoy.cluster.loaded import LoadedPlan, load_plan
+from convoy.cluster.newest import NewestPlan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
+from convoy.cluster.successor import SuccessorDial
 from convoy.engine.keeper import BlockKeeper
 from convoy.errors import ConvoyError, LinkClosed, StepError
 from convoy.model.stage import Stage
@@ -94,7 +96,8 @@ class Peer:
         self._loaded: LoadedPlan | None = None
         self._kept: Stage | None = None  # of a plan that is over: its weights, for the next
         self._generation = 0  # of the newest plan on the head's link; what is older was given up
-        self._newest: Plan | None = None  # that came on it, and may wait for another to be loaded
+        self._newest = NewestPlan()  # that came on it, and may wait for another to be loaded
+        self._dialling: SuccessorDial | None = None
         self._refused: Link | None = None  # of a head below this member's minimum
         self._stopping = False
 
@@ -121,6 +124,7 @@ class Peer:
     def stop(self) -> None:
         """Make `run` return; from any thread, but not from a signal handler: this one takes a lock."""
         self._stopping = True
+        self._end_dial("this member is shutting down")
         self._inbox.put_last(None, (None, StepError("stop")))
 
     # Receiver threads and the listener's threads: only fill the inbox.
@@ -139,7 +143,8 @@ class Peer:
                 self._say_how_far(link, received.message.generation)
                 return
             if isinstance(received.message, Plan) and received.message.generation > self._generation:
-                self._newest = received.message
+                self._newest.note(received.message)
+                self._end_dial("another plan is here")
                 self._end_ring()
         self._inbox.put(link, (link, received), weight_of(received))
 
@@ -157,8 +162,15 @@ class Peer:
             if link is not self._head:
                 link.dismiss("the plan is over", revoke=True)
 
+    def _end_dial(self, why: str) -> None:
+        dialling = self._dialling
+        if dialling is not None:
+            dialling.abandon(why)
+
     def _ended(self, link: Link, error: ConvoyError) -> None:
         self._attestation.detach(link)
+        if link is self._head:
+            self._end_dial("the head is gone")
         self._inbox.put_last(link, (link, error))
 
     # The peer's own thread.
@@ -166,6 +178,8 @@ class Peer:
     def _handle(self, link: Link, item: Received | ConvoyError) -> None:
         if isinstance(item, ConvoyError):
             self._link_ended(link, item)
+            return
+        if self._newest.makes_needless(item):
             return
         try:
             if isinstance(item, ReceivedTensor):
@@ -208,7 +222,7 @@ class Peer:
             old.dismiss("the head came back on a new link")
         if old is not link:
             self._generation = 0  # only this link may plan from now on, by a clock that may have gone back
-            self._newest = None
+            self._newest.forget()
         self._head = link
         stands_by = ", and this member stands by" if self._options.standby else ""
         self._tell("head", f"{link.peer} is here{stands_by}")
@@ -239,14 +253,14 @@ class Peer:
     def _load(self, link: Link, plan: Plan) -> None:
         if plan.generation <= self._generation:
             raise StepError("the plan is not newer than the last one that came here")
-        if self._newest is not None and plan.generation < self._newest.generation:
+        if self._newest.supersedes(plan.generation):
             raise StepError("a newer plan came before this one was looked at")
         self._generation = plan.generation
         self._drop_plan()
         self._tell("loading", f"{plan.model}: {', '.join(s.member for s in plan.stages)}")
 
         def progress(loaded: int, total: int) -> None:
-            self._require_newest(plan)
+            self._newest.check_load(plan, self._me.name)
             link.send(Progress(plan.generation, loaded, total), generation=plan.generation)
 
         digest = plan_digest(plan)
@@ -267,32 +281,33 @@ class Peer:
         verb = "stands by with" if self._options.standby else "holds"
         self._tell("ready", f"{verb} layers {layers}, {loaded.stage.weight_bytes / 1e6:.1f} MB of weights")
 
-    def _require_newest(self, plan: Plan) -> None:
-        """A plan that came meanwhile must not wait for one that is over, unless both want the same layers."""
-        newest = self._newest
-        if newest is None or newest.generation <= plan.generation:
-            return
-        wanted, loads = (_part_of(one, self._me.name) for one in (newest, plan))
-        if wanted != loads:
-            raise StepError("a newer plan came while this one was loaded")
-
     def _activate(self, link: Link, activate: Activate, generation: int) -> None:
         loaded = self._loaded
         if loaded is None or activate.plan_digest != loaded.digest or generation != loaded.plan.generation:
             raise StepError("Activate names a plan that is not loaded here")
         if loaded.loop is not None:
             raise StepError("the plan is active already")
-        loaded.activate(activate, link.peer, self._dial_successor(link, loaded.successor_name))
+        if self._newest.supersedes(generation):
+            raise StepError("a newer plan came before this one was active")
+        successor = self._dial_successor(link, loaded.successor_name, generation)
+        loaded.activate(activate, link.peer, successor)
         loaded.keeper = BlockKeeper(loaded.stage, link, generation)
         if loaded.predecessor_name == link.peer:
             loaded.predecessor = link
         link.send(Activated(generation), generation=generation)
         self._tell("active", " -> ".join(stage.member for stage in loaded.plan.stages))
 
-    def _dial_successor(self, head: Link, name: str) -> Link:
+    def _dial_successor(self, head: Link, name: str, generation: int) -> Link:
         if name == head.peer:
             return head
-        link = self._network.dial(self._me, self._me.roster.member(name), self._options.successor_wait_s)
+        member, wait_s = self._me.roster.member(name), self._options.successor_wait_s
+        self._dialling = dial = SuccessorDial(lambda: self._network.dial(self._me, member, wait_s), name)
+        if self._stopping or head.is_over or self._newest.supersedes(generation):
+            dial.abandon("the plan is over")  # said before there was a dial to abandon
+        try:
+            link = dial.wait()
+        finally:
+            self._dialling = None
         self._links.add(link)
         link.start(self._deliver, self._ended, frozenset())
         return link
@@ -381,9 +396,3 @@ class Peer:
     def _tell(self, kind: str, text: str) -> None:
         _log.info("%s: %s", kind, text)
         self._on_event(PeerEvent(kind, text))
-
-
-def _part_of(plan: Plan, member: str) -> tuple[object, ...]:
-    """What a member reads for a plan: equal for two plans that need the same of it."""
-    mine = next((stage for stage in plan.stages if stage.member == member), None)
-    return mine, plan.model_digest, plan.kernel
