@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from convoy.bench.bare import BLOCK_SIZE
 from convoy.bench.clock import Deadline
 from convoy.bench.percentile import percentile
-from convoy.bench.throughput import BLOCK_SIZE, GREEDY, Prompts, Say
+from convoy.bench.throughput import GREEDY, Prompts, Say
 from convoy.engine.engine import Engine
 from convoy.engine.executor import Executor, Kv, StepResult
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from convoy.bench.clock import Deadline
+from convoy.bench.throughput import GREEDY
 from convoy.engine.engine import Engine
 from convoy.engine.generation import Generation, generate
 from convoy.engine.request import GenerationRequest
@@ -19,7 +20,6 @@ from convoy.model.text import Tokenizer
 
 PLAIN, REPETITIVE = "plain", "repetitive"
 KINDS = (PLAIN, REPETITIVE)
-GREEDY = SamplingParams(temperature=0.0)
 SEEDED = SamplingParams(temperature=0.8, seed=1)
 
 _STORIES = (

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from convoy.bench.bare import BLOCK_SIZE
 from convoy.bench.clock import Deadline
 from convoy.bench.report import DecodeRow, PrefillRow
 from convoy.engine.engine import Engine, RequestHandle
@@ -22,7 +23,6 @@ from convoy.errors import ConvoyError
 from convoy.model.params import SamplingParams
 
 Say = Callable[[str], None]
-BLOCK_SIZE = 16
 _SPARE_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0)
 
