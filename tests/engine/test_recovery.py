@@ -199,8 +199,8 @@ def test_stages_that_come_while_the_engine_is_closed_run_nothing(caplog: pytest.
 class FullRing(FakeExecutor):
     """Holds a step until it is closed; then the ring says that it is broken, whenever it is asked."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth)
         self.num_asked = 0
         self.held = threading.Event()
         self.broken = threading.Event()
@@ -217,8 +217,9 @@ class FullRing(FakeExecutor):
         self.broken.set()
 
 
-def test_a_full_ring_that_breaks_while_the_engine_is_closed_is_asked_once() -> None:
-    executor = FullRing()
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_ring_that_breaks_while_the_engine_is_closed_is_asked_once(depth: int) -> None:
+    executor = FullRing(depth)
     recovery = FakeRecovery([])
     engine = start(executor, recovery)
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -16,9 +17,11 @@ import numpy as np
 import pytest
 
 from convoy.engine import session_blocks
+from convoy.engine.between import BetweenSteps
 from convoy.engine.engine import Engine, EngineOptions
-from convoy.engine.executor import Executor, Kv
+from convoy.engine.executor import Executor, Kv, StepResult
 from convoy.engine.generation import generate
+from convoy.engine.outputs import Output
 from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import Scheduler, SchedulerLimits
 from convoy.engine.session import Session
@@ -630,3 +633,56 @@ def test_an_error_between_steps_is_its_own_and_a_lost_stage_is_everybodys() -> N
     with pytest.raises(StageLost):
         engine.between_steps(refuse)
     engine.close()
+
+
+class HeldExecutor(FakeExecutor):
+    """From `hold` on its steps come back only once they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes = threading.Event()
+        self.goes.set()
+        self.held = threading.Event()
+
+    def collect(self) -> StepResult:
+        if not self.goes.is_set():
+            self.held.set()
+            assert self.goes.wait(20.0)
+        return super().collect()
+
+
+def test_a_session_that_cannot_be_carried_in_time_says_so_and_stays_what_it_was(tmp_path: Path) -> None:
+    executor = HeldExecutor()
+    engine = make_engine(executor)
+    path = tmp_path / "chat"
+    with Session(engine, MODEL, timeout_s=0.05) as session:
+        session.sync(range(9))
+        session.save(path)
+        saved = path.read_bytes()
+        session.eval(3)
+        executor.goes.clear()
+        asked = GenerationRequest((1, 2), GREEDY, max_tokens=4, ignore_eos=True)
+        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        engine.submit(asked, outputs.put)
+        assert executor.held.wait(20.0)
+        for call in (session.save, session.load):
+            with pytest.raises(Unavailable, match=r"no step ended within 0\.05 s"):
+                call(path)
+        assert session.tokens == (*range(9), 3)
+        assert path.read_bytes() == saved
+        assert not engine._between, "what nobody waits for is not done"
+        executor.goes.set()
+        session.save(path)
+        assert path.read_bytes() != saved
+    engine.close()
+
+
+def test_what_was_begun_between_steps_cannot_be_taken_back() -> None:
+    between, lock = BetweenSteps(), threading.Condition()
+    taken: list[bool] = []
+    begun = between.add(lambda *_: taken.append(between.drop(begun)))
+    waits = between.add(lambda *_: taken.append(True))
+    between.do_one(cast(Executor, None), cast(Scheduler, None), lock)
+    assert taken == [False]
+    assert between.drop(waits)
+    assert not between

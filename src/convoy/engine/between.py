@@ -31,6 +31,12 @@ class BetweenSteps:
         self._waiting.append((work, future))
         return future
 
+    def drop(self, future: Future[Any]) -> bool:
+        """Take back what ``future`` stands for; False if it was begun already."""
+        before = len(self._waiting)
+        self._waiting = deque(one for one in self._waiting if one[1] is not future)
+        return len(self._waiting) < before
+
     def do_one(self, executor: Executor, scheduler: Scheduler, lock: threading.Condition) -> None:
         """Do the first. What it raises goes to who waits; a lost stage, or a bug, to the caller too."""
         with lock:

@@ -32,7 +32,7 @@ from convoy.engine.request import GenerationRequest
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import SequenceState
 from convoy.engine.warm_up import warm_up
-from convoy.errors import ConvoyError, Draining, NotReady, StageLost
+from convoy.errors import ConvoyError, Draining, NotReady, StageLost, Unavailable
 from convoy.model.draw import Draw
 from convoy.model.text import Tokenizer
 
@@ -150,13 +150,24 @@ class Engine:
             self._live.release(continuation)
             self._changed.notify()
 
-    def between_steps(self, work: Between) -> Any:
-        """Do ``work`` on the engine's thread, without the lock, while no step is in flight; soon done."""
+    def between_steps(self, work: Between, timeout_s: float | None = None) -> Any:
+        """Do ``work`` on the engine's thread, without the lock, while no step is in flight; soon done.
+
+        Raises `Unavailable` if it is not begun within ``timeout_s``, as while stages are looked for.
+        """
         with self._changed:
             self._raise_if_over()
             future = self._between.add(work)
             self._changed.notify()
-        return future.result()
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            with self._changed:
+                dropped = self._between.drop(future)
+        if dropped:
+            text = f"no step ended within {timeout_s:g} s, so nothing could be done between two"
+            raise Unavailable(text, public=text)
+        return future.result()  # what was begun works on its caller's file
 
     @property
     def room(self) -> int:

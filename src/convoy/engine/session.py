@@ -69,7 +69,8 @@ class Session:
     """Made by `RunningCluster.session`. Its calls block, and come from one thread at a time.
 
     They raise RequestError for what makes no sense, StageLost where a stage went away and was not replaced,
-    QueueFull, Draining, and Unavailable after ``timeout_s``; then tokens and position are what they were.
+    QueueFull, Draining, and Unavailable after ``timeout_s`` (of `save` and `load`: for each of their slices);
+    then tokens and position are what they were.
     ``salt``: sessions, and requests, share the K/V of a common prefix only where theirs is the same; without
     one it is random, and the session's forks have it too. ``choice`` sets the draws of one seed apart, as the
     choices of a request are.
@@ -176,7 +177,7 @@ class Session:
         """
         self._check_open()
         state = SavedState(self.tokens, self._num_prompt, self.choice, self.params, 0)
-        blocks = SessionBlocks(self._engine, self.model)
+        blocks = SessionBlocks(self._engine, self.model, self._timeout_s)
         blocks.save(Path(path), key, state, resident=self._resident, progress=progress or _unseen)
 
     def load(self, path: str | Path, key: bytes | None = None, progress: Progress | None = None) -> int:
@@ -186,7 +187,7 @@ class Session:
         says. Raises SessionError for a file that is not whole, not right, or of another model.
         """
         self._check_open()
-        blocks = SessionBlocks(self._engine, self.model)
+        blocks = SessionBlocks(self._engine, self.model, self._timeout_s)
         salt = secrets.token_bytes(32)
         before = (self._salt, self._tokens, self._num_prompt, self.choice, self.params)
 

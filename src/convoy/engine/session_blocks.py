@@ -15,9 +15,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from convoy.engine.between import Between
 from convoy.engine.engine import Engine
 from convoy.engine.executor import Executor, Kv
 from convoy.engine.pace import Pace
@@ -44,10 +46,14 @@ class _Slice:
 
 
 class SessionBlocks:
-    """Saves or loads, once, for one session. Called from its thread; the engine's does the carrying."""
+    """Saves or loads, once, for one session. Called from its thread; the engine's does the carrying.
 
-    def __init__(self, engine: Engine, model: SessionModel) -> None:
+    Both raise `Unavailable` where a slice is not begun within ``timeout_s``.
+    """
+
+    def __init__(self, engine: Engine, model: SessionModel, timeout_s: float | None = None) -> None:
         self._engine = engine
+        self._timeout_s = timeout_s
         self._model = model
         self._pace = Pace(_MAX_BYTES)
         self._passed_s = time.monotonic()
@@ -62,9 +68,7 @@ class SessionBlocks:
         progress: Progress,
     ) -> None:
         """``resident`` gives the sequence that holds all of the session's K/V, running it if need be."""
-        size: int = self._engine.between_steps(
-            lambda _executor, scheduler, _lock: scheduler.limits.block_size
-        )
+        size: int = self._between_steps(lambda _executor, scheduler, _lock: scheduler.limits.block_size)
         num_blocks = len(state.tokens) // size if self._model.keeps_kv else 0
         state = replace(state, positions=num_blocks * size)
         start = encode_start(self._model, state)
@@ -144,7 +148,7 @@ class SessionBlocks:
             work = partial(self._read_idle, resident(), (first, last), slice(start, end))
             self._let_pass()
             try:
-                found: Kv | None = self._engine.between_steps(work)
+                found: Kv | None = self._between_steps(work)
             except StageLost:
                 continue  # `resident` runs its tokens on other stages, or says that there are none
             if found is not None:
@@ -187,9 +191,7 @@ class SessionBlocks:
             layers = itertools.chain([next(layers)], layers)
             self._let_pass()
             try:
-                if not self._engine.between_steps(
-                    partial(self._write, _Slice(start, end, tags[start:end]), layers)
-                ):
+                if not self._between_steps(partial(self._write, _Slice(start, end, tags[start:end]), layers)):
                     found = start
             except StageLost:
                 return 0  # other stages know nothing of it: the tokens are run there
@@ -211,7 +213,7 @@ class SessionBlocks:
                 usable = min(usable, free) if scheduler.limits.prefix_cache else 0
                 return size, scheduler.tags_of(tokens, salt, usable)
 
-        planned: tuple[int, list[bytes]] = self._engine.between_steps(plan)
+        planned: tuple[int, list[bytes]] = self._between_steps(plan)
         return planned
 
     def _parts(self, saved: SavedSession, start: int, end: int) -> Iterator[tuple[int, Kv]]:
@@ -253,6 +255,9 @@ class SessionBlocks:
                 pool.label(block, tag)
             pool.free(blocks)
         return True
+
+    def _between_steps(self, work: Between) -> Any:
+        return self._engine.between_steps(work, self._timeout_s)
 
     def _let_pass(self) -> None:
         """An engine that always has a slice to carry would come to no step, and seem to stand still."""
