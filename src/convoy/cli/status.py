@@ -49,7 +49,11 @@ def _print(health: dict[str, Any], cluster: ClusterStatus) -> None:
             ("health", f"{health.get('status')}: {health.get('reason')}"),
             ("requests", f"{cluster.running} running, {cluster.waiting} waiting"),
             ("K/V blocks", f"{cluster.free_blocks} of {cluster.num_blocks} free"),
-            ("tokens", f"{cluster.prompt_tokens} of prompts, {cluster.generated_tokens} generated"),
+            (
+                "tokens",
+                f"{cluster.prompt_tokens} of prompts, {cluster.session_tokens} of sessions, "
+                f"{cluster.generated_tokens} generated",
+            ),
             ("guesses", guesses_text(cluster)),
             ("recoveries", recoveries_text(cluster)),
             ("ring", format_seconds(cluster.ring_s)),

@@ -62,6 +62,7 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     recoveries: int = 0  # how often other stages took over after a loss
     drafted_tokens: int = 0  # guesses that were run, and those of them that were right
     accepted_tokens: int = 0
+    session_tokens: int = 0  # that sessions asked to be run, those that were run again included
     near_ties: int = 0  # tokens after a loss where a text may differ from what it would have been
     other_bits: list[str] = []  # members whose exact kernels give other bits than the head's
     guesses: int = 0  # at once, at most; also 0 under a kernel where they may change a text, unless asked for
