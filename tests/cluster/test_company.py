@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from convoy.cluster.company import Company
-from convoy.cluster.options import HeadOptions
-from convoy.errors import ConvoyError
+from convoy.cluster.head import Head
+from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.recovery import Recovery
+from convoy.errors import ConvoyError, PlanError, StageLost
 from convoy.transport.link import Link
+from convoy.transport.member import Member
+from convoy.transport.membership import Membership
 from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages import FrameType, Hello
-from support.cluster import MEMBER
+from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 
 HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
@@ -59,3 +66,75 @@ def test_a_member_that_greets_and_goes_at_once_is_not_dialled_without_a_pause(
 
 def _on_thread(run: object, link: Link) -> None:
     threading.Thread(target=run, args=(link,), daemon=True).start()  # type: ignore[arg-type]
+
+
+class ShortOfThreads(MemoryNetwork):
+    """The first dial fails as on a machine that has no thread left."""
+
+    num_dials = 0
+
+    def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:
+        self.num_dials += 1
+        if self.num_dials == 1:
+            raise RuntimeError("can't start new thread")
+        return super().dial(me, peer, timeout_s)
+
+
+@pytest.mark.parametrize("at_the_dial", [True, False])
+def test_a_member_is_sought_on_after_an_error_that_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, at_the_dial: bool
+) -> None:
+    alpha, beta = make_local_members(("alpha", "beta"))
+    network = ShortOfThreads() if at_the_dial else MemoryNetwork()
+    peer = PeerThread(beta, PeerOptions(MEMBER), network)
+    joined = threading.Event()
+    company = Company(
+        membership_of(alpha),
+        network,
+        HeadOptions(MEMBER),
+        receive=lambda *_: None,
+        lost=lambda *_: None,
+        joined=lambda _name: joined.set(),
+    )
+    try:
+        if at_the_dial:
+            company.seek()
+        else:
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", _no_thread)
+                company.seek()
+            company.wait(company.num_changes, 0.01)  # whoever waits for a member looks again
+        assert joined.wait(20)
+    finally:
+        company.close("done")
+        peer.stop()
+
+
+def _no_thread(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_recovery_is_paced_and_bounded_however_often_members_come_and_go() -> None:
+    tries: list[float] = []
+
+    def again(*_: object) -> object:
+        tries.append(time.monotonic())
+        raise PlanError("nobody can hold it")
+
+    company = SimpleNamespace(
+        num_changes=0, wait=lambda *_: True, present=dict, slow=SimpleNamespace(names=set[str])
+    )
+    head = SimpleNamespace(
+        name="alpha",
+        failed=None,
+        company=company,
+        hellos=dict,
+        planner=SimpleNamespace(again=again),
+        granted=SimpleNamespace(members={"alpha", "beta"}, placement=None),
+        route=lambda: SimpleNamespace(missing="layers 2-3"),
+    )
+    recovery = Recovery(cast(Head, head), 0.3, 600.0, lambda _granted: cast(Any, None))
+    with pytest.raises(StageLost, match=r"nobody took over within 0\.3 s"):
+        recovery._find_stages(None, time.monotonic())
+    assert tries[-1] - tries[0] < 2.0
+    assert len(tries) <= 17

@@ -94,8 +94,7 @@ class Company:
     def num_changes(self) -> int:
         return self._num_changes
 
-    def closed_within(self, timeout_s: float) -> bool:
-        """Wait. True as soon as the head says goodbye."""
+    def closed_within(self, timeout_s: float) -> bool:  # as soon as the head says goodbye
         return self._closed.wait(timeout_s)
 
     def present(self) -> dict[str, tuple[Link, Hello]]:
@@ -137,8 +136,7 @@ class Company:
         present = self.present()
         for name in names:
             if name not in present:
-                error = self._ends.get(name)
-                error = error or LinkBroken("it was given up")
+                error = self._ends.get(name) or LinkBroken("it was given up")
                 raise LinkBroken(f"the link to {name} ended: {error.message}", hint=error.hint) from error
         return {name: present[name][0] for name in names}
 
@@ -203,6 +201,7 @@ class Company:
 
     def wait(self, seen: int, timeout_s: float) -> bool:
         """Until ``num_changes`` is not ``seen`` any more; False after the time."""
+        self._seek_missing(self._me.roster)
         with self._changed:
             return self._changed.wait_for(lambda: self._num_changes != seen, timeout_s)
 
@@ -341,7 +340,12 @@ class Company:
             missing = [m.name for m in roster.members if m.name not in here and m.name not in self._sought]
             self._sought.update(missing)
         for name in missing:
-            threading.Thread(target=self._seek, args=(name,), name=f"seek {name}", daemon=True).start()
+            try:
+                threading.Thread(target=self._seek, args=(name,), name=f"seek {name}", daemon=True).start()
+            except RuntimeError as error:  # no thread is to be had: whoever looks next tries again
+                _log.warning("%s cannot be sought now: %s", name, error)
+                with self._changed:
+                    self._sought.discard(name)
 
     def _seek(self, name: str) -> None:
         """Until it is here, or the roster lists it no more, or the head closes."""
@@ -351,23 +355,24 @@ class Company:
             if name in self.vetting.excluded:
                 self._closed.wait(_EXCLUDED_AGAIN_S)
             while not self._closed.is_set():
-                member = next((m for m in self._me.roster.members if m.name == name), None)
-                if member is None:
+                if not (listed := [one for one in self._me.roster.members if one.name == name]):
                     return
                 try:
-                    self._fetch(member)
+                    self._fetch(listed[0])
                     joined = True
                     return
                 except ConvoyError as error:
                     _log.debug("%s is not back: %s", name, error.message)
+                except Exception:  # noqa: BLE001 - a machine short of threads may have some later
+                    _log.warning("an error, after which %s is sought on", name, exc_info=True)
                 excluded = name in self.vetting.excluded
                 self._closed.wait(_EXCLUDED_AGAIN_S if excluded else backoff.next_s())
         finally:
             with self._changed:
                 self._sought.discard(name)
             if joined:
-                self._joined(name)
                 self._seek_missing(self._me.roster)  # it may have gone again before it was not sought
+                self._joined(name)
 
     def _fetch(self, member: Member) -> None:
         """Dial, greet and admit one. Raises `ConvoyError` if any of that fails."""

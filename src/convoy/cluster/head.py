@@ -110,8 +110,8 @@ class Head:
 
     @property
     def links(self) -> dict[str, Link]:
-        """Of the peers that are here now."""
-        return self.company.links
+        """Of the peers that are here now: a copy."""
+        return {name: link for name, (link, _) in self.company.present().items()}
 
     @property
     def name(self) -> str:
@@ -125,12 +125,34 @@ class Head:
         try:
             self.company.require(self.company.gather(self._watch))
             proposal = self.planner.first(self.hellos())
-            granted = self.install(proposal, self._watch, on_load)
-            self.company.seek()
-            return granted
+            while True:
+                try:
+                    return self.install(proposal, self._watch, on_load)
+                except (PeerError, LinkClosed) as error:
+                    proposal = self._without_lost(proposal, error)
         except BaseException:
             self.close("the head could not bring the cluster up")
             raise
+
+    def _without_lost(self, before: Proposal, error: ConvoyError) -> Proposal:
+        """Members ended while the first plan was loaded: as after a loss, those that are left hold the model.
+
+        Raises ``error`` where that is not why, or where they cannot.
+        """
+        gone = before.members - {self.name} - self.company.present().keys()
+        if not gone:
+            raise error
+        try:
+            proposal = self.planner.again(self.hellos(), None)
+        except ConvoyError:
+            raise error from None
+        _log.warning("%s; the cluster starts without %s", error.message, ", ".join(sorted(gone)))
+        return proposal
+
+    def seek(self, on_lost: Callable[[], None], on_joined: Callable[[str], None]) -> None:
+        """From now on dial who is missing, and tell of who is lost and who comes: hooks first, so of each."""
+        self.on_lost, self.on_joined = on_lost, on_joined
+        self.company.seek()
 
     def hellos(self) -> dict[str, Hello]:
         """What those offer that are here, the head first."""

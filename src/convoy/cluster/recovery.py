@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 _PING_S = 1.0
 _LOADING_PING_S = 3.0  # a member that loads is busy
 _LOOK_UP_S = 0.5
+_PACE_S = 0.02  # between two looks, however often members come and go
 _MAX_REFUSALS = 2  # of one peer, before the plan is tried without it
 _CALM_S = 60.0  # after so long without a failure, the next is a new one
 _PATIENCE = 4  # looks at one step, before a member that cannot be spared gets its links made anew
@@ -250,7 +251,7 @@ class Recovery:
 
         while True:
             watch()
-            seen = company.num_changes
+            seen, waits_s = company.num_changes, time.monotonic()
             try:
                 return self._try_once(before, watch)
             except CapacityError as error:
@@ -264,12 +265,14 @@ class Recovery:
                 self._count_refusal()
                 _log.info("a plan could not be made to run: %s", error.message)
                 self._say(error.public or "a plan could not be made to run; the next try comes soon")
+            if self._head.failed is not None or not isinstance(why, CapacityError):
+                waits_s = time.monotonic()  # what was spent on loading is not counted here
             if waited_s >= self._wait_s:
                 raise self._given_up(why) from why
             before = self._granted.placement
-            waits_s = time.monotonic()
             if isinstance(why, CapacityError):
                 company.wait(seen, wait_s)
+                self._cancelled.wait(_PACE_S)
             else:
                 self._cancelled.wait(wait_s)
             waited_s += time.monotonic() - waits_s

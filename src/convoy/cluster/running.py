@@ -130,6 +130,7 @@ class RunningCluster:
             steps=stats.steps,
             prompt_tokens=stats.prompt_tokens,
             generated_tokens=stats.generated_tokens,
+            session_tokens=stats.session_tokens,
             ring_s=stats.ring_s,
             recoveries=stats.recoveries,
             near_ties=stats.near_ties,
@@ -176,5 +177,5 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
         recovery=recovery,
     )
     renewals = Renewals(head.company, recovery, engine.renew, engine.between_steps)
-    head.on_lost, head.on_joined = engine.wake, joined
+    head.seek(engine.wake, joined)
     return engine
