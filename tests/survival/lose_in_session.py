@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from convoy.engine.session import Session
-from survival.losing import PARAMS, survival
+from convoy.errors import StageLost
+from survival.losing import PARAMS, Stream, survival
 
 pytestmark = pytest.mark.slow
 PROMPT = list(range(20, 90))
@@ -48,3 +50,43 @@ def test_a_session_outlives_a_member_between_two_calls_and_while_it_is_saved(tmp
         stats = s.cluster.engine.stats()
         assert stats.recoveries == 2
         assert stats.free_blocks == stats.num_blocks
+
+
+def test_a_member_that_stops_while_a_session_is_saved_holds_up_neither_streams_nor_the_session(
+    tmp_path: Path,
+) -> None:
+    with survival(3) as s:
+        expected = s.run()["greedy"].tokens
+        with s.cluster.session(PARAMS["seeded"]) as undisturbed:
+            undisturbed.sync(PROMPT)
+            whole = go_on(undisturbed, 20)
+        with s.cluster.session(PARAMS["seeded"]) as session:
+            session.sync(PROMPT)
+            found = go_on(session, 10)
+            streams: list[Stream] = []
+            stopped_s: list[float] = []
+
+            def stop_once(_done: int, _total: int) -> None:
+                if not stopped_s:
+                    streams.append(s.start(PARAMS["greedy"], "Tell me a story about a dog.", b"another"))
+                    stopped_s.append(time.monotonic())
+                    s.stop("gamma")
+
+            failed = ""
+            try:
+                session.save(tmp_path / "chat", progress=stop_once)
+            except StageLost as error:
+                failed = error.message
+            assert not failed or "gamma" in failed
+            print(f"saved: {not failed}, {time.monotonic() - stopped_s[0]:.2f} s after SIGSTOP")
+            assert streams[0].ended.wait(60)
+            assert streams[0].error is None
+            assert streams[0].tokens == expected
+            pause_s = streams[0].pause_s(stopped_s[0])
+            print(f"SIGSTOP during a save: {pause_s:.2f} s to the next token")
+            assert pause_s < 10
+            assert s.members() == ["alpha", "beta"]
+            found += go_on(session, 10)
+        assert found == whole
+        assert (tmp_path / "chat").exists() == (not failed)
+        assert s.cluster.engine.stats().recoveries == 1
