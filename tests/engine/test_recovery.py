@@ -5,10 +5,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+import numpy as np
 import pytest
 
 from convoy.engine.engine import Engine, EngineOptions
@@ -27,7 +28,9 @@ from convoy.errors import (
     StageLost,
     StepLate,
 )
+from convoy.model.draw import Draw
 from convoy.model.text import Tokenizer
+from convoy.wire.messages import Step
 from engine.test_engine import LIMITS, expected, request
 from support.fake_executor import FakeExecutor
 from support.fake_tokenizer import FakeTokenizer
@@ -359,6 +362,31 @@ def test_what_runs_whenever_stages_fail_ends_and_the_others_go_on() -> None:
     with pytest.raises(StageLost, match=f"failed at the request {MAX_FAILURES} times in a row"):
         generate(engine, request([1, 2, 3], 20))
     assert list(generate(engine, request([4], 20)).token_ids) == expected([4], 20)
+    engine.close()
+
+
+class PoisonedExecutor(FakeExecutor):
+    """Fails at every step that has the token 1, which this model never says."""
+
+    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+        super().submit(step, draws)
+        if 1 in np.frombuffer(step.tokens, dtype="<u4"):
+            self._results[-1] = StageLost("the fake stage cannot run it")
+
+
+def test_what_runs_beside_a_request_that_no_stage_can_run_goes_on() -> None:
+    relapses = [Recovered(PoisonedExecutor(), LIMITS, 128, relapse=True) for _ in range(4 * MAX_FAILURES)]
+    engine = start(PoisonedExecutor(), FakeRecovery([*relapses]))
+    prompts = [[3, 4, 5], [4, 5], [6, 1, 6], [7], [8, 9]]
+    streams: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue() for _ in prompts]
+    with engine._changed:  # all of them are there at the next step
+        for prompt, stream in zip(prompts, streams, strict=True):
+            engine.submit(request(prompt, 20), stream.put)
+    over = streams[2].get(timeout=WAIT_S)
+    assert isinstance(over, ErrorOutput)
+    assert "failed at the request" in over.error.message
+    del prompts[2], streams[2]
+    assert [collect(stream) for stream in streams] == [expected(prompt, 20) for prompt in prompts]
     engine.close()
 
 

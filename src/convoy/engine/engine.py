@@ -302,6 +302,8 @@ class Engine:
             over += unfit(self._live.values(), room_for(self._max_context, self._scheduler.pool))
             for group, reason in over:
                 self._live.end_group(group, reason)
+            if recovered.relapse:
+                self._scheduler.try_apart(one for one in self._relapses.suspects if one in self._live)
             if not recovered.same_bits:
                 self._live.shake()
             self._progress.recoveries += not isinstance(error, Renewal)

@@ -1,7 +1,8 @@
 """What runs whenever the stages fail although every member is there: a request that no stage can run.
 
 Replayed for ever, it would hold up everybody. Who was in flight at one failure after another, without a new
-token between, is ended; a sequence that gains a token, or was not in flight once, is innocent again.
+token between, is ended; a sequence that gains a token, or was not in flight once, is innocent again. From the
+second failure on such sequences are run one after another, so that none is ended for what ran beside it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ class Relapses:
 
     def __init__(self) -> None:
         self._seen: dict[Sequence, tuple[int, int]] = {}  # tokens, and failures since it has so many
+
+    @property
+    def suspects(self) -> list[Sequence]:
+        """Who failed more than once since its last token."""
+        return [sequence for sequence, (_, count) in self._seen.items() if count > 1]
 
     def hopeless(
         self, live: Mapping[Sequence, Continuation], in_flight: Iterable[Sequence], error: StageLost

@@ -16,6 +16,7 @@ session between two calls) idles: it keeps its blocks while nobody needs them, a
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from convoy.engine.blocks import BlockPool
@@ -51,6 +52,7 @@ class Scheduler:
         self.num_cached_tokens = 0  # positions that were shared and so did not run
         self.num_drafted = self.num_accepted = 0  # guesses that ran, and those of them that stand
         self._num_in_flight = 0  # steps with rows
+        self._suspects: dict[Sequence, int] = {}  # and how many tokens each had
         self._released: list[int] = []
         self._next_table_id = 0
         self._next_step = 0
@@ -112,6 +114,10 @@ class Scheduler:
         self._num_in_flight = 0
         self._make_pool(limits)
         self._released = []
+
+    def try_apart(self, suspects: Iterable[Sequence]) -> None:
+        """No stage may be able to run one of these: each is admitted once those before it gained a token."""
+        self._suspects = {sequence: len(sequence.tokens) for sequence in suspects}
 
     def schedule(self) -> Scheduled | None:
         """The next step, or None when nothing can run now. With no rows it only carries releases."""
@@ -240,6 +246,8 @@ class Scheduler:
     def _admit(self, plan: Composition) -> None:
         while self.waiting and len(self.running) < self.limits.max_batch and self._budget(plan) > 0:
             sequence = self.waiting[0]
+            if sequence in self._suspects and self._is_one_tried():
+                return
             # Preempted while its sample was in flight: that token belongs to what must be recomputed.
             if sequence.num_in_flight:
                 return
@@ -263,6 +271,15 @@ class Scheduler:
             if grant is not None:
                 plan.grants.append(grant)
             self._plan_chunk(sequence, plan)
+
+    def _is_one_tried(self) -> bool:
+        alive = (SequenceState.WAITING, SequenceState.RUNNING)
+        self._suspects = {
+            sequence: num_tokens
+            for sequence, num_tokens in self._suspects.items()
+            if len(sequence.tokens) == num_tokens and sequence.state in alive
+        }
+        return any(sequence.state is SequenceState.RUNNING for sequence in self._suspects)
 
     def _plan_chunk(self, sequence: Sequence, plan: Composition) -> None:
         most = self.limits.prefill_chunk
