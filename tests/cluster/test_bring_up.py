@@ -6,8 +6,8 @@ import pytest
 
 from cluster.test_recovery import SOURCE, ask, scene, small, stages
 from convoy.cluster.head import Head
-from convoy.cluster.options import HeadOptions
-from convoy.errors import LinkBroken, StepError
+from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.errors import LinkBroken, PeerUnreachable, StepError
 from convoy.model.stage import Stage
 from support.cluster import MEMBER, PeerThread
 from support.waiting import wait_until
@@ -68,3 +68,33 @@ def test_whoever_comes_before_anybody_listens_is_told_of_once_somebody_does() ->
         assert back.events.empty(), "nobody dials before the hooks are set"
         head.seek(lambda: None, joined.append)
         wait_until(lambda: joined == ["beta"])
+
+
+def test_a_member_that_is_absent_is_done_without_and_used_when_it_comes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        cluster = s.serve(wait_s=0.5)
+        assert (
+            "gamma at 127.0.0.1:7002 did not answer within 0.5 s; the cluster starts without" in caplog.text
+        )
+        assert stages(cluster) == ["alpha", "beta"]
+        assert ask(cluster) == "17"
+        s.join("gamma")
+        wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"member": small(1)},
+        {"spans": {"alpha": "0:0,output", "beta": "1:2", "gamma": "3:3"}},
+    ],
+)
+def test_a_member_that_is_absent_and_needed_is_named_with_its_address(options: dict[str, object]) -> None:
+    with scene("beta", "gamma") as s:
+        s.peers["beta"] = beta = PeerThread(s.members["beta"], PeerOptions(small(1)), s.network)
+        s.stack.callback(beta.stop)
+        with pytest.raises(PeerUnreachable, match=r"gamma at 127\.0\.0\.1:7002 did not answer within 0\.5 s"):
+            s.serve(wait_s=0.5, **options)

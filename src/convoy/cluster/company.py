@@ -7,13 +7,12 @@ of links and of dials; whoever waits for a change waits here.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-import time
 from collections.abc import Callable, Collection
 
 from convoy.cluster.backoff import Backoffs
 from convoy.cluster.mailbox import Mailbox
+from convoy.cluster.muster import Muster
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.slow import Slow
@@ -44,7 +43,6 @@ FROM_PEER = frozenset(
         FrameType.EVIDENCE,
     }
 )
-_RETRY_S = 0.2
 _DIAL_S = 5.0
 _GREET_S = 10.0
 _EXCLUDED_AGAIN_S = 60.0
@@ -67,6 +65,7 @@ class Company:
         self.links: dict[str, Link] = {}
         self.hellos: dict[str, Hello] = {}
         self.slow = Slow()
+        self.absent: dict[str, PeerUnreachable] = {}  # at the bring-up
         self._me = me
         self._network = network
         self._options = options
@@ -109,12 +108,15 @@ class Company:
             past = self._past_bytes
         return past + sum(link.sent_sealed_bytes + link.received_sealed_bytes for link in links)
 
-    # Bring-up: everybody that the roster lists, or an error.
+    # Bring-up: everybody that the roster lists, or those who came.
 
     def gather(self, watch: Callable[[], None]) -> set[str]:
-        """Dial, greet and admit all peers, waiting for each. Raises what that comes to for the first."""
-        peers = [member for member in self._me.roster.members if member.name != self._me.name]
-        links = self._dial_all(peers, watch)
+        """Dial, greet and admit all peers, waiting for each; ``absent`` are then those who did not come.
+
+        Raises that if nobody came, and for the first what else it comes to.
+        """
+        mustered = Muster(self._me, self._network, self._options.wait_s, watch).call()
+        links, self.absent = mustered.links, mustered.absent
         mailbox = Mailbox(watch)
         try:
             for link in links.values():
@@ -139,57 +141,6 @@ class Company:
                 error = self._ends.get(name) or LinkBroken("it was given up")
                 raise LinkBroken(f"the link to {name} ended: {error.message}", hint=error.hint) from error
         return {name: present[name][0] for name in names}
-
-    def _dial_all(self, peers: list[Member], watch: Callable[[], None]) -> dict[str, Link]:
-        # At once, because each absent one takes the whole wait; the first that fails ends it for all.
-        reached: queue.SimpleQueue[Link | BaseException | None] = queue.SimpleQueue()
-        gone = threading.Event()
-        links: dict[str, Link] = {}
-
-        def reach(member: Member) -> None:
-            try:
-                reached.put(self._dial_until(member, watch, gone))
-            except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
-                reached.put(error)
-
-        for member in peers:
-            threading.Thread(target=reach, args=(member,), name=f"dial {member.name}", daemon=True).start()
-        try:
-            for _ in peers:
-                link = reached.get()
-                if isinstance(link, BaseException):
-                    raise link
-                if link is not None:
-                    links[link.peer] = link
-        except BaseException:
-            gone.set()
-            for other in links.values():
-                other.dismiss("the head gave up on another member")
-            raise
-        return links
-
-    def _dial_until(self, member: Member, watch: Callable[[], None], gone: threading.Event) -> Link | None:
-        """None once the roster lists it no more."""
-        deadline = time.monotonic() + self._options.wait_s
-        while True:
-            watch()
-            if all(listed.name != member.name for listed in self._me.roster.members):
-                return None
-            try:
-                remaining = max(_RETRY_S, deadline - time.monotonic())
-                link = self._network.dial(self._me, member, min(_DIAL_S, remaining))
-                if gone.is_set():
-                    link.close("the head gave up on another member")
-                return link
-            except PeerUnreachable as error:
-                if time.monotonic() >= deadline or gone.is_set():
-                    host, port = member.address
-                    raise PeerUnreachable(
-                        f"{member.name} at {host}:{port} did not answer within {self._options.wait_s:g} s",
-                        hint=f"run `convoy join` on {member.name}, mend its address in the roster, "
-                        f"or take it out: `convoy roster remove {member.name}`",
-                    ) from error
-                gone.wait(_RETRY_S)
 
     # While the cluster runs.
 

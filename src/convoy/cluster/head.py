@@ -25,7 +25,7 @@ from convoy.engine.deadline import StepClock
 from convoy.engine.executor import Executor
 from convoy.engine.local import LocalExecutor
 from convoy.engine.pipeline import PipelineExecutor, PipelineOptions
-from convoy.errors import ConvoyError, LinkClosed, PeerError, PlanError
+from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, PlanError, SpanError
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.plan.placement import Placement
@@ -124,14 +124,26 @@ class Head:
         """
         try:
             self.company.require(self.company.gather(self._watch))
+            return self._begin(on_load)
+        except BaseException:
+            self.close("the head could not bring the cluster up")
+            raise
+
+    def _begin(self, on_load: LoadProgress | None) -> Granted:
+        """Over those who came. Where that fails for want of the others, raises why the first did not come."""
+        absent = self.company.absent
+        try:
             proposal = self.planner.first(self.hellos())
+            for why in absent.values():
+                _log.warning("%s; the cluster starts without it, and goes on dialling it", why.message)
             while True:
                 try:
                     return self.install(proposal, self._watch, on_load)
                 except (PeerError, LinkClosed) as error:
                     proposal = self._without_lost(proposal, error)
-        except BaseException:
-            self.close("the head could not bring the cluster up")
+        except (CapacityError, SpanError) as error:
+            for why in absent.values():
+                raise why from error
             raise
 
     def _without_lost(self, before: Proposal, error: ConvoyError) -> Proposal:
