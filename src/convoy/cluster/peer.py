@@ -16,7 +16,7 @@ from convoy.cluster.newest import NewestPlan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
 from convoy.cluster.successor import SuccessorDial
-from convoy.engine.keeper import BlockKeeper
+from convoy.engine.keeper import MAX_REASON, BlockKeeper
 from convoy.errors import ConvoyError, LinkClosed, StepError
 from convoy.model.stage import Stage
 from convoy.transport.inbox import Inbox, weight_of
@@ -60,7 +60,6 @@ FROM_HEAD = frozenset(
     }
 )
 FROM_PREDECESSOR = frozenset({FrameType.HIDDEN})
-_MAX_REASON = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,13 +335,13 @@ class Peer:
         """Tell the head, in the form that it waits for; the item came from it or from the predecessor."""
         self._quiet.warning(type(error).__name__, f"a message could not be followed: {error.message}")
         is_plan = isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate)
-        answer: Refuse | StepFailed = StepFailed(item.step, error.message[:_MAX_REASON])
+        answer: Refuse | StepFailed = StepFailed(item.step, error.message[:MAX_REASON])
         if is_plan:
             is_old = isinstance(item, ReceivedMessage) and isinstance(item.message, Plan) and self._loaded
             if not is_old:  # otherwise the newer one, which is there, goes on
                 self._drop_plan()
             self._tell("refused", error.message)
-            answer = Refuse(item.generation, error.message[:_MAX_REASON], (error.hint or "")[:_MAX_REASON])
+            answer = Refuse(item.generation, error.message[:MAX_REASON], (error.hint or "")[:MAX_REASON])
         if self._head is None:
             return
         try:
@@ -366,7 +365,7 @@ class Peer:
         self._forget(why)
         if self._head is not None:
             with contextlib.suppress(ConvoyError):  # then its link ends too, and says so itself
-                self._head.send(StepFailed(0, why[:_MAX_REASON]), generation=generation)
+                self._head.send(StepFailed(0, why[:MAX_REASON]), generation=generation)
 
     def _forget(self, why: str, *, everything: bool = False) -> None:
         self._drop_plan()

@@ -11,7 +11,7 @@ from convoy.model.tensors import to_wire
 from convoy.transport.link import Link, ReceivedTensor
 from convoy.wire.messages import PREFIX_TAG_BYTES, BlocksDone, FrameType, ReadBlocks, WriteBlocks
 
-_MAX_REASON = 500
+MAX_REASON = 500  # characters of an error that go to the head
 
 
 class BlockKeeper:
@@ -64,7 +64,7 @@ class BlockKeeper:
             raise StepError(f"K/V of the model {digest[:12]} is no use to {mine[:12]}")
 
     def _answer(self, number: int, error: ConvoyError | None) -> None:
-        text = "" if error is None else error.message[:_MAX_REASON]
+        text = "" if error is None else error.message[:MAX_REASON]
         self._head.send(BlocksDone(number, text), generation=self._generation, step=number)
 
 
