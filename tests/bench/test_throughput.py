@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from convoy.bench.bare import BLOCK_SIZE
 from convoy.bench.clock import Deadline
 from convoy.bench.machine import Watch
 from convoy.bench.report import (
@@ -24,7 +25,6 @@ from convoy.bench.report import (
     prefill_ratios,
 )
 from convoy.bench.throughput import (
-    BLOCK_SIZE,
     DecodeOptions,
     PrefillOptions,
     measure_decode,

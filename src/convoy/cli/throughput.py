@@ -137,7 +137,8 @@ def _window(members: int, window: int) -> int:
 def _prefill(
     run: BenchRun, members: int, size: int, window: int, prompt_tokens: int, rounds: int
 ) -> PrefillRow:
-    from convoy.bench.throughput import BLOCK_SIZE, PrefillOptions, measure_prefill
+    from convoy.bench.bare import BLOCK_SIZE
+    from convoy.bench.throughput import PrefillOptions, measure_prefill
 
     options = PrefillOptions(prompt_tokens, size, _window(members, window), rounds)
     limits = {
