@@ -26,6 +26,13 @@ class Mustered:
     absent: dict[str, PeerUnreachable] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """What a dial came to; ``watch`` may raise a `PeerUnreachable` too, and that ends the muster."""
+
+    error: PeerUnreachable
+
+
 class Muster:
     """``watch`` is called between dials; what it raises ends them all."""
 
@@ -42,7 +49,7 @@ class Muster:
         Raises that if nobody came, and for the first what else a dial came to.
         """
         peers = [member for member in self._me.roster.members if member.name != self._me.name]
-        ended: queue.SimpleQueue[tuple[str, Link | BaseException | None]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[tuple[str, Link | _Absent | BaseException | None]] = queue.SimpleQueue()
         found = Mustered()
 
         def reach(member: Member) -> None:
@@ -67,15 +74,15 @@ class Muster:
             raise
         return found
 
-    def _note(self, found: Mustered, name: str, outcome: Link | BaseException | None) -> None:
+    def _note(self, found: Mustered, name: str, outcome: Link | _Absent | BaseException | None) -> None:
         if isinstance(outcome, _Absent):
-            found.absent[name] = outcome
+            found.absent[name] = outcome.error
         elif isinstance(outcome, BaseException):
             raise outcome
         elif outcome is not None:
             found.links[name] = outcome
 
-    def _dial_until(self, member: Member) -> Link | None:
+    def _dial_until(self, member: Member) -> Link | _Absent | None:
         """None once the roster lists it no more."""
         deadline = time.monotonic() + self._wait_s
         while True:
@@ -88,16 +95,15 @@ class Muster:
                 if self._over.is_set():
                     link.close("the head gave up on another member")
                 return link
-            except PeerUnreachable as error:
+            except PeerUnreachable:
                 if time.monotonic() >= deadline or self._over.is_set():
-                    host, port = member.address
-                    raise _Absent(
-                        f"{member.name} at {host}:{port} did not answer within {self._wait_s:g} s",
-                        hint=f"run `convoy join` on {member.name}, mend its address in the roster, "
-                        f"or take it out: `convoy roster remove {member.name}`",
-                    ) from error
+                    return _Absent(self._unanswered(member))
                 self._over.wait(_RETRY_S)
 
-
-class _Absent(PeerUnreachable):
-    """Of the dial itself: what ``watch`` raises may be a `PeerUnreachable` too, and ends the muster."""
+    def _unanswered(self, member: Member) -> PeerUnreachable:
+        host, port = member.address
+        return PeerUnreachable(
+            f"{member.name} at {host}:{port} did not answer within {self._wait_s:g} s",
+            hint=f"run `convoy join` on {member.name}, mend its address in the roster, "
+            f"or take it out: `convoy roster remove {member.name}`",
+        )
