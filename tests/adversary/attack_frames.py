@@ -301,7 +301,7 @@ def flipped(arena: Arena, row: Row, change: Change, errors: set[str]) -> None:
 
 INNER_ERRORS = {
     "type": {"FrameError", "FrameTooLong", "SealError"},
-    "flags": {"FrameError"},
+    "flags": {"FrameError", "SealError"},  # LAST cleared is a size frame, until its tag is looked at
     "boundary": {"FrameError"},
     "length": {"FrameTooLong", "FrameError", "SealError", "LinkBroken"},
     "cluster": {"SealError"},
