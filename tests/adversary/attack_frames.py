@@ -301,7 +301,7 @@ def flipped(arena: Arena, row: Row, change: Change, errors: set[str]) -> None:
 
 INNER_ERRORS = {
     "type": {"FrameError", "FrameTooLong", "SealError"},
-    "flags": {"FrameError", "SealError"},  # LAST cleared is a size frame, until its tag is looked at
+    "flags": {"FrameError"},
     "boundary": {"FrameError"},
     "length": {"FrameTooLong", "FrameError", "SealError", "LinkBroken"},
     "cluster": {"SealError"},
@@ -318,7 +318,9 @@ INNER_ERRORS = {
 @pytest.mark.parametrize("field", list(FRAME_FIELDS))
 def test_a_flipped_bit_of_a_frames_header_ends_the_link(arena: Arena, row: Row, field: str) -> None:
     for bit in range(*FRAME_FIELDS[field]):
-        flipped(arena, row, flip(bit), INNER_ERRORS[field])
+        # Without LAST a step's frame tells the size of a long one, until its tag is looked at.
+        is_last = field == "flags" and bit == FRAME_FIELDS[field][1] - 1
+        flipped(arena, row, flip(bit), {"SealError"} if is_last else INNER_ERRORS[field])
 
 
 @pytest.mark.attack("flip each bit of each header field", layer="both")

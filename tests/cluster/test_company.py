@@ -16,7 +16,7 @@ from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.recovery import Recovery
 from convoy.errors import ConvoyError, PlanError, StageLost
 from convoy.transport.link import Link
-from convoy.transport.member import Member
+from convoy.transport.member import LocalMember, Member
 from convoy.transport.membership import Membership
 from convoy.transport.network import MemoryNetwork
 from convoy.wire.messages import FrameType, Hello
@@ -24,6 +24,18 @@ from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 
 HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
+
+
+def company_of(me: LocalMember, network: MemoryNetwork, joined: threading.Event) -> Company:
+    """``joined`` is set whenever somebody came."""
+    return Company(
+        membership_of(me),
+        network,
+        HeadOptions(MEMBER),
+        receive=lambda *_: None,
+        lost=lambda *_: None,
+        joined=lambda _name: joined.set(),
+    )
 
 
 def test_a_member_that_greets_and_goes_at_once_is_not_dialled_without_a_pause(
@@ -47,14 +59,7 @@ def test_a_member_that_greets_and_goes_at_once_is_not_dialled_without_a_pause(
 
     company_has = threading.Event()
     network.listen(membership_of(beta), beta.member.address, lambda link: _on_thread(greet_and_go, link))
-    company = Company(
-        membership_of(alpha),
-        network,
-        HeadOptions(MEMBER),
-        receive=lambda *_: None,
-        lost=lambda *_: None,
-        joined=lambda _name: company_has.set(),
-    )
+    company = company_of(alpha, network, company_has)
     monkeypatch.setattr(company.vetting, "admit", lambda *_: None)  # and nobody is asked for evidence
     company.seek()
     assert twice.wait(20)
@@ -88,14 +93,7 @@ def test_a_member_is_sought_on_after_an_error_that_is_not_ours(
     network = ShortOfThreads() if at_the_dial else MemoryNetwork()
     peer = PeerThread(beta, PeerOptions(MEMBER), network)
     joined = threading.Event()
-    company = Company(
-        membership_of(alpha),
-        network,
-        HeadOptions(MEMBER),
-        receive=lambda *_: None,
-        lost=lambda *_: None,
-        joined=lambda _name: joined.set(),
-    )
+    company = company_of(alpha, network, joined)
     try:
         if at_the_dial:
             company.seek()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 
-class Started:
+class Started(ABC):
     """What is started on entering a `with` and ended on leaving it, also where its start fails halfway.
 
     A subclass has `_start`, which puts on ``_stack`` whatever is to be ended, in reverse order.
@@ -30,8 +31,8 @@ class Started:
     ) -> None:
         self._stack.close()
 
-    def _start(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _start(self) -> None: ...
 
 
 def wait_or_kill(process: subprocess.Popen[bytes], wait_s: float) -> None:
