@@ -6,6 +6,8 @@ from convoy.errors import StepError
 from convoy.transport.link import Received, ReceivedTensor
 from convoy.wire.messages import Plan, ReadBlocks, Step, WriteBlocks
 
+SUPERSEDED = "another plan is here"
+
 
 class NewestPlan:
     """Noted on the receiver's thread, before the peer's own has time for it; asked on both."""

@@ -12,7 +12,7 @@ import msgspec
 from convoy.cluster.attestation import Attestation
 from convoy.cluster.head import plan_digest
 from convoy.cluster.loaded import LoadedPlan, load_plan
-from convoy.cluster.newest import NewestPlan
+from convoy.cluster.newest import SUPERSEDED, NewestPlan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
 from convoy.cluster.successor import SuccessorDial
@@ -143,7 +143,7 @@ class Peer:
                 return
             if isinstance(received.message, Plan) and received.message.generation > self._generation:
                 self._newest.note(received.message)
-                self._end_dial("another plan is here")
+                self._end_dial(SUPERSEDED)
                 self._end_ring()
         self._inbox.put(link, (link, received), weight_of(received))
 
@@ -301,8 +301,10 @@ class Peer:
             return head
         member, wait_s = self._me.roster.member(name), self._options.successor_wait_s
         self._dialling = dial = SuccessorDial(lambda: self._network.dial(self._me, member, wait_s), name)
-        if self._stopping or head.is_over or self._newest.supersedes(generation):
-            dial.abandon("the plan is over")  # said before there was a dial to abandon
+        if self._newest.supersedes(generation):
+            dial.abandon(SUPERSEDED)  # said before there was a dial to abandon
+        elif self._stopping or head.is_over:
+            dial.abandon("the plan is over")
         try:
             link = dial.wait()
         finally:
