@@ -16,8 +16,9 @@ import pytest
 from adversary.ledger import Row
 from adversary.process import VictimProcess
 from convoy.cluster.attestation import Attestation
-from convoy.cluster.head import FROM_PEER, plan_digest
+from convoy.cluster.granted import plan_digest
 from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.running import RunningCluster
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.engine.generation import generate

@@ -15,8 +15,8 @@ import pytest
 
 from convoy.cluster.attestation import Attestation
 from convoy.cluster.attester import Attester
-from convoy.cluster.head import FROM_PEER
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
+from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.running import RunningCluster
 from convoy.cluster.software import own_claims, package_digest
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PlanError, StageLost

@@ -13,7 +13,7 @@ import pytest
 from convoy.cluster.company import Company
 from convoy.cluster.head import Head
 from convoy.cluster.options import HeadOptions, PeerOptions
-from convoy.cluster.recovery import Recovery
+from convoy.cluster.recovery import StageRecovery
 from convoy.errors import ConvoyError, PlanError, StageLost
 from convoy.transport.link import Link
 from convoy.transport.member import LocalMember, Member
@@ -131,7 +131,7 @@ def test_a_recovery_is_paced_and_bounded_however_often_members_come_and_go() -> 
         granted=SimpleNamespace(members={"alpha", "beta"}, placement=None),
         route=lambda: SimpleNamespace(missing="layers 2-3"),
     )
-    recovery = Recovery(cast(Head, head), 0.3, 600.0, lambda _granted: cast(Any, None))
+    recovery = StageRecovery(cast(Head, head), 0.3, 600.0, lambda _granted: cast(Any, None))
     with pytest.raises(StageLost, match=r"nobody took over within 0\.3 s"):
         recovery._find_stages(None, time.monotonic())
     assert tries[-1] - tries[0] < 2.0

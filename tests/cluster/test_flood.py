@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
-from convoy.cluster.head import FROM_PEER
 from convoy.cluster.options import PeerOptions
 from convoy.cluster.peer import Peer, PeerEvent
+from convoy.cluster.rights import FROM_PEER
 from convoy.errors import ConvoyError
 from convoy.transport.link import ReceivedMessage
 from convoy.transport.network import MemoryNetwork

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cluster.head import FROM_PEER, Head, plan_digest
+from convoy.cluster.granted import plan_digest
+from convoy.cluster.head import Head
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
+from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.running import RunningCluster
 from convoy.engine.generation import generate
 from convoy.engine.request import GenerationRequest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -201,6 +202,27 @@ def test_who_does_not_come_back_in_time_ends_what_runs_and_one_that_comes_later_
         assert ask(cluster) == ANSWER
 
 
+def test_where_nobody_is_waited_for_the_next_look_still_takes_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve(member=small(), recover_wait_s=0.0)
+        looks: list[float] = []
+        again = cluster.head.planner.again
+
+        def look(*arguments: Any) -> Any:
+            looks.append(time.monotonic())
+            return again(*arguments)
+
+        monkeypatch.setattr(cluster.head.planner, "again", look)
+        s.peers["beta"].stop()
+        with pytest.raises(StageLost, match="nobody took over within 0 s"):
+            ask(cluster)
+        wait_until(lambda: len(looks) >= 3)
+        assert looks[2] - looks[0] >= 0.9
+
+
 def test_a_member_that_comes_back_below_the_minimum_is_not_used() -> None:
     policy = Policy(minimum=Level.SELF_SIGNED, software=(SoftwareRule("package", ()),))
     with scene("beta", "gamma") as s:
@@ -238,13 +260,13 @@ def test_a_member_that_refuses_every_plan_is_left_out(lacks: dict[str, object]) 
         assert ask(cluster) == ANSWER
 
 
-def refuse_long_rows(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on none of this peer's stages can run a row of more than 20 tokens."""
+def refuse_long_rows(monkeypatch: pytest.MonkeyPatch, *peers: Peer) -> None:
+    """From now on none of these peers' stages can run a row of more than 20 tokens."""
     run = Stage.run
 
     def refuse(stage: Stage, step: Step, hidden: Any, tokens: Any) -> Any:
-        loaded = peer._loaded
-        if loaded is not None and loaded.stage is stage and any(row.num_tokens > 20 for row in step.rows):
+        is_theirs = any(peer._loaded is not None and peer._loaded.stage is stage for peer in peers)
+        if is_theirs and any(row.num_tokens > 20 for row in step.rows):
             raise StepError("there is no memory for a row of that size")
         return run(stage, step, hidden, tokens)
 
@@ -255,7 +277,7 @@ def test_a_request_that_no_stage_can_run_ends_alone(monkeypatch: pytest.MonkeyPa
     with scene("beta") as s:
         s.join("beta")
         cluster = s.serve(member=small(), prefill_chunk=64)
-        refuse_long_rows(s.peers["beta"].peer, monkeypatch)
+        refuse_long_rows(monkeypatch, s.peers["beta"].peer)
         with pytest.raises(StageLost, match=r"failed at the request 8 times in a row: .* no memory"):
             generate(cluster.engine, LONG)
         short = GenerationRequest(LONG.prompt_ids[:9], SamplingParams(temperature=0.0), 8)
@@ -269,7 +291,24 @@ def test_a_member_that_fails_again_and_again_is_left_out(monkeypatch: pytest.Mon
         s.join("gamma")
         cluster = s.serve(prefill_chunk=64)
         undisturbed = generate(cluster.engine, LONG).token_ids
-        refuse_long_rows(s.peers["gamma"].peer, monkeypatch)
+        refuse_long_rows(monkeypatch, s.peers["gamma"].peer)
         longer = replace(LONG, cache_salt=b"nobody's")
         assert generate(cluster.engine, longer).token_ids == undisturbed
         assert stages(cluster) == ["alpha", "beta"]
+
+
+def test_a_request_that_no_member_can_run_costs_one_of_them_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        s.join("gamma")
+        cluster = s.serve(prefill_chunk=64)
+        refuse_long_rows(monkeypatch, *(peer.peer for peer in s.peers.values()))
+        with pytest.raises(
+            StageLost, match=r"failed at the request \d times in a row, at beta and at gamma: "
+        ):
+            generate(cluster.engine, LONG)
+        assert len(stages(cluster)) == 2
+        short = GenerationRequest(LONG.prompt_ids[:9], SamplingParams(temperature=0.0), 8)
+        assert len(generate(cluster.engine, short).token_ids) > 0

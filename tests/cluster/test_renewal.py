@@ -12,7 +12,7 @@ from msgspec.structs import replace as change
 
 from cluster.test_recovery import Scene, ask, scene, small, stages
 from convoy.cluster import renewal
-from convoy.cluster.recovery import Recovery
+from convoy.cluster.recovery import StageRecovery
 from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.request import GenerationRequest
@@ -137,7 +137,7 @@ def test_a_recovery_is_bounded_as_a_whole_and_says_its_reason_once(
         s.join("beta")
         cluster = s.serve(member=small(), recover_wait_s=0.5)
         recovery = cluster.engine._recovery
-        assert isinstance(recovery, Recovery)
+        assert isinstance(recovery, StageRecovery)
         assert recovery._whole_s == 600.5
         recovery._whole_s = 2.0  # a load may take longer where a test begins
         s.stack.callback(over.set)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cluster.test_peer import HEAD_OPTIONS, HELLO, Conversation
-from convoy.cluster.head import Head, plan_digest
+from convoy.cluster.granted import plan_digest
+from convoy.cluster.head import Head
 from convoy.cluster.options import PeerOptions
 from convoy.cluster.successor import SuccessorDial
 from convoy.errors import StepError

@@ -28,7 +28,7 @@ def copy_of(directory: Path, to: Path) -> Path:
 
 
 def load(path: Path, assignment: StageAssignment = WHOLE, **options: Any) -> Stage:
-    return Stage.load(ModelSource.resolve(str(path)), assignment, StageOptions(**options))
+    return Stage.load(ModelSource.resolve(str(path)), assignment, StageOptions(require_tags=False, **options))
 
 
 def edit_config(path: Path, **changes: object) -> None:

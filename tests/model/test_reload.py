@@ -13,8 +13,8 @@ from convoy.model.stage import Stage, StageOptions
 from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Models
 
-EXACT = StageOptions(kernel="exact-f32")
-PLAIN = StageOptions(kernel="plain-f32")
+EXACT = StageOptions(kernel="exact-f32", require_tags=False)
+PLAIN = StageOptions(kernel="plain-f32", require_tags=False)
 CHANGES = {
     "grows down": (StageAssignment("a", 2, 4, False, False), StageAssignment("a", 0, 4, True, False)),
     "grows up": (StageAssignment("a", 0, 2, True, True), StageAssignment("a", 0, 5, True, True)),

@@ -123,6 +123,13 @@ def test_a_block_that_a_sequence_holds_is_not_given_away(stage: Stage) -> None:
     stage.apply(step(released=[1], grants=[BlockGrant(2, 0, [0, 3])]))
 
 
+def test_a_row_that_names_no_prefix_is_refused(models: Models) -> None:
+    stage = Stage.load(models.source("odd"), StageAssignment("a", 0, 1, True, False), StageOptions())
+    stage.make_pools(NUM_BLOCKS)
+    with pytest.raises(StepError, match="sequence 1 does not say which prefix it stands behind"):
+        stage.apply(step(rows=[Row(1, 0, 3, 0)], grants=[BlockGrant(1, 0, [0])]))
+
+
 def test_a_step_before_the_pools_is_refused(models: Models) -> None:
     stage = Stage.load(models.source("odd"), StageAssignment("a", 1, 2, False, False), StageOptions())
     with pytest.raises(StepError, match="pools"):

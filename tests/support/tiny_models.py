@@ -168,7 +168,7 @@ class Models:
                 Stage.load(
                     source,
                     StageAssignment(f"m{i}", start, end, i == 0, i == len(limits) - 2),
-                    StageOptions(kernel=kernel),
+                    StageOptions(kernel=kernel, require_tags=False),
                 )
                 for i, (start, end) in enumerate(itertools.pairwise(limits))
             ]

@@ -70,7 +70,7 @@ def load_in_turn(
 ) -> InTurn:
     """Every stage of a plan in this process, with room for one sequence."""
     chosen = choose_kernel(kernel, num_threads)
-    options = StageOptions(kernel=chosen, block_size=BLOCK_SIZE, num_threads=num_threads)
+    options = StageOptions(kernel=chosen, block_size=BLOCK_SIZE, num_threads=num_threads, require_tags=False)
     stages = [Stage.load(source, assignment, options) for assignment in assignments]
     for stage in stages:
         stage.make_pools(num_blocks(max_tokens))

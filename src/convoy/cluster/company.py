@@ -15,6 +15,7 @@ from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.muster import Muster
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import HeadOptions
+from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.slow import Slow
 from convoy.cluster.vetting import Vetting
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
@@ -22,27 +23,10 @@ from convoy.transport.link import Link, Received, ReceivedMessage
 from convoy.transport.member import Member, Roster
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
-from convoy.wire.messages import FrameType, Hello, Inquire, Reached
+from convoy.wire.messages import Hello, Inquire, Reached
 
 _log = logging.getLogger(__name__)
 
-FROM_PEER = frozenset(
-    {
-        FrameType.HELLO,
-        FrameType.PROGRESS,
-        FrameType.READY,
-        FrameType.REFUSE,
-        FrameType.ACTIVATED,
-        FrameType.HIDDEN,
-        FrameType.STEP_FAILED,
-        FrameType.DRAWN,
-        FrameType.REACHED,
-        FrameType.BLOCKS,
-        FrameType.BLOCKS_DONE,
-        FrameType.CHALLENGE,
-        FrameType.EVIDENCE,
-    }
-)
 _DIAL_S = 5.0
 _GREET_S = 10.0
 _EXCLUDED_AGAIN_S = 60.0

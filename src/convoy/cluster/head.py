@@ -9,14 +9,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from convoy.cluster.company import FROM_PEER, Company
+from convoy.cluster.company import Company
+from convoy.cluster.granted import Granted, plan_digest
 from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.options import HeadOptions
+from convoy.cluster.picture import describe_stages
 from convoy.cluster.planning import Planner, Proposal
 from convoy.cluster.standbys import Standbys
 from convoy.cluster.status import StageStatus, StandbyStatus
@@ -28,39 +28,15 @@ from convoy.engine.pipeline import PipelineExecutor, PipelineOptions
 from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, PlanError, SpanError
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
-from convoy.plan.placement import Placement
 from convoy.plan.route import Route
 from convoy.transport.link import Link, Received
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
-from convoy.wire.codec import encode_message
-from convoy.wire.messages import Activate, Activated, Hello, Plan, Ready, StageAssignment
-
-__all__ = ["FROM_PEER", "Granted", "Head", "LoadProgress", "plan_digest"]
+from convoy.wire.messages import Activate, Activated, Hello, Plan, Ready
 
 _log = logging.getLogger(__name__)
 
 LoadProgress = Callable[[str, int, int], None]  # member, loaded bytes, total bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Granted:
-    """What the plan came to, once every member has loaded."""
-
-    plan: Plan
-    placement: Placement
-    weight_bytes: dict[str, int]
-    num_blocks: int
-    max_context: int
-
-    @property
-    def members(self) -> set[str]:
-        return {stage.member for stage in self.plan.stages}
-
-
-def plan_digest(plan: Plan) -> bytes:
-    """SHA-256 of the plan's encoding: what `Activate` names."""
-    return hashlib.sha256(encode_message(plan)).digest()
 
 
 class Head:
@@ -221,7 +197,8 @@ class Head:
         """The picture of the cluster now, with a fresh round trip to each peer."""
         granted = self.granted  # one and the same for all: another may come meanwhile
         assert granted is not None, "stages() before bring_up()"
-        return [self._stage_status(granted, assignment) for assignment in granted.plan.stages]
+        levels = {name: self.vetting.level(name).text for name in granted.members}
+        return describe_stages(granted, self.name, self._me.roster, self.links, levels)
 
     def sealed_bytes(self) -> int:
         """All that the head sent and received in sealed frames."""
@@ -365,36 +342,3 @@ class Head:
 
     def _joined(self, name: str) -> None:
         self.on_joined(name)
-
-    def _address(self, name: str) -> str:
-        """Empty for a member that a newer roster took out: its stage is lost, and shown until a new plan."""
-        found = [member.address for member in self._me.roster.members if member.name == name]
-        return "{}:{}".format(*found[0]) if found else ""
-
-    def _stage_status(self, granted: Granted, assignment: StageAssignment) -> StageStatus:
-        name = assignment.member
-        link = self.links.get(name)
-        return StageStatus(
-            member=name,
-            head=name == self.name,
-            level=self.vetting.level(name).text,
-            start=assignment.start,
-            end=assignment.end,
-            embed=assignment.embed,
-            output=assignment.output,
-            weight_bytes=granted.weight_bytes[name],
-            sees_token_ids=name in granted.placement.route.token_id_members,
-            address=self._address(name),
-            round_trip_s=None if link is None else _round_trip(link),
-            cipher=None if link is None else link.cipher,
-            link_id=None if link is None or link.is_over else link.link_id.hex(),
-            sealed_bytes_sent=0 if link is None else link.sent_sealed_bytes,
-            sealed_bytes_received=0 if link is None else link.received_sealed_bytes,
-        )
-
-
-def _round_trip(link: Link) -> float | None:
-    try:
-        return link.ping(timeout_s=1.0)
-    except (PeerError, LinkClosed):
-        return None  # shown as unknown: the engine is the one that reports a lost stage

@@ -13,7 +13,13 @@ from convoy.errors import ConfigError
 from convoy.plan.cost import TokenCost
 from convoy.plan.spec import ModelSpec
 from convoy.trust.policy import Policy
-from convoy.wire.messages import MAX_STEP_TOKENS
+from convoy.wire.messages import MAX_BATCH, MAX_STEP_TOKENS
+
+_UNITS = {
+    "max_batch": "sequences",
+    "prefill_window": "steps in flight",
+    "micro_batches": "steps in flight",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ class HeadOptions:
     def check(self) -> None:
         """Raises `ConfigError` for more steps in flight than a stage's queue takes, and for sizes below 1."""
         for name, least, most in (
-            ("max_batch", 1, None),
+            ("max_batch", 1, MAX_BATCH),
             ("max_step_tokens", 1, MAX_STEP_TOKENS),
             ("prefill_chunk", 1, MAX_STEP_TOKENS),
             ("prefill_window", 0, MAX_IN_FLIGHT),
@@ -93,10 +99,10 @@ class HeadOptions:
             ("speculate", 0, MAX_DRAFT),
         ):
             value = getattr(self, name)
-            if value < least or (most is not None and value > most):
-                unit = "steps in flight" if name in ("prefill_window", "micro_batches") else "tokens"
-                expected = f"at least {least}" if most is None else f"{least} to {most} {unit}"
-                raise ConfigError(f"{name} is {value}, expected {expected}")
+            if not least <= value <= most:
+                raise ConfigError(
+                    f"{name} is {value}, expected {least} to {most} {_UNITS.get(name, 'tokens')}"
+                )
 
     def num_micro_batches(self, num_stages: int) -> int:
         """Steps in flight while tokens are generated. One stage runs a step at a time anyway."""

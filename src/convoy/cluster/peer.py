@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import msgspec
 
 from convoy.cluster.attestation import Attestation
-from convoy.cluster.head import plan_digest
+from convoy.cluster.granted import plan_digest
 from convoy.cluster.loaded import LoadedPlan, load_plan
 from convoy.cluster.newest import SUPERSEDED, NewestPlan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
+from convoy.cluster.rights import FROM_HEAD, FROM_PREDECESSOR
 from convoy.cluster.successor import SuccessorDial
 from convoy.engine.keeper import MAX_REASON, BlockKeeper
 from convoy.errors import ConvoyError, LinkClosed, StepError
@@ -43,23 +44,6 @@ from convoy.wire.messages import (
 )
 
 _log = logging.getLogger(__name__)
-
-FROM_HEAD = frozenset(
-    {
-        FrameType.HELLO,
-        FrameType.PLAN,
-        FrameType.ACTIVATE,
-        FrameType.STEP,
-        FrameType.INQUIRE,
-        FrameType.HIDDEN,
-        FrameType.READ_BLOCKS,
-        FrameType.WRITE_BLOCKS,
-        FrameType.BLOCKS,
-        FrameType.CHALLENGE,
-        FrameType.EVIDENCE,
-    }
-)
-FROM_PREDECESSOR = frozenset({FrameType.HIDDEN})
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from convoy.cluster.backoff import Backoff
-from convoy.cluster.head import Granted, Head
+from convoy.cluster.culprit import first_that_keeps
+from convoy.cluster.granted import Granted
+from convoy.cluster.head import Head
 from convoy.cluster.planning import Proposal
 from convoy.engine.pipeline import PipelineExecutor
 from convoy.engine.recovered import Recovered, Renewal
@@ -50,7 +52,7 @@ class _Late:
     num_looks: int = 0
 
 
-class Recovery:
+class StageRecovery:
     """The engine's `Recovery` over a head. ``limits_of`` gives what the scheduler keeps to."""
 
     def __init__(
@@ -65,7 +67,7 @@ class Recovery:
         self._state = self._cause = ""
         self._late = _Late(-1)
         self._refusals: dict[str, int] = {}
-        self._relapses, self._num_relapses, self._recovered_s = Backoff(), 0, 0.0
+        self._relapses, self._num_failures, self._recovered_s = Backoff(), Counter[str | None](), 0.0
 
     def recover(self, error: StageLost) -> Recovered | None:
         """See `engine.recovered.Recovery`. Raises `StageLost` naming the missing layers."""
@@ -84,10 +86,11 @@ class Recovery:
         found_s = time.monotonic() - began_s
         self._head.stop()
         self._drop_silent()
-        if self._lost_text():
-            self._num_relapses = 0
+        relapse, failed_at = not self._lost_text(), self._failed_at()
+        if relapse:
+            self._relapsed(failed_at)
         else:
-            self._relapsed()
+            self._num_failures.clear()
         lost = self._lost_text()
         if not again:
             _log.warning("%s; %s", error.message, lost or "every member is there")
@@ -100,7 +103,7 @@ class Recovery:
             granted.placement.route.describe(),
         )
         self._recovered_s = time.monotonic()
-        return self._recovered(granted, relapse=not lost)
+        return self._recovered(granted, relapse=relapse, failed_at=failed_at if relapse else None)
 
     def has_use_for(self, name: str) -> bool:
         """Whether a member that came holds a stage in a better plan than the one that runs; slow or not."""
@@ -142,23 +145,35 @@ class Recovery:
         kept = self._granted.members - standbys <= proposal.members
         return proposal if kept and proposal.members - self._granted.members else None
 
-    def _recovered(self, granted: Granted, *, relapse: bool = False) -> Recovered:
-        assert self._head.executor is not None
-        limits, same_bits = self._limits_of(granted), self._head.planner.same_bits()
-        return Recovered(self._head.executor, limits, granted.max_context, relapse, same_bits)
+    def _recovered(
+        self, granted: Granted, *, relapse: bool = False, failed_at: str | None = None
+    ) -> Recovered:
+        executor = self._head.executor
+        assert executor is not None
+        return Recovered(
+            executor,
+            self._limits_of(granted),
+            granted.max_context,
+            relapse=relapse,
+            failed_at=failed_at,
+            same_bits=self._head.planner.same_bits(),
+        )
 
-    def _relapsed(self) -> None:
+    def _failed_at(self) -> str | None:
+        executor = self._head.executor
+        return executor.blamed if isinstance(executor, PipelineExecutor) else None
+
+    def _relapsed(self, failed_at: str | None) -> None:
         """Every member is there, and yet the stages failed: once a wire did, again and again a member does.
 
         It is given up if it can be spared. Otherwise each try waits longer.
         """
-        if not self._num_relapses or time.monotonic() - self._recovered_s > _CALM_S:
-            self._relapses, self._num_relapses = Backoff(), 0
-        self._num_relapses += 1
-        executor = self._head.executor
-        blamed = executor.blamed if isinstance(executor, PipelineExecutor) else None
-        if self._num_relapses > _MAX_REFUSALS and blamed is not None and self._can_spare(blamed):
-            self._head.company.give_up(blamed, "it fails again and again", slow=True)
+        if not self._num_failures or time.monotonic() - self._recovered_s > _CALM_S:
+            self._relapses, self._num_failures = Backoff(), Counter()
+        self._num_failures[failed_at] += 1
+        again = self._num_failures[failed_at] > _MAX_REFUSALS
+        if again and failed_at is not None and self._can_spare(failed_at):
+            self._head.company.give_up(failed_at, "it fails again and again", slow=True)
             return
         wait_s = self._relapses.next_s()
         self._say(f"every member is there; the next try is in {wait_s:.1f} s")
@@ -198,14 +213,12 @@ class Recovery:
         return min(gone, default=None) or min(silent, default=None)
 
     def _member_that_keeps(self, step: int) -> str | None:
-        """The first in the ring that has not passed the step on; None if all have: it is on its way."""
+        """None if all have passed the step on: it is on its way."""
         plan = self._granted.plan
         others = self._granted.members - {self._head.name}
         reached = self._head.company.positions(plan.generation, others, _PING_S)
-        for stage in plan.stages:
-            if stage.member != self._head.name and reached.get(stage.member, -1) < step:
-                return stage.member
-        return None
+        ring = [stage.member for stage in plan.stages if stage.member in others]
+        return first_that_keeps(ring, reached, step)
 
     def _keep(self, name: str) -> bool:
         """Whether to go on waiting for a member; one that is not kept is given up, or its links made anew."""

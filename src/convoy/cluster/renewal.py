@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from convoy.cluster.company import Company
-from convoy.cluster.recovery import Recovery
+from convoy.cluster.recovery import StageRecovery
 from convoy.engine.between import Between
 from convoy.engine.recovered import Renewal
 from convoy.errors import ConvoyError
@@ -35,7 +35,7 @@ class Renewals:
     def __init__(
         self,
         company: Company,
-        recovery: Recovery,
+        recovery: StageRecovery,
         when_idle: Callable[[str], None],
         between_steps: Callable[[Between], Any],
     ) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from convoy.cluster.head import Granted, Head, LoadProgress
+from convoy.cluster.granted import Granted
+from convoy.cluster.head import Head, LoadProgress
 from convoy.cluster.offer import other_bits
 from convoy.cluster.options import HeadOptions
-from convoy.cluster.recovery import Recovery
+from convoy.cluster.recovery import StageRecovery
 from convoy.cluster.renewal import Renewals
 from convoy.cluster.status import ClusterStatus
 from convoy.engine.engine import Engine, EngineOptions
@@ -167,7 +168,7 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
         renewals.joined(name)
 
     assert head.executor is not None
-    recovery = Recovery(head, options.recover_wait_s, options.load_wait_s, limits_of)
+    recovery = StageRecovery(head, options.recover_wait_s, options.load_wait_s, limits_of)
     engine = Engine(
         head.executor,
         tokenizer,

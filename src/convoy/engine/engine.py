@@ -40,7 +40,6 @@ __all__ = ["Engine", "EngineOptions", "EngineStats", "RequestHandle"]
 
 _log = logging.getLogger(__name__)
 _CLOSED = "the engine is closed"
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 5.0  # from one vain search for other stages to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +297,9 @@ class Engine:
                 return
             self._failed = None
             self._scheduler.reset(recovered.limits)
-            over = self._relapses.hopeless(self._live, ran, error) if recovered.relapse else []
+            over = []
+            if recovered.relapse:
+                over = self._relapses.hopeless(self._live, ran, error, recovered.failed_at)
             over += unfit(self._live.values(), room_for(self._max_context, self._scheduler.pool))
             for group, reason in over:
                 self._live.end_group(group, reason)
@@ -312,19 +313,15 @@ class Engine:
 
     def _ask(self, recovery: Recovery, error: StageLost) -> Recovered | None:
         """Where nobody takes over in time, what runs ends and nothing is taken on, until somebody does."""
-        pause_s = _FIRST_PAUSE_S
         while True:
-            until_s = time.monotonic() + pause_s
             try:
                 return recovery.recover(error)
             except StageLost as gone:
                 with self._changed:
-                    _log.error("nothing can run now: %s", gone.message)
+                    if self._failed is None:
+                        _log.error("nothing can run now: %s", gone.message)
                     self._fail(gone)
-                    # It may give up at once, and would be asked, and the log filled, without a pause.
-                    self._changed.wait_for(lambda: self._closing, until_s - time.monotonic())
                 error = gone
-                pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
 
     def _schedule(self) -> _InFlight | None:
         """The next step; None if there is only something to collect, or the engine is closed."""

@@ -14,7 +14,8 @@ from convoy.errors import StageLost
 class Recovered:
     """Other stages, which know no sequence yet.
 
-    ``relapse``: no member was lost, and yet the stages failed; so what was in flight may be why.
+    ``relapse``: no member was lost, and yet the stages failed; so what was in flight may be why. Where it is
+    known, ``failed_at`` is the member whose stage did.
     ``same_bits``: they compute to the bit what those before them did.
     """
 
@@ -22,6 +23,7 @@ class Recovered:
     limits: SchedulerLimits
     max_context: int
     relapse: bool = False
+    failed_at: str | None = None
     same_bits: bool = True
 
 
@@ -39,7 +41,8 @@ class Recovery(Protocol):
         """Other stages, or None where nothing was lost and the steps in flight may still come back.
 
         May take as long as members may be waited for. Raises `StageLost` where no stages were to be had in
-        that time, and may be asked again; any other `ConvoyError` is for good.
+        that time, and is asked again at once with it: then it does not answer without a pause. Any other
+        `ConvoyError` is for good.
         """
 
     def state(self) -> str:

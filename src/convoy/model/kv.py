@@ -52,8 +52,17 @@ class StagedStep:
 class BlockTables:
     """The tables of all live sequences of a stage. Integers only: this runs for every step."""
 
-    def __init__(self, *, num_groups: int, num_blocks: int, block_size: int, max_context: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_groups: int,
+        num_blocks: int,
+        block_size: int,
+        max_context: int,
+        require_tags: bool = True,
+    ) -> None:
         self.num_blocks = num_blocks
+        self._require_tags = require_tags
         self._num_groups = num_groups
         self._block_size = block_size
         self._max_context = max_context
@@ -239,6 +248,8 @@ class BlockTables:
             raise StepError(f"a row ends at position {end}, beyond the context of {self._max_context}")
 
     def _check_tags(self, row: Row, table: BlockTable) -> None:
+        if self._require_tags and not row.tag:
+            raise StepError(f"a row of sequence {row.sequence} does not say which prefix it stands behind")
         end = row.start + row.num_tokens
         num_ends = end // self._block_size - row.start // self._block_size
         expected = PREFIX_TAG_BYTES * (num_ends + max(1, row.num_outputs)) if row.tag else 0

@@ -28,12 +28,16 @@ MAX_CARRIED_BYTES = 64 * 1024 * 1024  # of K/V that is read or written at once
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How a stage computes. ``num_threads`` is set for the whole process, at load; None leaves torch's."""
+    """How a stage computes. ``num_threads`` is set for the whole process, at load; None leaves torch's.
+
+    Without ``require_tags`` it takes rows that name no prefix, from whoever runs one stage by itself.
+    """
 
     kernel: str = EXACT
     block_size: int = 16  # tokens
     device: str = "cpu"
     num_threads: int | None = None
+    require_tags: bool = True
 
 
 class Stage:
@@ -139,6 +143,7 @@ class Stage:
             num_blocks=num_blocks,
             block_size=self.options.block_size,
             max_context=spec.max_context,
+            require_tags=self.options.require_tags,
         )
         self._pools = {}
         try:

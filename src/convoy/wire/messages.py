@@ -56,7 +56,8 @@ Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
 # An empty entry has a few bytes on the wire, and a hundred or two in memory; so lists are bounded by what a
 # step can need, not by what a frame can hold. Each row, draw and answer of a step has a token of its own.
 MAX_STEP_TOKENS = 16 * 1024
-MAX_STEP_BIASES = 320 * 1024  # as many as 256 sequences and 64 guesses may have, in all draws of a step
+MAX_BATCH = 256  # sequences
+MAX_STEP_BIASES = 320 * 1024  # as many as MAX_BATCH sequences and 64 guesses may have, in all draws of a step
 MAX_STEP_BLOCKS = 1024 * 1024  # in all grants of a step: 32 shared prompts of 524,288 tokens in blocks of 16
 Entries = msgspec.Meta(max_length=MAX_STEP_TOKENS)
 Released = Annotated[list[int], msgspec.Meta(max_length=64 * 1024)]
