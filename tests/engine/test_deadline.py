@@ -120,6 +120,21 @@ def test_a_step_that_was_looked_after_gets_as_long_again(hand: Hand) -> None:
     assert clock.due_s() > hand.at_s
 
 
+def test_steps_behind_a_member_that_holds_everybody_up_teach_the_clock_nothing(hand: Hand) -> None:
+    clock = StepClock(60.0, hand)
+    pass_steps(clock, hand, 0.001, count=200)
+    for _ in range(10):
+        clock.sent(step())
+        clock.sent(step())
+        hand.at_s += 1.0
+        clock.extend(usual=False)
+        hand.at_s += 0.9
+        clock.returned()
+        clock.returned()
+    clock.sent(step())
+    assert clock.allowed_s() == 1.0
+
+
 def test_new_stages_get_time_to_touch_their_memory_and_keep_what_was_learnt(hand: Hand) -> None:
     clock = StepClock(60.0, hand)
     pass_steps(clock, hand, 0.001)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 
 from convoy.cluster.backoff import Backoffs
@@ -161,23 +162,30 @@ class Company:
 
     def silent(self, names: set[str], timeout_s: float) -> set[str]:
         """Which of those that are here give no sign of life in time. Whose link is over is not here."""
+        answers = self.answers(names, timeout_s)
+        return {name for name, after_s in answers.items() if after_s is None}
+
+    def answers(self, names: set[str], timeout_s: float) -> dict[str, float | None]:
+        """After how many seconds each of those that are here gave a sign of life; None: not in time."""
         with self._changed:
             links = [link for name, link in self.links.items() if name in names]
-        asked = {link: threading.Event() for link in links}
+        found: dict[str, float | None] = dict.fromkeys(link.peer for link in links)
+        began_s = time.monotonic()
 
-        def ask(link: Link, answered: threading.Event) -> None:
+        def ask(link: Link) -> None:
             try:
-                if link.is_there(timeout_s):
-                    answered.set()
+                is_there = link.is_there(timeout_s)
             except ConvoyError:  # its link says so itself
-                answered.set()
+                is_there = True
+            if is_there:
+                found[link.peer] = time.monotonic() - began_s
 
-        threads = [threading.Thread(target=ask, args=one, daemon=True) for one in asked.items()]
+        threads = [threading.Thread(target=ask, args=(link,), daemon=True) for link in links]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return {link.peer for link, answered in asked.items() if not answered.is_set()}
+        return found
 
     def positions(self, generation: int, names: set[str], timeout_s: float) -> dict[str, int]:
         """The last step that each has run and sent on, of those that answer in time."""

@@ -19,6 +19,7 @@ from convoy.cluster.backoff import Backoff
 from convoy.cluster.culprit import first_that_keeps
 from convoy.cluster.granted import Granted
 from convoy.cluster.head import Head
+from convoy.cluster.laggards import Laggards
 from convoy.cluster.planning import Proposal
 from convoy.engine.pipeline import PipelineExecutor
 from convoy.engine.recovered import Recovered, Renewal
@@ -66,6 +67,7 @@ class StageRecovery:
         self._cancelled = threading.Event()
         self._state = self._cause = ""
         self._late = _Late(-1)
+        self._laggards = Laggards()
         self._refusals: dict[str, int] = {}
         self._relapses, self._num_failures, self._recovered_s = Backoff(), Counter[str | None](), 0.0
 
@@ -190,13 +192,24 @@ class StageRecovery:
         if self._late.step != step:
             self._late = _Late(step)
         self._late.num_looks += 1
-        culprit = self._silent_member() or self._member_that_keeps(step)
+        looks = self._late.num_looks
+        answers = self._head.company.answers(
+            self._granted.members, _PING_S * 2 ** min(looks - 1, _PATIENCE - 1)
+        )
+        laggard = self._laggards.note({name: s for name, s in answers.items() if s is not None})
+        culprit = self._silent_member({name for name, s in answers.items() if s is None})
+        culprit = culprit or self._member_that_keeps(step)
+        if laggard is not None and self._laggards.is_one(laggard) and self._can_spare(laggard):
+            self._laggards.forget(laggard)
+            self._head.company.give_up(laggard, "it holds everybody up, step after step", slow=True)
+            return False
         if culprit is None or self._keep(culprit):
-            self._head.clock.extend()
+            # A member that can be spared must not teach the clock its own pace.
+            self._head.clock.extend(usual=laggard is None or not self._can_spare(laggard))
             return True
         return False
 
-    def _silent_member(self) -> str | None:
+    def _silent_member(self, silent: set[str]) -> str | None:
         """One that answers no ping, or whose link is over.
 
         Who can be spared is given up at once; who is needed after some looks, each longer than the last: then
@@ -204,7 +217,6 @@ class StageRecovery:
         """
         granted, company = self._granted, self._head.company
         looks = self._late.num_looks
-        silent = company.silent(granted.members, _PING_S * 2 ** min(looks - 1, _PATIENCE - 1))
         gone = granted.members - company.present().keys() - {self._head.name}
         for name in sorted(silent):
             if looks >= _PATIENCE or self._can_spare(name):

@@ -31,6 +31,7 @@ class _Sent:
     work: float  # its own and that of the steps before it
     at_s: float
     patience: float = 1.0
+    usual: bool = True
 
 
 class StepClock:
@@ -56,7 +57,9 @@ class StepClock:
     def returned(self) -> None:
         """The oldest step came back."""
         done = self._sent.popleft()
-        self._sizes.setdefault(_size(done.work), deque(maxlen=_KEPT)).append(self._now() - done.at_s)
+        if done.usual:
+            samples = self._sizes.setdefault(_size(done.work), deque(maxlen=_KEPT))
+            samples.append(self._now() - done.at_s)
         if self._settling:
             self._settling -= 1
             if not self._settling:
@@ -78,9 +81,14 @@ class StepClock:
         """When the oldest step in flight is late, by the clock."""
         return self._sent[0].at_s + self.allowed_s()
 
-    def extend(self) -> None:
-        """Whoever looked found no fault: the oldest step gets as long again, and more."""
+    def extend(self, *, usual: bool = True) -> None:
+        """Whoever looked found no fault: the oldest step gets as long again, and more.
+
+        Where that is not ``usual``, steps in flight now say nothing about those to come, however long they take.
+        """
         oldest = self._sent[0]
+        for sent in self._sent:
+            sent.usual = sent.usual and usual
         since = self._now() - oldest.at_s
         allowed_s = self.allowed_s()
         oldest.patience *= max(2.0, 2.0 * since / allowed_s)

@@ -1,0 +1,37 @@
+"""Who is noticed for answering late, with a clock of the test's own."""
+
+from __future__ import annotations
+
+from cluster.test_slow import Clock
+from convoy.cluster.laggards import Laggards
+
+
+def test_who_answers_late_three_times_within_a_minute_is_one() -> None:
+    clock = Clock()
+    laggards = Laggards(clock)
+    for _ in range(2):
+        assert laggards.note({"beta": 0.9, "gamma": 0.001}) == "beta"
+        clock.now_s += 2
+    assert not laggards.is_one("beta")
+    assert laggards.note({"beta": 0.7, "gamma": 0.5}) == "beta"
+    assert laggards.is_one("beta")
+    assert not laggards.is_one("gamma")
+    clock.now_s += 60
+    assert not laggards.is_one("beta")
+
+
+def test_who_answers_at_once_is_none_however_late_the_steps_are() -> None:
+    laggards = Laggards(Clock())
+    for _ in range(5):
+        assert laggards.note({"beta": 0.03, "gamma": 0.001}) is None
+    assert laggards.note({}) is None
+    assert not laggards.is_one("beta")
+
+
+def test_who_was_given_up_counts_from_the_beginning() -> None:
+    laggards = Laggards(Clock())
+    for _ in range(3):
+        laggards.note({"beta": 0.9})
+    laggards.forget("beta")
+    laggards.note({"beta": 0.9})
+    assert not laggards.is_one("beta")
