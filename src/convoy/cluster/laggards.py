@@ -1,4 +1,4 @@
-"""Members that answer, but late, whenever a step is late: each step comes in the end, and everybody crawls."""
+"""Members that answer, but late, whenever a step is late: each step comes, and everybody crawls."""
 
 from __future__ import annotations
 

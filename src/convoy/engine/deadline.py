@@ -84,7 +84,7 @@ class StepClock:
     def extend(self, *, usual: bool = True) -> None:
         """Whoever looked found no fault: the oldest step gets as long again, and more.
 
-        Where that is not ``usual``, steps in flight now say nothing about those to come, however long they take.
+        Where that is not ``usual``, the steps in flight now say nothing about those to come.
         """
         oldest = self._sent[0]
         for sent in self._sent:
