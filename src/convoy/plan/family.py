@@ -118,12 +118,12 @@ def read_cache_groups(
     reader: ConfigReader, family: Family, num_layers: int, attention: Attention
 ) -> tuple[CacheGroup, ...]:
     """The layers by what they retain: full attention first, then windows by size."""
-    elements = 2 * attention.num_kv_heads * attention.head_dim
+    heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.head_dim)
     groups: dict[int | None, list[int]] = {}
     for layer, window in enumerate(_layer_windows(reader, family, num_layers)):
         groups.setdefault(window, []).append(layer)
     return tuple(
-        CacheGroup("full" if window is None else f"window-{window}", window, tuple(layers), elements)
+        CacheGroup("full" if window is None else f"window-{window}", window, tuple(layers), *heads)
         for window, layers in sorted(groups.items(), key=lambda item: item[0] or 0)
     )
 

@@ -105,10 +105,7 @@ class ModelSpec:
 
     def kv_bytes(self, start: int, end: int, num_tokens: int, dtype: str) -> int:
         """K/V bytes of a sequence of ``num_tokens`` over layers [start, end); windows keep their window."""
-        return sum(
-            group.token_bytes(start, end, dtype) * group.retained_tokens(num_tokens)
-            for group in self.cache_groups
-        )
+        return sum(group.sequence_bytes(start, end, num_tokens, dtype) for group in self.cache_groups)
 
     def boundary_bytes(self, dtype: str) -> int:
         """Bytes that one token takes on every hop: [num_streams, hidden_size]."""
