@@ -19,6 +19,7 @@ from convoy.model.checkpoint import StoredTensor, map_tensor
 from convoy.model.exact import make_layer_exact, make_output_exact
 from convoy.model.library import LIBRARY
 from convoy.model.linear import PackedLinear
+from convoy.model.owned import owned_tensors
 from convoy.model.source import ModelSource
 from convoy.model.synthetic import draw_tensor
 from convoy.wire.messages import StageAssignment
@@ -105,7 +106,7 @@ def load_modules(
         kept.bytes_read = 0
         return kept
     config = _config(source, part)
-    wanted = _owned_tensors(source, part)
+    wanted = owned_tensors(source, part.layers, embed=part.embed, output=part.output)
     total = sum(tensor.num_bytes for tensor in wanted)
     state: dict[str, torch.Tensor] = {}
     bytes_read = 0
@@ -170,18 +171,6 @@ def _config(source: ModelSource, part: _Part) -> Any:
         # the library would look for an lm_head to tie
         config.tie_word_embeddings = False
     return config
-
-
-def _owned_tensors(source: ModelSource, part: _Part) -> list[StoredTensor]:
-    prefixes = [f"model.layers.{layer}." for layer in part.layers]
-    tied = source.spec.tied_embeddings
-    if part.embed or (part.output and tied):
-        prefixes.append("model.embed_tokens.")
-    if part.output:
-        prefixes.append("model.norm.")
-        if not tied:
-            prefixes.append("lm_head.")
-    return [t for name, t in source.tensors.items() if name.startswith(tuple(prefixes))]
 
 
 def _build(source: ModelSource, part: _Part, config: Any, state: dict[str, torch.Tensor]) -> nn.Module:
