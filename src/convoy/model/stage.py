@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.attention import LayerBatch
@@ -160,6 +161,11 @@ class Stage:
     @property
     def model_digest(self) -> str:
         return self._source[0]
+
+    @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """The layers here, by their number in the whole model."""
+        return self._modules.layers
 
     def apply(self, step: Step) -> None:
         """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""
