@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from convoy.plan.cache import DTYPE_BYTES, CacheGroup, dtype_bytes
 from convoy.plan.config import ConfigReader
@@ -42,6 +42,7 @@ class ModelSpec:
     forbidden_cuts: Mapping[int, str] = field(
         default_factory=dict
     )  # first layer after the cut -> why not there
+    is_packed: bool = False  # whether linears are held as exact mode packs them
 
     @classmethod
     def from_config(cls, config: Mapping[str, object], name: str) -> ModelSpec:
@@ -73,6 +74,10 @@ class ModelSpec:
             cache_groups=read_cache_groups(reader, family, num_layers, attention),
         )
 
+    def packed(self) -> ModelSpec:
+        """The same model as exact mode holds it."""
+        return replace(self, is_packed=True)
+
     def layer_bytes(self, layer: int, dtype: str) -> int:
         """Weight bytes of one layer."""
         return self.layer_elements[layer] * dtype_bytes(dtype)
@@ -88,7 +93,8 @@ class ModelSpec:
     def weight_bytes(self, start: int, end: int, *, embed: bool, output: bool, dtype: str) -> int:
         """Weight bytes of layers [start, end) with what else is owned.
 
-        A tied matrix counts once where embedding and output sit together, else at each of them.
+        A tied matrix counts once where embedding and output sit together, else at each of them. A packed one
+        cannot be looked up by row: then the embedding lies beside it, in the dtype of the file.
         """
         total = sum(self.layer_elements[start:end]) * dtype_bytes(dtype)
         if embed:
@@ -97,6 +103,8 @@ class ModelSpec:
             total += self.output_bytes(dtype)
         if embed and output and self.tied_embeddings:
             total -= self.embed_bytes(dtype)
+            if self.is_packed:
+                total += self.embed_bytes(self.stored_dtype)
         return total
 
     def kv_token_bytes(self, start: int, end: int, dtype: str) -> int:
