@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from convoy import __version__
@@ -33,6 +35,7 @@ from convoy.cli import (
     serve,
     session,
     status,
+    verify,
 )
 from convoy.cli import eval as eval_verb
 from convoy.cli import run as run_verb
@@ -40,13 +43,24 @@ from convoy.cli.output import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
     EXIT_USAGE,
+    print_json,
     report_convoy_error,
     report_error,
 )
+from convoy.cli.start import ask_for_huge_pages
 from convoy.errors import ConvoyError, UsageError
+
+
+class _VerbsOnly(TyperGroup):
+    """Its help lists verbs: the one flag for everybody is known, and all of it is to fit a screen."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)
+
 
 app = typer.Typer(
     name="convoy",
+    cls=_VerbsOnly,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -75,10 +89,14 @@ for name, group in {"identity": identity, "roster": roster, "attest": attest, "b
 for verb in (doctor.doctor, status.status, chat.chat):
     app.command()(verb)
 app.command("eval")(eval_verb.evaluate)
+app.command()(verify.verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Exits with 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
+    # What the rooms log while a head or a peer runs for weeks: each line with its time.
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    ask_for_huge_pages()
     # So that a terminated command leaves its `with` blocks, and takes its processes and files with it.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)
@@ -102,7 +120,9 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         return _nobody_reads()
     except (KeyboardInterrupt, typer.Abort):
-        report_error("Interrupted", "interrupted", None, as_json=as_json)
+        # Whoever did that knows it: a person needs no error, a script its one value.
+        if as_json:
+            print_json({"error": {"type": "Interrupted", "message": "interrupted", "hint": None}})
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - the last place that can report it
         if _debug_wanted(options):

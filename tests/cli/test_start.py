@@ -1,0 +1,44 @@
+"""What a command does before it imports torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from convoy.cli.start import ask_for_huge_pages
+
+_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_ASKS = """
+import sys
+from convoy.cli.start import ask_for_huge_pages
+if sys.argv[1] == "asks":
+    ask_for_huge_pages()
+import torch
+kept = torch.ones(64 << 20)
+lines = open("/proc/self/smaps_rollup").read().splitlines()
+print(next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:")))
+"""
+
+
+def test_the_operator_has_the_last_word_about_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    ask_for_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+
+
+@pytest.mark.skipif(
+    not _HUGE.is_file() or "[madvise]" not in _HUGE.read_text(),
+    reason="only a Linux that gives huge pages to who asks, and to nobody else, shows whether one asked",
+)
+def test_what_is_large_lies_in_huge_pages_once_they_were_asked_for() -> None:
+    def huge_kib(word: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASKS, word], capture_output=True, text=True, check=True, timeout=120
+        )
+        return int(done.stdout)
+
+    assert huge_kib("asks") > huge_kib("does not") + 128 * 1024
