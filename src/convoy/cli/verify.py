@@ -1,0 +1,170 @@
+"""``convoy verify``: the parity certificate of a model on this machine, cut in every way that is allowed."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.output import (
+    EXIT_FAILURE,
+    JsonFlag,
+    plain,
+    print_json,
+    print_note,
+    print_table,
+    report_error,
+)
+from convoy.errors import UsageError
+
+if TYPE_CHECKING:
+    from convoy.evaluate.certificate import Certificate, LayoutResult
+    from convoy.model.source import ModelSource
+
+_MAX_PROMPTS = 64
+
+
+def verify(
+    model: Annotated[
+        str, typer.Argument(help="demo, demo-mini, a Hugging Face directory or synthetic:NAME.")
+    ],
+    kernel: Annotated[str, typer.Option(help="auto, exact-f32 or plain-f32.")] = "auto",
+    cuts: Annotated[
+        str, typer.Option(help="all, or at most how many places to cut into two; and a sample into three.")
+    ] = "all",
+    prompts: Annotated[
+        str, typer.Option(help="How many random prompts, or a file with one on each line.")
+    ] = "4",
+    tokens: Annotated[int, typer.Option(min=1, max=256, help="To decode behind each prompt.")] = 6,
+    threads: Annotated[int | None, typer.Option(min=1, help="That compute.  [default: torch's]")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Prove that a model split in any way answers as it does whole."""
+    max_cuts = _max_cuts(cuts)
+    from convoy.evaluate.verify import VerifyOptions
+    from convoy.evaluate.verify import verify as run
+    from convoy.model.selfcheck import choose_kernel, why_not_exact
+    from convoy.model.source import ModelSource
+
+    source = ModelSource.resolve(model)
+    asked = _prompts(source, prompts, tokens)
+    chosen = choose_kernel(kernel, threads)
+    if kernel == "auto" and (reason := why_not_exact(threads)):
+        print_note(f"kernel {chosen}: {reason}")
+    options = VerifyOptions(chosen, max_cuts, num_tokens=tokens, num_threads=threads)
+    report(run(source, asked, options, _show_progress), as_json=as_json)
+
+
+def report(found: Certificate, *, as_json: bool) -> None:
+    """The table or the one JSON value; exit 1 where anything failed."""
+    if as_json:
+        print_json(_finite({"passed": found.passed, **_object(found)}))
+    else:
+        _print(found)
+    if not found.passed:
+        failed = f"{found.num_failed} of {len(found.results)} layouts of {found.model}"
+        report_error("ParityFailed", f"{failed} are not as they must be", None, as_json=False)
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _max_cuts(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 7):
+        raise UsageError(f"--cuts is {text!r}, expected all or a number")
+    return int(text)
+
+
+def _prompts(source: ModelSource, text: str, num_tokens: int) -> list[list[int]]:
+    from convoy.evaluate.prompts import draw_prompts, read_prompts
+    from convoy.model.text import Tokenizer
+
+    if not (text.isascii() and text.isdigit()):
+        return read_prompts(Path(text), Tokenizer(source), source.spec, num_tokens)
+    if not (len(text) < 7 and 1 <= int(text) <= _MAX_PROMPTS):
+        raise UsageError(f"--prompts is {text}, expected 1 to {_MAX_PROMPTS}, or a file")
+    return draw_prompts(source.spec, int(text), num_tokens)
+
+
+def _show_progress(done: int, total: int, what: str) -> None:
+    if sys.stderr.isatty():
+        line = f"{done}/{total} layouts, {what}" if what else ""
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _print(found: Certificate) -> None:
+    lengths = found.prompt_tokens
+    print(
+        f"{found.model}: {found.num_layers} layers, {found.kernel}; {len(lengths)} prompts of "
+        f"{min(lengths)} to {max(lengths)} tokens, {found.decoded_tokens} decoded behind each; "
+        f"chunks of {', '.join(map(str, found.chunks))}"
+    )
+    print_table(
+        ("layers of each member", "one piece", "chunks", "decode", "batch", "transformers", "once", "tokens"),
+        [_row(found, result) for result in found.results],
+    )
+    for line in _limits(found):
+        print(line)
+    for result in found.results:
+        for failure in result.failures:
+            print(f"FAILED {result.spans}: {failure}")
+    if found.passed:
+        print(f"passed: {len(found.results)} layouts in {found.duration_s:.1f} s")
+
+
+def _row(found: Certificate, result: LayoutResult) -> tuple[object, ...]:
+    return (
+        result.spans,
+        *(_number(distance) for distance in result.from_unsplit.values()),
+        None if result.library is None else _number(result.library.greatest),
+        f"{result.layers_once}/{found.num_layers}",
+        "equal" if result.tokens_equal else "DIFFER",
+    )
+
+
+def _limits(found: Certificate) -> list[str]:
+    """What the columns are and what they must be."""
+    unsplit, library = found.limits.unsplit, found.limits.library
+    must = f"at most {unsplit:g} for each ten units of logit" if unsplit else "which must be 0"
+    lines = [
+        f"one piece to batch: the greatest difference of a logit from one stage with all layers, {must}",
+        f"transformers: from the whole model of {found.library} in float32, at most {library:g} for each ten "
+        f"units of logit; the median over positions at most {library:g}",
+        "once: layers that ran exactly once in every step",
+    ]
+    of_whole = found.results[0].library
+    if of_whole is not None:
+        reach = of_whole.greatest_logit
+        lines.append(
+            f"the whole: logits reach {reach:.3g}, so at most {found.limits.grown(library, reach):.1e}; "
+            f"greatest {of_whole.greatest:.1e}, median {of_whole.median:.1e}, "
+            f"near ties {of_whole.num_near_ties}"
+        )
+    lines += [f"no cut before layer {cut}: {reason}" for cut, reason in found.forbidden_cuts.items()]
+    lines += [
+        f"not covered: a window of {window} tokens, longer than every prompt"
+        for window in found.unreached_windows
+    ]
+    return lines
+
+
+def _number(value: float) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _object(found: Certificate) -> dict[str, object]:
+    value = plain(found)
+    assert isinstance(value, dict)
+    return value
+
+
+def _finite(value: object) -> object:
+    """JSON has no infinity: None is what was not a number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

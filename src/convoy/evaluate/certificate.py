@@ -1,0 +1,84 @@
+"""What a check of a model's cuts found, and what it had to find: numbers beside their limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from convoy.model.selfcheck import EXACT, PLAIN
+
+WAYS = ("one piece", "chunks", "decode", "batch")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far logits may lie from those of the unsplit stage, and from the library's whole model.
+
+    Both are for logits up to 10 and grow in proportion beyond: float32 rounds in proportion. The median
+    distance from the library, over positions, has the same limit and does not grow.
+    """
+
+    unsplit: float
+    library: float
+
+    @staticmethod
+    def grown(limit: float, greatest_logit: float) -> float:
+        """``limit`` for logits that reach ``greatest_logit``."""
+        return limit * max(1.0, greatest_logit / 10)
+
+
+LIMITS = {EXACT: Limits(0.0, 2e-5), PLAIN: Limits(2e-5, 2e-5)}
+
+
+@dataclass(frozen=True)
+class Distance:
+    """From the library's logits, over every position of every prompt."""
+
+    greatest: float
+    median: float  # of each position's greatest
+    greatest_logit: float  # of the library's
+    num_near_ties: int  # tokens that differ where the library's best two are too close to tell apart
+
+
+@dataclass
+class LayoutResult:
+    """One layout. ``from_unsplit`` has the greatest difference of each of `WAYS`; infinite for a NaN."""
+
+    spans: str
+    num_stages: int
+    from_unsplit: dict[str, float] = field(default_factory=dict)
+    library: Distance | None = None
+    layers_once: int = 0  # layers that ran exactly once in every step
+    tokens_equal: bool = False
+    failures: list[str] = field(default_factory=list)
+    duration_s: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+
+@dataclass
+class Certificate:
+    """All of a model's results. It is worth what its prompts and cuts are: both are in it."""
+
+    model: str
+    digest: str
+    kernel: str
+    library: str  # "transformers 5.23.0"
+    limits: Limits
+    num_layers: int
+    prompt_tokens: tuple[int, ...]
+    decoded_tokens: int  # for each prompt
+    chunks: tuple[int, ...]
+    forbidden_cuts: dict[int, str]
+    unreached_windows: tuple[int, ...]  # attention windows that no prompt here is longer than
+    results: list[LayoutResult] = field(default_factory=list)
+    duration_s: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.results) and all(result.passed for result in self.results)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(not result.passed for result in self.results)

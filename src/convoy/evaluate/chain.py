@@ -1,0 +1,117 @@
+"""Stages joined in one process, without links, and a count of the layers that each step runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.plan.spec import ModelSpec
+from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+
+StageLoader = Callable[[ModelSource, StageAssignment, StageOptions, Stage | None], Stage]
+
+
+def load_stage(
+    source: ModelSource, assignment: StageAssignment, options: StageOptions, before: Stage | None
+) -> Stage:
+    """A stage as a member loads it, with what ``before`` has of it already."""
+    return Stage.load(source, assignment, options, before=before)
+
+
+class StageChain:
+    """The stages of one layout. It hands out K/V blocks as a head would, and keeps an account of layers."""
+
+    def __init__(self, spec: ModelSpec, stages: Sequence[Stage], lengths: Sequence[int]) -> None:
+        """``lengths``: what the sequences that live at once grow to, in tokens."""
+        self.stages = list(stages)
+        self.wrong_layers: dict[int, int] = {}  # a layer that did not run once in a step, how often it did
+        self._spec = spec
+        self._block_size = self.stages[0].options.block_size
+        in_full = sum(-(-length // self._block_size) for length in lengths)
+        num_blocks = [len(lengths) if g.kind == "recurrent" else in_full for g in spec.cache_groups]
+        self._free = [list(range(count)) for count in num_blocks]
+        self._ids: dict[int, int] = {}  # a sequence's, which no other ever has
+        self._tables: dict[int, list[list[int]]] = {}
+        self._lengths: dict[int, int] = {}
+        self._released: list[int] = []
+        self._numbers, self._unused = itertools.count(), itertools.count()
+        for stage in self.stages:
+            stage.make_pools(num_blocks)
+
+    def run(self, rows: Sequence[tuple[int, Sequence[int]]], max_row_tokens: int) -> list[torch.Tensor]:
+        """Logits [n, vocabulary] of each (sequence, n tokens), which go behind what the sequence has.
+
+        ``max_row_tokens`` is the longest row that these sequences will ever have: it sizes their rings.
+        """
+        step = self._step(rows, max_row_tokens)
+        ids = torch.tensor([token for _, tokens in rows for token in tokens], dtype=torch.int64)
+        ran: Counter[int] = Counter()
+        hidden: torch.Tensor | None = None
+        for stage in self.stages:
+            mine = stage.assignment
+            needs_ids = mine.embed or self._spec.needs_token_ids(mine.start, mine.end)
+            with _counted(stage.layers, ran):
+                hidden = stage.run(step, hidden, ids if needs_ids else None)
+        self._account(ran)
+        assert hidden is not None
+        owner = next(stage for stage in self.stages if stage.assignment.output)
+        logits = owner.output(owner.select(step, hidden))
+        return list(torch.split(logits, [len(tokens) for _, tokens in rows]))
+
+    def release(self, sequence: int) -> None:
+        """With the next step."""
+        number = self._ids.pop(sequence)
+        self._released.append(number)
+        del self._lengths[number]
+        for free, blocks in zip(self._free, self._tables.pop(number), strict=True):
+            free.extend(blocks)
+
+    def _step(self, rows: Sequence[tuple[int, Sequence[int]]], max_row_tokens: int) -> Step:
+        released, self._released = self._released, []
+        grants: list[BlockGrant] = []
+        wire_rows = []
+        for sequence, tokens in rows:
+            number = self._ids.setdefault(sequence, next(self._unused))
+            start = self._lengths.get(number, 0)
+            grants += self._grants(number, start + len(tokens), max_row_tokens)
+            wire_rows.append(Row(number, start, len(tokens), len(tokens)))
+            self._lengths[number] = start + len(tokens)
+        return Step(next(self._numbers), released, grants, wire_rows, b"")
+
+    def _grants(self, sequence: int, num_tokens: int, max_row_tokens: int) -> Iterator[BlockGrant]:
+        tables = self._tables.setdefault(sequence, [[] for _ in self._free])
+        for index, (table, free) in enumerate(zip(tables, self._free, strict=True)):
+            ring = self._spec.cache_groups[index].ring_blocks(self._block_size, max_row_tokens)
+            wanted = -(-num_tokens // self._block_size)
+            missing = (wanted if ring is None else min(wanted, ring)) - len(table)
+            if missing > 0:
+                blocks = [free.pop() for _ in range(missing)]
+                table.extend(blocks)
+                yield BlockGrant(sequence, index, blocks)
+
+    def _account(self, ran: Counter[int]) -> None:
+        for layer in range(self._spec.num_layers):
+            if ran[layer] != 1:
+                self.wrong_layers.setdefault(layer, ran[layer])
+
+
+@contextmanager
+def _counted(layers: Mapping[int, nn.Module], ran: Counter[int]) -> Iterator[None]:
+    """Counts each call of a layer under its number in the whole model."""
+
+    def count(layer: int) -> Callable[..., None]:
+        return lambda *_: ran.update((layer,))
+
+    hooks = [module.register_forward_hook(count(layer)) for layer, module in layers.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

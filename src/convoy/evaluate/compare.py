@@ -1,0 +1,132 @@
+"""Logits and tokens held against those of the unsplit stage and of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from convoy.evaluate.certificate import WAYS, Distance, Limits
+from convoy.evaluate.runs import Prompts, Run
+
+
+class Expected:
+    """For each prompt: its tokens and those drawn after it, and the logits of every position, twice."""
+
+    def __init__(self, prompts: Prompts) -> None:
+        self._prompts = prompts
+        self._parts: list[list[torch.Tensor]] = [[] for _ in prompts]
+        self.tokens: list[tuple[int, ...]] = [() for _ in prompts]
+        self.unsplit: list[torch.Tensor] = []
+        self.library: list[torch.Tensor] = []
+
+    def add(self, run: Run) -> None:
+        """A run of the unsplit stage by itself, in the order of positions."""
+        self._parts[run.prompt].append(run.logits)
+        self.tokens[run.prompt] = run.tokens
+        if len(run.tokens):
+            self.unsplit.append(torch.cat(self._parts[run.prompt]))
+            self._parts[run.prompt].clear()
+
+    def add_library(self, logits: Sequence[torch.Tensor]) -> None:
+        """The library's logits of `texts`."""
+        self.library = list(logits)
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Each prompt with the tokens drawn after it, the last apart: nothing was computed from that."""
+        return [[*prompt, *drawn[:-1]] for prompt, drawn in zip(self._prompts, self.tokens, strict=True)]
+
+    def num_near_ties(self, limits: Limits) -> tuple[int, int]:
+        """Of the drawn tokens that the library would not draw: how many are near ties, and how many not."""
+        near = wrong = 0
+        for prompt, drawn, logits in zip(self._prompts, self.tokens, self.library, strict=True):
+            for place, token in enumerate(drawn, start=len(prompt) - 1):
+                row = logits[place]
+                if int(row.argmax()) == token:
+                    continue
+                best = float(row.max())
+                # each of the two may be off by the limit
+                close = best - float(row[token]) <= 2 * limits.grown(limits.library, float(row.abs().max()))
+                near, wrong = near + close, wrong + (not close)
+        return near, wrong
+
+
+class Comparison:
+    """The runs of one layout against what is expected."""
+
+    def __init__(self, expected: Expected, limits: Limits) -> None:
+        self.from_unsplit = dict.fromkeys(WAYS, 0.0)
+        self.tokens_equal = True
+        self._expected = expected
+        self._limits = limits
+        self._library: list[list[torch.Tensor]] = [[] for _ in expected.tokens]  # by prompt, [n] each
+
+    def add(self, run: Run) -> None:
+        """Runs of one prompt that draw tokens must draw those that are expected."""
+        places = slice(run.start, run.start + len(run.logits))
+        unsplit = _distances(run.logits, self._expected.unsplit[run.prompt][places])
+        self.from_unsplit[run.way] = max(self.from_unsplit[run.way], _greatest(unsplit))
+        library = self._expected.library[run.prompt][places]
+        self._library[run.prompt].append(_distances(run.logits, library))
+        if run.tokens and run.tokens != self._expected.tokens[run.prompt]:
+            self.tokens_equal = False
+
+    def library_distance(self) -> Distance | None:
+        """None where nothing ran."""
+        every = [distances for parts in self._library for distances in parts]
+        if not every:
+            return None
+        joined = torch.cat(every)
+        return Distance(
+            greatest=_greatest(joined),
+            median=float(joined.median()),
+            greatest_logit=max(_greatest(logits.abs()) for logits in self._expected.library),
+            num_near_ties=self._expected.num_near_ties(self._limits)[0],
+        )
+
+    def failures(self, library: str) -> list[str]:
+        """One line for each thing that is not as it must be; no token is named."""
+        found = []
+        reach = max(_greatest(logits.abs()) for logits in self._expected.library)
+        allowed = self._limits.grown(self._limits.unsplit, reach)
+        for way, distance in self.from_unsplit.items():
+            if not distance <= allowed:
+                found.append(
+                    f"{way}: logits differ from the unsplit stage's by {distance:.2g}, "
+                    f"expected {f'at most {allowed:.2g}' if allowed else 'no difference'}"
+                )
+        if not self.tokens_equal:
+            found.append("tokens differ from the unsplit stage's")
+        return found + self._library_failures(library)
+
+    def _library_failures(self, library: str) -> list[str]:
+        limit, found = self._limits.library, []
+        for index, parts in enumerate(self._library):
+            reach = _greatest(self._expected.library[index].abs())
+            allowed, distance = self._limits.grown(limit, reach), max(map(_greatest, parts), default=0.0)
+            if not distance <= allowed:
+                found.append(
+                    f"prompt {index}: logits differ from those of {library} by {distance:.2g}, "
+                    f"expected at most {allowed:.2g} where they reach {reach:.3g}"
+                )
+        distance_of_all = self.library_distance()
+        if distance_of_all is not None and not distance_of_all.median <= limit:
+            found.append(
+                f"the median distance from {library} is {distance_of_all.median:.2g}, "
+                f"expected at most {limit:.2g}"
+            )
+        wrong = self._expected.num_near_ties(self._limits)[1]
+        if wrong:
+            found.append(f"{wrong} tokens are not those of {library}, and no near ties")
+        return found
+
+
+def _distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """[n]: each position's greatest difference; infinite where either is not finite."""
+    distances = (found - expected).abs().amax(-1)
+    return torch.where(torch.isfinite(distances), distances, torch.inf)
+
+
+def _greatest(distances: torch.Tensor) -> float:
+    return float(distances.max()) if distances.numel() else 0.0

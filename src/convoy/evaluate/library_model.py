@@ -1,0 +1,92 @@
+"""The whole model as `transformers` itself loads and runs it: the judge of what our stages compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from convoy.errors import ModelError
+from convoy.model.library import LIBRARY
+from convoy.model.source import ModelSource
+from convoy.model.synthetic import draw_tensor
+
+LIBRARY_DTYPE = torch.float32
+
+
+def library_version() -> str:
+    """``transformers 5.23.0``"""
+    import transformers
+
+    return f"transformers {transformers.__version__}"
+
+
+@torch.inference_mode()
+def library_logits(
+    source: ModelSource,
+    texts: Sequence[Sequence[int]],
+    on_text: Callable[[int], None] = lambda _: None,
+) -> list[torch.Tensor]:
+    """Float32 logits [T, vocabulary] of each text, which runs alone, whole, without a cache.
+
+    The library's own modules and eager attention, in float32. The model is in memory while this runs, once.
+    Raises ModelError where the library cannot load it.
+    """
+    model = _load(source)
+    found = []
+    for index, text in enumerate(texts):
+        on_text(index)
+        logits: torch.Tensor = model(torch.tensor([list(text)]), use_cache=False).logits[0]
+        found.append(logits.to(torch.float32).clone())
+    return found
+
+
+def _load(source: ModelSource) -> Any:
+    with LIBRARY:
+        import transformers
+
+        options: dict[str, Any] = {
+            "dtype": LIBRARY_DTYPE,
+            "attn_implementation": "eager",
+            "local_files_only": True,
+        }
+        try:
+            with _quiet():
+                if source.seed is not None:
+                    return _drawn(source, options)
+                model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                    str(source.path), trust_remote_code=False, **options
+                )
+        except (RuntimeError, ValueError, KeyError, OSError, TypeError) as error:
+            raise ModelError(f"{source.name}: transformers cannot load it: {error}") from error
+        return model.eval()
+
+
+def _drawn(source: ModelSource, options: dict[str, Any]) -> Any:
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    assert source.seed is not None
+    config = transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
+    state = {name: draw_tensor(tensor, source.seed) for name, tensor in source.tensors.items()}
+    whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return whole.from_pretrained(None, config=config, state_dict=state, **options).eval()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No output of the library's: what is wrong comes as an error."""
+    import transformers
+
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()  # type: ignore[no-untyped-call]
+    log.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()  # type: ignore[no-untyped-call]

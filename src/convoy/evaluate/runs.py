@@ -1,0 +1,80 @@
+"""The ways in which a step may meet a prompt: in one piece, in chunks, token by token, beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from convoy.evaluate.chain import StageChain
+
+Prompts = Sequence[Sequence[int]]
+_EARLY_CHUNK = 7  # of every other prompt of a batch
+
+
+@dataclass(frozen=True)
+class Run:
+    """One prompt run in one way. ``logits`` [n, vocabulary] are of positions from ``start`` on."""
+
+    way: str
+    prompt: int  # its index
+    start: int
+    logits: torch.Tensor
+    tokens: tuple[int, ...] = ()  # drawn, where this way draws
+
+
+def alone(chain: StageChain, prompts: Prompts, num_tokens: int) -> Iterator[Run]:
+    """Each prompt by itself in one row, and then ``num_tokens`` greedy tokens, one a step."""
+    for index, prompt in enumerate(prompts):
+        (logits,) = chain.run([(index, prompt)], len(prompt))
+        yield Run("one piece", index, 0, logits)
+        tokens, steps = [_best(logits)], []
+        while len(tokens) < num_tokens:
+            (last,) = chain.run([(index, tokens[-1:])], len(prompt))
+            steps.append(last)
+            tokens.append(_best(last))
+        chain.release(index)
+        rest = torch.cat(steps) if steps else logits[:0]
+        yield Run("decode", index, len(prompt), rest, tuple(tokens))
+
+
+def chunked(chain: StageChain, texts: Prompts, chunk: int) -> Iterator[Run]:
+    """Each text by itself, known to its end, in chunks of ``chunk`` tokens."""
+    for index, text in enumerate(texts):
+        parts = [chain.run([(index, text[at : at + chunk])], chunk)[0] for at in range(0, len(text), chunk)]
+        chain.release(index)
+        yield Run("chunks", index, 0, torch.cat(parts))
+
+
+def batched(chain: StageChain, prompts: Prompts, num_tokens: int) -> Iterator[Run]:
+    """All prompts, of unequal lengths, in the same steps.
+
+    One more joins at each step, every other one in chunks, while those before it decode.
+    """
+    found: list[list[torch.Tensor]] = [[] for _ in prompts]
+    drawn: list[list[int]] = [[] for _ in prompts]
+    waiting = [list(prompt) for prompt in prompts]
+    joined, longest = 0, max(map(len, prompts))
+    while any(len(tokens) < num_tokens for tokens in drawn):
+        joined = min(joined + 1, len(prompts))
+        rows = []
+        for index in range(joined):
+            if waiting[index]:
+                size = _EARLY_CHUNK if index % 2 else len(waiting[index])
+                rows.append((index, waiting[index][:size]))
+                del waiting[index][:size]
+            elif len(drawn[index]) < num_tokens:
+                rows.append((index, drawn[index][-1:]))
+        for (index, _), logits in zip(rows, chain.run(rows, longest), strict=True):
+            found[index].append(logits)
+            if not waiting[index]:
+                drawn[index].append(_best(logits))
+    for index, parts in enumerate(found):
+        chain.release(index)
+        yield Run("batch", index, 0, torch.cat(parts), tuple(drawn[index]))
+
+
+def _best(logits: torch.Tensor) -> int:
+    """The lowest of the greatest, as sampling draws it."""
+    return int(logits[-1].numpy().argmax())

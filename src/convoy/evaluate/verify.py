@@ -1,0 +1,160 @@
+"""The parity certificate: a model cut in every way that is allowed answers as it does whole, and as the
+library's whole model does.
+
+Memory: one copy of the model at a time. The unsplit stage runs first, then the library's model, then one
+layout after another, each taking over the layers that the one before it has. What is kept between them is the
+logits of all positions, twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain as joined
+
+from convoy.errors import ConvoyError
+from convoy.evaluate.certificate import LIMITS, Certificate, LayoutResult
+from convoy.evaluate.chain import StageChain, StageLoader, load_stage
+from convoy.evaluate.compare import Comparison, Expected
+from convoy.evaluate.cuts import Layout, layout_text, layouts, whole
+from convoy.evaluate.library_model import library_logits, library_version
+from convoy.evaluate.prompts import unreached_windows
+from convoy.evaluate.runs import Prompts, Run, alone, batched, chunked
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+
+CHUNKS = (7, 16, 50)  # below, at and above a block
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What to run. ``max_cuts`` None: every cut into two; ``num_tokens`` are decoded for each prompt."""
+
+    kernel: str
+    max_cuts: int | None = None
+    num_tokens: int = 6
+    chunks: tuple[int, ...] = CHUNKS
+    num_threads: int | None = None
+
+
+Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
+
+
+def verify(
+    source: ModelSource,
+    prompts: Prompts,
+    options: VerifyOptions,
+    progress: Progress = lambda *_: None,
+    load: StageLoader = load_stage,
+) -> Certificate:
+    """Check the whole and the cuts of ``source``. What fails is in the certificate, and ends nothing.
+
+    ``prompts`` are token ids, none empty. Raises ModelError where the model cannot be loaded whole, by us or
+    by the library, SelfCheckError where the kernel does not hold on this machine.
+    """
+    started = time.monotonic()
+    bench = _Bench(source, prompts, options, load)
+    every = [whole(source.spec), *layouts(source.spec, options.max_cuts)]
+    progress(0, len(every), "the unsplit stage")
+    expected = bench.expect(every[0])
+    progress(0, len(every), library_version())
+    expected.add_library(library_logits(source, expected.texts))
+    found = Certificate(
+        model=source.name,
+        digest=source.digest,
+        kernel=options.kernel,
+        library=library_version(),
+        limits=LIMITS[options.kernel],
+        num_layers=source.spec.num_layers,
+        prompt_tokens=tuple(len(prompt) for prompt in prompts),
+        decoded_tokens=options.num_tokens,
+        chunks=options.chunks,
+        forbidden_cuts=dict(sorted(source.spec.forbidden_cuts.items())),
+        unreached_windows=unreached_windows(source.spec, prompts),
+    )
+    for index, layout in enumerate(every):
+        progress(index, len(every), layout_text(source.spec, layout))
+        found.results.append(bench.check(layout, expected))
+    progress(len(every), len(every), "")
+    found.duration_s = time.monotonic() - started
+    return found
+
+
+class _Bench:
+    """Stages come and go here; at most one copy of each layer is held."""
+
+    def __init__(
+        self, source: ModelSource, prompts: Prompts, options: VerifyOptions, load: StageLoader
+    ) -> None:
+        self._source = source
+        self._prompts = [list(prompt) for prompt in prompts]
+        self._options = options
+        self._stage_options = StageOptions(
+            kernel=options.kernel, num_threads=options.num_threads, require_tags=False
+        )
+        self._load = load
+        self._stages: list[Stage] = []
+
+    def expect(self, layout: Layout) -> Expected:
+        """What the unsplit stage computes of each prompt by itself; nothing stays loaded."""
+        expected = Expected(self._prompts)
+        for run in alone(self._join(layout), self._prompts, self._options.num_tokens):
+            expected.add(run)
+        self._stages.clear()
+        return expected
+
+    def check(self, layout: Layout, expected: Expected) -> LayoutResult:
+        """Run a layout in every way. An error of its stages is a failure like any other."""
+        started = time.monotonic()
+        spec = self._source.spec
+        comparison = Comparison(expected, LIMITS[self._options.kernel])
+        chain: StageChain | None = None
+        failures: list[str] = []
+        try:
+            chain = self._join(layout)
+            for run in self._runs(chain, expected.texts):
+                comparison.add(run)
+        except ConvoyError as error:
+            failures.append(error.message)
+            self._stages.clear()
+        wrong = {} if chain is None else chain.wrong_layers
+        failures += [
+            f"layer {layer} ran {count} times in a step, expected once" for layer, count in wrong.items()
+        ]
+        return LayoutResult(
+            spans="whole" if len(layout) == 1 else layout_text(spec, layout),
+            num_stages=len(layout),
+            from_unsplit=comparison.from_unsplit,
+            library=comparison.library_distance(),
+            layers_once=0 if chain is None else spec.num_layers - len(wrong),
+            tokens_equal=comparison.tokens_equal,
+            failures=failures + comparison.failures(library_version()),
+            duration_s=time.monotonic() - started,
+        )
+
+    def _runs(self, chain: StageChain, texts: Sequence[Sequence[int]]) -> Iterator[Run]:
+        options = self._options
+        return joined(
+            alone(chain, self._prompts, options.num_tokens),
+            *(chunked(chain, texts, chunk) for chunk in options.chunks),
+            batched(chain, self._prompts, options.num_tokens),
+        )
+
+    def _join(self, layout: Layout) -> StageChain:
+        """Load what the stages at hand lack. Those that only give layers away go first, to make room."""
+        old, self._stages = dict(enumerate(self._stages[: len(layout)])), []
+        ready: dict[int, Stage] = {}
+        for index in sorted(range(len(layout)), key=lambda index: _num_new(layout, old, index)):
+            ready[index] = self._load(self._source, layout[index], self._stage_options, old.pop(index, None))
+        self._stages = [ready[index] for index in range(len(layout))]
+        lengths = [len(prompt) + self._options.num_tokens for prompt in self._prompts]
+        return StageChain(self._source.spec, self._stages, lengths)
+
+
+def _num_new(layout: Layout, old: dict[int, Stage], index: int) -> int:
+    wanted = layout[index]
+    if index not in old:
+        return wanted.end - wanted.start
+    held = old[index].assignment
+    return len(set(range(wanted.start, wanted.end)) - set(range(held.start, held.end)))

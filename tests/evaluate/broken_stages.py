@@ -1,0 +1,99 @@
+"""Ways to get a split wrong, as loaders of stages: each breaks those that hold `LAYER`, the whole apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from convoy.evaluate.chain import load_stage
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.wire.messages import StageAssignment
+
+LAYER = 2
+Loader = Callable[[ModelSource, StageAssignment, StageOptions, Stage | None], Stage]
+
+
+class Loop(dict[int, nn.Module]):
+    """Layers that a stage goes through in another order than it says that it has them."""
+
+    def __init__(self, layers: dict[int, nn.Module], order: Sequence[int]) -> None:
+        super().__init__(layers)
+        self._order = order
+
+    def values(self) -> Any:
+        return [self[layer] for layer in self._order]
+
+
+class ShiftedRope:
+    """Positions one too high."""
+
+    def __init__(self, rope: Any) -> None:
+        self._rope = rope
+
+    def look_up(self, positions: torch.Tensor, last: int, *rest: Any) -> Any:
+        return self._rope.look_up(positions + 1, last + 1, *rest)
+
+
+def split_only(change: Callable[[Stage], None]) -> Loader:
+    """``change`` befalls stages that hold `LAYER` and are not the whole model."""
+
+    def load(
+        source: ModelSource, assignment: StageAssignment, options: StageOptions, _: Stage | None
+    ) -> Stage:
+        stage = load_stage(source, assignment, options, None)
+        whole = assignment.end - assignment.start == source.spec.num_layers
+        if not whole and assignment.start <= LAYER < assignment.end:
+            change(stage)
+        return stage
+
+    return load
+
+
+def everywhere(change: Callable[[Stage], None]) -> Loader:
+    """``change`` befalls the whole model as well: only the library can tell."""
+
+    def load(
+        source: ModelSource, assignment: StageAssignment, options: StageOptions, _: Stage | None
+    ) -> Stage:
+        stage = load_stage(source, assignment, options, None)
+        if assignment.start <= LAYER < assignment.end:
+            change(stage)
+        return stage
+
+    return load
+
+
+def skip(stage: Stage) -> None:
+    layers = dict(stage.layers)
+    stage._modules = replace(stage._modules, layers=Loop(layers, [i for i in layers if i != LAYER]))
+
+
+def run_twice(stage: Stage) -> None:
+    layers = dict(stage.layers)
+    order = [i for layer in layers for i in [layer] * (1 + (layer == LAYER))]
+    stage._modules = replace(stage._modules, layers=Loop(layers, order))
+
+
+def shift_positions(stage: Stage) -> None:
+    stage._rope = ShiftedRope(stage._rope)  # type: ignore[assignment]
+
+
+def perturb(stage: Stage) -> None:
+    """One number of one norm, by a thousandth."""
+    with torch.no_grad():
+        next(stage.layers[LAYER].parameters())[0] += 1e-3
+
+
+def drop_last_of_the_first(
+    source: ModelSource, assignment: StageAssignment, options: StageOptions, _: Stage | None
+) -> Stage:
+    """As a project does that gives each of two members half of 61 layers, rounded down."""
+    if assignment.start == 0 and assignment.end < source.spec.num_layers:
+        assignment = msgspec.structs.replace(assignment, end=source.spec.num_layers // 2)
+    return load_stage(source, assignment, options, None)

@@ -1,0 +1,26 @@
+"""`convoy verify` for a tiny model of every family. Not named test_*: `make test-verify` runs it."""
+
+from __future__ import annotations
+
+import pytest
+
+from convoy.cli import main
+from convoy.model.selfcheck import EXACT, PLAIN
+from support.tiny_models import KINDS, Models
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("kernel", [EXACT, PLAIN])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_family_has_its_certificate(models: Models, kind: str, kernel: str) -> None:
+    arguments = ["verify", str(models.directory(kind)), "--kernel", kernel, "--threads", "1"]
+    assert main.run(arguments) == 0
+
+
+@pytest.mark.parametrize("model", ["demo-mini", "demo"])
+def test_a_bundled_model_has_its_certificate(model: str) -> None:
+    assert main.run(["verify", model, "--threads", "1"]) == 0
