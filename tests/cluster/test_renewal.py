@@ -146,7 +146,9 @@ def test_a_recovery_is_bounded_as_a_whole_and_says_its_reason_once(
         with pytest.raises(StageLost, match=r"^nobody took over within 2 s: .*beta") as gone:
             ask(cluster)
         assert gone.value.message.count("nobody took over") == 1
-        wait_until(lambda: caplog.text.count("nothing can run now") == 2)
+        first = recovery._gave_up
+        wait_until(lambda: recovery._gave_up is not first)  # it looked a second time, as vainly
+        assert caplog.text.count("nothing can run now") == 1
         told = [record for record in caplog.records if "cannot go on: the ring is broken" in record.message]
         assert len(told) == 1, "the loss is told once, however often somebody looks"
         over.set()
@@ -160,7 +162,7 @@ def test_a_head_that_may_not_wait_looks_for_stages_with_pauses(caplog: pytest.Lo
         s.peers["beta"].stop()
         wait_until(lambda: "nothing can run now" in caplog.text)
         threading.Event().wait(1.2)  # the time in which it would say so thousands of times
-        assert caplog.text.count("nothing can run now") <= 4
+        assert caplog.text.count("nothing can run now") == 1
         s.join("beta")
         assert ask_when_ready(cluster) == "17"
 
