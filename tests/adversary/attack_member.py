@@ -25,6 +25,7 @@ from convoy.engine.generation import generate
 from convoy.engine.request import GenerationRequest
 from convoy.errors import ConvoyError
 from convoy.model.params import SamplingParams
+from convoy.model.digests import Hashing, make_manifest
 from convoy.model.source import ModelSource
 from convoy.transport.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember, Roster
@@ -148,6 +149,7 @@ class Hostile:
             "float32",
             16,
             2048,
+            make_manifest(source, Hashing()).digest,
         )
         return msgspec.structs.replace(honest, **changed)
 

@@ -12,10 +12,11 @@ from convoy.model.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from convoy.transport.incoming import ReceivedMessage
 from convoy.transport.outgoing import Parcel, message_parcel
 from convoy.wire.codec import decode_message, encode_message, frame_type_of
+from convoy.wire.fetch import MAX_PIECE_BYTES, Fetch, Piece
+from convoy.wire.message_types import MESSAGE_TYPES
 from convoy.wire.messages import (
     MAX_STEP_BLOCKS,
     MAX_STEP_TOKENS,
-    MESSAGE_TYPES,
     Activate,
     Activated,
     BlockGrant,
@@ -51,7 +52,11 @@ from convoy.wire.tensor import WireTensor
 MESSAGES: list[Message] = [
     Hello("convoy 0.1", ["float32"], ["exact-f32"], 1 << 30, 2, "linux"),
     Plan(1, "demo", "ab", [StageAssignment("alpha", 0, 4, True, False)], "exact-f32", "float32", 16, 2048),
+    Plan(1, "demo", "ab", [], "exact-f32", "float32", 16, 2048, "c" * 64),
     Progress(1, 5, 10),
+    Progress(1, 5, 10, "fetch"),
+    Fetch(3, "a" * 64, "b" * 64, 1 << 40, MAX_PIECE_BYTES),
+    Piece(3, 1 << 41, b"w" * 9, ""),
     Ready(1, 100, 7),
     Refuse(1, "no room", "free some"),
     Activate(1, b"d" * 32, 9),

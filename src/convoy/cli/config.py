@@ -4,7 +4,7 @@
                policy (file: what others must prove), tpm (such as device:/dev/tpmrm0, to prove this machine)
     [listen]   host, port, discover                         where peers reach this member
     [serve]    host, port, api_key_file, max_waiting, drain_s   the HTTP server of a head
-    [model]    name or path, kernel, activation_dtype, num_threads, memory_gb
+    [model]    name or path, kernel, activation_dtype, num_threads, memory_gb, cache (folder)
     [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
                many as stages), speculate (0: no guesses), share_across_keys, block_size, num_blocks (0: as
                many as fit)
@@ -76,7 +76,10 @@ class ServeConfig(msgspec.Struct, frozen=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """What to run, and what this machine gives to it. ``memory_gb`` 0 means what is free at the start."""
+    """What to run, and what this machine gives to it. ``memory_gb`` 0 means what is free at the start.
+
+    ``cache``: where a peer keeps what it gets of models from a head, and everybody digests of files.
+    """
 
     name: Name | None = None
     path: Path | None = None
@@ -84,6 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     activation_dtype: Literal["float32"] = "float32"
     num_threads: Count | None = None
     memory_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    cache: Path | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

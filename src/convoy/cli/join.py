@@ -46,7 +46,11 @@ def join(
         Path | None, typer.Option(help="This member's convoy.toml, where no invitation is used.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model's directory here.  [default: that in the config]")
+        str | None,
+        typer.Option(help="The model's directory here.  [default: the config's, or the head's files]"),
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Where to keep what the head sends.  [default: the user's cache]")
     ] = None,
     exit_with_head: Annotated[bool, typer.Option(help="End when the head goes.")] = False,
     standby: StandbyFlag = False,
@@ -68,6 +72,7 @@ def join(
     """Hold layers for a head: one command on each further machine."""
     newcomer = Newcomer(Home(directory), name, address, port)
     settings = with_discover(load_config(_file(token, config, newcomer, _teller(as_json))), discover)
+    settings = override(settings, model=override(settings.model, cache=cache))
     me = load_member(settings)
     with collector_at_rest():
         from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,7 +92,16 @@ def member_options(config: Config) -> MemberOptions:
         activation_dtype=model.activation_dtype,
         policy=load_policy(config.cluster.policy),
         tpm=config.cluster.tpm,
+        cache=model.cache or _default_cache(),
     )
+
+
+def _default_cache() -> Path:
+    """The user's own, where the system says that such things belong (XDG Base Directory Specification)."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    # a relative path there is to be ignored, by that specification
+    home = Path(named) if Path(named).is_absolute() else Path("~/.cache").expanduser()
+    return home / "convoy"
 
 
 def peer_options(

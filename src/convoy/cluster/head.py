@@ -20,19 +20,21 @@ from convoy.cluster.picture import describe_stages
 from convoy.cluster.planning import Planner, Proposal
 from convoy.cluster.standbys import Standbys
 from convoy.cluster.status import StageStatus, StandbyStatus
+from convoy.cluster.supply import Supply
 from convoy.cluster.vetting import Vetting
 from convoy.engine.deadline import StepClock
 from convoy.engine.executor import Executor
 from convoy.engine.local import LocalExecutor
 from convoy.engine.pipeline import PipelineExecutor, PipelineOptions
 from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, PlanError, SpanError
+from convoy.model.digests import Hashing
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.plan.route import Route
 from convoy.transport.link import Link, Received
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
-from convoy.wire.messages import Activate, Activated, Hello, Plan, Ready
+from convoy.wire.messages import Activate, Activated, Hello, Plan, Progress, Ready
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +71,10 @@ class Head:
             lost=self._lost,
             joined=self._joined,
         )
-        self.planner = Planner(me, source, options, self.company.vetting)
+        self._supply = Supply(source, Hashing(options.member.cache, options.member.num_threads or 0))
+        self.planner = Planner(
+            me, source, options, self.company.vetting, lambda: self._supply.manifest().digest
+        )
         self.clock = StepClock(options.step_timeout_s)
         self._standbys = Standbys()
         self._stage: Stage | None = None
@@ -100,10 +105,21 @@ class Head:
         """
         try:
             self.company.require(self.company.gather(self._watch))
+            self._hash(on_load)
             return self._begin(on_load)
         except BaseException:
             self.close("the head could not bring the cluster up")
             raise
+
+    def _hash(self, on_load: LoadProgress | None) -> None:
+        """The manifest that peers compare their weights with; the first time takes a pass over all files."""
+
+        def progress(done: int, total: int) -> None:
+            self._watch()
+            if on_load is not None:
+                on_load(f"{self.name} (digests)", done, total)
+
+        self._supply.manifest(progress)
 
     def _begin(self, on_load: LoadProgress | None) -> Granted:
         """Over those who came. Where that fails for want of the others, raises why the first did not come."""
@@ -209,6 +225,7 @@ class Head:
         if self._closed:
             return
         self._closed = True
+        self._supply.close()
         receiver = self._receiver
         if receiver is not None:
             receiver.close()
@@ -239,7 +256,9 @@ class Head:
             links,
             Ready,
             self._options.load_wait_s,
-            None if on_load is None else (lambda peer, p: on_load(peer, p.loaded_bytes, p.total_bytes)),
+            None
+            if on_load is None
+            else (lambda peer, p: on_load(_of(peer, p), p.loaded_bytes, p.total_bytes)),
         )
 
     # 4. activate
@@ -327,6 +346,8 @@ class Head:
         return self._standbys.report(self.company.present(), granted.members)
 
     def _deliver(self, link: Link, received: Received) -> None:
+        if self._supply.takes(link, received):
+            return
         receiver = self._receiver
         if receiver is not None and link.peer in self._members:
             receiver.deliver(link, received)
@@ -342,3 +363,8 @@ class Head:
 
     def _joined(self, name: str) -> None:
         self.on_joined(name)
+
+
+def _of(peer: str, progress: Progress) -> str:
+    """A member, and what it does before it loads."""
+    return {"check": f"{peer} (digests)", "fetch": f"{peer} (from the head)"}.get(progress.stage, peer)

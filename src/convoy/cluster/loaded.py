@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from convoy.cluster.options import PeerOptions
+from convoy.cluster.weights import Asker, Weights
 from convoy.engine.keeper import BlockKeeper
 from convoy.engine.peer import StageLoop, StageRoute
-from convoy.errors import Incompatible, ModelError, StepError
-from convoy.model.source import ModelSource, needs_no_files
+from convoy.errors import Incompatible, StepError
 from convoy.model.stage import Stage, StageOptions
 from convoy.transport.link import Link
 from convoy.wire.messages import Activate, Hello, Plan, StageAssignment
@@ -90,12 +90,14 @@ def load_plan(
     me: str,
     hello: Hello,
     options: PeerOptions,
-    progress: Callable[[int, int], None],
+    weights: Weights,
+    asker: Asker,
     before: Stage | None = None,
 ) -> LoadedPlan:
     """Check a plan against this member's offer, and load its stage; ``before`` is what the last plan left.
 
-    Raises `Incompatible`, `ModelError`, or `StepError` for stages that make no whole model.
+    ``weights`` finds the model, and gets for ``asker`` what is missing of it here. Raises `Incompatible`,
+    `ModelError`, or `StepError` for stages that make no whole model.
     """
     if plan.kernel not in hello.kernels or plan.activation_dtype not in hello.dtypes:
         raise Incompatible(
@@ -105,17 +107,14 @@ def load_plan(
     position = next((i for i, stage in enumerate(plan.stages) if stage.member == me), None)
     if position is None:
         raise Incompatible(f"the plan has no stage for {me}")
-    source = _find_source(plan.model, me, options)
-    if source.digest != plan.model_digest:
-        raise Incompatible(
-            f"{plan.model} differs: the head's digest is {plan.model_digest[:12]}, "
-            f"{me}'s is {source.digest[:12]}",
-            hint="copy the same model directory to both members",
-        )
+    found = weights.find(asker)
+    source = found.source
     check_plan(plan, source.spec.num_layers, source.spec.max_context)
+    weights.make_ready(asker, found, plan.stages[position])
     stage_options = StageOptions(
         kernel=plan.kernel, block_size=plan.block_size, num_threads=options.member.num_threads
     )
+    progress = partial(asker.tell, "")
     stage = Stage.load(source, plan.stages[position], stage_options, progress, before=before)
     room = hello.memory_bytes - stage.weight_bytes
     return LoadedPlan(plan, digest, stage, position, max(0, room // stage.block_bytes))
@@ -142,14 +141,3 @@ def check_plan(plan: Plan, num_layers: int, max_context: int) -> None:
         raise StepError("a stage in the middle of the plan owns the output, expected the first or the last")
     if not 1 <= plan.max_context <= max_context:
         raise StepError(f"the plan's context of {plan.max_context} tokens is not in [1, {max_context}]")
-
-
-def _find_source(model: str, me: str, options: PeerOptions) -> ModelSource:
-    if options.model_path is not None:
-        return ModelSource.resolve(str(options.model_path))
-    if needs_no_files(model):
-        return ModelSource.resolve(model)
-    raise ModelError(
-        f"{me} has no files for {model}",
-        hint="give its directory: `convoy join --model PATH`, or path in the [model] section",
-    )

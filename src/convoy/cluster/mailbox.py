@@ -49,17 +49,23 @@ class Mailbox:
         timeout_s: float,
         on_progress: Callable[[str, Progress], None] | None = None,
     ) -> dict[str, M]:
-        """One ``kind`` from each peer.
+        """One ``kind`` from each peer. Who gets or checks weights meanwhile, and gets on, has its time anew.
 
         Raises `PeerRefused`, `LinkBroken` or `PeerUnreachable`, naming the member.
         """
         missing = set(peers)
         answers: dict[str, M] = {}
         deadline = time.monotonic() + timeout_s
+        reached: dict[tuple[str, str], int] = {}
         while missing:
             peer, message = self._next(deadline, missing, kind, timeout_s)
-            if isinstance(message, Progress) and on_progress is not None:
-                on_progress(peer, message)
+            if isinstance(message, Progress):
+                what = peer, message.stage
+                if message.stage and message.loaded_bytes > reached.get(what, -1):
+                    reached[what] = message.loaded_bytes
+                    deadline = time.monotonic() + timeout_s
+                if on_progress is not None:
+                    on_progress(peer, message)
             elif isinstance(message, kind) and peer in missing:
                 answers[peer] = message
                 missing.discard(peer)

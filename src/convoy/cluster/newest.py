@@ -45,4 +45,4 @@ class NewestPlan:
 def _part_of(plan: Plan, member: str) -> tuple[object, ...]:
     """What a member reads for a plan: equal for two plans that need the same of it."""
     mine = next((stage for stage in plan.stages if stage.member == member), None)
-    return mine, plan.model_digest, plan.kernel
+    return mine, plan.model_digest, plan.manifest, plan.kernel

@@ -28,6 +28,8 @@ class MemberOptions:
 
     ``memory_bytes`` bounds weights and K/V together; 0 means what is free now. ``policy`` is what it demands
     of others; ``tpm`` says how to reach this machine's TPM (as tpm2-tools' ``--tcti``), None for none.
+    ``cache`` is a private folder: a peer keeps there what it gets of models, everybody the digests of its own
+    files. None: a peer runs nothing that it has no files of, and all is hashed anew at each start.
     """
 
     memory_bytes: int = 0
@@ -36,13 +38,15 @@ class MemberOptions:
     activation_dtype: str = "float32"
     policy: Policy = field(default_factory=Policy)
     tpm: str | None = None
+    cache: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
     """A peer's own part.
 
-    It runs a bundled model by its name, any other only from ``model_path``: a head never names a path.
+    It runs a bundled model by its name, any other from ``model_path``, or what the head hands out where there
+    is a cache: a head never names a path.
     """
 
     member: MemberOptions = field(default_factory=MemberOptions)

@@ -17,6 +17,7 @@ from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
 from convoy.cluster.rights import FROM_HEAD, FROM_PREDECESSOR
 from convoy.cluster.successor import SuccessorDial
+from convoy.cluster.weights import Asker, Doing, Weights
 from convoy.engine.keeper import MAX_REASON, BlockKeeper
 from convoy.errors import ConvoyError, LinkClosed, StepError
 from convoy.model.stage import Stage
@@ -74,6 +75,7 @@ class Peer:
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
         self._hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
         self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
+        self._weights = Weights(me.name, options)
         self._links: set[Link] = set()
         self._head: Link | None = None
         self._loaded: LoadedPlan | None = None
@@ -108,6 +110,7 @@ class Peer:
         """Make `run` return; from any thread, but not from a signal handler: this one takes a lock."""
         self._stopping = True
         self._end_dial("this member is shutting down")
+        self._weights.fetches.abandon(StepError("this member is shutting down"))
         self._inbox.put_last(None, (None, StepError("stop")))
 
     # Receiver threads and the listener's threads: only fill the inbox.
@@ -120,6 +123,8 @@ class Peer:
 
     def _deliver(self, link: Link, received: Received) -> None:
         if self._attestation.takes(link, received):
+            return
+        if link is self._head and self._weights.fetches.takes(link, received):
             return
         if isinstance(received, ReceivedMessage) and link is self._head:
             if isinstance(received.message, Inquire):
@@ -154,6 +159,7 @@ class Peer:
         self._attestation.detach(link)
         if link is self._head:
             self._end_dial("the head is gone")
+            self._weights.fetches.ended()
         self._inbox.put_last(link, (link, error))
 
     # The peer's own thread.
@@ -242,9 +248,12 @@ class Peer:
         self._drop_plan()
         self._tell("loading", f"{plan.model}: {', '.join(s.member for s in plan.stages)}")
 
-        def progress(loaded: int, total: int) -> None:
+        def watch() -> None:
             self._newest.check_load(plan, self._me.name)
-            link.send(Progress(plan.generation, loaded, total), generation=plan.generation)
+
+        def tell(what: Doing, done: int, total: int) -> None:
+            watch()
+            link.send(Progress(plan.generation, done, total, what), generation=plan.generation)
 
         digest = plan_digest(plan)
         loaded = load_plan(
@@ -253,7 +262,8 @@ class Peer:
             me=self._me.name,
             hello=self._hello,
             options=self._options,
-            progress=progress,
+            weights=self._weights,
+            asker=Asker(plan, link, tell, watch),
             before=self._take_kept(),
         )
         self._loaded = loaded

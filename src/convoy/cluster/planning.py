@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -47,7 +47,16 @@ class Proposal:
 class Planner:
     """Pure but for the clock, which names generations."""
 
-    def __init__(self, me: Membership, source: ModelSource, options: HeadOptions, vetting: Vetting) -> None:
+    def __init__(
+        self,
+        me: Membership,
+        source: ModelSource,
+        options: HeadOptions,
+        vetting: Vetting,
+        manifest: Callable[[], str] = lambda: "",
+    ) -> None:
+        """``manifest`` gives the digest of the model's manifest, for plans that have peers."""
+        self._manifest = manifest
         self._me = me
         self._source = source
         self._options = options
@@ -167,6 +176,7 @@ class Planner:
             activation_dtype=dtype,
             block_size=self._options.block_size,
             max_context=self._max_context(),
+            manifest=self._manifest() if len(placement.stages) > 1 else "",
         )
 
     def _rank(self, name: str) -> int:

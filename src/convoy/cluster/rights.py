@@ -17,6 +17,7 @@ FROM_HEAD = frozenset(
         FrameType.BLOCKS,
         FrameType.CHALLENGE,
         FrameType.EVIDENCE,
+        FrameType.PIECE,
     }
 )
 FROM_PREDECESSOR = frozenset({FrameType.HIDDEN})
@@ -35,5 +36,6 @@ FROM_PEER = frozenset(
         FrameType.BLOCKS_DONE,
         FrameType.CHALLENGE,
         FrameType.EVIDENCE,
+        FrameType.FETCH,
     }
 )

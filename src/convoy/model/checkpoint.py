@@ -143,11 +143,20 @@ def _stored(path: Path, name: str, entry: dict[str, object], base: int) -> Store
     if not all(type(number) is int and number >= 0 for number in [*shape, *offsets]):
         raise TypeError(name)
     start, end = offsets
-    num_bytes = end - start
+    return check_described(
+        str(path), StoredTensor(name, path, dtype, tuple(shape), base + start, end - start)
+    )
+
+
+def check_described(place: str, tensor: StoredTensor) -> StoredTensor:
+    """``tensor``, if its bytes are those of its dtype and shape. Raises ModelError naming ``place``."""
+    dtype, shape, num_bytes = tensor.dtype, tensor.shape, tensor.num_bytes
     known = _DTYPES.get(dtype)
     if num_bytes < 0 or (known is not None and math.prod(shape) * known[1] != num_bytes):
-        raise ModelError(f"{path}: {name} has {num_bytes} bytes, expected {dtype} of shape {shape}")
-    return StoredTensor(name, path, dtype, tuple(shape), base + start, num_bytes)
+        raise ModelError(
+            f"{place}: {tensor.name} has {num_bytes} bytes, expected {dtype} of shape {list(shape)}"
+        )
+    return tensor
 
 
 def file_bytes(path: Path, limit: int) -> bytes:

@@ -24,7 +24,7 @@ class ModelSource:
 
     ``digest`` is the hex SHA-256 over the configuration and the names, dtypes and shapes of all tensors:
     members that differ in it have different models. It does not cover the weights' values, unless these come
-    from a ``seed``. ``path`` is then what `resolve` takes again, and no file's.
+    from a ``seed``; a `Manifest` does. ``path`` is then what `resolve` takes again, and no file's.
     """
 
     name: str
@@ -55,10 +55,10 @@ class ModelSource:
                 hint=f"give a Hugging Face directory, or a bundled model: {', '.join(BUNDLED)}"
                 f" (for measurements {PREFIX}{next(iter(CONFIGS))})",
             )
-        config = _read_config(directory / "config.json")
+        config = read_config(directory / "config.json")
         spec = ModelSpec.from_config(config, name)
         tensors = read_headers(directory)
-        return cls(name, directory.resolve(), config, spec, _digest(config, tensors), tensors)
+        return cls(name, directory.resolve(), config, spec, digest_of(config, tensors), tensors)
 
     @classmethod
     def _drawn(cls, synthetic: Synthetic) -> ModelSource:
@@ -73,7 +73,8 @@ def needs_no_files(name: str) -> bool:
     return name in BUNDLED or is_synthetic_name(name)
 
 
-def _read_config(path: Path) -> dict[str, object]:
+def read_config(path: Path) -> dict[str, object]:
+    """A config.json. Raises ModelError for one that is not there, too long or no object."""
     try:
         config = json.loads(file_bytes(path, _MAX_CONFIG_BYTES))
     except ValueError as error:
@@ -83,7 +84,8 @@ def _read_config(path: Path) -> dict[str, object]:
     return config
 
 
-def _digest(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) -> str:
+def digest_of(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) -> str:
+    """Hex SHA-256 over the configuration and what the tensors are, without their values."""
     described = [[t.name, t.dtype, list(t.shape)] for t in sorted(tensors.values(), key=lambda t: t.name)]
     text = json.dumps([dict(config), described], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

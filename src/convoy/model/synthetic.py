@@ -160,6 +160,12 @@ def draw_tensor(described: StoredTensor, seed: int) -> torch.Tensor:
     return torch.from_numpy(values).view(shape)
 
 
+def describe_values(described: StoredTensor, seed: int) -> str:
+    """Hex SHA-256 over all that the tensor's values come from: as good as one over them, and no work."""
+    text = json.dumps([_METHOD, seed, described.name, described.dtype, list(described.shape)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _layer_shapes(reader: ConfigReader, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names behind ``model.layers.N.``; the counts of `plan.family.layer_elements`, tensor by tensor."""
     family = read_family(reader)

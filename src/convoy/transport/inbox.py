@@ -13,6 +13,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from convoy.transport.incoming import Received, ReceivedTensor
+from convoy.wire.fetch import Piece
 from convoy.wire.messages import Drawn, Message, Plan, ReadBlocks, Step, WriteBlocks
 
 T = TypeVar("T")
@@ -126,6 +127,8 @@ def weight_of_message(message: Message) -> int:
             return num_objects * _OBJECT_BYTES + sum(len(answer.logits) for answer in answers)
         case ReadBlocks(blocks=blocks) | WriteBlocks(blocks=blocks):
             return 16 * _OBJECT_BYTES + len(blocks) * _NUMBER_BYTES
+        case Piece(data=data):
+            return _OBJECT_BYTES + len(data)
         case Plan(stages=stages):
             return (1 + len(stages)) * _OBJECT_BYTES
         case _:

@@ -10,11 +10,12 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from convoy.errors import FrameError
+from convoy.wire.fetch import Piece
 from convoy.wire.frame import RECORD_BYTES
+from convoy.wire.message_types import MESSAGE_TYPES
 from convoy.wire.messages import (
     MAX_STEP_BIASES,
     MAX_STEP_BLOCKS,
-    MESSAGE_TYPES,
     BlockGrant,
     BlocksDone,
     Bye,
@@ -109,6 +110,7 @@ _PROSE: dict[type[Message], dict[str, int]] = {
     Refuse: {"reason": 500, "hint": 500},
     StepFailed: {"reason": 500},
     BlocksDone: {"error": 500},
+    Piece: {"error": 500},
     Bye: {"reason": 200},
 }
 

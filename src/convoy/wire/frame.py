@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from convoy.crypto.cipher import TAG_BYTES
 from convoy.errors import FrameError, FrameTooLong
+from convoy.wire.fetch import MAX_PIECE_BYTES
 from convoy.wire.messages import FrameType
 
 HEADER_BYTES = 48
@@ -55,6 +56,8 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.ROSTER: 1024 * 1024 + 64,
     FrameType.CHALLENGE: 4 * 1024,
     FrameType.EVIDENCE: 64 * 1024,
+    FrameType.FETCH: 256,
+    FrameType.PIECE: MAX_PIECE_BYTES + 4 * 1024,
     FrameType.STEP: 64 * 1024 * 1024,
     FrameType.HIDDEN: RECORD_BYTES,
     FrameType.STEP_FAILED: 16 * 1024,

@@ -8,7 +8,7 @@ values: nothing here checks that an index fits a pool or a span fits a model; wh
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -31,6 +31,8 @@ class FrameType(enum.IntEnum):
     ROSTER = 0x18
     CHALLENGE = 0x19
     EVIDENCE = 0x1A
+    FETCH = 0x1B
+    PIECE = 0x1C
     STEP = 0x20
     HIDDEN = 0x21
     STEP_FAILED = 0x22
@@ -121,14 +123,16 @@ class Plan(Message, frozen=True):
     activation_dtype: str
     block_size: int  # tokens per K/V block
     max_context: int  # tokens
+    manifest: Digest = ""  # digest of `model.manifest.Manifest`, which covers all weights and files
 
 
 class Progress(Message, frozen=True):
-    """Peer to head while it loads."""
+    """Peer to head while it loads, or before that gets or checks what it is to load."""
 
     generation: int
     loaded_bytes: int
     total_bytes: int
+    stage: Literal["", "check", "fetch"] = ""  # what is counted; empty: what is loaded
 
 
 class Ready(Message, frozen=True):
@@ -344,29 +348,3 @@ class Bye(Message, frozen=True):
     """The sender is about to end the link on purpose."""
 
     reason: str
-
-
-MESSAGE_TYPES: dict[FrameType, type[Message]] = {
-    FrameType.HELLO: Hello,
-    FrameType.PLAN: Plan,
-    FrameType.PROGRESS: Progress,
-    FrameType.READY: Ready,
-    FrameType.REFUSE: Refuse,
-    FrameType.ACTIVATE: Activate,
-    FrameType.ACTIVATED: Activated,
-    FrameType.ROSTER: RosterUpdate,
-    FrameType.CHALLENGE: Challenge,
-    FrameType.EVIDENCE: Evidence,
-    FrameType.STEP: Step,
-    FrameType.STEP_FAILED: StepFailed,
-    FrameType.DRAWN: Drawn,
-    FrameType.READ_BLOCKS: ReadBlocks,
-    FrameType.WRITE_BLOCKS: WriteBlocks,
-    FrameType.BLOCKS_DONE: BlocksDone,
-    FrameType.INQUIRE: Inquire,
-    FrameType.REACHED: Reached,
-    FrameType.PING: Ping,
-    FrameType.PONG: Pong,
-    FrameType.SWITCH: Switch,
-    FrameType.BYE: Bye,
-}

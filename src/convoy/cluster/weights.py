@@ -1,0 +1,247 @@
+"""Where a peer's part of a model comes from: its own files, this software, or the head of the plan.
+
+Whatever it is, it is compared with the manifest whose digest the plan names before a layer of it is loaded,
+and only what the peer's stage owns is hashed or fetched.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Literal
+
+from convoy.cluster.fetch import Fetches, Want, pieces_of
+from convoy.cluster.options import PeerOptions
+from convoy.errors import Incompatible, ModelError, StepError
+from convoy.model.checkpoint import StoredTensor
+from convoy.model.digests import Hashing, make_manifest, tensor_digests
+from convoy.model.manifest import MAX_MANIFEST_BYTES, Manifest
+from convoy.model.owned import owned_tensors
+from convoy.model.received import Part, PartFile, ReceivedModel, is_whole, verify
+from convoy.model.source import ModelSource, needs_no_files
+from convoy.transport.link import Link
+from convoy.wire.messages import Plan, StageAssignment
+
+_log = logging.getLogger(__name__)
+
+Doing = Literal["", "check", "fetch"]  # empty: loading
+Tell = Callable[[Doing, int, int], None]
+_CONFIG = "config.json"
+_PACE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who wants weights: the plan, its head's link, and how to say how far it is.
+
+    ``tell`` hears of the stage ("check" or "fetch") and of bytes, done and in all. ``watch`` and ``tell`` end
+    the work by raising.
+    """
+
+    plan: Plan
+    link: Link
+    tell: Tell
+    watch: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model that is described here. ``received``: its tensors come from the head, and may be missing."""
+
+    source: ModelSource
+    received: ReceivedModel | None = None
+
+
+class Weights:
+    """One for a peer. All but ``fetches`` is for the thread that loads."""
+
+    def __init__(self, me: str, options: PeerOptions) -> None:
+        self.fetches = Fetches()
+        self._me = me
+        self._options = options
+        self._hashing = Hashing(options.member.cache, options.member.num_threads or 0)
+        self._manifest: Manifest | None = None  # the last one that was needed
+        self._right: set[str] = set()  # parts that this process has seen to be right
+
+    def find(self, asker: Asker) -> Found:
+        """The model of a plan: known by its configuration and what its tensors are.
+
+        Raises `ModelError` where it cannot be had, `Incompatible` where it is another one here, and what
+        fetching raises.
+        """
+        own = self._own_source(asker.plan.model)
+        found = self._described(asker) if own is None else Found(own)
+        if found.source.digest != asker.plan.model_digest:
+            raise Incompatible(
+                f"{asker.plan.model} differs: the head's digest is {asker.plan.model_digest[:12]}, "
+                f"{self._me}'s is {found.source.digest[:12]}",
+                hint="copy the same model directory to both members",
+            )
+        return found
+
+    def make_ready(self, asker: Asker, found: Found, mine: StageAssignment) -> None:
+        """Every tensor that ``mine`` owns is here, and is the one of the manifest. Raises as `find` does."""
+        owned = owned_tensors(found.source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
+        if found.received is None:
+            self._check(asker, found.source, owned)
+        else:
+            parts = {part.digest: part for part in (found.received.tensor(t.name) for t in owned)}
+            self._get(asker, found.received, list(parts.values()))
+
+    # Own files.
+
+    def _own_source(self, model: str) -> ModelSource | None:
+        path = self._options.model_path
+        if path is not None:
+            return ModelSource.resolve(str(path))
+        return ModelSource.resolve(model) if needs_no_files(model) else None
+
+    def _check(self, asker: Asker, source: ModelSource, owned: Sequence[StoredTensor]) -> None:
+        plan = asker.plan
+        if not plan.manifest:
+            raise Incompatible(
+                f"the plan names no manifest of {plan.model}, so its weights cannot be compared",
+                hint="run the same version of Convoy on every member",
+            )
+        # What is small or drawn is compared whole, and nobody has to be asked for anything.
+        if self._options.model_path is None and self._own_manifest(source).digest == plan.manifest:
+            return
+        manifest = self._listed(asker)
+
+        def progress(done: int, total: int) -> None:
+            asker.watch()
+            asker.tell("check", done, total)
+
+        difference = manifest.first_difference(tensor_digests(source, owned, self._hashing, progress))
+        if difference is not None:
+            raise Incompatible(
+                f"the weights of {plan.model} on {self._me} are not the head's {difference}",
+                hint="copy the head's files, or start without --model to get them from the head",
+            )
+
+    def _own_manifest(self, source: ModelSource) -> Manifest:
+        return make_manifest(source, self._hashing)
+
+    # From the head.
+
+    def _described(self, asker: Asker) -> Found:
+        cache, model = self._options.member.cache, asker.plan.model
+        if cache is None or not asker.plan.manifest:
+            raise ModelError(
+                f"{self._me} has no files for {model}",
+                hint="give its directory: `convoy join --model PATH`, or path in the [model] section",
+            )
+        received = ReceivedModel(cache, self._listed(asker))
+        config = received.file(_CONFIG)
+        self._get(asker, received, [config])
+        return Found(received.source(model, config), received)
+
+    def _listed(self, asker: Asker) -> Manifest:
+        """The manifest that the plan names: kept from earlier, or the head's, which must have its digest."""
+        digest, cache = asker.plan.manifest, self._options.member.cache
+        manifest = self._manifest
+        if manifest is not None and manifest.digest == digest:
+            return manifest
+        manifest = None if cache is None else ReceivedModel.remembered(cache, digest)
+        self._manifest = manifest or Manifest.decode(self._pull_manifest(asker), digest)
+        return self._manifest
+
+    def _pull_manifest(self, asker: Asker) -> bytes:
+        digest, name = asker.plan.manifest, "the manifest"
+        first = [Want(digest, name, 0, None)]
+        data, total = bytearray(), 0
+        for _, piece in self.fetches.pull(asker.link, digest, first, asker.watch):
+            data += piece.data
+            total = piece.total_bytes
+        if total > MAX_MANIFEST_BYTES:
+            raise StepError(f"the head's manifest has {total} bytes, expected at most {MAX_MANIFEST_BYTES}")
+        rest = pieces_of(digest, name, len(data), total)
+        for _, piece in self.fetches.pull(asker.link, digest, rest, asker.watch):
+            data += piece.data
+        return bytes(data)
+
+    def _get(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part]) -> None:
+        with received.open(asker.watch):
+            missing = self._missing(asker, parts)
+            if missing:
+                received.require_room(missing)
+                again = self._fetch(asker, received, missing)
+                # An earlier try, by a machine that crashed perhaps, left other bytes than it counted.
+                wrong = self._fetch(asker, received, again) if again else []
+                if wrong:
+                    raise _wrong(asker, received, wrong[0])
+            self._right.update(part.digest for part in parts)
+
+    def _missing(self, asker: Asker, parts: Sequence[Part]) -> list[Part]:
+        """Those that are not here, or no more as they came."""
+        unsure = [part for part in parts if part.digest not in self._right and is_whole(part)]
+        total, done, tell = sum(part.num_bytes for part in unsure), 0, _paced(asker.tell)
+
+        def count(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            asker.watch()
+            tell("check", done, total)
+
+        for part in unsure:
+            if not verify(part, count):
+                _log.warning("%s of %s was changed on disk, and is fetched anew", part.name, asker.plan.model)
+        return [part for part in parts if not is_whole(part)]
+
+    def _fetch(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part]) -> list[Part]:
+        """Get ``parts``; returns those that went on from an earlier try and came to nothing."""
+        files: deque[PartFile] = deque()
+        again: list[Part] = []
+        total, done, tell = sum(part.num_bytes for part in parts), 0, _paced(asker.tell)
+
+        def wants() -> Iterator[Want]:
+            for part in parts:
+                files.append(stack.enter_context(PartFile(part)))
+                yield from pieces_of(part.digest, part.name, files[-1].resumed, part.num_bytes)
+
+        def finish_whole() -> None:
+            while files and files[0].num_bytes == files[0].part.num_bytes:
+                file = files.popleft()
+                resumed = file.resumed
+                if not file.finish():
+                    if not resumed:
+                        raise _wrong(asker, received, file.part)
+                    again.append(file.part)
+                file.close()
+
+        with ExitStack() as stack:
+            for want, piece in self.fetches.pull(asker.link, received.manifest.digest, wants(), asker.watch):
+                finish_whole()
+                assert files[0].part.digest == want.part, "pieces come in the order of the parts"
+                files[0].write(piece.data)
+                done += len(piece.data)
+                finish_whole()
+                tell("fetch", done, total)
+            finish_whole()
+        return again
+
+
+def _paced(tell: Tell) -> Tell:
+    """``tell``, a few times a second and at the end."""
+    told_s = 0.0
+
+    def paced(stage: Doing, done: int, total: int) -> None:
+        nonlocal told_s
+        now_s = time.monotonic()
+        if done >= total or now_s - told_s >= _PACE_S:
+            told_s = now_s
+            tell(stage, done, total)
+
+    return paced
+
+
+def _wrong(asker: Asker, received: ReceivedModel, part: Part) -> Incompatible:
+    digest = received.manifest.digest[:12]
+    return Incompatible(
+        f"{asker.link.peer} sent other bytes of {part.name} than the manifest {digest} lists; none were kept",
+        hint=f"a file on {asker.link.peer} was changed while it ran: start it again",
+    )

@@ -1,0 +1,38 @@
+"""How a peer gets the parts of a model that it lacks: it asks its head for pieces, and the head answers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from convoy.wire.messages import Message
+
+MAX_PIECE_BYTES = 1024 * 1024
+
+WholeDigest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class Fetch(Message, frozen=True):
+    """Peer to head: send ``num_bytes`` from ``start`` on of a part of the model with this manifest.
+
+    ``part`` is the digest of a tensor or file in it, or the manifest's own. Answered by `Piece`, in order.
+    """
+
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    manifest: WholeDigest
+    part: WholeDigest
+    start: Annotated[int, msgspec.Meta(ge=0)]
+    num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PIECE_BYTES)]
+
+
+class Piece(Message, frozen=True):
+    """Head to peer, answering the `Fetch` with this number. ``error``: it cannot be had, and why."""
+
+    number: int
+    total_bytes: int  # of the whole part
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_PIECE_BYTES)]
+    error: str
+
+    def __repr__(self) -> str:
+        return f"Piece(number={self.number}, {len(self.data)} of {self.total_bytes} bytes)"

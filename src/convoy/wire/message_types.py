@@ -1,0 +1,58 @@
+"""Which message each frame type carries: one closed set, looked up by number and never by name."""
+
+from __future__ import annotations
+
+from convoy.wire.fetch import Fetch, Piece
+from convoy.wire.messages import (
+    Activate,
+    Activated,
+    BlocksDone,
+    Bye,
+    Challenge,
+    Drawn,
+    Evidence,
+    FrameType,
+    Hello,
+    Inquire,
+    Message,
+    Ping,
+    Plan,
+    Pong,
+    Progress,
+    Reached,
+    ReadBlocks,
+    Ready,
+    Refuse,
+    RosterUpdate,
+    Step,
+    StepFailed,
+    Switch,
+    WriteBlocks,
+)
+
+MESSAGE_TYPES: dict[FrameType, type[Message]] = {
+    FrameType.HELLO: Hello,
+    FrameType.PLAN: Plan,
+    FrameType.PROGRESS: Progress,
+    FrameType.READY: Ready,
+    FrameType.REFUSE: Refuse,
+    FrameType.ACTIVATE: Activate,
+    FrameType.ACTIVATED: Activated,
+    FrameType.ROSTER: RosterUpdate,
+    FrameType.CHALLENGE: Challenge,
+    FrameType.EVIDENCE: Evidence,
+    FrameType.FETCH: Fetch,
+    FrameType.PIECE: Piece,
+    FrameType.STEP: Step,
+    FrameType.STEP_FAILED: StepFailed,
+    FrameType.DRAWN: Drawn,
+    FrameType.READ_BLOCKS: ReadBlocks,
+    FrameType.WRITE_BLOCKS: WriteBlocks,
+    FrameType.BLOCKS_DONE: BlocksDone,
+    FrameType.INQUIRE: Inquire,
+    FrameType.REACHED: Reached,
+    FrameType.PING: Ping,
+    FrameType.PONG: Pong,
+    FrameType.SWITCH: Switch,
+    FrameType.BYE: Bye,
+}
