@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.config import load_config
+from convoy.cli.config import load_config, override
 from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.member import load_member, peer_options, watched_roster
