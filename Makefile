@@ -38,8 +38,8 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	  echo "setup: $$1"; shift; "$$@" >> $(LOG) 2>&1 || { \
 	  echo "error: set-up failed at: $$*" >&2; tail -n 20 $(LOG) >&2; echo "hint: the whole log is $(LOG)" >&2; exit 1; }; }; \
 	step "1/3 `$(PYTHON) --version` in $(VENV)" $(PYTHON) -m venv $(VENV) && \
-	step "2/3 PyTorch (the large one)" $(PIP) torch hatchling editables && \
-	step "3/3 Convoy and its tools" $(PIP) --no-build-isolation --editable '.[dev]'
+	step "2/3 PyTorch (the large one: a minute or two)" $(PIP) torch hatchling editables && \
+	step "3/3 Convoy and what it builds on: transformers, the HTTP server, tests (up to a minute)" $(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $(STAMP); echo "setup: done"
 
 demo: setup

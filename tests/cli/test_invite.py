@@ -218,7 +218,7 @@ def test_a_port_in_use_is_said_before_the_invitation_is_used(tmp_path: Path) -> 
     ):
         port = str(taken.getsockname()[1])
         done = run_convoy(["join", "-", "--port", port], tmp_path, text=f"{token}\n")
-        assert f"error: cannot listen on 0.0.0.0 port {port}" in done.stderr
+        assert f"error: port {port} on 0.0.0.0 is taken" in done.stderr
         assert records(tmp_path / "alpha") == []
 
 

@@ -403,7 +403,7 @@ def test_a_member_that_drifts_while_it_runs_is_lost_with_the_reason(
         wait_until(lambda: cluster.engine.stats().recoveries)
         assert "beta" not in {stage.member for stage in cluster.status().stages}
         cluster.close()
-    [lost] = [record.message for record in caplog.records if record.message.endswith("beta is gone")]
+    [lost] = [record.message for record in caplog.records if record.message.startswith("lost: beta, which ")]
     assert "beta has level none" in lost
     assert "package" in lost
 

@@ -180,11 +180,9 @@ def test_what_outlasts_the_drain_ends_with_an_error(drain_s: float, num_stops: i
 def test_a_port_in_use_is_named_before_anything_starts() -> None:
     with bind(ServeOptions(port=0)) as listener:
         port = listener.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=f"cannot listen on 127.0.0.1:{port}: address already in use"
-        ) as caught:
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken") as caught:
             bind(ServeOptions(port=port))
-        assert caught.value.hint is not None
+        assert caught.value.hint == f"--port {port % 65535 + 1}, or stop what listens there"
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7"])

@@ -51,7 +51,10 @@ def demo(
 ) -> None:
     """Split the bundled model over two sealed processes and ask it."""
     say = _quiet if as_json else print_note
-    say(f"starting {members} members of a cluster, each a process with its own identity ...")
+    say(
+        f"starting {members} members of a cluster, each a process with its own identity; "
+        "each loads PyTorch first ..."
+    )
     options = LocalOptions(num_members=members)
     answers, status = _ask_cluster(options, show=not as_json)
     say("asking the same of one process that holds the whole model ...")

@@ -74,7 +74,7 @@ def join(
     settings = with_discover(load_config(_file(token, config, newcomer, _teller(as_json))), discover)
     settings = override(settings, model=override(settings.model, cache=cache))
     me = load_member(settings)
-    with collector_at_rest():
+    with collector_at_rest(lambda text: _teller(as_json)("starting", text)):
         from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
 
     options = peer_options(settings, model, exit_with_head=exit_with_head, standby=standby)

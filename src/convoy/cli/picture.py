@@ -26,6 +26,8 @@ def print_picture(status: ClusterStatus) -> None:
     print(f"level: {level_text(status)}")
     if status.standbys:
         print(f"standbys: {standbys_text(status.standbys)}")
+    if status.absent:
+        print(f"absent: {', '.join(status.absent)} (used once there)")
     if status.other_bits:
         print(f"other bits: {', '.join(status.other_bits)} (a text may change where their layers move)")
 

@@ -1,21 +1,42 @@
-"""Progress on standard error: one bar per member while weights load, nothing where nobody watches."""
+"""Progress on standard error while weights load: a bar for each member, or a line now and then in a file."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from convoy.cli.output import print_note
 
 if TYPE_CHECKING:
     from convoy.cluster.head import LoadProgress
 
 
+_LINE_EVERY_S = 5.0
+
+
+class LoadLines:
+    """How far every member is, on one line, not more often than every 5 s."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._said_s = now()
+        self._parts: dict[str, str] = {}
+
+    def on_load(self, member: str, loaded: int, total: int) -> None:
+        self._parts[member] = f"{member} {loaded / max(1, total):.0%}"
+        if self._now() - self._said_s >= _LINE_EVERY_S:
+            self._said_s = self._now()
+            print_note(f"loading: {', '.join(self._parts.values())}")
+
+
 @contextmanager
 def loading_bars(*, quiet: bool) -> Iterator[LoadProgress | None]:
-    """Hands out a callback (member, loaded, total bytes), or None where standard error is no terminal."""
+    """Hands out a callback (member, loaded, total bytes), or None where nobody watches."""
     if quiet or not sys.stderr.isatty():
-        yield None
+        yield None if quiet else LoadLines().on_load
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn

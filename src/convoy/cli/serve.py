@@ -11,19 +11,22 @@ from convoy.cli.config import Config, load_config, override
 from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag
 from convoy.cli.invite import AutoApproveFlag, InviteAddressFlag
+from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.member import head_options, load_head, serve_options, watched_roster
+from convoy.cli.members import LayersFlag, spans_by_name
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
 from convoy.cli.serve_invite import InviteFlags
 from convoy.cli.start import collector_at_rest
 from convoy.cli.steps import with_step_flags
-from convoy.errors import UsageError
+from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from convoy.cluster.running import RunningCluster
+    from convoy.plan.spec import ModelSpec
     from convoy.serve.options import ServeOptions
     from convoy.transport.membership import Membership
     from convoy.transport.network import Network
@@ -45,6 +48,7 @@ def serve(
     *,
     model: ModelArgument = None,
     config: ConfigFlag = None,
+    layers: LayersFlag = None,
     host: Annotated[str | None, typer.Option(help="HTTP address.")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
     engine: dict[str, int],
@@ -60,6 +64,8 @@ def serve(
     as_json: JsonFlag = False,
 ) -> None:
     """Be the head: split a model over members, answer the OpenAI API."""
+    from convoy.model.source import ModelSource
+
     if invite:
         asked = InviteFlags(config, directory, auto_approve, address, name)
         asked.check(model)
@@ -73,14 +79,41 @@ def serve(
     plan = override(settings.plan, recover_wait_s=recover_wait)
     settings = override(settings, serve=http, engine=limits, plan=plan)
     head_options(settings).check()
+    spec = ModelSource.resolve(chosen).spec  # before anybody asks for a port
     if config is None:
-        from convoy.cli.local import LocalCluster, LocalOptions
-
         with LocalCluster(LocalOptions(num_members=1)) as local:
             settings = override(local.config(local.head), serve=http, engine=limits)
-            serve_cluster(settings, chosen, as_json=as_json)
+            serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json)
     else:
-        serve_cluster(settings, chosen, as_json=as_json)
+        serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json)
+
+
+def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> Config:
+    """``--layers`` in place of what [plan] says; a bare span is for the head, then for the roster's peers.
+
+    Raises `UsageError`, or what `plan.placement.place` raises for spans that no members could hold.
+    """
+    from convoy.plan.placement import MemberOffer, place
+
+    if not layers:
+        return settings
+    me = load_head(settings)
+    names = [me.name, *(member.name for member in me.roster.members if member.name != me.name)]
+    spans = spans_by_name(layers, names)
+    assert spans is not None
+    # Who is in no span may be a standby, or share what is left.
+    groups = names, list(dict.fromkeys([me.name, *spans]))
+    failed: ConvoyError | None = None
+    for group in groups:
+        try:
+            place(spec, [MemberOffer(name, 1 << 62, head=name == me.name) for name in group], spans)
+            break
+        except ConvoyError as error:
+            failed = failed or error
+    else:
+        assert failed is not None
+        raise failed
+    return override(settings, plan=override(settings.plan, layers=spans))
 
 
 def serve_cluster(
@@ -117,7 +150,12 @@ def _serve(cluster: RunningCluster, options: ServeOptions, *, as_json: bool) -> 
                 print_picture(cluster.status())
                 print_note(f"serving {served.name} at {url}/v1")
 
-        num_cut = run_server(service, options, on_ready=on_ready)
+        def on_drain(num_answers: int, drain_s: float) -> None:
+            if not as_json:
+                many = "answer" if num_answers == 1 else "answers"
+                print_note(f"finishing {num_answers} {many}, at most {drain_s:g} s; Ctrl-C again to stop now")
+
+        num_cut = run_server(service, options, on_ready=on_ready, on_drain=on_drain)
     finally:
         cluster.close()
     if not as_json:
@@ -138,7 +176,7 @@ def start_cluster(
 
     ``me``: the head, where it was loaded already. ``watch``: see `cluster.head.Head`.
     """
-    with collector_at_rest():
+    with collector_at_rest(lambda text: None if quiet else print_note(text)):
         import convoy.model.load  # noqa: F401 - a stage needs it soon; peers start meanwhile
         from convoy.cluster.running import RunningCluster
     from convoy.model.source import ModelSource
@@ -150,12 +188,23 @@ def start_cluster(
         print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s")
     with loading_bars(quiet=quiet) as on_load:
         cluster = RunningCluster.start(
-            me, source, head_options(settings), on_load, network=network, watch=watch
+            me,
+            source,
+            head_options(settings),
+            on_load,
+            network=network,
+            watch=watch,
+            on_arrival=None if quiet else _say_arrival,
         )
     _say_why_not_exact(settings, cluster)
     for name, verdict in cluster.head.vetting.excluded.items():
         print_note(f"{name} gets no stage: it has level {verdict.level.text}; {verdict.why}")
     return cluster
+
+
+def _say_arrival(name: str, missing: list[str], left_s: float) -> None:
+    others = f"; waiting for {', '.join(missing)}, at most {left_s:.0f} s" if missing else ""
+    print_note(f"{name} is here{others}")
 
 
 def _say_why_not_exact(settings: Config, cluster: RunningCluster) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 
 from convoy.cluster.backoff import Backoffs
 from convoy.cluster.mailbox import Mailbox
-from convoy.cluster.muster import Muster
+from convoy.cluster.muster import Arrival, Muster
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.rights import FROM_PEER
@@ -51,6 +51,8 @@ class Company:
         self.hellos: dict[str, Hello] = {}
         self.slow = Slow()
         self.absent: dict[str, PeerUnreachable] = {}  # at the bring-up
+        self.on_arrival: Arrival = lambda *_: None  # at the bring-up
+        self.on_gone: Callable[[str, str], None] = lambda _name, _why: None  # who was here, and why
         self._me = me
         self._network = network
         self._options = options
@@ -60,6 +62,7 @@ class Company:
         self._num_changes = 0
         self._greeting: dict[Link, Mailbox] = {}
         self._sought: set[str] = set()
+        self._seen: set[str] = set()  # who was here before
         self._backoffs = Backoffs()
         self._seeking = False
         self._closed = threading.Event()
@@ -93,6 +96,11 @@ class Company:
             past = self._past_bytes
         return past + sum(link.sent_sealed_bytes + link.received_sealed_bytes for link in links)
 
+    def missing(self) -> list[str]:
+        """Whom the roster lists and who is not here, but those below the policy's minimum."""
+        here = {self._me.name, *self.present(), *self.vetting.excluded}
+        return [member.name for member in self._me.roster.members if member.name not in here]
+
     # Bring-up: everybody that the roster lists, or those who came.
 
     def gather(self, watch: Callable[[], None]) -> set[str]:
@@ -100,7 +108,8 @@ class Company:
 
         Raises that if nobody came, and for the first what else it comes to.
         """
-        mustered = Muster(self._me, self._network, self._options.wait_s, watch).call()
+        muster = Muster(self._me, self._network, self._options.wait_s, watch, self.on_arrival)
+        mustered = muster.call()
         links, self.absent = mustered.links, mustered.absent
         mailbox = Mailbox(watch)
         try:
@@ -156,7 +165,7 @@ class Company:
             self._forget(link)
             if slow:
                 self.slow.add(name)
-        _log.warning("%s was given up: %s", name, reason)
+        self.on_gone(name, f"given up, {reason}")
         link.dismiss(reason, revoke=True)
         self._lost(link, LinkBroken(f"{name} was given up: {reason}"))
 
@@ -232,6 +241,7 @@ class Company:
         with self._changed:
             self._greeting.pop(link, None)
             self.links[link.peer], self.hellos[link.peer] = link, hello
+            self._seen.add(link.peer)
             self._backoffs.came(link.peer)
             self.slow.came(link.peer)
             if link.is_over:  # before anybody looked
@@ -263,6 +273,8 @@ class Company:
         if mailbox is not None:
             mailbox.lost(link, told or error)
         elif was_here and told is not None:
+            if not self._closed.is_set():
+                self.on_gone(link.peer, told.message)
             self._lost(link, told)
         self.wake()
         self._seek_missing(self._me.roster)
@@ -335,8 +347,10 @@ class Company:
             raise
         finally:
             mailbox.close()
+        again = " again" if member.name in self._seen else ""
+        standby = ", as a standby" if hello.standby else ""
         self._admit(link, hello)
-        _log.info("%s is here again", member.name)
+        _log.warning("joined: %s is here%s%s", member.name, again, standby)  # as loud as a loss
 
     def _require_open(self) -> None:
         if self._closed.is_set():

@@ -14,6 +14,8 @@ from convoy.transport.member import Member
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
 
+Arrival = Callable[[str, list[str], float], None]  # who came, who is missing, how many seconds they have
+
 _RETRY_S = 0.2
 _DIAL_S = 5.0
 
@@ -34,13 +36,23 @@ class _Absent:
 
 
 class Muster:
-    """``watch`` is called between dials; what it raises ends them all."""
+    """``watch`` is called between dials; what it raises ends them all. ``on_arrival`` is called by `call`'s
+    own thread.
+    """
 
-    def __init__(self, me: Membership, network: Network, wait_s: float, watch: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        me: Membership,
+        network: Network,
+        wait_s: float,
+        watch: Callable[[], None],
+        on_arrival: Arrival = lambda *_: None,
+    ) -> None:
         self._me = me
         self._network = network
         self._wait_s = wait_s
         self._watch = watch
+        self._on_arrival = on_arrival
         self._over = threading.Event()
 
     def call(self) -> Mustered:
@@ -51,6 +63,8 @@ class Muster:
         peers = [member for member in self._me.roster.members if member.name != self._me.name]
         ended: queue.SimpleQueue[tuple[str, Link | _Absent | BaseException | None]] = queue.SimpleQueue()
         found = Mustered()
+        missing = [member.name for member in peers]
+        deadline_s = time.monotonic() + self._wait_s
 
         def reach(member: Member) -> None:
             try:
@@ -64,7 +78,11 @@ class Muster:
                     target=reach, args=(member,), name=f"dial {member.name}", daemon=True
                 ).start()
             for _ in peers:
-                self._note(found, *ended.get())
+                name, outcome = ended.get()
+                missing.remove(name)
+                self._note(found, name, outcome)
+                if name in found.links:
+                    self._on_arrival(name, list(missing), max(0.0, deadline_s - time.monotonic()))
             if found.absent and not found.links:
                 raise next(iter(found.absent.values()))
         except BaseException:

@@ -20,6 +20,7 @@ from convoy.cluster.culprit import first_that_keeps
 from convoy.cluster.granted import Granted
 from convoy.cluster.head import Head
 from convoy.cluster.laggards import Laggards
+from convoy.cluster.outage import Outage
 from convoy.cluster.planning import Proposal
 from convoy.engine.pipeline import PipelineExecutor
 from convoy.engine.recovered import Recovered, Renewal
@@ -33,6 +34,7 @@ from convoy.errors import (
     StepLate,
 )
 from convoy.plan.placement import Placement
+from convoy.plan.span import layers_text
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +49,10 @@ _PATIENCE = 4  # looks at one step, before a member that cannot be spared gets i
 
 @dataclass(slots=True)
 class _Late:
-    """A step that is late, and how often somebody looked."""
+    """A step that is late, since when somebody looks for who keeps it, and how often."""
 
     step: int
+    since_s: float = 0.0
     num_looks: int = 0
 
 
@@ -67,6 +70,7 @@ class StageRecovery:
         self._cancelled = threading.Event()
         self._state = self._cause = ""
         self._late = _Late(-1)
+        self._outage = Outage(0.0)
         self._laggards = Laggards()
         self._refusals: dict[str, int] = {}
         self._relapses, self._num_failures, self._recovered_s = Backoff(), Counter[str | None](), 0.0
@@ -85,7 +89,8 @@ class StageRecovery:
             return self._renew(began_s)
         if isinstance(error, StepLate) and self._still_comes():
             return None
-        found_s = time.monotonic() - began_s
+        if not again:
+            self._outage = Outage(self._late.since_s if isinstance(error, StepLate) else began_s)
         self._head.stop()
         self._drop_silent()
         relapse, failed_at = not self._lost_text(), self._failed_at()
@@ -93,19 +98,23 @@ class StageRecovery:
             self._relapsed(failed_at)
         else:
             self._num_failures.clear()
-        lost = self._lost_text()
-        if not again:
-            _log.warning("%s; %s", error.message, lost or "every member is there")
+        if not again and not self._lost_text():  # otherwise `lost` has said who and why
+            _log.warning("%s; every member is there", error.message)
         self._head.vetting.settle(self._require_wanted)
         granted = self._find_stages(self._granted.placement, began_s)
-        _log.warning(  # as loud as the loss: whoever read of that wants to know
-            "recovered after %.3f s (of which %.3f s to find out): %s",
-            time.monotonic() - began_s,
-            found_s,
-            granted.placement.route.describe(),
+        self._outage.tell(
+            f"recovered: {_route_text(granted)}, {self._outage.lasts_s:.2f} s after the loss "
+            f"({self._outage.found_after_s:.2f} s of it to find out)"
         )
         self._recovered_s = time.monotonic()
         return self._recovered(granted, relapse=relapse, failed_at=failed_at if relapse else None)
+
+    def lost(self, name: str, why: str) -> None:
+        """Say who is gone, and with which layers; on the thread that found out, and whatever comes of it."""
+        held = [stage for stage in self._granted.plan.stages if stage.member == name]
+        layers = " and ".join(layers_text(stage.start, stage.end) for stage in held) or "no layers"
+        output = " and the output" if any(stage.output for stage in held) else ""
+        _log.warning("lost: %s, which held %s%s: %s", name, layers, output, why)
 
     def has_use_for(self, name: str) -> bool:
         """Whether a member that came holds a stage in a better plan than the one that runs; slow or not."""
@@ -125,14 +134,11 @@ class StageRecovery:
         if self._better(self._head.company.slow.names()) is None:
             return None
         self._head.stop()
+        self._outage = Outage(began_s)
         self._head.vetting.settle(self._require_wanted)
         granted = self._find_stages(None, began_s)
-        _log.info(
-            "%s: in use after %.3f s: %s",
-            self._cause,
-            time.monotonic() - began_s,
-            granted.placement.route.describe(),
-        )
+        after_s = self._outage.lasts_s
+        self._outage.tell(f"in use: {_route_text(granted)}, after {after_s:.2f} s ({self._cause})")
         return self._recovered(granted)
 
     def _better(self, slow: set[str]) -> Proposal | None:
@@ -190,7 +196,7 @@ class StageRecovery:
         if step is None:
             return False
         if self._late.step != step:
-            self._late = _Late(step)
+            self._late = _Late(step, time.monotonic())
         self._late.num_looks += 1
         looks = self._late.num_looks
         answers = self._head.company.answers(
@@ -285,10 +291,12 @@ class StageRecovery:
                 wait_s = min(_LOOK_UP_S, self._wait_s - waited_s)
                 left_s = self._wait_s - waited_s
                 self._say(f"{self._lost_text()}; waiting for a member for at most {left_s:.0f} s")
+                if not waited_s:
+                    self._tell_wait(error)
             except (PeerError, LinkClosed) as error:
                 why, wait_s = error, backoff.next_s()
                 self._count_refusal()
-                _log.info("a plan could not be made to run: %s", error.message)
+                self._outage.tell(f"a plan could not be made to run: {error.message}")
                 self._say(error.public or "a plan could not be made to run; the next try comes soon")
             if self._head.failed is not None or not isinstance(why, CapacityError):
                 waits_s = time.monotonic()  # what was spent on loading is not counted here
@@ -314,7 +322,9 @@ class StageRecovery:
         self._say(f"{self._lost_text()}; loading for {names}".lstrip("; "))
 
         def on_load(member: str, done: int, total: int) -> None:
-            self._say(f"{member} has loaded {done / max(1, total):.0%} of what it lacks")
+            text = f"{member} has loaded {done / max(1, total):.0%} of what it lacks"
+            self._say(text)
+            self._outage.progress(text)
 
         done = threading.Event()
         threading.Thread(target=self._look_after, args=(proposal.members, done), daemon=True).start()
@@ -369,9 +379,18 @@ class StageRecovery:
         assert granted is not None, "nothing ran, so nothing can be lost"
         return granted
 
+    def _tell_wait(self, why: ConvoyError) -> None:
+        if self._wait_s >= _LOOK_UP_S:
+            lost = f"{self._lost_text()}; " if self._lost_text() else ""
+            self._outage.tell(f"waiting: {lost}{why.message}; for a member, at most {self._wait_s:.0f} s")
+
     def _say(self, text: str) -> None:
         self._state = text
 
     def _require_wanted(self) -> None:
         if self._cancelled.is_set():
             raise LinkClosed("the engine is being closed")
+
+
+def _route_text(granted: Granted) -> str:
+    return granted.placement.route.describe().removeprefix("complete: ")

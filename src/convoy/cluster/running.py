@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from convoy.cluster.granted import Granted
 from convoy.cluster.head import Head, LoadProgress
+from convoy.cluster.muster import Arrival
 from convoy.cluster.offer import other_bits
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.recovery import StageRecovery
@@ -50,13 +51,17 @@ class RunningCluster:
         *,
         network: Network | None = None,
         watch: Callable[[], None] | None = None,
+        on_arrival: Arrival | None = None,
     ) -> RunningCluster:
         """Bring the cluster up and pass one real token through every stage.
 
-        Raises what `Head.bring_up` raises.
+        ``on_arrival``: told of each peer that answers, who is missing still, and for how long they are waited
+        for. Raises what `Head.bring_up` raises.
         """
         tokenizer = Tokenizer(source)
         head = Head(me, source, options, network, watch)
+        if on_arrival is not None:
+            head.company.on_arrival = on_arrival
         granted = head.bring_up(on_load)
         exact = granted.plan.kernel == EXACT
         num_guesses = options.num_guesses(source.spec, exact=exact)
@@ -143,6 +148,7 @@ class RunningCluster:
             minimum_level=self.head.vetting.attestation.policy.minimum.text,
             verdicts=self.head.vetting.report(),
             standbys=self.head.standbys(),
+            absent=self.head.company.missing(),
         )
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -177,6 +183,7 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
         options.drafter(spec, exact=granted.plan.kernel == EXACT),
         recovery=recovery,
     )
+    head.company.on_gone = recovery.lost
     renewals = Renewals(head.company, recovery, engine.renew, engine.between_steps)
     head.seek(engine.wake, joined)
     return engine

@@ -70,3 +70,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     minimum_level: str = "none"  # what the policy demands of a peer
     verdicts: list[VerdictStatus] = []
     standbys: list[StandbyStatus] = []
+    absent: list[str] = []  # whom the roster lists and who is not here

@@ -20,6 +20,11 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def num_answers(self) -> int:
+        """Under way now."""
+        return self._num_answers
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Around the answer to one request. Raises `Draining` once the server drains."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -69,9 +70,14 @@ def bind(options: ServeOptions) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {options.port} on {options.host} is taken",
+                hint=f"--port {options.port % 65535 + 1}, or stop what listens there",
+            ) from error
         raise ConfigError(
             f"cannot listen on {where}: {(error.strerror or str(error)).lower()}",
-            hint="choose another port, or stop what listens there",
+            hint="--host wants an address of this machine, --port one that you may listen on",
         ) from error
     return listener
 
@@ -81,12 +87,14 @@ def run_server(
     options: ServeOptions,
     *,
     on_ready: Callable[[str], None] | None = None,
+    on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
     stop: Stop | None = None,
 ) -> int:
     """Serve until `Stop.request`, SIGTERM or SIGINT (on the main thread), then drain for ``options.drain_s``.
 
     ``on_ready`` is called with the base URL (``http://127.0.0.1:8000``), on a thread of its own, once
-    requests are answered; what it raises ends the server. A second
+    requests are answered; what it raises ends the server. ``on_drain`` is called once no more are taken, with
+    how many answers are under way, if any, and the seconds they have. A second
     signal ends it at once. Returns how many answers were cut off by then. Raises `ConfigError` before
     anything is served.
     """
@@ -97,15 +105,17 @@ def run_server(
         asyncio.Runner(loop_factory=_loop_factory()) as runner,
         _signals(stop),
     ):
-        return runner.run(_serve(service, options, listening, on_ready, stop))
+        return runner.run(_serve(service, options, listening, stop, on_ready=on_ready, on_drain=on_drain))
 
 
 async def _serve(
     service: Service,
     options: ServeOptions,
     listener: socket.socket,
-    on_ready: Callable[[str], None] | None,
     stop: Stop,
+    *,
+    on_ready: Callable[[str], None] | None,
+    on_drain: Callable[[int, float], None],
 ) -> int:
     loop = asyncio.get_running_loop()
     stop.attach(loop)
@@ -124,6 +134,8 @@ async def _serve(
         await _first_of(stop.drain.wait(), serving)
         lifecycle.draining = True
         _log.info("draining drain_s=%g", options.drain_s)
+        if lifecycle.num_answers:
+            on_drain(lifecycle.num_answers, options.drain_s)
         return await _drain(lifecycle, stop, options.drain_s)
     finally:
         server.should_exit = True

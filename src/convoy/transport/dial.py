@@ -177,4 +177,6 @@ def address_error(error: OSError | UnicodeError | OverflowError) -> str:
     """Why a socket could not take an address: the system's words, or that the address makes no sense."""
     if isinstance(error, UnicodeError | OverflowError):
         return "no such address can exist"
-    return (error.strerror or type(error).__name__).lower()
+    if isinstance(error, socket.gaierror) or error.errno is None:
+        return (error.strerror or type(error).__name__).lower()
+    return os.strerror(error.errno).lower()  # `socket.create_server` writes a tuple into its own

@@ -7,6 +7,7 @@ limits.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import socket
 import ssl
@@ -56,9 +57,14 @@ def listen_everywhere(host: str | None, port: int) -> socket.socket:
                 )
         return socket.create_server(("", port), backlog=_BACKLOG)
     except (OSError, UnicodeError, OverflowError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host or 'any address'} is taken",
+                hint=f"--port {port % 65535 + 1}, or stop what listens there",
+            ) from error
         raise ConfigError(
             f"cannot listen on {host or 'any address'} port {port}: {address_error(error)}",
-            hint="another process has the port, or the address is not of this machine",
+            hint="the address is not of this machine, or this user may not listen on that port",
         ) from error
 
 

@@ -7,6 +7,7 @@ A connection counts as half-open until its link stands; `Admission` says how man
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import socket
 import threading
@@ -318,8 +319,12 @@ def _bind(bind: tuple[str, int]) -> socket.socket:
         both = host == "::" and socket.has_dualstack_ipv6()
         return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError, OverflowError) as error:
-        reason = address_error(error)
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is taken",
+                hint="is this member running already? `convoy doctor --config FILE` says who has the port",
+            ) from error
         raise ConfigError(
-            f"cannot listen on {host}:{port}: {reason}",
-            hint="another process has the port, or the address is not of this machine",
+            f"cannot listen on {host}:{port}: {address_error(error)}",
+            hint="the address is not of this machine, or this user may not listen on that port",
         ) from error

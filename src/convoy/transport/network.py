@@ -132,7 +132,7 @@ class MemoryNetwork:
     def listen(self, me: Membership, bind: tuple[str, int], on_link: OnLink) -> Listening:
         with self._lock:
             if bind in self._listening:
-                raise ConfigError(f"cannot listen on {bind[0]}:{bind[1]}: address already in use")
+                raise ConfigError(f"port {bind[1]} on {bind[0]} is taken")
             self._listening[bind] = (me, on_link)
         return _MemoryListening(self, bind)
 

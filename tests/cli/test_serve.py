@@ -1,0 +1,208 @@
+"""`convoy serve` as the person at its terminal sees it: real processes of the smallest model."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cli.transcript import run_convoy
+from convoy.cli.local import LocalCluster, LocalOptions
+from convoy.cli.progress import LoadLines
+from convoy.cli.serve import with_layers
+from convoy.cli.start import collector_at_rest
+from convoy.errors import SpanError, UsageError
+from convoy.model.source import ModelSource
+
+WAIT_S = 90.0
+CLOCK = r"\d\d:\d\d:\d\d "
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src"),
+}
+
+
+class Shown:
+    """A command and what it has written so far, of both streams."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "convoy", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=ENVIRONMENT,
+        )
+        self.lines: list[str] = []
+        self._more = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._more:
+                self.lines.append(line.rstrip("\n"))
+                self._more.notify_all()
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """The first line that is so, as soon as it is there."""
+
+        def found() -> re.Match[str] | None:
+            return next(filter(None, (re.fullmatch(pattern, line) for line in self.lines)), None)
+
+        with self._more:
+            assert self._more.wait_for(found, WAIT_S), f"{pattern} is not in\n" + "\n".join(self.lines)
+            match = found()
+        assert match is not None
+        return match
+
+    def end(self) -> list[str]:
+        self.process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
+        return self.lines
+
+
+@contextmanager
+def shown(*arguments: str) -> Iterator[Shown]:
+    command = Shown(*arguments)
+    try:
+        yield command
+    finally:
+        command.process.kill()
+        command.end()
+
+
+def taken_port() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def test_a_port_in_use_is_named_with_the_flag_that_mends_it(tmp_path: Path) -> None:
+    with taken_port() as taken:
+        port = taken.getsockname()[1]
+        done = run_convoy(["serve", "demo-mini", "--port", str(port)], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"error: port {port} on 127.0.0.1 is taken",
+        f"hint: --port {port + 1}, or stop what listens there",
+    ]
+
+
+def test_a_model_that_is_not_there_is_said_before_who_has_the_port(tmp_path: Path) -> None:
+    with taken_port() as taken:
+        done = run_convoy(["serve", "nosuch", "--port", str(taken.getsockname()[1])], tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no model at nosuch\n")
+
+
+def ask_at_length(url: str, ended: list[str]) -> None:
+    body = {"model": "demo-mini", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/completions", json=body, timeout=WAIT_S) as response:
+        ended.extend(line for line in response.iter_lines() if line)
+
+
+def test_an_interrupt_with_answers_under_way_says_at_once_what_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    with shown("serve", "demo-mini", "--port", "0") as head:
+        url = head.wait_for(r"serving demo-mini at (\S+)")[1]
+        assert head.lines[0] == "loading PyTorch ..."
+        ended: list[str] = []
+        asking = threading.Thread(target=ask_at_length, args=(url, ended), daemon=True)
+        asking.start()
+        until(lambda: ended or httpx.get(url.removesuffix("/v1") + "/status").json()["running"])
+        head.process.send_signal(signal.SIGINT)
+        head.wait_for(r"finishing 1 answer, at most 30 s; Ctrl-C again to stop now")
+        head.process.send_signal(signal.SIGINT)
+        assert head.end()[-1] == "ended: 1 answer was cut off, and their clients told"
+        asking.join(WAIT_S)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)  # a server says this by no event
+
+
+def test_who_comes_and_who_is_lost_are_a_line_each_with_the_time() -> None:
+    with LocalCluster(LocalOptions(num_members=3, num_threads=1)) as local:
+        file = local.config_file("alpha")
+        file.write_text(file.read_text() + "\n[plan]\nwait_s = 2.0\n")
+        peer = local.start_peer("beta", "demo-mini")
+        until(lambda: "listening: " in local.log_file("beta").read_text())
+        flags = ("--layers", "0:1,output", "--layers", "beta=2:3", "--port", "0")
+        with shown("serve", "demo-mini", "--config", str(file), *flags) as head:
+            head.wait_for(r"waiting for beta, gamma, at most 2 s")
+            head.wait_for(r"beta is here; waiting for gamma, at most [012] s")
+            head.wait_for(CLOCK + r"gamma at \S+ did not answer within 2 s; the cluster starts without it.*")
+            head.wait_for(r" +1  beta    2-3 .*")
+            head.wait_for(r"absent: gamma .*")
+            head.wait_for(r"serving demo-mini at (\S+)")
+            peer.kill()
+            head.wait_for(CLOCK + r"lost: beta, which held layers 2-3: .+")
+            head.wait_for(CLOCK + r"recovered: alpha 0:output, .+ s after the loss .*")
+            peer.wait()
+            local.start_peer("beta", "demo-mini")
+            head.wait_for(CLOCK + r"joined: beta is here again")
+            head.wait_for(CLOCK + r"in use: alpha 0:1,output -> beta 2:3 -> alpha, after .* s .*")
+            head.process.send_signal(signal.SIGTERM)
+            assert head.end()[-1] == "ended: every request was answered"
+
+
+@pytest.fixture
+def two() -> Iterator[LocalCluster]:
+    with LocalCluster(LocalOptions(num_members=2)) as local:
+        yield local
+
+
+def test_the_layers_of_the_command_line_come_before_the_files(two: LocalCluster) -> None:
+    spec = ModelSource.resolve("demo-mini").spec
+    config = two.config("alpha")
+    assert with_layers(config, None, spec) is config
+    given = with_layers(config, ["0:0,output", "1:3"], spec)
+    assert given.plan.layers == {"alpha": "0:0,output", "beta": "1:3"}
+    assert with_layers(config, ["0:output"], spec).plan.layers == {"alpha": "0:output"}
+    with pytest.raises(SpanError, match="nobody owns the output"):
+        with_layers(config, ["0:0", "1:3"], spec)
+    with pytest.raises(UsageError, match="expected a member: alpha, beta"):
+        with_layers(config, ["gamma=0:0"], spec)
+
+
+def test_what_takes_long_is_said_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "torch", None)
+        patched.delitem(sys.modules, "torch")
+        with collector_at_rest(said.append):
+            assert said == ["loading PyTorch ..."]
+    with collector_at_rest(said.append):
+        assert ("torch" in sys.modules) == (len(said) == 1)
+
+
+def test_a_load_that_nobody_watches_on_a_terminal_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now_s = 0.0
+    lines = LoadLines(lambda: now_s)
+    for second in range(13):
+        now_s = float(second)
+        lines.on_load("alpha", second, 12)
+        lines.on_load("beta", second, 24)
+    assert capsys.readouterr().err.splitlines() == [
+        "loading: alpha 42%, beta 17%",
+        "loading: alpha 83%, beta 38%",
+    ]

@@ -1,0 +1,118 @@
+"""What a head's log tells of those who come and go: one line each, with layers, route and seconds."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+
+from cluster.test_recovery import SOURCE, ask, scene, small, stages
+from convoy.cluster.options import HeadOptions
+from convoy.cluster.running import RunningCluster
+from convoy.errors import StageLost
+from support.cluster import MEMBER
+from support.waiting import wait_until
+
+
+def told(caplog: pytest.LogCaptureFixture, kind: str) -> list[str]:
+    return [text for text in list(caplog.messages) if text.startswith(f"{kind}: ")]
+
+
+def test_a_loss_and_what_becomes_of_it_are_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        gone = s.join("gamma")
+        cluster = s.serve()
+        lost = cluster.status().stages[2]
+        assert lost.member == "gamma"
+        assert cluster.status().absent == []
+        gone.stop()
+        wait_until(lambda: told(caplog, "recovered"))
+        [line] = told(caplog, "lost")
+        assert re.fullmatch(rf"lost: gamma, which held layers? {lost.start}(-{lost.end - 1})?: .+", line)
+        [line] = told(caplog, "recovered")
+        assert re.fullmatch(
+            r"recovered: alpha 0:\d,output -> beta \d:\d -> alpha, \d+\.\d\d s after the loss "
+            r"\(\d+\.\d\d s of it to find out\)",
+            line,
+        )
+        assert cluster.status().absent == ["gamma"]
+        s.join("gamma")
+        wait_until(lambda: told(caplog, "in use"))
+        assert told(caplog, "joined") == ["joined: gamma is here again"]
+        [line] = told(caplog, "in use")
+        assert line.startswith("in use: alpha ")
+        assert line.endswith(" s (gamma is here again)")
+        assert "gamma" in line.removesuffix("(gamma is here again)")
+        cluster.close()
+        assert len(told(caplog, "lost")) == 1, "an end in order is no loss"
+
+
+def test_a_standby_comes_and_goes_with_a_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        cluster = s.serve(wait_s=0.5)
+        assert cluster.status().absent == ["gamma"]
+        standby = s.join("gamma", standby=True)
+        wait_until(lambda: told(caplog, "joined"))
+        assert told(caplog, "joined") == ["joined: gamma is here, as a standby"]
+        assert cluster.status().absent == []
+        standby.stop()
+        wait_until(lambda: told(caplog, "lost"))
+        assert told(caplog, "lost")[0].startswith("lost: gamma, which held no layers: ")
+        assert stages(cluster) == ["alpha", "beta"]
+        assert not told(caplog, "recovered"), "nothing had to be mended"
+
+
+def test_the_time_of_a_recovery_runs_from_the_loss_over_searches_in_vain(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve(member=small(), recover_wait_s=0.5)
+        num_given_up = 0
+        given_up = cluster.engine._recovery._given_up  # type: ignore[union-attr]
+
+        def count(why: Any) -> StageLost:
+            nonlocal num_given_up
+            num_given_up += 1
+            gone: StageLost = given_up(why)
+            return gone
+
+        monkeypatch.setattr(cluster.engine._recovery, "_given_up", count)
+        s.peers["beta"].stop()
+        began_s = time.monotonic()
+        wait_until(lambda: num_given_up >= 3)
+        searched_s = time.monotonic() - began_s
+        s.join("beta")
+        wait_until(lambda: told(caplog, "recovered"))
+        assert ask(cluster) == "17"
+        [line] = told(caplog, "recovered")
+        found = re.search(r", (\S+) s after the loss \((\S+) s of it", line)
+        assert found is not None
+        assert searched_s > 1.0
+        assert float(found[1]) >= searched_s
+        assert float(found[2]) < float(found[1]) / 2
+        assert len(told(caplog, "lost")) == len(told(caplog, "waiting")) == 1, "each is told once"
+
+
+def test_everyone_who_arrives_at_the_start_is_told_with_who_is_missing() -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        s.join("gamma")
+        arrivals: list[tuple[str, list[str], float]] = []
+        cluster = RunningCluster.start(
+            s.me,
+            SOURCE,
+            HeadOptions(MEMBER, wait_s=40, num_blocks=32),
+            network=s.network,
+            on_arrival=lambda *arrival: arrivals.append(arrival),
+        )
+        s.stack.callback(cluster.close)
+        (first, missing, left_s), (last, nobody, _) = arrivals
+        assert {first, last} == {"beta", "gamma"}
+        assert missing == [last]
+        assert nobody == []
+        assert 0 < left_s <= 40
