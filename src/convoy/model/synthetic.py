@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING
 from convoy.errors import ModelError
 from convoy.model.checkpoint import StoredTensor, file_bytes
 from convoy.plan.config import ConfigReader
-from convoy.plan.family import MAX_WIDTH, read_family
+from convoy.plan.family import read_family
+from convoy.plan.family_heads import read_heads
+from convoy.plan.family_tensors import layer_tensors
 from convoy.plan.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -48,6 +50,21 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,
         "dtype": "float32",
+    },
+    # for CUDA: 16 GB in bfloat16, which only a device draws in a reasonable time
+    "llama-3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
     },
 }
 
@@ -131,8 +148,12 @@ def describe_tensors(config: Mapping[str, object], spec: ModelSpec) -> dict[str,
     shapes = {"model.embed_tokens.weight": (spec.vocab_size, width), "model.norm.weight": (width,)}
     if not spec.tied_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, width)
-    for suffix, shape in _layer_shapes(ConfigReader(config, spec.name), spec):
-        shapes |= {f"model.layers.{layer}.{suffix}": shape for layer in range(spec.num_layers)}
+    reader = ConfigReader(config, spec.name)
+    family = read_family(reader)
+    reader = reader.with_defaults(family.defaults)
+    for number, heads in enumerate(read_heads(reader, family, spec.num_layers, width)):
+        for suffix, shape in layer_tensors(reader, family, number, heads, width):
+            shapes[f"model.layers.{number}.{suffix}"] = shape
     nowhere = Path()
     return {
         name: StoredTensor(name, nowhere, "F32", shape, 0, 4 * math.prod(shape))
@@ -140,13 +161,18 @@ def describe_tensors(config: Mapping[str, object], spec: ModelSpec) -> dict[str,
     }
 
 
+def drawn_key(described: StoredTensor, seed: int) -> int:
+    """The 128 bits that the tensor's numbers come from."""
+    material = hashlib.sha256(f"{_METHOD}/{seed}/{described.name}".encode()).digest()
+    return int.from_bytes(material[:16], "little")
+
+
 def draw_tensor(described: StoredTensor, seed: int) -> torch.Tensor:
     """The tensor's values, float32: uniform, of variance 1 / inputs for a matrix, so that no layer fades."""
     import numpy as np
     import torch  # not before weights are drawn, as in `model.checkpoint`
 
-    material = hashlib.sha256(f"{_METHOD}/{seed}/{described.name}".encode()).digest()
-    source = np.random.Philox(key=int.from_bytes(material[:16], "little"))
+    source = np.random.Philox(key=drawn_key(described, seed))
     shape, count = described.shape, math.prod(described.shape)
     spread = math.sqrt(3 / shape[1]) if len(shape) == 2 else _VARIED
     values = np.empty(count, np.float32)
@@ -164,33 +190,6 @@ def describe_values(described: StoredTensor, seed: int) -> str:
     """Hex SHA-256 over all that the tensor's values come from: as good as one over them, and no work."""
     text = json.dumps([_METHOD, seed, described.name, described.dtype, list(described.shape)])
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _layer_shapes(reader: ConfigReader, spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names behind ``model.layers.N.``; the counts of `plan.family.layer_elements`, tensor by tensor."""
-    family = read_family(reader)
-    hidden, between = spec.hidden_size, reader.count("intermediate_size", most=MAX_WIDTH)
-    query, key_value = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv_bias = reader.flag("attention_bias") if family.qkv_bias is None else family.qkv_bias
-    mlp_bias = family.mlp_bias and reader.flag("mlp_bias")
-    linears = (
-        ("self_attn.q_proj", query, hidden, qkv_bias),
-        ("self_attn.k_proj", key_value, hidden, qkv_bias),
-        ("self_attn.v_proj", key_value, hidden, qkv_bias),
-        ("self_attn.o_proj", hidden, query, qkv_bias and family.out_bias),
-        ("mlp.gate_proj", between, hidden, mlp_bias),
-        ("mlp.up_proj", between, hidden, mlp_bias),
-        ("mlp.down_proj", hidden, between, mlp_bias),
-    )
-    for name, outputs, inputs, bias in linears:
-        yield f"{name}.weight", (outputs, inputs)
-        if bias:
-            yield f"{name}.bias", (outputs,)
-    yield "input_layernorm.weight", (hidden,)
-    yield "post_attention_layernorm.weight", (hidden,)
-    if family.qk_norm:
-        yield "self_attn.q_norm.weight", (spec.head_dim,)
-        yield "self_attn.k_norm.weight", (spec.head_dim,)
 
 
 def _known() -> str:

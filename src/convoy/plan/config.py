@@ -14,18 +14,27 @@ class ConfigReader:
     (such as ``tie_word_embeddings``) are looked up in the wrapper.
     """
 
-    def __init__(self, config: Mapping[str, object], model: str) -> None:
+    def __init__(
+        self, config: Mapping[str, object], model: str, defaults: Mapping[str, object] | None = None
+    ) -> None:
         self.model = model
         self._outer = config
+        self._defaults = {} if defaults is None else defaults
         nested = config.get("text_config")
         if nested is not None and not isinstance(nested, Mapping):
             raise self.wrong("text_config", nested, "an object")
         self._inner: Mapping[str, object] = config if nested is None else nested
 
+    def with_defaults(self, defaults: Mapping[str, object]) -> ConfigReader:
+        """The same configuration, where a key that is not written has the value of ``defaults``."""
+        return ConfigReader(self._outer, self.model, defaults)
+
     def get(self, key: str) -> object:
-        """The raw value, or None where the key is missing or null."""
+        """The raw value, or None where the key is null, or missing without a default."""
         value = self._inner.get(key)
-        return self._outer.get(key) if value is None else value
+        if value is None:
+            value = self._outer.get(key)
+        return self._defaults.get(key) if value is None and not self.has(key) else value
 
     def has(self, key: str) -> bool:
         """Whether the key is written at all, null included."""

@@ -1,56 +1,180 @@
 """The families Convoy can plan, and their differences as data.
 
-Every rule here was read from the family's configuration and modelling code in `transformers`, defaults
-included: a missing key must mean to the plan what it means to the loader.
+Every row was read from the family's configuration and modelling code in `transformers`, defaults included: a
+missing key must mean to the plan what it means to the loader. `plan.family_heads` reads heads and windows by
+these words, `plan.family_tensors` lists the weights.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from convoy.errors import ModelError
-from convoy.plan.cache import CacheGroup
 from convoy.plan.config import ConfigReader
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20  # hidden, intermediate and attention widths
 MAX_VOCABULARY = 1 << 22
 MAX_CONTEXT = 1 << 27
+MAX_EXPERTS = 1 << 14
 
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one Llama-shaped family apart from the next."""
+    """What sets one family of decoders apart from the next."""
 
     model_type: str
-    qkv_bias: bool | None  # None: the key attention_bias decides
-    out_bias: bool  # whether attention_bias reaches o_proj too
-    mlp_bias: bool  # whether the key mlp_bias counts
-    qk_norm: bool  # RMS norms over each head's query and key
-    kv_heads_default: int | None  # None: as many as query heads
-    head_dim_default: int | None  # None: hidden_size / num_attention_heads
-    window: str | None  # "always": sliding_window; "by layer": layer_types or max_window_layers
-    divides_hidden: bool  # the loader refuses a hidden_size that the heads do not divide
+    defaults: Mapping[str, object] = field(default_factory=dict)  # what a key means that is not written
+    heads: str = "alike"  # in all layers; "by layer type"; "latent": expanded from one latent a token
+    qkv: str = "apart"  # "joined": one linear for q, k and v
+    qkv_bias: bool | None = False  # None: the key attention_bias decides
+    out_bias: bool = False  # whether attention_bias reaches o_proj too
+    qk_norm: bool = False  # RMS norms over each head's query and key
+    sinks: bool = False  # a logit of each query head that takes part in the softmax and has no value
+    window: str | None = None  # "always", "if used", "after a layer" or "by layer type": who slides
+    full_every: int = 0  # without layer_types, every so manieth layer looks back on everything
+    full_every_key: str = ""  # which may say otherwise
+    mlp: str = "gated"  # "joined": one linear for gate and up
+    mlp_bias: bool = False  # whether the key mlp_bias counts
+    experts: str | None = None  # whose way to lay out a mixture of experts
+    num_norms: int = 2  # 4: also behind attention and MLP
+    divides_hidden: bool = False  # the loader refuses a hidden_size that the heads do not divide
+    refused_keys: tuple[str, ...] = ()  # true or set, they ask for what a stage does not do
 
+
+_GEMMA: dict[str, object] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+}
+_GEMMA_2 = _GEMMA | {
+    "vocab_size": 256_000,
+    "num_hidden_layers": 26,
+    "max_position_embeddings": 8192,
+    "sliding_window": 4096,
+}
+_GEMMA_3 = _GEMMA_2 | {"vocab_size": 262_208, "max_position_embeddings": 131_072}
+_GEMMA_4 = _GEMMA | {
+    "vocab_size": 262_144,
+    "num_hidden_layers": 30,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 512,
+    "global_head_dim": 512,
+    "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+}
+_GPT_OSS: dict[str, object] = {
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+    "vocab_size": 201_088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+    "max_position_embeddings": 131_072,
+    "attention_bias": True,
+}
+_DEEPSEEK_V3: dict[str, object] = {
+    "num_attention_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "moe_intermediate_size": 2048,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 3,
+}
+_QWEN_2: dict[str, object] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("llama", None, True, True, False, None, None, None, True),
-        Family("mistral", False, False, False, False, 8, None, "always", False),
-        Family("qwen2", True, False, False, False, 32, None, "by layer", False),
-        Family("qwen3", None, True, False, True, 32, 128, "by layer", False),
+        Family("llama", qkv_bias=None, out_bias=True, mlp_bias=True, divides_hidden=True),
+        Family("mistral", {"sliding_window": 4096, "num_key_value_heads": 8}, window="always"),
+        Family("qwen2", _QWEN_2, qkv_bias=True, window="after a layer"),
+        Family(
+            "qwen3",
+            _QWEN_2 | {"head_dim": 128},
+            qkv_bias=None,
+            out_bias=True,
+            qk_norm=True,
+            window="after a layer",
+        ),
+        Family(
+            "qwen3_moe",
+            {
+                "num_key_value_heads": 4,
+                "sliding_window": 4096,
+                "num_experts": 128,
+                "moe_intermediate_size": 768,
+                "decoder_sparse_step": 1,
+            },
+            qkv_bias=None,
+            out_bias=True,
+            qk_norm=True,
+            window="if used",
+            experts="qwen3_moe",
+        ),
+        Family(
+            "phi3", {"original_max_position_embeddings": 4096}, qkv="joined", mlp="joined", window="always"
+        ),
+        Family(
+            "gemma2",
+            _GEMMA_2,
+            qkv_bias=None,
+            out_bias=True,
+            window="by layer type",
+            full_every=2,
+            num_norms=4,
+            divides_hidden=True,
+            refused_keys=("use_bidirectional_attention",),
+        ),
+        Family(
+            "gemma3_text",
+            _GEMMA_3,
+            qkv_bias=None,
+            out_bias=True,
+            qk_norm=True,
+            window="by layer type",
+            full_every=6,
+            full_every_key="sliding_window_pattern",
+            num_norms=4,
+            divides_hidden=True,
+            refused_keys=("use_bidirectional_attention",),
+        ),
+        Family(
+            "gemma4_text",
+            _GEMMA_4,
+            heads="by layer type",
+            qkv_bias=None,
+            out_bias=True,
+            qk_norm=True,
+            window="by layer type",
+            full_every=6,
+            experts="gemma4",
+            num_norms=4,
+        ),
+        Family(
+            "gpt_oss",
+            _GPT_OSS,
+            qkv_bias=None,
+            out_bias=True,
+            sinks=True,
+            window="by layer type",
+            full_every=2,
+            experts="gpt_oss",
+        ),
+        Family("deepseek_v3", _DEEPSEEK_V3, heads="latent", experts="deepseek_v3"),
     )
 }
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Heads of one layer."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
 
 
 def read_family(reader: ConfigReader) -> Family:
@@ -65,97 +189,12 @@ def read_family(reader: ConfigReader) -> Family:
             f"{reader.model}: config.json has a quantization_config, expected unquantised weights",
             hint="use the model's float32, bfloat16 or float16 weights",
         )
-    return FAMILIES[model_type]
+    family = FAMILIES[model_type]
+    for key in family.refused_keys:
+        if reader.get(key):
+            raise reader.wrong(key, reader.get(key), "false or nothing: tokens see only those before them")
+    return family
 
 
 def _supported() -> str:
     return f"supported types: {', '.join(sorted(FAMILIES))}"
-
-
-def read_attention(reader: ConfigReader, family: Family, hidden_size: int) -> Attention:
-    """Head counts that divide what they must; ModelError with both numbers where they do not."""
-    num_heads = reader.count("num_attention_heads", most=MAX_WIDTH)
-    num_kv_heads = reader.count(
-        "num_key_value_heads", most=MAX_WIDTH, default=family.kv_heads_default or num_heads
-    )
-    if num_heads % num_kv_heads:
-        raise reader.wrong(
-            "num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads = {num_heads}"
-        )
-    default_dim = family.head_dim_default
-    head_dim = reader.optional_count("head_dim", most=MAX_WIDTH)
-    if hidden_size % num_heads and (family.divides_hidden or (head_dim or default_dim) is None):
-        raise reader.wrong("hidden_size", hidden_size, f"a multiple of num_attention_heads = {num_heads}")
-    head_dim = head_dim or default_dim or hidden_size // num_heads
-    if head_dim % 2:
-        raise reader.wrong("head_dim", head_dim, "an even number, because rotary positions turn pairs")
-    if num_heads * head_dim > MAX_WIDTH:
-        raise reader.wrong(
-            "num_attention_heads", num_heads, f"at most {MAX_WIDTH // head_dim} heads of {head_dim}"
-        )
-    return Attention(num_heads, num_kv_heads, head_dim)
-
-
-def layer_elements(reader: ConfigReader, family: Family, hidden_size: int, attention: Attention) -> int:
-    """Weight elements of one decoder layer."""
-    intermediate_size = reader.count("intermediate_size", most=MAX_WIDTH)
-    query = attention.num_heads * attention.head_dim
-    key_value = attention.num_kv_heads * attention.head_dim
-    elements = (
-        hidden_size * (2 * query + 2 * key_value) + 3 * hidden_size * intermediate_size + 2 * hidden_size
-    )
-    attention_bias = reader.flag("attention_bias") if family.qkv_bias is None else family.qkv_bias
-    if attention_bias:
-        elements += query + 2 * key_value + (hidden_size if family.out_bias else 0)
-    if family.mlp_bias and reader.flag("mlp_bias"):
-        elements += 2 * intermediate_size + hidden_size
-    if family.qk_norm:
-        elements += 2 * attention.head_dim
-    return elements
-
-
-def read_cache_groups(
-    reader: ConfigReader, family: Family, num_layers: int, attention: Attention
-) -> tuple[CacheGroup, ...]:
-    """The layers by what they retain: full attention first, then windows by size."""
-    heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.head_dim)
-    groups: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(_layer_windows(reader, family, num_layers)):
-        groups.setdefault(window, []).append(layer)
-    return tuple(
-        CacheGroup("full" if window is None else f"window-{window}", window, tuple(layers), *heads)
-        for window, layers in sorted(groups.items(), key=lambda item: item[0] or 0)
-    )
-
-
-def _layer_windows(reader: ConfigReader, family: Family, num_layers: int) -> list[int | None]:
-    if family.window is None:
-        return [None] * num_layers
-    if family.window == "always":
-        default = None if reader.has("sliding_window") else 4096
-        return [reader.optional_count("sliding_window", most=MAX_CONTEXT) or default] * num_layers
-    return _windows_by_layer(reader, num_layers)
-
-
-def _windows_by_layer(reader: ConfigReader, num_layers: int) -> list[int | None]:
-    window: int | None = None
-    if reader.flag("use_sliding_window"):
-        window = reader.optional_count("sliding_window", most=MAX_CONTEXT)
-        if window is None and not reader.has("sliding_window"):
-            window = 4096
-    kinds = reader.words("layer_types")
-    if kinds is None:
-        # the one key of the four that may truly be 0: every layer slides
-        first = reader.get("max_window_layers")
-        first = 28 if first is None else first
-        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise reader.wrong("max_window_layers", first, "a whole number from 0")
-        return [window if layer >= first else None for layer in range(num_layers)]
-    if len(kinds) != num_layers:
-        raise reader.wrong(
-            "layer_types", f"{len(kinds)} entries", f"num_hidden_layers = {num_layers} entries"
-        )
-    for kind in kinds:
-        if kind not in {"full_attention", "sliding_attention"}:
-            raise reader.wrong("layer_types", kind, "full_attention or sliding_attention")
-    return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from convoy.plan.cache import DTYPE_BYTES, CacheGroup, dtype_bytes
 from convoy.plan.config import ConfigReader
-from convoy.plan.family import (
-    MAX_CONTEXT,
-    MAX_LAYERS,
-    MAX_VOCABULARY,
-    MAX_WIDTH,
-    layer_elements,
-    read_attention,
-    read_cache_groups,
-    read_family,
-)
+from convoy.plan.family import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family, read_family
+from convoy.plan.family_heads import LayerHeads, cache_groups, forbidden_cuts, read_heads
+from convoy.plan.family_tensors import layer_tensors, per_layer_input
 
 
 @dataclass(frozen=True)
@@ -28,9 +22,6 @@ class ModelSpec:
     num_layers: int
     hidden_size: int
     vocab_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_context: int  # tokens
     tied_embeddings: bool  # the output reuses the embedding matrix, so both owners need it
     stored_dtype: str  # of the checkpoint, as config.json claims; "float32" where it does not
@@ -39,10 +30,12 @@ class ModelSpec:
     can_rewind: bool = True  # rows may write over the last positions: not so where state is recurrent
     num_streams: int = 1  # hidden states that cross a boundary for each token
     token_id_layers: frozenset[int] = field(default_factory=frozenset)  # layers that need token ids
+    layer_input_size: int = 0  # of the input of its own that each of these layers makes from token ids
     forbidden_cuts: Mapping[int, str] = field(
         default_factory=dict
     )  # first layer after the cut -> why not there
     is_packed: bool = False  # whether linears are held as exact mode packs them
+    kv_sources: Mapping[int, int] = field(default_factory=dict)  # layer without K/V -> whose it reads
 
     @classmethod
     def from_config(cls, config: Mapping[str, object], name: str) -> ModelSpec:
@@ -52,27 +45,49 @@ class ModelSpec:
         """
         reader = ConfigReader(config, name)
         family = read_family(reader)
+        reader = reader.with_defaults(family.defaults)
         num_layers = reader.count("num_hidden_layers", most=MAX_LAYERS)
         hidden_size = reader.count("hidden_size", most=MAX_WIDTH)
-        attention = read_attention(reader, family, hidden_size)
+        heads = read_heads(reader, family, num_layers, hidden_size)
+        input_size, input_vocabulary = per_layer_input(reader, family)
         stored = reader.word("dtype") or reader.word("torch_dtype") or "float32"
         if stored not in DTYPE_BYTES:
             raise reader.wrong("dtype", stored, f"one of {', '.join(sorted(DTYPE_BYTES))}")
+        # each layer's part of the table that token ids index, and of the projection beside it
+        beside = input_size * (input_vocabulary + hidden_size)
         return cls(
             name=name,
             family=family.model_type,
             num_layers=num_layers,
             hidden_size=hidden_size,
             vocab_size=reader.count("vocab_size", most=MAX_VOCABULARY),
-            num_heads=attention.num_heads,
-            num_kv_heads=attention.num_kv_heads,
-            head_dim=attention.head_dim,
-            max_context=reader.count("max_position_embeddings", most=MAX_CONTEXT),
+            max_context=_max_context(reader),
             tied_embeddings=reader.flag("tie_word_embeddings"),
             stored_dtype=stored,
-            layer_elements=(layer_elements(reader, family, hidden_size, attention),) * num_layers,
-            cache_groups=read_cache_groups(reader, family, num_layers, attention),
+            layer_elements=tuple(
+                count + beside for count in _layer_elements(reader, family, heads, hidden_size)
+            ),
+            cache_groups=cache_groups(heads),
+            token_id_layers=frozenset(range(num_layers) if input_size else ()),
+            layer_input_size=input_size,
+            forbidden_cuts=forbidden_cuts(heads),
+            kv_sources={i: layer.kv_source for i, layer in enumerate(heads) if layer.kv_source is not None},
         )
+
+    @property
+    def num_heads(self) -> int:
+        """Of the first cache group; others may differ."""
+        return self.cache_groups[0].num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the first cache group; others may differ."""
+        return self.cache_groups[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Of the first cache group; others may differ."""
+        return self.cache_groups[0].head_dim
 
     def packed(self) -> ModelSpec:
         """The same model as exact mode holds it."""
@@ -94,9 +109,13 @@ class ModelSpec:
         """Weight bytes of layers [start, end) with what else is owned.
 
         A tied matrix counts once where embedding and output sit together, else at each of them. A packed one
-        cannot be looked up by row: then the embedding lies beside it, in the dtype of the file.
+        cannot be looked up by row: then the embedding lies beside it, in the dtype of the file. Layers that
+        need token ids need the embedding with them, and a norm.
         """
         total = sum(self.layer_elements[start:end]) * dtype_bytes(dtype)
+        if self.needs_token_ids(start, end):
+            embed = True
+            total += self.layer_input_size * dtype_bytes(dtype)
         if embed:
             total += self.embed_bytes(dtype)
         if output:
@@ -122,3 +141,31 @@ class ModelSpec:
     def needs_token_ids(self, start: int, end: int) -> bool:
         """Whether a stage of layers [start, end) needs token ids, embedding apart."""
         return any(start <= layer < end for layer in self.token_id_layers)
+
+
+def _max_context(reader: ConfigReader) -> int:
+    """Tokens for which a position has one rotation.
+
+    The "longrope" of Phi-3 and Phi-4 turns every position otherwise once a sequence is longer than the
+    original context, so that nothing computed before would be of use: there the context ends.
+    """
+    longest = reader.count("max_position_embeddings", most=MAX_CONTEXT)
+    rope = reader.get("rope_parameters") or reader.get("rope_scaling")
+    if not isinstance(rope, Mapping):
+        return longest
+    # Phi-3's loader takes these three words for one
+    kinds = {"longrope", "su", "yarn"} if reader.word("model_type") == "phi3" else {"longrope"}
+    if rope.get("rope_type", rope.get("type")) not in kinds:
+        return longest
+    key = "original_max_position_embeddings"
+    original = reader.optional_count(key, most=MAX_CONTEXT)  # before what stands beside the factors
+    return min(longest, original or ConfigReader(rope, reader.model).count(key, most=MAX_CONTEXT))
+
+
+def _layer_elements(
+    reader: ConfigReader, family: Family, heads: tuple[LayerHeads, ...], hidden_size: int
+) -> list[int]:
+    return [
+        sum(math.prod(shape) for _, shape in layer_tensors(reader, family, number, layer, hidden_size))
+        for number, layer in enumerate(heads)
+    ]
