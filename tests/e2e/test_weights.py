@@ -1,0 +1,56 @@
+"""A cluster of real processes where only the head has the model's files."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from convoy.cli.local import LocalCluster, LocalOptions
+from support.odd_models import make_odd_llama
+
+WAIT_S = 150.0
+POLL_S = 0.1
+
+
+def url_of(local: LocalCluster) -> str:
+    """The head prints one JSON value with its address once it answers."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        local.check_alive()
+        log = local.log_file(local.head).read_text()
+        start = log.find("{\n")
+        if start >= 0 and log.rstrip().endswith("}"):
+            url: str = json.loads(log[start:])["url"]
+            return url
+        time.sleep(POLL_S)  # a file has no event to wait on
+    raise AssertionError(local.log_file(local.head).read_text())
+
+
+def asked(url: str, **body: Any) -> Any:
+    answer = httpx.post(f"{url}/completions", json=body, timeout=60)
+    answer.raise_for_status()
+    return answer.json()
+
+
+@pytest.mark.slow
+def test_a_cluster_where_only_the_head_has_the_files_starts_and_answers(tmp_path: Path) -> None:
+    model = make_odd_llama(tmp_path / "odd")
+    cache = tmp_path / "cache"
+    texts = []
+    for with_files in (True, False):
+        with LocalCluster(LocalOptions(2, ["0:2,output", "3:4"], num_threads=1)) as local:
+            files = ("--model", str(model)) if with_files else ("--cache", str(cache))
+            join = ("join", "--config", str(local.config_file("beta")), "--until-stdin-closes")
+            local.start("beta", *join, *files)
+            local.start(
+                local.head, "serve", str(model), "--config", str(local.config_file(local.head)), "--json"
+            )
+            answer = asked(url_of(local), model="odd", prompt="abc", max_tokens=12, temperature=0)
+            texts.append(answer["choices"][0]["text"])
+    assert texts[0] == texts[1] != ""
+    assert len(list(cache.glob("models/*/tensors/*"))) > 10
