@@ -59,6 +59,10 @@ def test_a_standby_comes_and_goes_with_a_line_each(caplog: pytest.LogCaptureFixt
         wait_until(lambda: told(caplog, "joined"))
         assert told(caplog, "joined") == ["joined: gamma is here, as a standby"]
         assert cluster.status().absent == []
+        wait_until(lambda: told(caplog, "standby"))
+        held = cluster.status().stages[1]
+        layers = f"{held.start}-{held.end - 1}"
+        assert told(caplog, "standby") == [f"standby: gamma has loaded layers {layers}"]
         standby.stop()
         wait_until(lambda: told(caplog, "lost"))
         assert told(caplog, "lost")[0].startswith("lost: gamma, which held no layers: ")
@@ -95,7 +99,12 @@ def test_the_time_of_a_recovery_runs_from_the_loss_over_searches_in_vain(
         assert searched_s > 1.0
         assert float(found[1]) >= searched_s
         assert float(found[2]) < float(found[1]) / 2
-        assert len(told(caplog, "lost")) == len(told(caplog, "waiting")) == 1, "each is told once"
+        assert len(told(caplog, "lost")) == 1
+        first, then = told(caplog, "waiting")
+        assert re.fullmatch(
+            r"waiting: missing layers .+, beta is gone; .+; for a member, at most 0\.5 s", first
+        )
+        assert then == "waiting: whoever comes is used, however late"
 
 
 def test_everyone_who_arrives_at_the_start_is_told_with_who_is_missing() -> None:

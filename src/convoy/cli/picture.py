@@ -27,7 +27,7 @@ def print_picture(status: ClusterStatus) -> None:
     if status.standbys:
         print(f"standbys: {standbys_text(status.standbys)}")
     if status.absent:
-        print(f"absent: {', '.join(status.absent)} (used once there)")
+        print(f"absent: {', '.join(status.absent)} (dialled until there)")
     if status.other_bits:
         print(f"other bits: {', '.join(status.other_bits)} (a text may change where their layers move)")
 

@@ -23,6 +23,7 @@ class Outage:
         self._began_s = began_s
         self._found_s = self._said_s = now()
         self._told: set[str] = set()
+        self.is_open_ended = False  # nobody took over in time: until somebody does, requests are refused
 
     @property
     def lasts_s(self) -> float:
@@ -33,11 +34,22 @@ class Outage:
         """How long it took to find out what was lost."""
         return self._found_s - self._began_s
 
+    def end(self, text: str) -> None:
+        """As loud as the loss: whoever read of that wants to know."""
+        _log.warning("%s", text)
+
     def tell(self, text: str) -> None:
-        """As loud as the loss: whoever read of that wants to know. The same only once."""
+        """Of what stands in the way. The same only once."""
         if text not in self._told and len(self._told) < _MAX_TOLD:
             self._told.add(text)
             _log.warning("%s", text)
+
+    def wait(self, lost: str, why: str, wait_s: float) -> None:
+        """Nobody who is here can hold the layers: say for whom and how long, in either kind of search."""
+        if self.is_open_ended:
+            self.tell("waiting: whoever comes is used, however late")
+        elif wait_s:
+            self.tell(f"waiting: {'; '.join(filter(None, [lost, why]))}; for a member, at most {wait_s:g} s")
 
     def progress(self, text: str) -> None:
         """Of something that may take minutes: not more often than every 5 s."""

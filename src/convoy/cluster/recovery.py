@@ -102,8 +102,8 @@ class StageRecovery:
             _log.warning("%s; every member is there", error.message)
         self._head.vetting.settle(self._require_wanted)
         granted = self._find_stages(self._granted.placement, began_s)
-        self._outage.tell(
-            f"recovered: {_route_text(granted)}, {self._outage.lasts_s:.2f} s after the loss "
+        self._outage.end(
+            f"recovered: {granted.placement.route.text}, {self._outage.lasts_s:.2f} s after the loss "
             f"({self._outage.found_after_s:.2f} s of it to find out)"
         )
         self._recovered_s = time.monotonic()
@@ -138,7 +138,7 @@ class StageRecovery:
         self._head.vetting.settle(self._require_wanted)
         granted = self._find_stages(None, began_s)
         after_s = self._outage.lasts_s
-        self._outage.tell(f"in use: {_route_text(granted)}, after {after_s:.2f} s ({self._cause})")
+        self._outage.end(f"in use: {granted.placement.route.text}, after {after_s:.2f} s ({self._cause})")
         return self._recovered(granted)
 
     def _better(self, slow: set[str]) -> Proposal | None:
@@ -291,8 +291,7 @@ class StageRecovery:
                 wait_s = min(_LOOK_UP_S, self._wait_s - waited_s)
                 left_s = self._wait_s - waited_s
                 self._say(f"{self._lost_text()}; waiting for a member for at most {left_s:.0f} s")
-                if not waited_s:
-                    self._tell_wait(error)
+                self._outage.wait(self._lost_text(), error.message, self._wait_s)
             except (PeerError, LinkClosed) as error:
                 why, wait_s = error, backoff.next_s()
                 self._count_refusal()
@@ -327,18 +326,19 @@ class StageRecovery:
             self._outage.progress(text)
 
         done = threading.Event()
-        threading.Thread(target=self._look_after, args=(proposal.members, done), daemon=True).start()
+        threading.Thread(target=self._look_after, args=(proposal, done), daemon=True).start()
         try:
             return head.install(proposal, watch, on_load)
         finally:
             done.set()
 
-    def _look_after(self, members: set[str], done: threading.Event) -> None:
+    def _look_after(self, proposal: Proposal, done: threading.Event) -> None:
         """Those that a plan is made for: who hangs meanwhile would be waited for until its link times out."""
         company = self._head.company
         num_silent: Counter[str] = Counter()
         while not done.wait(_PING_S):
-            silent = company.silent(members, _LOADING_PING_S)
+            self._outage.tell(f"loading: {proposal.placement.route.text}")
+            silent = company.silent(proposal.members, _LOADING_PING_S)
             num_silent = Counter({name: num_silent[name] + 1 for name in silent})
             for name, count in num_silent.items():
                 if not done.is_set() and (count >= _PATIENCE or self._can_spare(name)):
@@ -358,6 +358,7 @@ class StageRecovery:
         parts = [lost, f"nobody took over within {bound_s:g} s"]
         reason = self._state if why is None else why.message
         public = "; ".join(part for part in parts if part)
+        self._outage.is_open_ended = True
         self._gave_up = StageLost(
             f"{public}: {reason}",
             public=public,
@@ -379,18 +380,9 @@ class StageRecovery:
         assert granted is not None, "nothing ran, so nothing can be lost"
         return granted
 
-    def _tell_wait(self, why: ConvoyError) -> None:
-        if self._wait_s >= _LOOK_UP_S:
-            lost = f"{self._lost_text()}; " if self._lost_text() else ""
-            self._outage.tell(f"waiting: {lost}{why.message}; for a member, at most {self._wait_s:.0f} s")
-
     def _say(self, text: str) -> None:
         self._state = text
 
     def _require_wanted(self) -> None:
         if self._cancelled.is_set():
             raise LinkClosed("the engine is being closed")
-
-
-def _route_text(granted: Granted) -> str:
-    return granted.placement.route.describe().removeprefix("complete: ")

@@ -54,8 +54,11 @@ class Standbys:
             return
         with self._lock:
             asked = self._preloads.get(link.peer)
-            if asked is not None and asked.link is link and asked.generation == received.generation:
-                asked.loaded = True
+            is_new = asked is not None and asked.link is link and asked.generation == received.generation
+            if asked is not None and is_new:
+                is_new, asked.loaded = not asked.loaded, True
+        if is_new:
+            _log.warning("standby: %s has loaded layers %s", link.peer, self._layers(link.peer, link))
 
     def report(self, here: Mapping[str, tuple[Link, Hello]], members: set[str]) -> list[StandbyStatus]:
         """Those of ``here`` that stand by, which ``members``, who have a stage, do not."""

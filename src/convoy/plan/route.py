@@ -73,12 +73,15 @@ class Route:
 
     def describe(self) -> str:
         """One line: ``complete: alpha 0:3,output -> beta 4:11 -> alpha``, or ``missing layers 4-11``."""
-        if self.missing:
-            return f"missing {self.missing}"
+        return f"missing {self.missing}" if self.missing else f"complete: {self.text}"
+
+    @property
+    def text(self) -> str:
+        """Who passes to whom, with spans: ``alpha 0:3,output -> beta 4:11 -> alpha``."""
         names = [f"{stage.member} {self._span_text(stage)}" for stage in self.stages]
         if self.hops and not self.hops[-1].all_rows:
             names.append(self.hops[-1].receiver)
-        return f"complete: {' -> '.join(names)}"
+        return " -> ".join(names)
 
     def _span_text(self, stage: StageAssignment) -> str:
         return format_span(Span(stage.start, stage.end, stage.output), self.spec.num_layers)
