@@ -29,15 +29,18 @@ class Loop(dict[int, nn.Module]):
     def values(self) -> Any:
         return [self[layer] for layer in self._order]
 
+    def items(self) -> Any:
+        return [(layer, self[layer]) for layer in self._order]
 
-class ShiftedRope:
+
+class ShiftedRotations:
     """Positions one too high."""
 
-    def __init__(self, rope: Any) -> None:
-        self._rope = rope
+    def __init__(self, rotations: Any) -> None:
+        self._rotations = rotations
 
-    def look_up(self, positions: torch.Tensor, last: int, *rest: Any) -> Any:
-        return self._rope.look_up(positions + 1, last + 1, *rest)
+    def look_up(self, ropes: Any, positions: torch.Tensor, last: int) -> Any:
+        return self._rotations.look_up(ropes, positions + 1, last + 1)
 
 
 def split_only(change: Callable[[Stage], None]) -> Loader:
@@ -81,7 +84,7 @@ def run_twice(stage: Stage) -> None:
 
 
 def shift_positions(stage: Stage) -> None:
-    stage._rope = ShiftedRope(stage._rope)  # type: ignore[assignment]
+    stage._rotations = ShiftedRotations(stage._rotations)  # type: ignore[assignment]
 
 
 def perturb(stage: Stage) -> None:
@@ -95,5 +98,5 @@ def drop_last_of_the_first(
 ) -> Stage:
     """As a project does that gives each of two members half of 61 layers, rounded down."""
     if assignment.start == 0 and assignment.end < source.spec.num_layers:
-        assignment = msgspec.structs.replace(assignment, end=source.spec.num_layers // 2)
+        assignment = msgspec.structs.replace(assignment, end=assignment.end - 1)
     return load_stage(source, assignment, options, None)

@@ -18,13 +18,11 @@ from convoy.cli.output import (
     print_table,
     report_error,
 )
-from convoy.errors import UsageError
+from convoy.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from convoy.evaluate.certificate import Certificate, LayoutResult
     from convoy.model.source import ModelSource
-
-_MAX_PROMPTS = 64
 
 
 def verify(
@@ -35,9 +33,7 @@ def verify(
     cuts: Annotated[
         str, typer.Option(help="all, or at most how many places to cut into two; and a sample into three.")
     ] = "all",
-    prompts: Annotated[
-        str, typer.Option(help="How many random prompts, or a file with one on each line.")
-    ] = "4",
+    prompts: Annotated[str, typer.Option(help="How many prompts, or a file with one on each line.")] = "4",
     tokens: Annotated[int, typer.Option(min=1, max=256, help="To decode behind each prompt.")] = 6,
     threads: Annotated[int | None, typer.Option(min=1, help="That compute.  [default: torch's]")] = None,
     as_json: JsonFlag = False,
@@ -79,14 +75,19 @@ def _max_cuts(text: str) -> int | None:
 
 
 def _prompts(source: ModelSource, text: str, num_tokens: int) -> list[list[int]]:
-    from convoy.evaluate.prompts import draw_prompts, read_prompts
+    from convoy.evaluate.prompts import TEXTS, draw_prompts, read_prompts, text_prompts
     from convoy.model.text import Tokenizer
 
     if not (text.isascii() and text.isdigit()):
         return read_prompts(Path(text), Tokenizer(source), source.spec, num_tokens)
-    if not (len(text) < 7 and 1 <= int(text) <= _MAX_PROMPTS):
-        raise UsageError(f"--prompts is {text}, expected 1 to {_MAX_PROMPTS}, or a file")
-    return draw_prompts(source.spec, int(text), num_tokens)
+    if not (len(text) < 7 and 1 <= int(text) <= len(TEXTS)):
+        raise UsageError(f"--prompts is {text}, expected 1 to {len(TEXTS)}, or a file")
+    try:
+        tokenizer = Tokenizer(source)
+    except ModelError:
+        print_note("prompts: random ids, because the model has no tokeniser")
+        return draw_prompts(source.spec, int(text), num_tokens)
+    return text_prompts(tokenizer, source.spec, int(text), num_tokens)
 
 
 def _show_progress(done: int, total: int, what: str) -> None:

@@ -109,7 +109,8 @@ def _counted(layers: Mapping[int, nn.Module], ran: Counter[int]) -> Iterator[Non
     def count(layer: int) -> Callable[..., None]:
         return lambda *_: ran.update((layer,))
 
-    hooks = [module.register_forward_hook(count(layer)) for layer, module in layers.items()]
+    # by key: how a stage goes through its layers is what is checked
+    hooks = [layers[layer].register_forward_hook(count(layer)) for layer in layers]
     try:
         yield
     finally:

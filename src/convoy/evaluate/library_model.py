@@ -71,7 +71,7 @@ def _drawn(source: ModelSource, options: dict[str, Any]) -> Any:
     assert source.seed is not None
     config = transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
     state = {name: draw_tensor(tensor, source.seed) for name, tensor in source.tensors.items()}
-    whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return whole.from_pretrained(None, config=config, state_dict=state, **options).eval()
 
 

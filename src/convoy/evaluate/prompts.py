@@ -1,4 +1,8 @@
-"""Prompts for a certificate: drawn from a seed, in lengths around every boundary, or a person's own."""
+"""Prompts for a certificate: some text for models that read, random ids for the others, or a person's own.
+
+On ids that no text would have, a trained model's logits are as hard to compute as they get: the library's
+float32 is then further from its own float64 than what a certificate allows.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +17,43 @@ from convoy.plan.spec import ModelSpec
 
 # around tiles, blocks and key blocks; the first few already differ in all of that
 LENGTHS = (70, 17, 1, 40, 130, 16, 65, 3)
+TEXTS = (
+    "Once upon a time there was a quick fox who lived by the river. Every morning she went to the market, "
+    "where a goat sold apples, bread and lamps. One day the goat was not there. The fox asked everybody, but "
+    "nobody knew where he had gone.",
+    "What is 27+58? Answer with just the number.",
+    "The",
+    "A long time ago, in a small town by the sea, people told each other the same story every evening.",
+    "def add(first, second):\n    return first + second\n",
+    "Red, green and",
+    "My friend asked me which animals sleep at night, which of them sleep in the day, and which do not sleep "
+    "at all. I said: cats sleep when they like, owls sleep in the day, and fish sleep with open eyes. She "
+    "laughed, and wrote it all down in her little book, with a picture of each animal beside its name.",
+    "Monday, Tuesday, Wednesday,",
+)
 _SEED = 5
 _REACHED_WINDOW = 1024  # the longest window for which a prompt is made longer than it
 _BEYOND = 40  # tokens
 _MAX_FILE_BYTES = 1 << 20
 
 
-def draw_prompts(spec: ModelSpec, count: int, num_tokens: int) -> list[list[int]]:
-    """``count`` prompts of random ids, the same each time; ``num_tokens`` are to fit behind each.
+def text_prompts(tokenizer: Tokenizer, spec: ModelSpec, count: int, num_tokens: int) -> list[list[int]]:
+    """The ids of the first ``count`` of `TEXTS`, the first repeated until it is longer than short windows.
 
-    Raises InputError where the model's context has no room.
+    ``num_tokens`` fit behind each. Raises InputError where the model's context has no room.
     """
-    room = spec.max_context - num_tokens
-    if room < 1:
-        raise InputError(f"{num_tokens} tokens are to be decoded, and the context has {spec.max_context}")
-    windows = [window for window in _windows(spec) if window <= _REACHED_WINDOW]
-    lengths = [LENGTHS[index % len(LENGTHS)] for index in range(count)]
-    lengths[0] = max([lengths[0], *(window + _BEYOND for window in windows)])
+    room = _room(spec, num_tokens)
+    prompts = [tokenizer.encode(text) for text in TEXTS[:count]]
+    while len(prompts[0]) < min(_least_first(spec), room):
+        prompts[0] += prompts[0]
+    return [prompt[:room] for prompt in prompts]
+
+
+def draw_prompts(spec: ModelSpec, count: int, num_tokens: int) -> list[list[int]]:
+    """``count`` prompts of random ids, the same each time, of `LENGTHS`; otherwise as `text_prompts`."""
+    room = _room(spec, num_tokens)
+    lengths = list(LENGTHS[:count])
+    lengths[0] = max(lengths[0], _least_first(spec))
     random = np.random.default_rng(_SEED)
     return [random.integers(0, spec.vocab_size, min(length, room)).tolist() for length in lengths]
 
@@ -59,6 +83,17 @@ def unreached_windows(spec: ModelSpec, prompts: Sequence[Sequence[int]]) -> tupl
     """The attention windows, in tokens, that hide nothing from any position of these prompts."""
     longest = max(map(len, prompts))
     return tuple(window for window in _windows(spec) if window >= longest)
+
+
+def _room(spec: ModelSpec, num_tokens: int) -> int:
+    room = spec.max_context - num_tokens
+    if room < 1:
+        raise InputError(f"{num_tokens} tokens are to be decoded, and the context has {spec.max_context}")
+    return room
+
+
+def _least_first(spec: ModelSpec) -> int:
+    return max((window + _BEYOND for window in _windows(spec) if window <= _REACHED_WINDOW), default=1)
 
 
 def _windows(spec: ModelSpec) -> list[int]:
