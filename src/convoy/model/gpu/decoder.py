@@ -1,0 +1,89 @@
+"""The layers of a stage on a device: which kernel follows which.
+
+Two ways. A lone row takes `gpu.lone`'s linears, which do the norm, the gate and the sum on the way. Several
+rows take the library's matrix products, and `gpu.pointwise` between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn.functional import linear
+
+from convoy.model.gpu.attention import attend
+from convoy.model.gpu.batch import DeviceBatch
+from convoy.model.gpu.lone import lone_linear
+from convoy.model.gpu.pointwise import Rotation, add_norm, gate, rotate_and_store
+from convoy.model.gpu.pools import LayerPool
+from convoy.model.gpu.weights import LayerWeights, StageWeights
+
+
+class Decoder:
+    """The layers [start, end) with their pools. What it is given is on its device, in bfloat16."""
+
+    def __init__(self, weights: StageWeights, rotation: Rotation, pools: Mapping[int, LayerPool]) -> None:
+        self._weights = weights
+        self._rotation = rotation
+        self._layers = [(own, pools[number]) for number, own in weights.layers.items()]
+        self._eps = weights.eps
+
+    def run(self, x: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        """[T, hidden_size] behind the last layer; ``x`` is used up."""
+        if x.shape[0] == 1:
+            for own, pool in self._layers:
+                self._run_lone(x, own, pool, batch)
+            return x
+        delta: torch.Tensor | None = None
+        for own, pool in self._layers:
+            delta = self._run_rows(x, delta, own, pool, batch)
+        return x if delta is None else x.add_(delta)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Final norm and `lm_head` of [M, hidden_size]: [M, vocab_size], bfloat16, or float32 of one row."""
+        norm, head = self._weights.norm, self._weights.head
+        assert norm is not None
+        assert head is not None
+        if x.shape[0] == 1:
+            return lone_linear(x, head, norm=norm, eps=self._eps, dtype=torch.float32)
+        return linear(add_norm(x, None, norm, self._eps), head)
+
+    def _run_lone(self, x: torch.Tensor, own: LayerWeights, pool: LayerPool, batch: DeviceBatch) -> None:
+        eps = self._eps
+        qkv = lone_linear(x, own.qkv, bias=own.qkv_bias, norm=own.input_norm, eps=eps)
+        attended = self._attend(qkv, own, pool, batch)
+        lone_linear(attended, own.out, bias=own.out_bias, out=x, adds=True)
+        between = lone_linear(
+            x, own.gate_up, bias=own.gate_up_bias, norm=own.middle_norm, eps=eps, gated=True
+        )
+        lone_linear(between, own.down, bias=own.down_bias, out=x, adds=True)
+
+    def _run_rows(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        own: LayerWeights,
+        pool: LayerPool,
+        batch: DeviceBatch,
+    ) -> torch.Tensor:
+        """``x`` gets ``delta`` and what attention adds; what the MLP adds is returned."""
+        eps = self._eps
+        qkv = linear(add_norm(x, delta, own.input_norm, eps), own.qkv, own.qkv_bias)
+        delta = linear(self._attend(qkv, own, pool, batch), own.out, own.out_bias)
+        both = linear(add_norm(x, delta, own.middle_norm, eps), own.gate_up, own.gate_up_bias)
+        return linear(gate(both), own.down, own.down_bias)
+
+    def _attend(
+        self, qkv: torch.Tensor, own: LayerWeights, pool: LayerPool, batch: DeviceBatch
+    ) -> torch.Tensor:
+        group = batch.groups[pool.group]
+        rotate_and_store(
+            *(qkv, pool.pool, pool.shape, self._rotation),
+            positions=batch.positions,
+            slots=group.slots,
+            norms=own.head_norms,
+            eps=self._eps,
+        )
+        return attend(
+            qkv, pool.pool, pool.shape, tables=batch.tables, rows=group.rows, launches=batch.launches
+        )

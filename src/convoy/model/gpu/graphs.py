@@ -1,0 +1,123 @@
+"""Decode as captured graphs, one for each bucket of batch sizes, over static inputs and one memory pool.
+
+A decode of many layers is hundreds of short kernels, and Python starts them more slowly than the device runs
+them; a captured graph is one start. Its shapes are fixed, so a batch is padded to the next bucket, with rows
+that write nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from convoy.model.gpu.attention import HeadShape, Ints, Launch
+from convoy.model.gpu.batch import ROW_FIELDS, DeviceBatch, GroupBatch, HostBatch, aligned_sizes, fill
+from convoy.model.gpu.pending import on_card
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_WARM_UPS = 2  # runs before a capture: kernels are compiled, the libraries take their memory
+
+# what is captured: int32 token ids [T], a hidden state that may be used up, and the batch, to a hidden state
+Run = Callable[[torch.Tensor, torch.Tensor, DeviceBatch], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class GraphShape:
+    """What all graphs of a stage have in common."""
+
+    hidden_size: int
+    num_groups: int
+    max_blocks: int  # of a sequence, in all its tables together
+    heads: HeadShape
+    device: torch.device
+    num_units: int  # multiprocessors
+
+
+class DecodeGraph:
+    """One captured decode. ``memory`` is the pool that it shares with others, of which one runs at a time."""
+
+    def __init__(self, size: int, shape: GraphShape, run: Run, memory: Any) -> None:
+        self.size = size
+        self._shape = shape
+        groups = shape.num_groups
+        sizes = [size, size, groups * size, groups * size * ROW_FIELDS, size * shape.max_blocks]
+        self._begins = aligned_sizes(sizes)
+        self._ints = torch.zeros(self._begins[-1], dtype=torch.int32, device=shape.device)
+        parts = [self._ints[b : b + n] for b, n in zip(self._begins, sizes, strict=False)]
+        self._tokens, positions, slots, rows, tables = parts
+        slots, rows = slots.view(groups, size), rows.view(groups, size, ROW_FIELDS)
+        slots.fill_(-1)
+        tiles = torch.zeros(size, 2, dtype=torch.int32, device=shape.device)
+        tiles[:, 0] = torch.arange(size, dtype=torch.int32, device=shape.device)
+        launch = Launch(tiles, shape.heads.decode_rows, shape.heads.num_splits(size, shape.num_units))
+        # kept, because the graph reads it whether or not anybody holds it
+        self._batch = DeviceBatch(
+            positions, tables, tuple(GroupBatch(slots[i], rows[i]) for i in range(groups)), (launch,)
+        )
+        self._hidden = torch.zeros(size, shape.hidden_size, dtype=torch.bfloat16, device=shape.device)
+        self._out = torch.zeros_like(self._hidden)
+        self._graph = self._capture(run, memory)
+
+    def fits(self, host: HostBatch) -> bool:
+        """Whether the block tables have room."""
+        return host.tables.size <= self.size * self._shape.max_blocks
+
+    def run(self, host: HostBatch, tokens: Ints | None, hidden: torch.Tensor | None) -> torch.Tensor:
+        """A batch of lone tokens, no more than ``size``, from token ids or hidden states [rows, hidden_size].
+
+        Returns [rows, hidden_size], which the next run of this graph overwrites.
+        """
+        num_rows, padded = len(host.lengths), host.padded(self.size)
+        ids = np.zeros(self.size, np.int32)
+        if tokens is not None:
+            ids[:num_rows] = tokens
+        parts = [ids, padded.positions, padded.slots, padded.rows, padded.tables]
+        # torch keeps pinned memory for the next step, once the copy out of it is over
+        used = aligned_sizes([part.size for part in parts])[-1]
+        staged = torch.empty(used, dtype=torch.int32, pin_memory=True)
+        fill(staged, parts)
+        self._ints[:used].copy_(staged, non_blocking=True)
+        if hidden is not None:
+            self._hidden[:num_rows].copy_(on_card(hidden, self._shape.device))
+        self._graph.replay()
+        return self._out[:num_rows]
+
+    def _capture(self, run: Run, memory: Any) -> torch.cuda.CUDAGraph:
+        def once() -> None:
+            # the layers use up what they are given, and the input is needed again
+            self._out.copy_(run(self._tokens, self._hidden.clone(), self._batch))
+
+        stream = torch.cuda.Stream(self._shape.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._shape.device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                once()
+        torch.cuda.current_stream(self._shape.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # other threads may use other devices meanwhile
+        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+            once()
+        return graph
+
+
+class DecodeGraphs:
+    """The graphs of a stage, each captured when a batch first needs it."""
+
+    def __init__(self, shape: GraphShape, run: Run) -> None:
+        self._shape = shape
+        self._run = run
+        self._memory = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, DecodeGraph] = {}
+
+    def find(self, num_rows: int) -> DecodeGraph | None:
+        """The graph for so many rows; None beyond the greatest bucket."""
+        size = next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
+        if size is None:
+            return None
+        if size not in self._graphs:
+            self._graphs[size] = DecodeGraph(size, self._shape, self._run, self._memory)
+        return self._graphs[size]

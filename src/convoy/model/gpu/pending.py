@@ -1,0 +1,44 @@
+"""Hidden states on their way between host and device, through pinned memory, which nobody has to wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A result that the device still works on, or copies. torch keeps pinned memory for the next one."""
+
+    tensor: torch.Tensor
+    done: torch.cuda.Event | None = None
+
+    @classmethod
+    def kept(cls, tensor: torch.Tensor) -> Pending:
+        """It stays on the device, where work on it waits by itself."""
+        return cls(tensor)
+
+    @classmethod
+    def copied(cls, tensor: torch.Tensor, stream: torch.cuda.Stream) -> Pending:
+        """It comes to the host as float32, over ``stream``: what the device does next runs meanwhile."""
+        wide = tensor.float()
+        host = torch.empty(wide.shape, pin_memory=bool(wide.numel()))
+        stream.wait_stream(torch.cuda.current_stream(wide.device))
+        with torch.cuda.stream(stream):
+            host.copy_(wide, non_blocking=True)
+        wide.record_stream(stream)
+        return cls(host, stream.record_event())
+
+    def wait(self) -> torch.Tensor:
+        """The result; on the host it is complete."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.tensor
+
+
+def on_card(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on the device; from the host through pinned memory, and only ordered, not awaited."""
+    if not tensor.is_cuda and tensor.numel():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

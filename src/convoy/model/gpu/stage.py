@@ -1,0 +1,298 @@
+"""A stage on a CUDA device: bfloat16 weights and K/V pools there, decode captured, prefill as it comes.
+
+It has the face of `model.stage.Stage`, which hands over to it. Hidden states cross the process as float32 on
+the host, like those of any stage; between the last layer and the output of one stage they stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from convoy.errors import ModelError, PlanError, StepError
+from convoy.model.gpu.batch import DeviceBatch, describe_rows, on_device
+from convoy.model.gpu.decoder import Decoder
+from convoy.model.gpu.graphs import DecodeGraphs, GraphShape
+from convoy.model.gpu.pending import Pending, on_card
+from convoy.model.gpu.pools import DevicePools
+from convoy.model.gpu.rope import make_rotation
+from convoy.model.gpu.weights import DTYPE, LoadProgress, StageWeights, load_weights
+from convoy.model.kv import StagedStep
+from convoy.model.source import ModelSource
+from convoy.wire.messages import StageAssignment, Step
+
+KERNEL = "bf16"
+
+
+class CudaStage:
+    """The layers of one member on one device. Not thread-safe: one thread runs its steps, in order.
+
+    Without ``captured``, from the next pools on, decodes run as prefills do, which is slower.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        assignment: StageAssignment,
+        weights: StageWeights,
+        device: torch.device,
+        *,
+        block_size: int,
+        require_tags: bool,
+    ) -> None:
+        spec = source.spec
+        self.assignment = assignment
+        self.hidden_size = spec.hidden_size
+        self.vocab_size = spec.vocab_size
+        self.weight_bytes = weights.weight_bytes
+        self.bytes_read = weights.bytes_read
+        self.device = device
+        self.captured = True
+        self.weights = weights
+        self._source = (source.digest, source.path)
+        self._spec = spec
+        self._kv = DevicePools(
+            spec,
+            range(assignment.start, assignment.end),
+            device,
+            block_size=block_size,
+            require_tags=require_tags,
+        )
+        self._block_size = block_size
+        self._rotation = make_rotation(source, spec.cache_groups[0].head_dim, device)
+        self._num_units = torch.cuda.get_device_properties(device).multi_processor_count
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._decoder: Decoder | None = None
+        self._graphs: DecodeGraphs | None = None
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        assignment: StageAssignment,
+        *,
+        device: str,
+        kernel: str,
+        block_size: int,
+        require_tags: bool,
+        progress: LoadProgress | None = None,
+        before: object = None,
+    ) -> CudaStage:
+        """Load the assignment's weights; ``progress`` is called with (loaded, total) bytes.
+
+        Raises ModelError for a device that is not there, a kernel that is not `KERNEL`, and as `load_weights`
+        does; PlanError for weights that the device has no room for.
+        """
+        chosen = check_device(device)
+        if kernel != KERNEL:
+            raise ModelError(f"kernel {kernel!r} does not run on {device}, expected {KERNEL}")
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ModelError(f"block size {block_size} is not a power of two, as {device} needs it")
+        kept = before.give_up_weights(source, chosen) if isinstance(before, CudaStage) else None
+        try:
+            with torch.cuda.device(chosen), torch.inference_mode():
+                weights = load_weights(source, assignment, chosen, progress, kept)
+                return cls(
+                    source, assignment, weights, chosen, block_size=block_size, require_tags=require_tags
+                )
+        except torch.cuda.OutOfMemoryError as error:
+            raise PlanError(
+                f"{source.name}: layers {assignment.start} to {assignment.end - 1} do not fit on {device}",
+                hint="give this member fewer layers",
+            ) from error
+
+    def forget(self) -> None:
+        """Free the K/V pools and the graphs over them; steps are refused until there are new ones."""
+        self._decoder = self._graphs = None
+        self._kv.forget()
+
+    def give_up(self, source: ModelSource, options: object) -> None:  # noqa: ARG002 - as `Stage` has it
+        """This stage is over, and one on the host has no use for its weights."""
+        self.give_up_weights(source, self.device)
+
+    def give_up_weights(self, source: ModelSource, device: torch.device) -> StageWeights | None:
+        """This stage is over: its weights, where one of ``source`` on ``device`` can use them."""
+        self.forget()
+        weights = self.weights
+        self.weights = StageWeights({}, None, None, None, eps=0.0, bytes_read=0)
+        return weights if ((source.digest, source.path), device) == (self._source, self.device) else None
+
+    def make_pools(self, num_blocks: int | Sequence[int]) -> None:
+        """Forget all sequences and make K/V pools, for each cache group of so many blocks, or all alike.
+
+        Raises StepError, PlanError.
+        """
+        kv = self._kv
+        every = [num_blocks] * kv.num_groups if isinstance(num_blocks, int) else num_blocks
+        self.forget()
+        with torch.cuda.device(self.device):
+            kv.make(every)
+        self._decoder = Decoder(self.weights, self._rotation, kv.layers)
+        if self.captured and kv.layers:
+            shape = GraphShape(
+                *(self.hidden_size, kv.num_groups, kv.max_blocks(every), kv.shape()),
+                *(self.device, self._num_units),
+            )
+            self._graphs = DecodeGraphs(shape, self._run_decode)
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """What a block of each cache group takes here."""
+        return self._kv.block_bytes
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether a step's token ids must come here."""
+        return self.assignment.embed
+
+    @property
+    def model_digest(self) -> str:
+        return self._source[0]
+
+    def apply(self, step: Step) -> None:
+        """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""
+        tables = self._kv.tables
+        tables.commit(tables.stage(step))
+
+    def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Apply the step and run its rows: [T, hidden_size] after this stage's layers.
+
+        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` ([T, hidden_size], float32
+        or bfloat16, anywhere). The result is float32 on the host, or, where the output comes next here,
+        bfloat16 on the device. Raises StepError for what makes no sense, before anything is changed.
+        """
+        return self.start(step, hidden, tokens).wait()
+
+    @torch.inference_mode()
+    def start(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> Pending:
+        """As `run`, but without a wait for the device: the next step may start before the result is here."""
+        tables = self._kv.tables
+        staged = tables.stage(step)
+        num_tokens = sum(row.num_tokens for row in step.rows)
+        if self.assignment.embed:
+            ids: torch.Tensor | None = self._check_tokens(tokens, num_tokens)
+            hidden = None
+        else:
+            ids, hidden = None, self._check_hidden(hidden, num_tokens)
+        tables.commit(staged)
+        with torch.cuda.device(self.device):
+            found = self._compute(staged, hidden, ids)
+            return Pending.kept(found) if self._goes_on else Pending.copied(found, self._copies)
+
+    def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
+        """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
+        wanted: list[int] = []
+        end = 0
+        for row in step.rows:
+            end += row.num_tokens
+            wanted.extend(range(end - row.num_outputs, end))
+        if hidden.shape[0] != end:
+            raise StepError(f"a step of {end} tokens has a hidden state of {hidden.shape[0]} rows")
+        if len(wanted) == end:
+            return hidden
+        return hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64, device=hidden.device))
+
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size] on the host."""
+        with torch.inference_mode(), torch.cuda.device(self.device):
+            return Pending.copied(self.device_output(hidden), self._copies).wait()
+
+    @torch.inference_mode()
+    def device_output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits on the device, [M, vocab_size], bfloat16 or float32."""
+        if self.weights.norm is None or self.weights.head is None or self._decoder is None:
+            raise StepError("this stage does not own the output")
+        hidden = self._check_hidden(hidden, hidden.shape[0])
+        if not hidden.shape[0]:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        with torch.cuda.device(self.device):
+            return self._decoder.logits(hidden.to(self.device, DTYPE).contiguous())
+
+    @torch.inference_mode()
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
+        """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
+
+        Raises StepError for what this stage does not have, and for more than `pools.MAX_CARRIED_BYTES`.
+        """
+        return self._kv.read_blocks(start, end, blocks)
+
+    @torch.inference_mode()
+    def write_blocks(
+        self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
+    ) -> None:
+        """Fill ``blocks``, which no sequence has, in layers from ``start`` on; ``kv`` as `read_blocks` gives.
+
+        They hold the prefixes of ``tags`` once the last layer here is among them, and no prefix before: so
+        layers come in order. Raises StepError; nothing is changed then.
+        """
+        self._kv.write_blocks(start, blocks, tags, kv)
+
+    def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        """Of what `read_blocks` gives. Raises StepError for more than `pools.MAX_CARRIED_BYTES`."""
+        return self._kv.carried_shape(num_layers, num_blocks)
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a hidden state that leaves the layers goes to the output here."""
+        return self.assignment.output and self.assignment.end == self._spec.num_layers
+
+    def _compute(
+        self, staged: StagedStep, hidden: torch.Tensor | None, ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T, hidden_size] on the device, which is the caller's."""
+        if not self._kv.layers or not staged.rows:
+            return self._enter(hidden, ids).clone()
+        host = describe_rows(staged.rows, self._kv.num_groups, self._block_size)
+        tokens = np.empty(0, np.int32) if ids is None else ids.numpy().astype(np.int32)
+        graph = self._graphs.find(len(host.lengths)) if self._graphs and host.is_decode else None
+        if graph is not None and graph.fits(host):
+            return graph.run(host, None if ids is None else tokens, hidden).clone()
+        batch, copied = on_device(host, tokens, self._kv.shape(), self.device, self._num_units)
+        return self._run_layers(self._enter(hidden, None if ids is None else copied), batch)
+
+    def _run_decode(self, ids: torch.Tensor, hidden: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        return self._run_layers(self._enter(hidden, ids) if self.assignment.embed else hidden, batch)
+
+    def _run_layers(self, x: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        assert self._decoder is not None
+        return self._decoder.run(x, batch)
+
+    def _enter(self, hidden: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
+        """What goes into the first layer, in memory of its own."""
+        embedding = self.weights.embedding
+        if ids is not None and embedding is not None:
+            return embedding.index_select(0, ids.to(self.device))
+        assert hidden is not None
+        return on_card(hidden, self.device).to(DTYPE, copy=hidden.is_cuda)
+
+    def _check_tokens(self, tokens: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+        if tokens is None or tokens.shape != (num_tokens,):
+            found = "no tokens" if tokens is None else f"tokens of shape {list(tokens.shape)}"
+            raise StepError(f"a step of {num_tokens} tokens came with {found}")
+        if num_tokens and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            raise StepError(f"a step has a token outside the vocabulary of {self.vocab_size}")
+        return tokens
+
+    def _check_hidden(self, hidden: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+        wanted = (num_tokens, self.hidden_size)
+        if hidden is None or hidden.shape != wanted or hidden.dtype not in {torch.float32, DTYPE}:
+            found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
+            raise StepError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
+        return hidden
+
+
+def check_device(name: str) -> torch.device:
+    """``cuda`` or ``cuda:N`` with its number. Raises ModelError for a device that this machine lacks."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device {name!r} is not known, expected cpu, cuda or cuda:N") from error
+    if device.type != "cuda":
+        raise ModelError(f"device {name!r} is not supported, expected cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index or 0
+    if index >= count:
+        raise ModelError(f"this machine has {count} CUDA devices, and {name!r} is asked for")
+    return torch.device("cuda", index)

@@ -1,0 +1,203 @@
+"""A stage's weights on the device, bfloat16: each layer's tensors as few matrices as its kernels want."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from convoy.errors import ModelError
+from convoy.model.checkpoint import StoredTensor, map_tensor
+from convoy.model.gpu.draw import draw_into
+from convoy.model.source import ModelSource
+from convoy.model.synthetic import draw_tensor, drawn_key
+from convoy.plan.config import ConfigReader
+from convoy.wire.messages import StageAssignment
+
+DTYPE = torch.bfloat16
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_ACTIVATIONS = frozenset({"silu", "swish"})
+
+LoadProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. ``qkv`` is q, k and v over each other, ``gate_up`` gate and up."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    head_norms: torch.Tensor | None  # [2, head_dim]: for q and for k
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    middle_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds."""
+        found = [getattr(self, field.name) for field in fields(self)]
+        return [tensor for tensor in found if tensor is not None]
+
+
+@dataclass
+class StageWeights:
+    """What a stage owns; what it does not own is None."""
+
+    layers: dict[int, LayerWeights]  # by their number in the whole model
+    embedding: torch.Tensor | None
+    norm: torch.Tensor | None
+    head: torch.Tensor | None  # lm_head; the embedding itself where they are tied
+    eps: float
+    bytes_read: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Resident bytes; a tied matrix counts once."""
+        ends = [tensor for tensor in (self.embedding, self.norm, self.head) if tensor is not None]
+        held = [tensor for layer in self.layers.values() for tensor in layer.tensors()] + ends
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+
+
+def load_weights(
+    source: ModelSource,
+    assignment: StageAssignment,
+    device: torch.device,
+    progress: LoadProgress | None,
+    kept: StageWeights | None = None,
+) -> StageWeights:
+    """Read or draw just the tensors of the assignment; layers in ``kept`` are used again.
+
+    Raises ModelError for a span outside the model, a model that these kernels do not run, and for missing,
+    misshapen or unreadable tensors.
+    """
+    _check(source, assignment)
+    reader = ConfigReader(source.config, source.name)
+    loader = _Loader(source, device, progress, assignment)
+    layers = {} if kept is None else dict(kept.layers)
+    for layer in range(assignment.start, assignment.end):
+        if layer not in layers:
+            layers[layer] = loader.layer(f"model.layers.{layer}.")
+    layers = {layer: layers[layer] for layer in range(assignment.start, assignment.end)}
+    tied = source.spec.tied_embeddings
+    embedding = loader.whole("model.embed_tokens.weight") if assignment.embed else None
+    norm = head = None
+    if assignment.output:
+        norm = loader.whole("model.norm.weight")
+        head = embedding if tied and embedding is not None else None
+        if head is None:
+            head = loader.whole("model.embed_tokens.weight" if tied else "lm_head.weight")
+    eps = reader.get("rms_norm_eps")
+    return StageWeights(
+        *(layers, embedding, norm, head),
+        eps=float(eps) if isinstance(eps, int | float) else 1e-6,
+        bytes_read=loader.bytes_read,
+    )
+
+
+def _check(source: ModelSource, assignment: StageAssignment) -> None:
+    spec, name = source.spec, source.name
+    if not 0 <= assignment.start <= assignment.end <= spec.num_layers:
+        raise ModelError(
+            f"{name} has layers 0 to {spec.num_layers - 1}, "
+            f"asked for {assignment.start} to {assignment.end - 1}"
+        )
+    if spec.family not in FAMILIES:
+        raise ModelError(
+            f"{name}: model type {spec.family!r} does not run on cuda yet",
+            hint=f"on cuda run {', '.join(sorted(FAMILIES))}; others run on cpu",
+        )
+    for group in spec.cache_groups:
+        if not group.is_carried:
+            raise ModelError(f"{name}: its cache group {group.name} does not run on cuda")
+    activation = ConfigReader(source.config, name).word("hidden_act") or "silu"
+    if activation not in _ACTIVATIONS:
+        raise ModelError(f"{name}: the activation {activation!r} does not run on cuda, expected silu")
+
+
+class _Loader:
+    """Fills tensors on the device, and says how far it is."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        device: torch.device,
+        progress: LoadProgress | None,
+        assignment: StageAssignment,
+    ) -> None:
+        self._source = source
+        self._device = device
+        self._progress = progress
+        wanted = [f"model.layers.{layer}." for layer in range(assignment.start, assignment.end)]
+        wanted += ["model.embed_tokens."] if assignment.embed else []
+        wanted += ["model.norm.", "lm_head."] if assignment.output else []
+        owned = (t for name, t in source.tensors.items() if name.startswith(tuple(wanted)))
+        self._total = sum(stored.num_bytes for stored in owned)
+        self.bytes_read = 0
+
+    def layer(self, prefix: str) -> LayerWeights:
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        qkv = [f"{attention}{name}_proj" for name in "qkv"]
+        gate_up = [f"{mlp}gate_proj", f"{mlp}up_proj"]
+        norms = [f"{attention}q_norm.weight", f"{attention}k_norm.weight"]
+        head_norms = self._joined(norms) if norms[0] in self._source.tensors else None
+        return LayerWeights(
+            input_norm=self.whole(f"{prefix}input_layernorm.weight"),
+            qkv=self._joined([f"{name}.weight" for name in qkv]),
+            qkv_bias=self._biases(qkv),
+            head_norms=None if head_norms is None else head_norms.view(2, -1),
+            out=self.whole(f"{attention}o_proj.weight"),
+            out_bias=self._biases([f"{attention}o_proj"]),
+            middle_norm=self.whole(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self._joined([f"{name}.weight" for name in gate_up]),
+            gate_up_bias=self._biases(gate_up),
+            down=self.whole(f"{mlp}down_proj.weight"),
+            down_bias=self._biases([f"{mlp}down_proj"]),
+        )
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._joined([name])
+
+    def _biases(self, linears: list[str]) -> torch.Tensor | None:
+        names = [f"{name}.bias" for name in linears]
+        return self._joined(names) if names[0] in self._source.tensors else None
+
+    def _joined(self, names: list[str]) -> torch.Tensor:
+        """The tensors over each other."""
+        parts = [self._stored(name) for name in names]
+        if len({part.shape[1:] for part in parts}) > 1:
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise ModelError(f"{self._source.name}: {names[0]} and its like have the shapes {shapes}")
+        num_rows = sum(part.shape[0] for part in parts)
+        whole = torch.empty(num_rows, *parts[0].shape[1:], dtype=DTYPE, device=self._device)
+        done = 0
+        for part in parts:
+            self._fill(whole[done : done + part.shape[0]], part)
+            done += part.shape[0]
+        return whole
+
+    def _stored(self, name: str) -> StoredTensor:
+        stored = self._source.tensors.get(name)
+        if stored is None:
+            raise ModelError(
+                f"{self._source.name}: the checkpoint has no tensor {name}",
+                hint="a shard is missing or the directory is of another model",
+            )
+        return stored
+
+    def _fill(self, target: torch.Tensor, stored: StoredTensor) -> None:
+        seed = self._source.seed
+        if seed is None:
+            target.copy_(map_tensor(stored))
+        elif len(stored.shape) == 2:
+            draw_into(target, drawn_key(stored, seed), math.sqrt(3 / stored.shape[1]) / 2**31)
+        else:
+            target.copy_(draw_tensor(stored, seed))
+        self.bytes_read += stored.num_bytes
+        if self._progress is not None:
+            self._progress(self.bytes_read, self._total)
