@@ -12,7 +12,7 @@ from convoy.model.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from convoy.transport.incoming import ReceivedMessage
 from convoy.transport.outgoing import Parcel, message_parcel
 from convoy.wire.codec import decode_message, encode_message, frame_type_of
-from convoy.wire.fetch import MAX_PIECE_BYTES, Fetch, Piece
+from convoy.wire.fetch import MAX_PIECE_BYTES, Fetch, Piece, Prepare, Prepared
 from convoy.wire.message_types import MESSAGE_TYPES
 from convoy.wire.messages import (
     MAX_STEP_BLOCKS,
@@ -57,6 +57,8 @@ MESSAGES: list[Message] = [
     Progress(1, 5, 10, "fetch"),
     Fetch(3, "a" * 64, "b" * 64, 1 << 40, MAX_PIECE_BYTES),
     Piece(3, 1 << 41, b"w" * 9, ""),
+    Prepare(Plan(1, "demo", "ab", [], "exact-f32", "float32", 16, 2048, "c" * 64)),
+    Prepared(1, "no room"),
     Ready(1, 100, 7),
     Refuse(1, "no room", "free some"),
     Activate(1, b"d" * 32, 9),

@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     Show = Callable[[PeerEvent], None]
 
 StandbyFlag = Annotated[bool, typer.Option("--standby", help="Hold layers only once another member is lost.")]
+ModelFlag = Annotated[
+    str | None,
+    typer.Option(help="The model's directory here.  [default: the config's, or the head's files]"),
+]
+CacheFlag = Annotated[
+    Path | None, typer.Option(help="Where to keep what the head sends.  [default: the user's cache]")
+]
 _LOOK_UP_S = 0.5
 
 
@@ -45,13 +52,8 @@ def join(
     config: Annotated[
         Path | None, typer.Option(help="This member's convoy.toml, where no invitation is used.")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="The model's directory here.  [default: the config's, or the head's files]"),
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="Where to keep what the head sends.  [default: the user's cache]")
-    ] = None,
+    model: ModelFlag = None,
+    cache: CacheFlag = None,
     exit_with_head: Annotated[bool, typer.Option(help="End when the head goes.")] = False,
     standby: StandbyFlag = False,
     until_stdin_closes: Annotated[

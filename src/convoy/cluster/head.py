@@ -18,6 +18,7 @@ from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.picture import describe_stages
 from convoy.cluster.planning import Planner, Proposal
+from convoy.cluster.prepare import Preparations
 from convoy.cluster.standbys import Standbys
 from convoy.cluster.status import StageStatus, StandbyStatus
 from convoy.cluster.supply import Supply
@@ -75,6 +76,7 @@ class Head:
         self.planner = Planner(
             me, source, options, self.company.vetting, lambda: self._supply.manifest().digest
         )
+        self._preparations = Preparations(me.name, self.company, self.planner, options.load_wait_s)
         self.clock = StepClock(options.step_timeout_s)
         self._standbys = Standbys()
         self._stage: Stage | None = None
@@ -346,7 +348,7 @@ class Head:
         return self._standbys.report(self.company.present(), granted.members)
 
     def _deliver(self, link: Link, received: Received) -> None:
-        if self._supply.takes(link, received):
+        if self._supply.takes(link, received) or self._preparations.takes(link, received):
             return
         receiver = self._receiver
         if receiver is not None and link.peer in self._members:
@@ -363,6 +365,10 @@ class Head:
 
     def _joined(self, name: str) -> None:
         self.on_joined(name)
+
+    def prepare(self, name: str, then: Callable[[], None]) -> None:
+        """``then``, once everybody has the weights for a plan with ``name``, whatever runs meanwhile."""
+        self._preparations.joined(name, then)
 
 
 def _of(peer: str, progress: Progress) -> str:

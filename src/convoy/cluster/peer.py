@@ -15,9 +15,10 @@ from convoy.cluster.loaded import LoadedPlan, load_plan
 from convoy.cluster.newest import SUPERSEDED, NewestPlan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
+from convoy.cluster.prepare import Preparing
 from convoy.cluster.rights import FROM_HEAD, FROM_PREDECESSOR
 from convoy.cluster.successor import SuccessorDial
-from convoy.cluster.weights import Asker, Doing, Weights
+from convoy.cluster.weights import Asker, Weights
 from convoy.engine.keeper import MAX_REASON, BlockKeeper
 from convoy.errors import ConvoyError, LinkClosed, StepError
 from convoy.model.stage import Stage
@@ -27,6 +28,7 @@ from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
 from convoy.transport.quiet import QuietLog
 from convoy.trust.verdict import Verdict
+from convoy.wire.fetch import Prepare
 from convoy.wire.messages import (
     Activate,
     Activated,
@@ -34,7 +36,6 @@ from convoy.wire.messages import (
     Hello,
     Inquire,
     Plan,
-    Progress,
     Reached,
     ReadBlocks,
     Ready,
@@ -76,6 +77,7 @@ class Peer:
         self._hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
         self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
         self._weights = Weights(me.name, options)
+        self._preparing = Preparing(me.name, self._weights)
         self._links: set[Link] = set()
         self._head: Link | None = None
         self._loaded: LoadedPlan | None = None
@@ -110,7 +112,7 @@ class Peer:
         """Make `run` return; from any thread, but not from a signal handler: this one takes a lock."""
         self._stopping = True
         self._end_dial("this member is shutting down")
-        self._weights.fetches.abandon(StepError("this member is shutting down"))
+        self._preparing.close("this member is shutting down")
         self._inbox.put_last(None, (None, StepError("stop")))
 
     # Receiver threads and the listener's threads: only fill the inbox.
@@ -192,6 +194,8 @@ class Peer:
                 link.dismiss(f"{type(message).__name__} is for the head whose greeting was taken to send")
             case Plan() as plan:
                 self._load(link, plan)
+            case Prepare(plan=plan):
+                self._preparing.begin(link, plan)
             case Activate() as activate:
                 self._activate(link, activate, received.generation)
             case Step() as step if self._loaded is not None and self._loaded.loop is not None:
@@ -245,15 +249,9 @@ class Peer:
         if self._newest.supersedes(plan.generation):
             raise StepError("a newer plan came before this one was looked at")
         self._generation = plan.generation
+        self._preparing.stop()
         self._drop_plan()
         self._tell("loading", f"{plan.model}: {', '.join(s.member for s in plan.stages)}")
-
-        def watch() -> None:
-            self._newest.check_load(plan, self._me.name)
-
-        def tell(what: Doing, done: int, total: int) -> None:
-            watch()
-            link.send(Progress(plan.generation, done, total, what), generation=plan.generation)
 
         digest = plan_digest(plan)
         loaded = load_plan(
@@ -263,7 +261,7 @@ class Peer:
             hello=self._hello,
             options=self._options,
             weights=self._weights,
-            asker=Asker(plan, link, tell, watch),
+            asker=Asker(plan, link, lambda: self._newest.check_load(plan, self._me.name)),
             before=self._take_kept(),
         )
         self._loaded = loaded

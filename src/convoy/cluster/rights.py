@@ -18,6 +18,7 @@ FROM_HEAD = frozenset(
         FrameType.CHALLENGE,
         FrameType.EVIDENCE,
         FrameType.PIECE,
+        FrameType.PREPARE,
     }
 )
 FROM_PREDECESSOR = frozenset({FrameType.HIDDEN})
@@ -37,5 +38,6 @@ FROM_PEER = frozenset(
         FrameType.CHALLENGE,
         FrameType.EVIDENCE,
         FrameType.FETCH,
+        FrameType.PREPARED,
     }
 )

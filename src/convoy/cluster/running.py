@@ -171,7 +171,7 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
 
     def joined(name: str) -> None:
         head.preload()
-        renewals.joined(name)
+        head.prepare(name, lambda: renewals.joined(name))
 
     assert head.executor is not None
     recovery = StageRecovery(head, options.recover_wait_s, options.load_wait_s, limits_of)

@@ -7,6 +7,7 @@ and only what the peer's stage owns is hashed or fetched.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from convoy.model.owned import owned_tensors
 from convoy.model.received import Part, PartFile, ReceivedModel, is_whole, verify
 from convoy.model.source import ModelSource, needs_no_files
 from convoy.transport.link import Link
-from convoy.wire.messages import Plan, StageAssignment
+from convoy.wire.messages import Plan, Progress, StageAssignment
 
 _log = logging.getLogger(__name__)
 
@@ -36,16 +37,17 @@ _PACE_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who wants weights: the plan, its head's link, and how to say how far it is.
-
-    ``tell`` hears of the stage ("check" or "fetch") and of bytes, done and in all. ``watch`` and ``tell`` end
-    the work by raising.
-    """
+    """Who wants weights: the plan, and its head's link. What ``watch`` raises ends the work."""
 
     plan: Plan
     link: Link
-    tell: Tell
     watch: Callable[[], None]
+
+    def tell(self, what: Doing, done: int, total: int) -> None:
+        """Say to the head how many bytes are done, and of how many. Raises what a link raises."""
+        self.watch()
+        generation = self.plan.generation
+        self.link.send(Progress(generation, done, total, what), generation=generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Found:
 
 
 class Weights:
-    """One for a peer. All but ``fetches`` is for the thread that loads."""
+    """One for a peer: for the thread that loads, and one that gets ready for a later plan."""
 
     def __init__(self, me: str, options: PeerOptions) -> None:
         self.fetches = Fetches()
@@ -65,6 +67,7 @@ class Weights:
         self._options = options
         self._hashing = Hashing(options.member.cache, options.member.num_threads or 0)
         self._manifest: Manifest | None = None  # the last one that was needed
+        self._lock = threading.Lock()
         self._right: set[str] = set()  # parts that this process has seen to be right
 
     def find(self, asker: Asker) -> Found:
@@ -73,6 +76,10 @@ class Weights:
         Raises `ModelError` where it cannot be had, `Incompatible` where it is another one here, and what
         fetching raises.
         """
+        with self._lock:
+            return self._find(asker)
+
+    def _find(self, asker: Asker) -> Found:
         own = self._own_source(asker.plan.model)
         found = self._described(asker) if own is None else Found(own)
         if found.source.digest != asker.plan.model_digest:
@@ -86,11 +93,12 @@ class Weights:
     def make_ready(self, asker: Asker, found: Found, mine: StageAssignment) -> None:
         """Every tensor that ``mine`` owns is here, and is the one of the manifest. Raises as `find` does."""
         owned = owned_tensors(found.source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
-        if found.received is None:
-            self._check(asker, found.source, owned)
-        else:
-            parts = {part.digest: part for part in (found.received.tensor(t.name) for t in owned)}
-            self._get(asker, found.received, list(parts.values()))
+        with self._lock:
+            if found.received is None:
+                self._check(asker, found.source, owned)
+            else:
+                parts = {part.digest: part for part in (found.received.tensor(t.name) for t in owned)}
+                self._get(asker, found.received, list(parts.values()))
 
     # Own files.
 
@@ -184,7 +192,6 @@ class Weights:
         def count(num_bytes: int) -> None:
             nonlocal done
             done += num_bytes
-            asker.watch()
             tell("check", done, total)
 
         for part in unsure:

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from convoy.transport.incoming import Received, ReceivedTensor
-from convoy.wire.fetch import Piece
+from convoy.wire.fetch import Piece, Prepare
 from convoy.wire.messages import Drawn, Message, Plan, ReadBlocks, Step, WriteBlocks
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ def weight_of_message(message: Message) -> int:
             return 16 * _OBJECT_BYTES + len(blocks) * _NUMBER_BYTES
         case Piece(data=data):
             return _OBJECT_BYTES + len(data)
-        case Plan(stages=stages):
+        case Prepare(plan=Plan(stages=stages)) | Plan(stages=stages):
             return (1 + len(stages)) * _OBJECT_BYTES
         case _:
             return 16 * _OBJECT_BYTES

@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from convoy.errors import FrameError
-from convoy.wire.fetch import Piece
+from convoy.wire.fetch import Piece, Prepare, Prepared
 from convoy.wire.frame import RECORD_BYTES
 from convoy.wire.message_types import MESSAGE_TYPES
 from convoy.wire.messages import (
@@ -111,6 +111,7 @@ _PROSE: dict[type[Message], dict[str, int]] = {
     StepFailed: {"reason": 500},
     BlocksDone: {"error": 500},
     Piece: {"error": 500},
+    Prepared: {"error": 500},
     Bye: {"reason": 200},
 }
 
@@ -126,6 +127,9 @@ def _made_plain(message: Message) -> Message:
             names = [*dtypes, *kernels]
         case Plan(model=model, model_digest=digest, kernel=kernel, activation_dtype=dtype, stages=stages):
             names = [model, digest, kernel, dtype, *(stage.member for stage in stages)]
+        case Prepare(plan=plan):
+            _made_plain(plan)
+            return message
         case _:
             return message
     for name in names:

@@ -1,4 +1,7 @@
-"""How a peer gets the parts of a model that it lacks: it asks its head for pieces, and the head answers."""
+"""How a peer gets the parts of a model that it lacks: it asks its head for pieces, and the head answers.
+
+Either when a plan comes, or before, when the head says which plan is to come.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from convoy.wire.messages import Message
+from convoy.wire.messages import Message, Plan
 
 MAX_PIECE_BYTES = 1024 * 1024
 
@@ -36,3 +39,16 @@ class Piece(Message, frozen=True):
 
     def __repr__(self) -> str:
         return f"Piece(number={self.number}, {len(self.data)} of {self.total_bytes} bytes)"
+
+
+class Prepare(Message, frozen=True):
+    """Head to peer, also while another plan runs: get what your stage of this one needs, and load nothing."""
+
+    plan: Plan
+
+
+class Prepared(Message, frozen=True):
+    """Answer to `Prepare`: the weights are here and right, or ``error`` says why not."""
+
+    generation: int
+    error: str

@@ -58,6 +58,8 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.EVIDENCE: 64 * 1024,
     FrameType.FETCH: 256,
     FrameType.PIECE: MAX_PIECE_BYTES + 4 * 1024,
+    FrameType.PREPARE: 1024 * 1024,
+    FrameType.PREPARED: 4 * 1024,
     FrameType.STEP: 64 * 1024 * 1024,
     FrameType.HIDDEN: RECORD_BYTES,
     FrameType.STEP_FAILED: 16 * 1024,

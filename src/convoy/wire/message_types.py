@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.wire.fetch import Fetch, Piece
+from convoy.wire.fetch import Fetch, Piece, Prepare, Prepared
 from convoy.wire.messages import (
     Activate,
     Activated,
@@ -43,6 +43,8 @@ MESSAGE_TYPES: dict[FrameType, type[Message]] = {
     FrameType.EVIDENCE: Evidence,
     FrameType.FETCH: Fetch,
     FrameType.PIECE: Piece,
+    FrameType.PREPARE: Prepare,
+    FrameType.PREPARED: Prepared,
     FrameType.STEP: Step,
     FrameType.STEP_FAILED: StepFailed,
     FrameType.DRAWN: Drawn,

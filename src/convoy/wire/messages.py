@@ -33,6 +33,8 @@ class FrameType(enum.IntEnum):
     EVIDENCE = 0x1A
     FETCH = 0x1B
     PIECE = 0x1C
+    PREPARE = 0x1D
+    PREPARED = 0x1E
     STEP = 0x20
     HIDDEN = 0x21
     STEP_FAILED = 0x22

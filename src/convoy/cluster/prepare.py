@@ -1,0 +1,154 @@
+"""Weights for a plan that is to come, while another one runs: got and compared, and nothing of it loaded.
+
+A member that comes, or gets other layers, may have gigabytes to fetch. Only once all of that is on its disk
+is the new plan worth a pause of the running one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from convoy.cluster.company import Company
+from convoy.cluster.loaded import check_plan
+from convoy.cluster.planning import Planner
+from convoy.cluster.weights import Asker, Weights
+from convoy.engine.keeper import MAX_REASON
+from convoy.errors import ConvoyError, LinkClosed, StepError
+from convoy.model.source import needs_no_files
+from convoy.transport.link import Link, Received, ReceivedMessage
+from convoy.wire.fetch import Prepare, Prepared
+from convoy.wire.messages import Plan, Progress
+
+_log = logging.getLogger(__name__)
+
+_LOOK_UP_S = 0.5
+
+
+class Preparing:
+    """A peer's side: one thread at a time gets what a later plan needs, and tells the head."""
+
+    def __init__(self, me: str, weights: Weights) -> None:
+        self._me = me
+        self._weights = weights
+        self._over = threading.Event()
+
+    def begin(self, link: Link, plan: Plan) -> None:
+        """For this plan, and for none before it any more."""
+        self.stop()
+        self._over = over = threading.Event()
+        threading.Thread(
+            target=self._run, args=(link, plan, over), name=f"prepare for {link.peer}", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """A plan is here, which comes first."""
+        self._over.set()
+
+    def close(self, why: str) -> None:
+        """This member ends, whatever it waits for of the head."""
+        self.stop()
+        self._weights.fetches.abandon(StepError(why))
+
+    def _run(self, link: Link, plan: Plan, over: threading.Event) -> None:
+        def watch() -> None:
+            if over.is_set() or link.is_over:
+                raise LinkClosed("nobody waits for these weights any more")
+
+        error = ""
+        try:
+            mine = next((stage for stage in plan.stages if stage.member == self._me), None)
+            if mine is None:
+                raise StepError(f"the plan has no stage for {self._me}")
+            asker = Asker(plan, link, watch)
+            found = self._weights.find(asker)
+            check_plan(plan, found.source.spec.num_layers, found.source.spec.max_context)
+            self._weights.make_ready(asker, found, mine)
+        except ConvoyError as why:
+            error = why.message[:MAX_REASON] or "no reason given"
+        try:
+            if not over.is_set():
+                link.send(Prepared(plan.generation, error))
+        except ConvoyError as lost:
+            _log.debug("the head could not be told: %s", lost.message)
+
+
+class Preparations:
+    """A head's side. ``takes`` is for receiver threads; ``joined`` returns at once."""
+
+    def __init__(self, me: str, company: Company, planner: Planner, wait_s: float) -> None:
+        self._me = me
+        self._company = company
+        self._planner = planner
+        self._wait_s = wait_s
+        self._changed = threading.Condition()
+        self._generations: set[int] = set()
+        self._answers: dict[tuple[int, str], str] = {}
+        self._num_told = 0
+
+    def takes(self, link: Link, received: Received) -> bool:
+        """Whether it was said of a plan that is prepared."""
+        if not isinstance(received, ReceivedMessage):
+            return False
+        message = received.message
+        if isinstance(message, Progress) and message.generation in self._generations:
+            with self._changed:
+                self._num_told += 1
+                self._changed.notify_all()
+            return True
+        if not isinstance(message, Prepared):
+            return False
+        with self._changed:
+            self._answers[message.generation, link.peer] = message.error
+            self._changed.notify_all()
+        return True
+
+    def joined(self, name: str, then: Callable[[], None]) -> None:
+        """``then``, once all have the weights for a plan with ``name``; at once where nobody needs any."""
+        plan = self._better_with(name)
+        if plan is None or needs_no_files(plan.model):
+            then()
+            return
+        threading.Thread(
+            target=self._prepare, args=(plan, name, then), name=f"for {name}", daemon=True
+        ).start()
+
+    def _better_with(self, name: str) -> Plan | None:
+        company = self._company
+        hellos = {self._me: company.hello} | {n: hello for n, (_, hello) in company.present().items()}
+        try:
+            proposal = self._planner.again(hellos, None, company.slow.names() - {name})
+        except ConvoyError:
+            return None
+        return proposal.plan if name in proposal.members else None
+
+    def _prepare(self, plan: Plan, name: str, then: Callable[[], None]) -> None:
+        names = {stage.member for stage in plan.stages} - {self._me}
+        self._generations.add(plan.generation)
+        try:
+            for link in self._company.require(sorted(names)).values():
+                link.send(Prepare(plan))
+            errors = self._wait(plan.generation, names)
+        except ConvoyError as error:
+            errors = {name: error.message}
+        if not errors:
+            then()
+        for member, why in sorted(errors.items()):
+            _log.warning(
+                "the layers are not shared out anew for %s: %s has not the weights: %s", name, member, why
+            )
+
+    def _wait(self, generation: int, names: set[str]) -> dict[str, str]:
+        """Why not, for each that has them not in time; whoever gets on has its time anew."""
+        left_s, told = self._wait_s, self._num_told
+        with self._changed:
+            while missing := {name for name in names if (generation, name) not in self._answers}:
+                self._changed.wait(_LOOK_UP_S)
+                gone = missing - self._company.present().keys()
+                left_s = self._wait_s if told != self._num_told else left_s - _LOOK_UP_S
+                told = self._num_told
+                if gone or left_s < 0 or self._company.closed_within(0):
+                    return dict.fromkeys(gone or missing, "it is gone" if gone else "it does not get on")
+            answers = {name: self._answers.pop((generation, name)) for name in names}
+        return {name: error for name, error in answers.items() if error}

@@ -1,0 +1,96 @@
+"""A member that comes gets its weights while the others go on: the pause is for loading alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.test_recovery import stages
+from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.running import RunningCluster
+from convoy.engine.generation import generate
+from convoy.engine.request import GenerationRequest
+from convoy.model.params import SamplingParams
+from convoy.model.source import ModelSource
+from convoy.transport.network import MemoryNetwork
+from convoy.wire.fetch import Fetch, Piece
+from support.cluster import MEMBER, PeerThread
+from support.members import make_local_members, membership_of
+from support.odd_models import make_odd_llama
+from support.waiting import wait_until
+
+REQUEST = GenerationRequest((3, 9, 20, 7), SamplingParams(temperature=0.0), max_tokens=12)
+
+
+class Cluster:
+    """alpha and beta run; gamma comes when it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = make_odd_llama(folder / "odd")
+        self.network, self.members = MemoryNetwork(), make_local_members(("alpha", "beta", "gamma"))
+        self.peers = [self.join(1, PeerOptions(MEMBER, model_path=self.model))]
+        options = HeadOptions(MEMBER, wait_s=1, num_blocks=64)
+        source = ModelSource.resolve(str(self.model))
+        self.running = RunningCluster.start(
+            membership_of(self.members[0]), source, options, network=self.network
+        )
+
+    def join(self, index: int, options: PeerOptions) -> PeerThread:
+        return PeerThread(self.members[index], options, self.network)
+
+    def answer(self) -> tuple[int, ...]:
+        return generate(self.running.engine, REQUEST).token_ids
+
+    def close(self) -> None:
+        self.running.close()
+        for peer in self.peers:
+            peer.stop()
+
+
+def test_a_newcomers_weights_come_while_the_others_go_on(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    asked, go_on = threading.Event(), threading.Event()
+    supply: Any = cluster.running.head._supply
+    answer = supply._answer
+
+    def held(fetch: Fetch) -> Piece:
+        asked.set()
+        assert go_on.wait(60)
+        piece: Piece = answer(fetch)
+        return piece
+
+    supply._answer = held
+    expected = cluster.answer()
+    generation = cluster.running.status().generation
+    cache = tmp_path / "cache"
+    cluster.peers.append(cluster.join(2, PeerOptions(replace(MEMBER, cache=cache))))
+    assert asked.wait(60)
+    assert cluster.answer() == expected
+    assert cluster.running.health()[0]
+    assert cluster.running.status().generation == generation, "the same plan, all the while"
+    go_on.set()
+    wait_until(lambda: stages(cluster.running) == ["alpha", "beta", "gamma"])
+    wait_until(lambda: cluster.running.health()[0])
+    assert cluster.answer() == expected
+    assert list(cache.glob("models/*/tensors/*"))
+    cluster.close()
+
+
+def test_a_newcomer_that_cannot_have_the_weights_disturbs_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(tmp_path)
+    expected = cluster.answer()
+    generation = cluster.running.status().generation
+    with caplog.at_level(logging.WARNING):
+        cluster.peers.append(cluster.join(2, PeerOptions(MEMBER)))
+        said = "not shared out anew for gamma: gamma has not the weights: gamma has no files for odd"
+        wait_until(lambda: said in caplog.text)
+    assert cluster.answer() == expected
+    assert cluster.running.status().generation == generation
+    cluster.close()
