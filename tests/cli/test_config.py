@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from convoy.cli.config import Config, ListenConfig, ServeConfig, decode_public_key, load_config, override
-from convoy.cli.member import head_options
+from convoy.cli.member import head_options, peer_options, serve_options
 from convoy.cluster.options import HeadOptions
 from convoy.errors import ConfigError
 
@@ -126,9 +126,27 @@ def test_what_a_verb_needs_and_the_file_lacks_is_named(file: Path, method: str) 
         getattr(load(file, ""), method)()
 
 
-def test_a_file_that_is_not_there_is_named(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*convoy\.toml: no such file or directory"):
+def test_a_file_that_is_not_there_is_named_and_so_is_who_makes_one(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*convoy\.toml: no such file or directory") as caught:
         load_config(file)
+    assert "`convoy join -`" in (caught.value.hint or "")
+    with pytest.raises(ConfigError, match="is a directory") as caught:
+        load_config(file.parent)
+    assert caught.value.hint == f"name the file itself: {file}"
+
+
+def test_off_loopback_a_key_or_a_word_is_wanted_and_the_hint_has_both(file: Path) -> None:
+    text = '[serve]\nhost = "192.0.2.1"\n'
+    with pytest.raises(ConfigError, match="without an api key") as caught:
+        serve_options(load(file, text)).check()
+    assert "api_key_file under [serve]" in (caught.value.hint or "")
+    assert "allow_unauthenticated = true" in (caught.value.hint or "")
+    serve_options(load(file, f"{text}allow_unauthenticated = true\n")).check()
+
+
+def test_a_standby_is_one_by_the_file_or_by_the_flag(file: Path) -> None:
+    assert peer_options(load(file, "[cluster]\nstandby = true"), None, exit_with_head=False).standby
+    assert not peer_options(load(file, ""), None, exit_with_head=False).standby
 
 
 def test_an_endless_file_is_refused() -> None:
@@ -157,8 +175,13 @@ def test_the_api_key_is_the_first_line_of_its_file(file: Path) -> None:
     key.write_text("sesame\nsecond line\n", encoding="utf-8")
     assert load(file, WHOLE).api_key() == "sesame"
     key.write_text("\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="is empty"):
+    with pytest.raises(ConfigError, match="is empty") as caught:
         load(file, WHOLE).api_key()
+    assert f"openssl rand -hex 32 > {key}" in (caught.value.hint or "")
+    key.unlink()
+    with pytest.raises(ConfigError, match="cannot read the api key file") as caught:
+        load(file, WHOLE).api_key()
+    assert "the key on its first line" in (caught.value.hint or "")
 
 
 def test_what_the_file_says_of_the_engine_reaches_the_head(file: Path) -> None:

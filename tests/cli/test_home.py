@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.home import Home, host_name, local_addresses, parse_place
+from convoy.cli.home import Home, config_file, host_name, local_addresses, parse_place, roster_file
 from convoy.errors import ConfigError, IdentityError, UsageError
 
 
@@ -77,6 +77,24 @@ def test_what_is_in_the_folder_is_used_again(tmp_path: Path) -> None:
     assert settings.require_operator_key() == operator.public_key
     assert settings.require_identity() == home.identity
     assert settings.listen.host == "::"
+
+
+def test_what_a_verb_is_not_told_it_takes_from_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    named = Path("other.toml")
+    assert config_file(None) is None
+    assert roster_file(None) == Path("roster.toml")
+    home = Home(Path(".convoy"))
+    home.directory.mkdir()
+    home.config.touch()
+    home.roster.touch()
+    assert (config_file(None), config_file(named)) == (home.config, named)
+    assert (roster_file(None), roster_file(named)) == (home.roster, named)
+    assert config_file(None, Path("elsewhere")) is None
+    Path("roster.toml").touch()
+    assert roster_file(None) == Path("roster.toml")
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from cli.transcript import run_convoy
+from convoy.cli.config import load_config
 from convoy.trust.invite import decode_token
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
@@ -50,9 +51,11 @@ def process(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 def event(command: subprocess.Popen[str], name: str) -> dict[str, Any]:
     assert command.stdout is not None
-    line = command.stdout.readline()
-    assert line, command.communicate()
-    value: dict[str, Any] = json.loads(line)
+    value: dict[str, Any] = {"kind": "starting"}  # which says that it may take a moment, and nothing else
+    while value.get("kind") == "starting":
+        line = command.stdout.readline()
+        assert line, command.communicate()
+        value = json.loads(line)
     assert value.get("event", value.get("kind")) == name, value
     return value
 
@@ -114,8 +117,8 @@ def test_yes_lets_the_newcomer_in(tmp_path: Path) -> None:
             assert spoken.hex() not in file.read_text(), file
 
 
-@pytest.mark.parametrize("said", ["n\n", "yesterday\n"])
-def test_anything_but_yes_lets_nobody_in(tmp_path: Path, said: str) -> None:
+@pytest.mark.parametrize("said", ["n\n", "\n", "NO\n"])
+def test_a_no_lets_nobody_in(tmp_path: Path, said: str) -> None:
     alpha = tmp_path / "alpha"
     with inviting(alpha) as (operator, token), joining(tmp_path / "beta", token) as newcomer:
         event(operator, "confirm")
@@ -129,6 +132,85 @@ def test_anything_but_yes_lets_nobody_in(tmp_path: Path, said: str) -> None:
     assert epoch(alpha) == 1
     assert not (tmp_path / "beta/.convoy/roster.toml").exists()
     assert not (tmp_path / "beta/.convoy/convoy.toml").exists()
+
+
+def test_a_typo_is_asked_again_and_uses_nothing_up(tmp_path: Path) -> None:
+    alpha = tmp_path / "alpha"
+    with inviting(alpha) as (operator, token), joining(tmp_path / "beta", token) as newcomer:
+        event(operator, "confirm")
+        event(newcomer, "code")
+        answer(operator, "yy\nyesterday\nyes")  # all at once, as from a pipe; the last line is not over yet
+        answer(operator, "\n")
+        assert event(operator, "enrolled")["epoch"] == 2
+        _, asked = operator.communicate(timeout=30)
+        assert asked.count("the same code? [y/N] ") == 3
+        assert asked.count("that is neither y nor n\n") == 2
+        event(newcomer, "joined")
+
+
+def test_the_end_of_input_after_a_typo_is_a_no(tmp_path: Path) -> None:
+    with inviting(tmp_path / "alpha") as (operator, token), joining(tmp_path / "beta", token):
+        event(operator, "confirm")
+        _, errors = operator.communicate("maybe\n", timeout=30)
+        assert operator.returncode == 1
+        assert "error: beta was not let in, and the invitation is used up" in errors
+
+
+def joined(tmp_path: Path, *flags: str) -> str:
+    """What is said to a newcomer with these flags, who was let in."""
+    with (
+        inviting(tmp_path / "alpha", "--auto-approve") as (_, token),
+        joining(tmp_path / "beta", token, *flags) as newcomer,
+    ):
+        event(newcomer, "code")
+        said: str = event(newcomer, "joined")["text"]
+        event(newcomer, "listening")
+        if "--standby" in flags:
+            event(newcomer, "standby")
+    return said
+
+
+def test_a_standby_is_one_the_next_time_too(tmp_path: Path) -> None:
+    said = joined(tmp_path, "--standby")
+    assert said.endswith("the next time: convoy join --config .convoy/convoy.toml")
+    assert load_config(tmp_path / "beta/.convoy/convoy.toml").cluster.standby
+    with process(tmp_path / "beta", "join", "--json") as again:
+        event(again, "listening")
+        event(again, "standby")
+    with process(tmp_path / "beta", "join", "--json", "--no-standby", "--until-stdin-closes") as again:
+        said, _ = again.communicate(timeout=30)
+    assert [json.loads(line)["kind"] for line in said.splitlines()][-2:] == ["listening", "ended"]
+
+
+def test_a_standby_whose_file_is_of_before_is_told_the_flag(tmp_path: Path) -> None:
+    joined(tmp_path)
+    said = joined(tmp_path, "--standby")
+    assert said.endswith("the next time: convoy join --config .convoy/convoy.toml --standby")
+
+
+def test_behind_a_forwarded_port_the_roster_has_one_and_the_file_the_other(tmp_path: Path) -> None:
+    outside, inside = free_port(), free_port()
+    said = joined(tmp_path, "--address", f"127.0.0.1:{outside}", "--port", inside)
+    assert said.endswith("the next time: convoy join --config .convoy/convoy.toml")
+    assert load_config(tmp_path / "beta/.convoy/convoy.toml").listen.port == int(inside)
+    shown = json.loads(run_convoy(["roster", "show", "--json"], tmp_path / "beta").stdout)
+    assert shown["members"][1]["address"] == f"127.0.0.1:{outside}"
+
+
+def test_after_an_invitation_the_verbs_find_the_files_by_themselves(tmp_path: Path) -> None:
+    joined(tmp_path)
+    alpha = tmp_path / "alpha"
+    for verb in (["roster", "verify"], ["roster", "show"], ["roster", "sign"], ["attest", "show"]):
+        done = run_convoy([*verb, "--json"], alpha)
+        assert done.returncode == 0, done.stderr
+    plan = run_convoy(["plan", "demo-mini", "--json"], alpha)
+    assert [stage["member"] for stage in json.loads(plan.stdout)["stages"]] == ["alpha", "beta"]
+    other = run_convoy(["plan", "demo-mini", "--members", "3", "--json"], alpha)
+    assert [stage["member"] for stage in json.loads(other.stdout)["stages"]] == ["alpha", "beta", "gamma"]
+    examined = json.loads(run_convoy(["doctor", "--json"], alpha).stdout)
+    assert "keys" in {finding["check"] for finding in examined["findings"]}
+    removed = run_convoy(["roster", "remove", "beta", "--json"], alpha)
+    assert json.loads(removed.stdout)["file"] == ".convoy/roster.toml"
 
 
 def test_a_crash_between_the_use_and_the_roster_leaves_an_honest_state(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from convoy.cli.output import (
+    counted,
     format_bytes,
     format_seconds,
     has_colour,
@@ -60,6 +61,10 @@ def test_an_empty_table_is_its_heading(capsys: pytest.CaptureFixture[str]) -> No
 def test_quantities_have_units() -> None:
     assert [format_bytes(n) for n in (0, 999, 1_500_000)] == ["0 B", "999 B", "1.5 MB"]
     assert [format_seconds(s) for s in (0.00031, 2.5, None)] == ["0.31 ms", "2.50 s", None]
+
+
+def test_one_thing_is_not_several() -> None:
+    assert [counted(n, "token") for n in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]
 
 
 def test_an_error_is_two_lines_and_in_json_one_value(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from cli.transcript import run_convoy
+from convoy.model.linear import packed_available
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.wire.messages import StageAssignment
 
 CONFIG = {
     "model_type": "llama",
@@ -27,6 +31,14 @@ CONFIG = {
     "rope_theta": 10000.0,
     "hidden_act": "silu",
     "dtype": "float32",
+}
+
+
+HINTS = {
+    "invalid span": "layers count from 0: 0:5 is the first six, 0:5,output those and the output, "
+    "6:output the rest and it",
+    "nobody owns": "lengthen a span, for example alpha=0:2,output",
+    "no layer is left": "take layers out of a span, or leave gamma out",
 }
 
 
@@ -68,6 +80,7 @@ def test_the_reverse_layout_shows_that_a_peer_sees_token_ids(folder: Path) -> No
     [
         (["--layers", "0:3,output", "--layers", "3:5"], "layer 3 claimed twice"),
         (["--layers", "0:1,output", "--layers", "3:5"], "nobody owns layer 2"),
+        (["--layers", "0:1,output", "--layers", "2:5", "--members", "3"], "no layer is left for gamma"),
         (["--layers", "0:2,output", "--layers", "3:output"], "the output claimed twice, by alpha"),
         (["--layers", "0-2"], "invalid span '0-2'"),
         (["--members", "7"], "7 members cannot share 6 layers"),
@@ -79,8 +92,33 @@ def test_a_plan_that_cannot_be_is_one_line_and_exit_1(folder: Path, flags: list[
     assert done.stdout == ""
     assert message in done.stderr.splitlines()[0]
     assert done.stderr.startswith("error: ")
-    if "invalid span" in message:
-        assert "hint: layers count from 0: 0:5 is the first six" in done.stderr
+    for part, hint in HINTS.items():
+        assert part not in message or done.stderr.splitlines()[1] == f"hint: {hint}"
+
+
+def test_a_directory_without_a_configuration_is_told_what_a_model_is(folder: Path) -> None:
+    (folder / "odd" / "config.json").unlink()
+    done = run_convoy(["plan", "odd"], folder)
+    assert done.stderr.startswith(
+        "error: odd has no config.json\nhint: give the directory itself of a Hugging"
+    )
+
+
+@pytest.mark.parametrize("kernel", ["exact-f32", "plain-f32"])
+@pytest.mark.parametrize("spans", [("0:5,output", "6:11"), ("6:output", "0:5"), ("0:5", "6:output")])
+def test_a_plans_weights_are_those_of_the_stages_that_are_loaded(
+    tmp_path: Path, kernel: str, spans: tuple[str, str]
+) -> None:
+    if kernel == "exact-f32" and not packed_available():
+        pytest.skip("no packed linears on this machine")
+    (tmp_path / "convoy.toml").write_text(f'[model]\nname = "demo"\nkernel = "{kernel}"\n', encoding="utf-8")
+    flags = ["--members", "2", "--layers", spans[0], "--layers", spans[1], "--config", "convoy.toml"]
+    planned = json.loads(run_convoy(["plan", *flags, "--json"], tmp_path).stdout)["stages"]
+    source = ModelSource.resolve("demo")
+    for stage in planned:
+        assignment = StageAssignment(*(stage[key] for key in ("member", "start", "end", "embed", "output")))
+        loaded = Stage.load(source, assignment, StageOptions(kernel=kernel))
+        assert loaded.weight_bytes == stage["weight_bytes"]
 
 
 def test_a_configuration_gives_model_members_and_spans(folder: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_restart_with_an_older_file_uses_the_accepted_roster_and_says_so(tmp_p
     first.membership.offer(sign_roster(at(4), OLD), "beta")
     again = start(tmp_path, sign_roster(at(1), OLD))
     assert again.membership.roster.epoch == 4
-    assert again.notes == ("the roster file has epoch 1, but epoch 4 was accepted before, and counts",)
+    assert again.notes == ("roster epoch 4 counts, which came later than epoch 1 of the file",)
     with pytest.raises(RosterError, match="roster epoch 3, and this member accepted epoch 4"):
         again.membership.offer(sign_roster(at(3), OLD), "beta")
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.change import OPERATOR_DIRECTORY, require_signer
+from convoy.cli.change import OPERATOR_DIRECTORY, load_operator, require_signer
 from convoy.cli.config import Config, load_config
 from convoy.cli.files import read_bytes, read_text, replace_file
+from convoy.cli.home import config_file, roster_file
 from convoy.cli.member import load_member, load_policy, member_options
 from convoy.cli.output import JsonFlag, print_fields, print_json, print_note
 from convoy.errors import AttestationError, UsageError
@@ -26,16 +27,20 @@ app = typer.Typer(help="Prove what this machine is; enrol its TPM.", rich_markup
 _MAX_PEM_BYTES = 1 << 20
 _MAX_ROSTER_BYTES = 2 << 20
 
-ConfigFlag = Annotated[Path, typer.Option(help="This member's convoy.toml.")]
+ConfigFlag = Annotated[
+    Path | None, typer.Option(help="This member's convoy.toml.  [default: .convoy/convoy.toml]")
+]
 OutFlag = Annotated[Path | None, typer.Option(help="Where the file goes.  [default: named by the member]")]
-RosterFlag = Annotated[Path, typer.Option(help="The roster file.")]
+RosterFlag = Annotated[
+    Path | None, typer.Option(help="The roster file.  [default: roster.toml, or else .convoy/roster.toml]")
+]
 OperatorFlag = Annotated[Path, typer.Option(help="Directory of the operator's key.")]
 PolicyFlag = Annotated[Path | None, typer.Option(help="A policy file.  [default: the config's]")]
 
 
 @app.command()
 def new(
-    config: ConfigFlag,
+    config: ConfigFlag = None,
     algorithm: Annotated[str, typer.Option(help="ecc (P-256) or rsa (2048).")] = "ecc",
     out: OutFlag = None,
     as_json: JsonFlag = False,
@@ -43,7 +48,7 @@ def new(
     """On the member: make its TPM's keys, and a request for the operator."""
     from convoy.trust.activation import Request, request_to_text
 
-    settings = load_config(config)
+    settings = _settings(config)
     me = load_member(settings).current
     keys = _tpm(settings).keys(algorithm)
     request = Request(
@@ -58,7 +63,7 @@ def new(
 def challenge(
     request: Annotated[Path, typer.Argument(help="The member's request.")],
     policy: Annotated[Path, typer.Option(help="The policy file with [attestation.tpm] authorities.")],
-    roster: RosterFlag = Path("roster.toml"),
+    roster: RosterFlag = None,
     operator: OperatorFlag = OPERATOR_DIRECTORY,
     out: OutFlag = None,
     as_json: JsonFlag = False,
@@ -75,7 +80,7 @@ def challenge(
     )
 
     asked = request_from_text(read_text(request, max_bytes=MAX_FILE_BYTES))
-    listed = _open_roster(roster, operator)[0].roster
+    listed = _open_roster(roster_file(roster), operator)[0].roster
     member = listed.member(asked.member)
     authority = check_request(asked, member, _authorities(load_policy(policy), policy.parent))
     made, pending = challenge_for(asked)
@@ -92,14 +97,14 @@ def challenge(
 @app.command()
 def answer(
     challenge_file: Annotated[Path, typer.Argument(metavar="CHALLENGE", help="The operator's challenge.")],
-    config: ConfigFlag,
+    config: ConfigFlag = None,
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """On the member: let the TPM open the credential."""
     from convoy.trust.activation import MAX_FILE_BYTES, answer_for, answer_to_text, challenge_from_text
 
-    settings = load_config(config)
+    settings = _settings(config)
     me = load_member(settings).current
     asked = challenge_from_text(read_text(challenge_file, max_bytes=MAX_FILE_BYTES))
     if asked.member != me.name:
@@ -115,7 +120,7 @@ def answer(
 @app.command("accept")
 def accept_answer(
     answer_file: Annotated[Path, typer.Argument(metavar="ANSWER", help="The member's answer.")],
-    roster: RosterFlag = Path("roster.toml"),
+    roster: RosterFlag = None,
     operator: OperatorFlag = OPERATOR_DIRECTORY,
     as_json: JsonFlag = False,
 ) -> None:
@@ -125,6 +130,7 @@ def accept_answer(
     from convoy.trust.roster import sign_roster
 
     given = answer_from_text(read_text(answer_file, max_bytes=MAX_FILE_BYTES))
+    roster = roster_file(roster)
     opened, key = _open_roster(roster, operator)
     listed, handovers = opened.roster, opened.handovers
     member = listed.member(given.member)
@@ -146,14 +152,14 @@ def accept_answer(
 
 @app.command()
 def show(
-    config: ConfigFlag,
+    config: ConfigFlag = None,
     policy: PolicyFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show this machine's evidence, and the verdict on it under a policy."""
     from convoy.cluster.attestation import Attestation
 
-    settings = load_config(config)
+    settings = _settings(config)
     me = load_member(settings).current
     demands = load_policy(policy or settings.cluster.policy)
     options = replace(member_options(settings), policy=demands)
@@ -177,6 +183,13 @@ def show(
         print_note(reason)
 
 
+def _settings(config: Path | None) -> Config:
+    file = config_file(config)
+    if file is None:
+        raise UsageError("no convoy.toml is named", hint="name this member's with --config")
+    return load_config(file)
+
+
 def _tpm(settings: Config) -> Tpm:
     from convoy.cluster.tpm import Tpm
 
@@ -188,10 +201,9 @@ def _tpm(settings: Config) -> Tpm:
 
 
 def _open_roster(roster: Path, operator: Path) -> tuple[SignedRoster, OperatorKey]:
-    from convoy.crypto.identity import OperatorKey
     from convoy.trust.roster import open_roster
 
-    key = OperatorKey.load(operator)
+    key = load_operator(operator)
     data = read_bytes(roster, max_bytes=_MAX_ROSTER_BYTES)
     signed = open_roster(data, operator_key=key.public_key)
     require_signer(signed, key)

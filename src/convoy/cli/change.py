@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.files import read_bytes, replace_file
-from convoy.errors import ConfigError, RosterError
+from convoy.errors import ConfigError, IdentityError, RosterError
 
 if TYPE_CHECKING:
     from convoy.crypto.identity import OperatorKey
@@ -63,20 +63,32 @@ def require_signer(signed: SignedRoster, key: OperatorKey) -> None:
         )
 
 
+def load_operator(directory: Path) -> OperatorKey:
+    """The operator key in ``directory``. Raises `IdentityError`, with where else to look if there is none."""
+    from convoy.crypto.identity import OperatorKey
+
+    try:
+        return OperatorKey.load(directory)
+    except IdentityError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        raise IdentityError(
+            error.message,
+            hint="the operator key is where the cluster's first roster was signed: run this there, or name "
+            "the key's directory with --operator",
+        ) from error
+
+
 def open_change(file: Path, operator: Path, days: int) -> RosterChange:
     """Read the roster and the key that may sign the next one; an expired roster may be followed too.
 
     Raises `ConfigError`, `IdentityError` or `RosterError`.
     """
-    from convoy.crypto.identity import OperatorKey
     from convoy.trust.roster import MAX_ROSTER_BYTES, verify_roster
 
-    key = OperatorKey.load(operator)
+    key = load_operator(operator)
     if not file.exists():
-        raise ConfigError(
-            f"there is no roster at {file}",
-            hint="name it with --roster; after an invitation it is .convoy/roster.toml",
-        )
+        raise ConfigError(f"there is no roster at {file}", hint="name the file with --roster")
     data = read_bytes(file, max_bytes=MAX_ROSTER_BYTES)
     old = verify_roster(data, operator_key=key.public_key)
     require_signer(old, key)

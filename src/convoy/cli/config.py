@@ -1,9 +1,10 @@
 """``convoy.toml``: one file for a member, read into frozen values.
 
     [cluster]  name, identity (folder), roster (file), operator_key (as `convoy roster new` prints it),
-               policy (file: what others must prove), tpm (such as device:/dev/tpmrm0, to prove this machine)
+               policy (file: what others must prove), tpm (such as device:/dev/tpmrm0, to prove this machine),
+               standby (a peer: hold layers only once another member is lost)
     [listen]   host, port, discover                         where peers reach this member
-    [serve]    host, port, api_key_file, max_waiting, drain_s   the HTTP server of a head
+    [serve]    host, port, api_key_file, allow_unauthenticated, max_waiting, drain_s    a head's HTTP server
     [model]    name or path, kernel, activation_dtype, num_threads, memory_gb, cache (folder)
     [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
                many as stages), speculate (0: no guesses), share_across_keys, block_size, num_blocks (0: as
@@ -44,7 +45,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class ClusterConfig(msgspec.Struct, frozen=True):
-    """Who this member is, whom it trusts, and what it asks of them."""
+    """Who this member is, whom it trusts, and what it asks of them. ``standby`` is for peers alone."""
 
     name: Name | None = None
     identity: Path | None = None
@@ -52,6 +53,7 @@ class ClusterConfig(msgspec.Struct, frozen=True):
     operator_key: str | None = None
     policy: Path | None = None
     tpm: Name | None = None
+    standby: bool = False
 
 
 class ListenConfig(msgspec.Struct, frozen=True):
@@ -66,13 +68,14 @@ class ListenConfig(msgspec.Struct, frozen=True):
 
 
 class ServeConfig(msgspec.Struct, frozen=True):
-    """The HTTP server of a head."""
+    """The HTTP server of a head. ``allow_unauthenticated``: off loopback too, with no key."""
 
     host: Name = "127.0.0.1"
     port: Port = DEFAULT_SERVE_PORT
     api_key_file: Path | None = None
     max_waiting: Count = 256
     drain_s: Seconds = 30.0
+    allow_unauthenticated: bool = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -211,9 +214,15 @@ def read_api_key(file: Path) -> str:
         with file.open(encoding="utf-8") as lines:
             key = lines.readline(4096).strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the api key file {file}: {_reason(error)}") from None
+        raise ConfigError(
+            f"cannot read the api key file {file}: {_reason(error)}",
+            hint="make it with the key on its first line, readable for you alone (chmod 600)",
+        ) from None
     if not key:
-        raise ConfigError(f"the api key file {file} is empty, expected the key on its first line")
+        raise ConfigError(
+            f"the api key file {file} is empty, expected the key on its first line",
+            hint=f"`openssl rand -hex 32 > {file}` writes a new one",
+        )
     return key
 
 
@@ -232,13 +241,21 @@ def _parse(path: Path) -> dict[str, object]:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {_reason(error)}") from None
+        raise ConfigError(f"cannot read {path}: {_reason(error)}", hint=_how_to_read(error, path)) from None
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"{path} is longer than {_MAX_FILE_BYTES} bytes")
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {str(error).lower()}") from None
+
+
+def _how_to_read(error: OSError, path: Path) -> str | None:
+    if isinstance(error, FileNotFoundError):
+        return "`convoy invite` and `convoy join -` write one in .convoy; docs/configuration.md has its keys"
+    if isinstance(error, IsADirectoryError):
+        return f"name the file itself: {path / 'convoy.toml'}"
+    return f"chmod u+r {path}" if isinstance(error, PermissionError) else None
 
 
 def _read_table(kind: type[S], name: str, table: Mapping[str, object], path: Path) -> S:

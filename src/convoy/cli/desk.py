@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from convoy.cli.change import load_operator
 from convoy.cli.config import Config, load_config
 from convoy.cli.files import read_bytes
 from convoy.cli.first_machine import MAX_ROSTER_FILE_BYTES
@@ -36,10 +37,8 @@ class Desk:
 
     @classmethod
     def open(cls, config: Path, operator: Path) -> Desk:
-        from convoy.crypto.identity import OperatorKey
-
         settings = load_config(config)
-        desk = cls(OperatorKey.load(operator), settings, operator / "invites")
+        desk = cls(load_operator(operator), settings, operator / "invites")
         if desk.newest().operator != desk.key.public_key:
             raise ConfigError(
                 f"the operator key in {operator} is not the one that signed {desk.roster_file}",

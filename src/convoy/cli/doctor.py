@@ -12,6 +12,7 @@ import typer
 
 from convoy.cli.config import Config
 from convoy.cli.discovery import network_of
+from convoy.cli.home import config_file
 from convoy.cli.output import EXIT_FAILURE, JsonFlag, one_line, print_json, print_note, styled
 from convoy.cli.patient import Patient
 from convoy.errors import ConvoyError
@@ -28,7 +29,8 @@ _COLOURS = {"ok": "dim", "warn": "yellow", "fail": "red"}
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Option(help="A member's convoy.toml.  [default: the machine alone]")
+        Path | None,
+        typer.Option(help="A member's convoy.toml.  [default: .convoy/convoy.toml, or the machine alone]"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -36,7 +38,7 @@ def doctor(
     from convoy.cluster.finding import examine
 
     told: list[tuple[str, Finding]] = []
-    for check in _checks(config):
+    for check in _checks(config_file(config)):
         if check.wait is not None and not as_json:
             print_note(check.wait)
         for finding in examine(check):

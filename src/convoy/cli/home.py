@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from dataclasses import dataclass
@@ -72,18 +73,27 @@ class Home:
         operator.save(self.operator)
         return operator
 
-    def write_config(self, name: str, operator_key: bytes, *, listen_host: str | None) -> None:
-        """A convoy.toml with what nothing can do without."""
-        tables: dict[str, dict[str, object]] = {
-            "cluster": {
-                "name": name,
-                "identity": self.identity.name,
-                "roster": self.roster.name,
-                "operator_key": operator_key.hex(),
-            }
+    def write_config(
+        self,
+        name: str,
+        operator_key: bytes,
+        *,
+        listen_host: str | None,
+        listen_port: int | None = None,
+        standby: bool = False,
+    ) -> None:
+        """A convoy.toml with what nothing can do without, and what the next start is to know of this one."""
+        cluster: dict[str, object] = {
+            "name": name,
+            "identity": self.identity.name,
+            "roster": self.roster.name,
+            "operator_key": operator_key.hex(),
         }
-        if listen_host is not None:
-            tables["listen"] = {"host": listen_host}
+        tables = {"cluster": cluster | ({"standby": True} if standby else {})}
+        listen: dict[str, object] = {"host": listen_host, "port": listen_port}
+        listen = {key: value for key, value in listen.items() if value is not None}
+        if listen:
+            tables["listen"] = listen
         text = "# docs/configuration.md has every other key.\n" + tomli_w.dumps(tables)
         replace_file(self.config, text.encode())
 
@@ -93,6 +103,22 @@ class Home:
         except OSError as error:
             reason = (error.strerror or "unwritable").lower()
             raise ConfigError(f"cannot make the folder {self.directory}: {reason}") from None
+
+
+def config_file(named: Path | None, directory: Path = DEFAULT_HOME) -> Path | None:
+    """The convoy.toml of a verb, by the one rule for all of them: the one that was named, or else the one in
+    the home folder, where an invitation leaves it. None where there is neither.
+    """
+    home = Home(directory).config
+    return home if named is None and os.path.exists(home) else named  # unlike Path's, this never raises
+
+
+def roster_file(named: Path | None) -> Path:
+    """The roster of an operator's verb: the one that was named, or else roster.toml here, or else the one in
+    the home folder, where an invitation leaves it. What is returned need not be there.
+    """
+    here, home = Path("roster.toml"), Home(DEFAULT_HOME).roster
+    return named or next((file for file in (here, home) if os.path.exists(file)), here)
 
 
 def host_name() -> str:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from convoy.trust.invite import Token
 
 DEFAULT_ENROLMENT_PORT = 7778
+_ANSWERS = {"y": True, "yes": True, "n": False, "no": False, "": False}
+_MAX_LINE_BYTES = 4096
 AutoApproveFlag = Annotated[
     bool,
     typer.Option("--auto-approve", help="Ask nobody: whoever has the token first gets in."),
@@ -212,7 +214,7 @@ class _Screen:
         print_note(f"\nwaiting at {', '.join(places)}")
 
     def approves(self, newcomer: Newcomer) -> bool:
-        """The operator's y. No answer, or no more input, is a no."""
+        """The operator's y or n; anything else is asked again. No answer, or no more input, is a no."""
         from convoy.trust.roster import format_address
 
         card = newcomer.card
@@ -233,13 +235,7 @@ class _Screen:
             print_note(f"code: {newcomer.code}")
         if self.auto_approve:
             return True
-        print(
-            f"does {one_line(card.name)}'s screen show the same code? [y/N] ",
-            end="",
-            file=sys.stderr,
-            flush=True,
-        )
-        return _answer().strip().lower() in {"y", "yes"}
+        return _says_yes(f"does {one_line(card.name)}'s screen show the same code? [y/N] ")
 
     def enrolled(self, roster: Roster, member: Member, file: Path) -> None:
         if self.as_json:
@@ -248,11 +244,41 @@ class _Screen:
             print_note(f"{member.name} is in: roster epoch {roster.epoch} in {file}")
 
 
-def _answer() -> str:
-    """A line from standard input, within the time that the newcomer waits."""
+def _says_yes(question: str) -> bool:
+    """Asked until the answer is one of those that it names, within the time that the newcomer waits."""
     from convoy.transport.enrolment_listener import EnrolmentLimits
 
     if sys.stdin.isatty():
         termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before the question is no answer to it
-    ready, _, _ = select.select([sys.stdin], [], [], EnrolmentLimits().decision_timeout_s)
-    return sys.stdin.readline(16) if ready else ""
+    typed = _Typed(time.monotonic() + EnrolmentLimits().decision_timeout_s)
+    while True:
+        print(question, end="", file=sys.stderr, flush=True)
+        said = typed.line().strip().lower()
+        if said in _ANSWERS:
+            return _ANSWERS[said]
+        print_note("that is neither y nor n")
+
+
+class _Typed:
+    """Lines of standard input until a deadline (monotonic), past `sys.stdin`: what that has read ahead, no
+    `select` sees.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._ahead = b""
+
+    def line(self) -> str:
+        """The next one; empty once the time or the input is over."""
+        source = sys.stdin.fileno()
+        while b"\n" not in self._ahead:
+            left_s = max(0.0, self._deadline_s - time.monotonic())
+            if not select.select([source], [], [], left_s)[0]:
+                return ""
+            data = os.read(source, _MAX_LINE_BYTES)
+            if not data:
+                last, self._ahead = self._ahead, b""
+                return last.decode(errors="replace")
+            self._ahead = (self._ahead + data)[-2 * _MAX_LINE_BYTES :]
+        line, _, self._ahead = self._ahead.partition(b"\n")
+        return line.decode(errors="replace")

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.config import load_config, override
+from convoy.cli.config import Config, load_config, override
 from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
-from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
+from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
 from convoy.cli.member import load_member, peer_options, watched_roster
 from convoy.cli.newcomer import Newcomer, Tell
 from convoy.cli.output import JsonFlag, print_json_line, print_note
@@ -30,10 +30,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from convoy.cluster.peer import Peer, PeerEvent
+    from convoy.transport.membership import Membership
 
     Show = Callable[[PeerEvent], None]
 
-StandbyFlag = Annotated[bool, typer.Option("--standby", help="Hold layers only once another member is lost.")]
+StandbyFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--standby/--no-standby",
+        help="Hold layers only once another member is lost.  [default: that in the config]",
+        show_default=False,
+    ),
+]
 ModelFlag = Annotated[
     str | None,
     typer.Option(help="The model's directory here.  [default: the config's, or the head's files]"),
@@ -50,12 +58,12 @@ def join(
         typer.Argument(help="An invitation from `convoy invite`; - reads it from standard input."),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="This member's convoy.toml, where no invitation is used.")
+        Path | None, typer.Option(help="This member's convoy.toml.  [default: that in --dir]")
     ] = None,
     model: ModelFlag = None,
     cache: CacheFlag = None,
     exit_with_head: Annotated[bool, typer.Option(help="End when the head goes.")] = False,
-    standby: StandbyFlag = False,
+    standby: StandbyFlag = None,
     until_stdin_closes: Annotated[
         bool, typer.Option("--until-stdin-closes", help="End when standard input ends.")
     ] = False,
@@ -66,37 +74,71 @@ def join(
         typer.Option(help="With a token: HOST or HOST:PORT where others reach this machine."),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="With a token: port to listen on.  [default: 7777]")
+        int | None,
+        typer.Option(min=1, max=65535, help="Port to listen on.  [default: 7777, later the roster's]"),
     ] = None,
     discover: DiscoverFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Hold layers for a head: one command on each further machine."""
-    newcomer = Newcomer(Home(directory), name, address, port)
-    settings = with_discover(load_config(_file(token, config, newcomer, _teller(as_json))), discover)
+    newcomer = Newcomer(Home(directory), name, address, port, standby)
+    file = _file(token, config, newcomer, _teller(as_json))
+    settings = _with_flags(with_discover(load_config(file), discover), standby, port)
     settings = override(settings, model=override(settings.model, cache=cache))
     me = load_member(settings)
+    if token is None:
+        _check_asked(newcomer, file, me, _teller(as_json))
     with collector_at_rest(lambda text: _teller(as_json)("starting", text)):
         from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
 
-    options = peer_options(settings, model, exit_with_head=exit_with_head, standby=standby)
-    port = me.member.address[1] if settings.listen.port is None else settings.listen.port
+    options = peer_options(settings, model, exit_with_head=exit_with_head)
+    listens = me.member.address[1] if settings.listen.port is None else settings.listen.port
     with network_of(settings) as network, watched_roster(settings, me, quiet=as_json):
-        peer = Peer(me, options, _shown(as_json=as_json, standby=standby), network)
-        why = _run_until_asked(peer, (settings.listen.host, port), until_stdin_closes)
+        peer = Peer(me, options, _shown(as_json=as_json, standby=settings.cluster.standby), network)
+        why = _run_until_asked(peer, (settings.listen.host, listens), until_stdin_closes)
     _teller(as_json)("ended", f"{me.name}, {why}")
 
 
 def _file(token: str | None, config: Path | None, newcomer: Newcomer, tell: Tell) -> Path:
-    """The convoy.toml: that which was named, or that which an invitation brings."""
+    """The convoy.toml: that which an invitation brings, that which was named, or that in the home folder."""
+    file = config_file(config, newcomer.home.directory)
     if token is not None and config is None:
         return newcomer.join(token, tell)
-    if token is None and config is not None:
-        return config
+    if token is None and file is not None:
+        return file
     raise UsageError(
         "one of an invitation and --config is needed",
         hint="`convoy join -` and paste what `convoy invite` printed; later `convoy join --config FILE`",
     )
+
+
+def _with_flags(settings: Config, standby: bool | None, port: int | None) -> Config:
+    cluster = override(settings.cluster, standby=standby)
+    return override(settings, cluster=cluster, listen=override(settings.listen, port=port))
+
+
+def _check_asked(asked: Newcomer, file: Path, me: Membership, tell: Tell) -> None:
+    """The flags of an invitation, where there was none: honoured, refused, never passed over.
+
+    Raises `UsageError`.
+    """
+    from convoy.trust.roster import format_address
+
+    listed = format_address(me.member.address)
+    if asked.name not in {None, me.name}:
+        raise UsageError(f"--name is {asked.name}, and {file} is {me.name}'s", hint="leave --name out")
+    if asked.address is not None:
+        raise UsageError(
+            f"--address is {asked.address}, and the roster sends the others to {listed}",
+            hint="an address is changed by another invitation: `convoy invite` on the first machine, then "
+            "`convoy join -` here",
+        )
+    if asked.port not in {None, me.member.address[1]}:
+        tell(
+            "note",
+            f"{me.name} listens on port {asked.port}, and the roster sends the others to {listed}: it must "
+            f"lead here",
+        )
 
 
 def _teller(as_json: bool) -> Tell:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from convoy.cli.config import DEFAULT_SPECULATE, Config
 from convoy.cli.files import read_bytes
 from convoy.cli.output import print_note
-from convoy.errors import RosterError
+from convoy.errors import ConvoyError, RosterError
 
 if TYPE_CHECKING:
     from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
@@ -45,6 +45,18 @@ def load_member(config: Config) -> Membership:
     return opened.membership
 
 
+def _older(config: Config, me: Membership) -> bytes | None:
+    """The roster file as it is, if an epoch accepted before counts in its place: `load_member` said that."""
+    from convoy.trust.roster import verify_roster
+
+    try:
+        signed = read_bytes(config.require_roster(), max_bytes=_MAX_ROSTER_BYTES)
+        older = verify_roster(signed, operator_key=config.require_operator_key()).roster
+    except ConvoyError:
+        return None
+    return signed if older.cluster_id == me.roster.cluster_id and older.epoch < me.roster.epoch else None
+
+
 @contextmanager
 def watched_roster(config: Config, me: Membership, *, quiet: bool = False) -> Iterator[None]:
     """The roster file is looked at as long as the block runs, and what comes of it is said."""
@@ -52,7 +64,7 @@ def watched_roster(config: Config, me: Membership, *, quiet: bool = False) -> It
 
     tell = (lambda _text: None) if quiet else print_note
     end = me.subscribe(lambda roster: tell(f"roster: epoch {roster.epoch} counts now"))
-    watch = RosterWatch(config.require_roster(), me, tell)
+    watch = RosterWatch(config.require_roster(), me, tell, judged=_older(config, me))
     try:
         yield
     finally:
@@ -104,9 +116,7 @@ def _default_cache() -> Path:
     return home / "convoy"
 
 
-def peer_options(
-    config: Config, model: str | None, *, exit_with_head: bool, standby: bool = False
-) -> PeerOptions:
+def peer_options(config: Config, model: str | None, *, exit_with_head: bool) -> PeerOptions:
     """``model`` is the flag; a name that needs no files is as good as none: the head says those itself."""
     from convoy.cluster.options import PeerOptions
     from convoy.model.source import needs_no_files
@@ -114,7 +124,10 @@ def peer_options(
     chosen = model or config.model_name()
     path = None if chosen is None or needs_no_files(chosen) else Path(chosen)
     return PeerOptions(
-        member=member_options(config), model_path=path, exit_with_head=exit_with_head, standby=standby
+        member=member_options(config),
+        model_path=path,
+        exit_with_head=exit_with_head,
+        standby=config.cluster.standby,
     )
 
 
@@ -146,4 +159,10 @@ def serve_options(config: Config) -> ServeOptions:
     from convoy.serve.options import ServeOptions
 
     serve = config.serve
-    return ServeOptions(host=serve.host, port=serve.port, api_key=config.api_key(), drain_s=serve.drain_s)
+    return ServeOptions(
+        host=serve.host,
+        port=serve.port,
+        api_key=config.api_key(),
+        allow_unauthenticated=serve.allow_unauthenticated,
+        drain_s=serve.drain_s,
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convoy.cli.config import DEFAULT_PEER_PORT
+from convoy.cli.config import DEFAULT_PEER_PORT, load_config
 from convoy.cli.files import replace_file
 from convoy.cli.home import Home, host_name, parse_place
 from convoy.cli.output import print_note
@@ -24,12 +24,15 @@ Tell = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """What the flags say; None is the default of each. ``address`` is HOST or HOST:PORT."""
+    """What the flags say; None is the default of each. ``address`` is HOST or HOST:PORT, where others reach
+    this machine; it listens on ``port``, which is another one where a port is forwarded.
+    """
 
     home: Home
     name: str | None
     address: str | None
     port: int | None
+    standby: bool | None = None
 
     def join(self, token_text: str, tell: Tell) -> Path:
         """Use the invitation, and write roster and convoy.toml. The path of the latter.
@@ -42,24 +45,38 @@ class Newcomer:
 
         token = decode_token(_read_token(token_text))
         name = self._name_here(token)
-        host, port = parse_place(self.address, self.port) if self.address else (None, self.port)
-        port = DEFAULT_PEER_PORT if port is None else port
+        host, given = parse_place(self.address, self.port) if self.address else (None, self.port)
+        port = DEFAULT_PEER_PORT if given is None else given
         # A port in use is said before the invitation is used up.
         listen_host = "::" if host is not None and ":" in host else None
-        listen_everywhere(listen_host or "0.0.0.0", port).close()  # noqa: S104 - as [listen] has it
+        listen_everywhere(listen_host or "0.0.0.0", self.port or port).close()  # noqa: S104 - as [listen] has it
         identity = self.home.open_identity()
         enrolled = _enrol(token, identity, (name, host, port), tell)
         replace_file(self.home.roster, enrolled.signed.raw)
         if not self.home.config.exists():
-            wide = "::" if ":" in enrolled.member.address[0] else None
-            self.home.write_config(enrolled.member.name, token.operator_key, listen_host=wide)
+            self.home.write_config(
+                enrolled.member.name,
+                token.operator_key,
+                listen_host="::" if ":" in enrolled.member.address[0] else None,
+                listen_port=None if self.port in {None, port} else self.port,
+                standby=bool(self.standby),
+            )
         roster = enrolled.signed.roster
         tell(
             "joined",
             f"{enrolled.member.name} is in {roster.cluster_id}, roster epoch {roster.epoch}; "
-            f"the next time: convoy join --config {self.home.config}",
+            f"the next time: {self._next_time(port)}",
         )
         return self.home.config
+
+    def _next_time(self, port: int) -> str:
+        """The command that starts this member as it is now, with what the convoy.toml does not say."""
+        settings = load_config(self.home.config)
+        command = f"convoy join --config {self.home.config}"
+        if self.standby is not None and self.standby != settings.cluster.standby:
+            command += " --standby" if self.standby else " --no-standby"
+        listens = port if settings.listen.port is None else settings.listen.port
+        return command if self.port in {None, listens} else f"{command} --port {self.port}"
 
     def _name_here(self, token: Token) -> str | None:
         """The name asked for, or that in the convoy.toml that is here. Raises `ConfigError`."""

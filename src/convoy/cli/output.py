@@ -94,6 +94,11 @@ def format_bytes(num_bytes: int) -> str:
     return formatted(num_bytes)
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_seconds(seconds: float | None) -> str | None:
     """``0.00031`` as "0.31 ms"; None stays None, which tables show as a dash."""
     if seconds is None:

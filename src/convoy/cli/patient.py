@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from convoy.cli.config import Config, load_config
 from convoy.cli.files import read_bytes
 from convoy.cli.member import load_policy
+from convoy.cli.output import counted
 from convoy.errors import ConvoyError
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class Patient:
         spec = source.spec
         weights = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype="float32")
         yield ok(
-            f"{source.name}: {spec.family}, {spec.num_layers} layers, {len(source.tensors)} tensors, "
+            f"{source.name}: {spec.family}, {counted(spec.num_layers, 'layer')}, "
+            f"{counted(len(source.tensors), 'tensor')}, "
             f"{format_bytes(weights)} of weights in all"
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from convoy.cli.output import format_bytes, format_seconds, print_table
+from convoy.cli.output import counted, format_bytes, format_seconds, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,7 +81,7 @@ def recoveries_text(status: ClusterStatus) -> str:
     """How often, and in how many places a text may differ for it."""
     if not status.near_ties:
         return str(status.recoveries)
-    return f"{status.recoveries}; {status.near_ties} tokens since then had a rival (near ties)"
+    return f"{status.recoveries}; {counted(status.near_ties, 'token')} since then had a rival (near ties)"
 
 
 def layers_text(stage: StageStatus) -> str:

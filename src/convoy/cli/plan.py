@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import Config, load_config
+from convoy.cli.home import config_file
 from convoy.cli.member import load_policy
 from convoy.cli.members import LayersFlag, parse_members, spans_by_name
 from convoy.cli.output import (
@@ -48,7 +50,12 @@ def plan(
             help="NAME=LEVEL: suppose that this was proved of a member: none, self_signed, hardware."
         ),
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A convoy.toml: model, roster and spans.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="A convoy.toml: model, roster, spans.  [default: .convoy/convoy.toml, but for --members]"
+        ),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show who would hold which layers and see token ids, and why.
@@ -58,7 +65,8 @@ def plan(
     from convoy.plan.placement import place
     from convoy.plan.report import report
 
-    settings = load_config(config)
+    # Members that were named on the command line are not those of the cluster that this folder may belong to.
+    settings = load_config(config_file(config) if members is None else config)
     named = model or settings.model_name()
     if named is None:
         raise UsageError("no model is named", hint="give MODEL, or --config with a [model]")
@@ -69,7 +77,7 @@ def plan(
     # Last, because it takes the seconds that torch takes to load.
     from convoy.model.source import ModelSource
 
-    spec = ModelSource.resolve(named).spec
+    spec = _as_held(ModelSource.resolve(named).spec, settings)
     with _rules_shown(spec, offers, demands, quiet=as_json):
         found = report(place(spec, offers, spans, demands.placement), left_out)
     print_json(found) if as_json else _print(found)
@@ -88,6 +96,15 @@ def _rules_shown(
         if not quiet:
             print_rules(rule_reports(spec, offers, demands.placement))
         raise
+
+
+def _as_held(spec: ModelSpec, settings: Config) -> ModelSpec:
+    """In the form that the members' kernel would load. Nothing is proved here: `auto` is taken for exact mode
+    where that can be, on x86-64.
+    """
+    kernel = settings.model.kernel
+    exact = kernel == "exact-f32" or (kernel == "auto" and platform.machine() in {"x86_64", "AMD64"})
+    return spec.packed() if exact else spec
 
 
 def _with_levels(offers: list[MemberOffer], levels: list[str]) -> list[MemberOffer]:

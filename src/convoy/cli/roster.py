@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shlex
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from convoy.cli.change import OPERATOR_DIRECTORY, RosterChange, open_change, require_signer
 from convoy.cli.config import decode_public_key, load_config
 from convoy.cli.files import read_bytes, read_text, replace_file
+from convoy.cli.home import config_file, roster_file
 from convoy.cli.output import JsonFlag, print_fields, print_json, print_table
 from convoy.errors import RosterError, UsageError
 
@@ -31,8 +33,8 @@ OperatorFlag = Annotated[
 ]
 SignerFlag = Annotated[Path, typer.Option(help="Directory of the operator's key.")]
 RosterFlag = Annotated[
-    Path,
-    typer.Option(help="The roster that is read, and replaced; .convoy/roster.toml after an invitation."),
+    Path | None,
+    typer.Option(help="The roster to replace.  [default: roster.toml, or else .convoy/roster.toml]"),
 ]
 
 
@@ -85,7 +87,7 @@ def add(
     head: Annotated[list[str] | None, typer.Option(help="A new member that may be head.")] = None,
     days: DaysFlag = 30,
     operator: SignerFlag = OPERATOR_DIRECTORY,
-    roster: RosterFlag = Path("roster.toml"),
+    roster: RosterFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Sign the roster again, one epoch later, with further members."""
@@ -95,13 +97,14 @@ def add(
     new = [read_card(read_text(card, max_bytes=MAX_CARD_BYTES), head=False) for card in cards]
     for name in sorted(heads - {member.name for member in new}):
         raise UsageError(f"--head {name} is on none of the cards")
-    change = open_change(roster, operator, days)
+    change = open_change(roster_file(roster), operator, days)
     listed = {member.name for member in change.old.roster.members}
     for member in new:
         if member.name in listed:
+            remove = _command("remove", member.name, operator, roster)
             raise RosterError(
                 f"{member.name} is listed already, and its keys are never overwritten",
-                hint=f"if its machine is new: `convoy roster remove {member.name}`, then add it",
+                hint=f"if its machine is new: `{remove}`, then add it",
             )
     added = tuple(replace(member, head=member.name in heads) for member in new)
     _print_change(change, (*change.old.roster.members, *added), as_json=as_json)
@@ -112,11 +115,11 @@ def remove(
     names: Annotated[list[str], typer.Argument(help="Members that are to be out.")],
     days: DaysFlag = 30,
     operator: SignerFlag = OPERATOR_DIRECTORY,
-    roster: RosterFlag = Path("roster.toml"),
+    roster: RosterFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Sign the roster again, one epoch later, without some members: they are out wherever it arrives."""
-    change = open_change(roster, operator, days)
+    change = open_change(roster_file(roster), operator, days)
     for name in names:
         change.old.roster.member(name)
     left = tuple(member for member in change.old.roster.members if member.name not in names)
@@ -132,11 +135,11 @@ def sign(
     new_operator: Annotated[
         Path | None, typer.Option(help="Directory of the key that signs from now on; made if there is none.")
     ] = None,
-    roster: RosterFlag = Path("roster.toml"),
+    roster: RosterFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Sign the same members again, one epoch later: a new expiry, or a new operator key."""
-    change = open_change(roster, operator, days)
+    change = open_change(roster_file(roster), operator, days)
     if new_operator is not None:
         change = change.hand_over(_operator_key(new_operator))
     _print_change(change, change.old.roster.members, as_json=as_json)
@@ -149,12 +152,16 @@ def _print_change(change: RosterChange, members: tuple[Member, ...], *, as_json:
 
 @app.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="A roster file.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A roster file.  [default: roster.toml, or else .convoy/roster.toml]"),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show what a roster says and whose key it names; `verify` checks that the key is your operator's."""
     from convoy.trust.roster import open_roster
 
+    file = roster_file(file)
     data = read_bytes(file, max_bytes=_MAX_FILE_BYTES)
     key, valid_at = _claims(data, file)
     _print_roster(file, open_roster(data, operator_key=key, now=valid_at), key, as_json=as_json)
@@ -168,7 +175,10 @@ def verify(
     operator_key: Annotated[
         str | None, typer.Option(help="The operator's public key, as `roster new` printed it.")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="A convoy.toml that names roster and key.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A convoy.toml that names roster and key.  [default: .convoy/convoy.toml]"),
+    ] = None,
     cluster: Annotated[str | None, typer.Option(help="The cluster it must be for.")] = None,
     member: Annotated[str | None, typer.Option(help="A member that it must list.")] = None,
     as_json: JsonFlag = False,
@@ -176,8 +186,10 @@ def verify(
     """Check a roster as a member does: signature, time, cluster and member. Exit 1 if it does not hold."""
     from convoy.trust.roster import open_roster
 
+    lacking = file is None or operator_key is None
+    config = config_file(config) if lacking else config
     settings = load_config(config)
-    if config is None and (file is None or operator_key is None):
+    if config is None and lacking:
         raise UsageError(
             "the roster and the operator's key are both needed",
             hint="give FILE and --operator-key, or --config",
@@ -194,6 +206,14 @@ def verify(
     if wanted is not None:
         signed.roster.member(wanted)
     _print_roster(path, signed, key, as_json=as_json)
+
+
+def _command(verb: str, name: str, operator: Path, roster: Path | None) -> str:
+    """A command line about the same files as the one that is running."""
+    words = ["convoy", "roster", verb, name]
+    words += [] if roster is None else ["--roster", str(roster)]
+    words += [] if operator == OPERATOR_DIRECTORY else ["--operator", str(operator)]
+    return shlex.join(words)
 
 
 def _operator_key(directory: Path) -> OperatorKey:

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import load_config
+from convoy.cli.home import config_file
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.members import LayersFlag
-from convoy.cli.output import JsonFlag, format_bytes, print_json, print_note
+from convoy.cli.output import JsonFlag, counted, format_bytes, print_json, print_note
 from convoy.cli.serve import start_cluster
-from convoy.errors import ConvoyError, IdentityError, SessionError, UsageError
+from convoy.errors import ConvoyError, IdentityError, RequestError, SessionError, UsageError
 
 if TYPE_CHECKING:
     from convoy.cluster.running import RunningCluster
     from convoy.engine.session import Session
     from convoy.model.params import SamplingParams
+    from convoy.model.source import ModelSource
     from convoy.model.text import Tokenizer
 
 _KEY_BYTES = 32
@@ -38,10 +40,16 @@ def session(
     key: Annotated[
         Path | None, typer.Option(help="Seal the file under this key file; made if missing.")
     ] = None,
-    members: Annotated[int, typer.Option(help="Processes on this machine; the first is the head.")] = 1,
+    members: Annotated[
+        int | None, typer.Option(help="Processes on this machine; the first is the head.  [default: 1]")
+    ] = None,
     layers: LayersFlag = None,
     config: Annotated[
-        Path | None, typer.Option(help="This head's convoy.toml, in place of local members.")
+        Path | None,
+        typer.Option(
+            help="This head's convoy.toml, in place of local members.  [default: .convoy/convoy.toml, but "
+            "for --members]"
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="At most so many tokens.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.  [default: 0, or as saved]")] = None,
@@ -55,7 +63,8 @@ def session(
     turn.check()
     secret = session_key(key, make=load is None)
     turn.check_files(secret)
-    _start(turn, secret, model, config, LocalOptions(members, layers, kernel))
+    config = config_file(config) if members is None and layers is None else config
+    _start(turn, secret, model, config, LocalOptions(members or 1, layers, kernel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,21 @@ class Turn:
             with SessionReader(self.load, key):
                 pass
         if self.save is not None and not self.save.parent.is_dir():
-            raise SessionError(f"cannot write {self.save}: there is no directory {self.save.parent}")
+            raise SessionError(
+                f"cannot write {self.save}: there is no directory {self.save.parent}",
+                hint=f"mkdir -p {self.save.parent}",
+            )
+
+    def check_model(self, source: ModelSource) -> None:
+        """Before anything is started, too. Raises RequestError for a model that knows no turns."""
+        from convoy.model.text import Tokenizer
+
+        if self.prompt is not None and not self.raw and not Tokenizer(source).has_chat_template:
+            raise RequestError(
+                f"{source.name} has no chat template",
+                param="prompt",
+                hint="--raw puts the prompt behind the text as it is",
+            )
 
     def params(self, saved: SamplingParams) -> SamplingParams:
         """As saved, but for what a flag says. Raises RequestError."""
@@ -137,10 +160,22 @@ def session_key(path: Path | None, *, make: bool) -> bytes | None:
             print_note(f"made the key {path}: without it, what it seals is lost")
         key = read_private(path)
     except IdentityError as error:
-        raise SessionError(f"the session's key: {error.message}") from error
+        raise SessionError(f"the session's key: {error.message}", hint=_mend_key(path, error)) from error
     if len(key) != _KEY_BYTES:
-        raise SessionError(f"{path} has {len(key)} bytes, expected a key of {_KEY_BYTES}")
+        raise SessionError(
+            f"{path} has {len(key)} bytes, expected a key of {_KEY_BYTES}",
+            hint="name the file that `convoy session --save FILE --key KEY` made",
+        )
     return key
+
+
+def _mend_key(path: Path, error: IdentityError) -> str | None:
+    """What helps with a session's key, where `keyfile` thinks of a member's."""
+    if isinstance(error.__cause__, FileNotFoundError):
+        return "name the key that the session was saved with; without it the session is lost"
+    if isinstance(error.__cause__, OSError):
+        return None
+    return error.hint and f"chmod 600 {path}; who could read it can open what it seals"
 
 
 def _start(turn: Turn, key: bytes | None, model: str, config: Path | None, options: LocalOptions) -> None:
@@ -148,6 +183,7 @@ def _start(turn: Turn, key: bytes | None, model: str, config: Path | None, optio
     from convoy.model.source import ModelSource
 
     source = ModelSource.resolve(model)
+    turn.check_model(source)
     if config is not None:
         _run(turn, key, start_cluster(load_config(config), model, quiet=turn.quiet))
         return
@@ -177,7 +213,7 @@ def _talk(turn: Turn, key: bytes | None, cluster: RunningCluster, talk: Session)
     found = 0
     if turn.load is not None:
         found = talk.load(turn.load, key)
-        tell(f"loaded {talk.position} tokens from {turn.load}, {found} of them with their K/V")
+        tell(f"loaded {counted(talk.position, 'token')} from {turn.load}, {found} of them with their K/V")
     talk.params = turn.params(talk.params)
     began_s = time.monotonic()
     loaded = talk.position
@@ -185,13 +221,12 @@ def _talk(turn: Turn, key: bytes | None, cluster: RunningCluster, talk: Session)
     first_s = time.monotonic() - began_s
     text, reason = ("", "none") if turn.prompt is None else _answer(turn, cluster.tokenizer, talk)
     if reason == "length":
-        tell(f"the answer was cut off after {turn.max_tokens} tokens: --max-tokens allows more")
+        tell(f"the answer was cut off after {counted(turn.max_tokens, 'token')}: --max-tokens allows more")
     if turn.save is not None:
         talk.save(turn.save, key)
         sealed = "sealed" if key is not None else "readable for whoever can read the file"
-        tell(
-            f"saved {talk.position} tokens to {turn.save}, {format_bytes(turn.save.stat().st_size)}, {sealed}"
-        )
+        size = format_bytes(turn.save.stat().st_size)
+        tell(f"saved {counted(talk.position, 'token')} to {turn.save}, {size}, {sealed}")
     return {
         "text": text,
         "finish_reason": reason,

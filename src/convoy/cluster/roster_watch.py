@@ -24,7 +24,8 @@ class RosterWatch:
     """Looks at ``path`` from construction to ``close``, and offers what is new there.
 
     What is refused is offered again every few seconds: it may become valid, or the disk may have room again.
-    ``tell`` gets the text of each refusal, for a person; one that stays the same is said once.
+    ``tell`` gets the text of each refusal, for a person; one that stays the same is said once. ``judged``:
+    what the file held when it was refused before, and that was said.
     """
 
     def __init__(
@@ -33,11 +34,13 @@ class RosterWatch:
         membership: Membership,
         tell: Callable[[str], None] = lambda _text: None,
         *,
+        judged: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path = path
         self._membership = membership
         self._tell = tell
+        self._judged = judged
         self._closed = threading.Event()
         self._clock = clock
         self._seen: _Mark | None = None  # so that a change before the first look is seen
@@ -65,7 +68,7 @@ class RosterWatch:
         except OSError:
             return  # gone for the moment: whoever replaces it is not done, and what was accepted counts
         self._again_s = math.inf
-        if signed == self._membership.signed:
+        if signed in (self._membership.signed, self._judged):
             return
         try:
             self._membership.offer(signed, str(self._path))

@@ -76,4 +76,7 @@ def _check_mode(path: Path, status: os.stat_result, kind: str) -> None:
             hint=f"chmod {wanted:o} {path}, and make a new identity if the machine has other users",
         )
     if status.st_uid != os.getuid():
-        raise IdentityError(f"{kind} {path} belongs to user {status.st_uid}, expected {os.getuid()}")
+        raise IdentityError(
+            f"{kind} {path} belongs to user {status.st_uid}, expected {os.getuid()}",
+            hint="run convoy as the user whose keys these are",
+        )

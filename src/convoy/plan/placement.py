@@ -136,7 +136,10 @@ def _left_over(spec: ModelSpec, names: Sequence[str], given: Mapping[str, Span])
     listed = ", ".join(names)
     gaps = missing_layers(spec.num_layers, [(span.start, span.end) for span in given.values()])
     if not gaps:
-        raise SpanError(f"no layer is left for {listed}, expected at least one for each member")
+        raise SpanError(
+            f"no layer is left for {listed}, expected at least one for each member",
+            hint=f"take layers out of a span, or leave {listed} out",
+        )
     if len(gaps) > 1:
         runs = " and ".join(layers_text(start, end) for start, end in gaps)
         raise SpanError(
@@ -157,7 +160,19 @@ def _check_layers(spec: ModelSpec, owners: Sequence[tuple[str, Span]]) -> None:
     missing = missing_layers(spec.num_layers, [(span.start, span.end) for _, span in owners])
     if missing:
         runs = " and ".join(layers_text(start, end) for start, end in missing)
-        raise SpanError(f"nobody owns {runs} of {spec.num_layers}, expected every layer to have an owner")
+        raise SpanError(
+            f"nobody owns {runs} of {spec.num_layers}, expected every layer to have an owner",
+            hint=f"lengthen a span, for example {_over(spec, owners, missing[0])}",
+        )
+
+
+def _over(spec: ModelSpec, owners: Sequence[tuple[str, Span]], gap: tuple[int, int]) -> str:
+    """The span of whoever comes before a gap, or else behind it, with these layers too."""
+    for name, span in owners:
+        if span.end == gap[0] or gap[0] == 0:
+            longer = Span(min(span.start, gap[0]), max(span.end, gap[1]), span.output)
+            return f"{name}={format_span(longer, spec.num_layers)}"
+    raise AssertionError(f"nobody is beside layers {gap}")
 
 
 def _check_output(spec: ModelSpec, owners: Sequence[tuple[str, Span]], head: str) -> None:

@@ -102,8 +102,8 @@ def _newer(
             hint="for another cluster make another identity: `convoy identity new`",
         )
     if theirs.epoch < ours.epoch:
-        note = f"the roster file has epoch {theirs.epoch}, but epoch {ours.epoch} was accepted before"
-        return known, (f"{note}, and counts",)
+        note = f"roster epoch {ours.epoch} counts, which came later than epoch {theirs.epoch} of the file"
+        return known, (note,)
     if theirs.epoch == ours.epoch and offered.digest != known.digest:
         raise RosterError(
             f"the roster file is another roster of epoch {ours.epoch} than the one accepted before: digest "

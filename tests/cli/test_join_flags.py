@@ -1,0 +1,114 @@
+"""`convoy join` where no invitation is used: which flags count, and what is said at the start."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cli.transcript import run_convoy
+from convoy.cli.config import load_config
+from convoy.cli.local import LocalCluster, LocalOptions
+from convoy.cli.member import load_member
+from convoy.crypto.identity import OperatorKey
+from convoy.trust.roster import sign_roster
+
+
+@pytest.fixture
+def config() -> Iterator[Path]:
+    with LocalCluster(LocalOptions(num_members=2)) as local:
+        yield local.config_file("beta")
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return str(sock.getsockname()[1])
+
+
+@contextmanager
+def joining(config: Path, *flags: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "convoy", "join", "--config", str(config), "--until-stdin-closes", *flags],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def lines(process: subprocess.Popen[str], up_to: str) -> list[str]:
+    """What it says, up to a line of that kind; that it starts is no news here."""
+    assert process.stderr is not None
+    said: list[str] = []
+    while not said or not said[-1].startswith(up_to):
+        line = process.stderr.readline()
+        assert line, said
+        if not line.startswith("starting: "):
+            said.append(line.rstrip("\n"))
+    return said
+
+
+def test_a_port_that_was_asked_for_listens_and_both_are_said(config: Path, port: str) -> None:
+    listed = load_member(load_config(config)).member.address[1]
+    with joining(config, "--port", port) as process:
+        assert lines(process, "listening") == [
+            f"note: beta listens on port {port}, and the roster sends the others to 127.0.0.1:{listed}: it "
+            f"must lead here",
+            f"listening: beta listens on 127.0.0.1:{port}",
+        ]
+        with socket.create_connection(("127.0.0.1", int(port)), timeout=30):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--name", "gamma"], "error: --name is gamma, and {config} is beta's\nhint: leave --name out\n"),
+        (["--address", "192.0.2.1"], "error: --address is 192.0.2.1, and the roster sends the others to 127"),
+    ],
+)
+def test_what_only_an_invitation_can_use_is_refused_with_both_values(
+    config: Path, flags: list[str], error: str
+) -> None:
+    done = run_convoy(["join", "--config", str(config), *flags], config.parent)
+    assert done.returncode == 2
+    assert done.stderr.startswith(error.format(config=config))
+
+
+def test_a_standby_by_its_file_says_so(config: Path) -> None:
+    config.write_text(config.read_text().replace("[cluster]", "[cluster]\nstandby = true"))
+    with joining(config) as process:
+        assert lines(process, "standby")[-1] == "standby: has no stage until another member is lost"
+
+
+def test_an_older_roster_file_at_the_start_is_one_calm_line(config: Path) -> None:
+    settings = load_config(config)
+    me = load_member(settings)
+    key = OperatorKey.generate()  # the one that signed this cluster's roster is gone
+    file = settings.require_roster()
+    shutil.rmtree(settings.require_identity() / "accepted")
+    config.write_text(config.read_text().replace(settings.require_operator_key().hex(), key.public_key.hex()))
+    older, newer, newest = (sign_roster(replace(me.roster, epoch=epoch), key) for epoch in (2, 4, 5))
+    file.write_bytes(newer)
+    load_member(load_config(config))
+    file.write_bytes(older)
+    with joining(config) as process:
+        assert lines(process, "listening")[:-1] == [
+            "note: roster epoch 4 counts, which came later than epoch 2 of the file"
+        ]
+        other = file.with_suffix(".new")
+        other.write_bytes(newest)
+        other.replace(file)
+        assert lines(process, "roster: epoch 5") == ["roster: epoch 5 counts now"]
