@@ -65,7 +65,7 @@ def test_an_interrupt_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     bench.send_signal(signal.SIGINT)
     _, errors = bench.communicate(timeout=30)
     assert bench.returncode == 130
-    assert errors.decode().splitlines()[-1] == "error: interrupted"
+    assert b"error" not in errors
     assert not [child for child in children if child.is_running()]
     assert list(tmp_path.iterdir()) == []
 

@@ -57,6 +57,8 @@ class FakeHead(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answer)
         self.answers: dict[str, tuple[int, bytes]] = {}
         self.asked: list[tuple[str, dict[str, str], bytes]] = []
+        self.polls_before: dict[str, int] = {}  # how often /health is asked before a path is answered
+        self.polled = threading.Semaphore(0)
 
     @property
     def url(self) -> str:
@@ -72,6 +74,10 @@ class _Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         self.server.asked.append((self.path, dict(self.headers), body))
+        for _ in range(self.server.polls_before.get(self.path, 0)):
+            assert self.server.polled.acquire(timeout=30)
+        if self.path == "/health":
+            self.server.polled.release()
         status, answer = self.server.answers.get(self.path, (404, b"nothing here"))
         self.send_response(status)
         self.end_headers()
@@ -182,6 +188,31 @@ def test_an_error_in_the_stream_is_the_servers_own_words(head: FakeHead, tmp_pat
     done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["error: a stage went away"]
+
+
+def test_a_head_that_shuts_down_is_said_with_what_a_person_can_do(head: FakeHead, tmp_path: Path) -> None:
+    text = "the server is shutting down (send the request to another server)"
+    head.say("/v1/chat/completions", {"error": {"message": text, "code": "draining"}}, 503)
+    done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path)
+    assert done.stderr.splitlines() == [
+        "error: the server is shutting down",
+        "hint: ask again once `convoy serve` is started again",
+    ]
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_recovery_is_said_once_while_an_answer_pauses(
+    head: FakeHead, tmp_path: Path, flags: list[str]
+) -> None:
+    reason = "recovering: missing layers 4-11 (beta is gone)"
+    head.say("/health", {"status": "not ready", "reason": reason}, 503)
+    head.say("/v1/chat/completions", events(delta("42", "stop")) + b"data: [DONE]\n\n")
+    # A poll comes after two seconds of silence, and none with --json.
+    head.polls_before["/v1/chat/completions"] = 0 if flags else 2
+    done = run_convoy(["chat", "What is 40+2?", "--url", head.url, *flags], tmp_path)
+    assert (json.loads(done.stdout)["text"] if flags else done.stdout) == ("42" if flags else "42\n")
+    told = ["(the cluster is recovering: missing layers 4-11 (beta is gone))"]
+    assert done.stderr.splitlines() == ([] if flags else told)
 
 
 def test_a_missing_key_is_told_where_to_go(head: FakeHead, tmp_path: Path) -> None:

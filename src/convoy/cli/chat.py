@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
 
 from convoy.cli.endpoint import DEFAULT_URL, ApiKeyFlag, Endpoint, UrlFlag
-from convoy.cli.output import JsonFlag, print_json, print_note, styled
+from convoy.cli.output import JsonFlag, one_line, print_json, print_note, styled
+from convoy.cli.patience import Patience
 from convoy.errors import ConvoyError, UsageError
 
 Message = dict[str, str]
+_RECOVERING = "recovering: "
+_LOOK_S = 2.0
 
 
 @dataclass
@@ -57,14 +60,16 @@ def _user(text: str) -> Message:
 def _once(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], *, as_json: bool) -> None:
     started = time.monotonic()
     answer = Answer()
-    try:
-        for piece in _stream(endpoint, messages, options, answer):
-            if not as_json:
-                print(piece, end="", flush=True)
-    except ConvoyError:
-        if answer.text and not as_json:
-            print()  # the error begins a line of its own
-        raise
+    if as_json:
+        for _ in _stream(endpoint, messages, options, answer):
+            pass
+    else:
+        try:
+            _show(endpoint, messages, options, answer)
+        except ConvoyError:
+            if answer.text:
+                print()  # the error begins a line of its own
+            raise
     if as_json:
         seconds = time.monotonic() - started
         print_json(
@@ -90,15 +95,14 @@ def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any
         messages = [*history, _user(line)]
         answer = Answer()
         try:
-            for piece in _stream(endpoint, messages, options, answer):
-                print(piece, end="", flush=True)
+            _show(endpoint, messages, options, answer)
         except KeyboardInterrupt:
             print_note("\nstopped")
             continue
         except ConvoyError as error:
             if answer.text:
                 print()
-            print_note(f"{styled('error:', 'red', sys.stderr)} {error.message}")
+            print_note(f"{styled('error:', 'red', sys.stderr)} {one_line(error.message)}")
             continue
         print()
         history = [*messages, {"role": "assistant", "content": answer.text}]
@@ -115,11 +119,40 @@ def _ask() -> str | None:
     return line.rstrip("\n") if line else None
 
 
+def _show(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], answer: Answer) -> None:
+    """Print an answer as it comes; where it pauses because the cluster recovers, say so."""
+
+    def tell(reason: str) -> None:
+        within = sys.stdout.isatty() and answer.text and not answer.text.endswith("\n")
+        print_note(f"{chr(10) if within else ''}(the cluster is recovering: {one_line(reason)})")
+
+    with Patience(lambda: _recovering(endpoint), tell) as patience:
+        for piece in _stream(endpoint, messages, options, answer, patience.came):
+            print(piece, end="", flush=True)
+
+
+def _recovering(endpoint: Endpoint) -> str | None:
+    """What a cluster that recovers says of it. Whoever says nothing is no news: the answer ends by itself."""
+    try:
+        health = replace(endpoint, timeout_s=_LOOK_S).get("/health", accept=frozenset({200, 503}))
+    except ConvoyError:
+        return None
+    reason = health.get("reason") if isinstance(health, dict) else None
+    if not isinstance(reason, str) or not reason.startswith(_RECOVERING):
+        return None
+    return reason.removeprefix(_RECOVERING)
+
+
 def _stream(
-    endpoint: Endpoint, messages: list[Message], options: dict[str, Any], answer: Answer
+    endpoint: Endpoint,
+    messages: list[Message],
+    options: dict[str, Any],
+    answer: Answer,
+    came: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
     body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **options}
     for event in endpoint.stream("/v1/chat/completions", body):
+        came()
         if event.get("usage") is not None:
             answer.usage = event["usage"]  # type: ignore[assignment]
         for choice in event.get("choices") or ():  # type: ignore[attr-defined]

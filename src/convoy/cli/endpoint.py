@@ -121,6 +121,9 @@ def _refusal(status: int, data: bytes) -> HttpRefused:
         error = json.loads(data)["error"]
         message = str(error["message"])
         hint = None if error.get("hint") is None else str(error["hint"])
+        if error.get("code") == "draining":  # what it advises is for programs that have other servers
+            message = message.removesuffix(" (send the request to another server)")
+            hint = "ask again once `convoy serve` is started again"
     except (ValueError, TypeError, KeyError, AttributeError):
         pass  # no words: the status is all there is to say
     if status == http.client.UNAUTHORIZED and hint is None:

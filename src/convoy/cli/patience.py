@@ -1,0 +1,62 @@
+"""While an answer pauses: one line that says so where the cluster is recovering, and nothing otherwise."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+QUIET_S = 2.0
+
+
+class Patience:
+    """From entry to exit of its block, as long as `came` is not called for ``quiet_s`` at a time, asks why.
+
+    ``reason`` is what the cluster says that it is recovering from, or None where it is not; it may block for
+    a moment. ``tell`` gets that once for each recovery. Both are called on a thread of this object's own.
+    """
+
+    def __init__(
+        self, reason: Callable[[], str | None], tell: Callable[[str], None], quiet_s: float = QUIET_S
+    ) -> None:
+        self._reason = reason
+        self._tell = tell
+        self._quiet_s = quiet_s
+        self._came_s = time.monotonic()
+        self._told = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="patience", daemon=True)
+
+    def came(self) -> None:
+        """Something of the answer is there: whatever the cluster was at, it is over."""
+        self._came_s = time.monotonic()
+        self._told = False
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over.set()
+
+    def _run(self) -> None:
+        left_s = self._quiet_s
+        while not self._over.wait(left_s):
+            left_s = self._came_s + self._quiet_s - time.monotonic()
+            if left_s > 0:
+                continue
+            left_s = self._quiet_s
+            self._ask()
+
+    def _ask(self) -> None:
+        asked_s = time.monotonic()
+        reason = self._reason()
+        if self._over.is_set() or self._came_s > asked_s:
+            return
+        if reason is not None and not self._told:
+            self._tell(reason)
+        self._told = reason is not None
