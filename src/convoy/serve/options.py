@@ -42,8 +42,8 @@ class ServeOptions:
         if self.api_key is None and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ConfigError(
                 f"refusing to listen on {self.host} without an api key: anyone who can reach it could use it",
-                hint="name a file with a key (api_key_file under [serve] in convoy.toml), listen on 127.0.0.1, "
-                "or let everybody in (allow_unauthenticated = true there)",
+                hint="name a file with a key (api_key_file under [serve] in convoy.toml), listen on "
+                "127.0.0.1, or let everybody in (allow_unauthenticated = true there)",
             )
 
 
