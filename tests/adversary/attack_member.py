@@ -159,7 +159,7 @@ class Hostile:
         ready = self.ask(plan, generation=plan.generation)
         assert isinstance(ready, Ready), ready
         activated = self.ask(
-            Activate(plan.generation, plan_digest(plan), NUM_BLOCKS), generation=plan.generation
+            Activate(plan.generation, plan_digest(plan), [NUM_BLOCKS]), generation=plan.generation
         )
         assert isinstance(activated, Activated), activated
         return plan.generation
@@ -254,7 +254,7 @@ def test_an_activation_that_makes_no_sense_is_refused_by_name(
     assert isinstance(hostile.ask(plan, generation=plan.generation), Ready)
     named = plan_digest(plan) if digest is None else digest
     hostile.link.send(
-        Activate(plan.generation, named, num_blocks), generation=plan.generation + other_generation
+        Activate(plan.generation, named, [num_blocks]), generation=plan.generation + other_generation
     )
     assert hostile.not_followed(row) in {"StepError", "PlanError"}
     hostile.hear()
@@ -264,7 +264,7 @@ def test_an_activation_that_makes_no_sense_is_refused_by_name(
 def test_a_plan_with_a_member_that_nobody_knows_is_refused_by_name(hostile: Hostile, row: Row) -> None:
     plan = hostile.plan(stages=stages(ALPHA, ("beta", 2, 3, False, False), ("nobody", 3, 4, False, False)))
     assert isinstance(hostile.ask(plan, generation=plan.generation), Ready)
-    hostile.link.send(Activate(plan.generation, plan_digest(plan), 8), generation=plan.generation)
+    hostile.link.send(Activate(plan.generation, plan_digest(plan), [8]), generation=plan.generation)
     assert hostile.not_followed(row) == "RosterError"
 
 
@@ -414,7 +414,7 @@ def test_frames_of_an_old_generation_are_of_no_effect(hostile: Hostile, row: Row
     hostile.link.send_tensor(hidden(2), generation=new, step=0, boundary=2)
     item = hostile._arrived.get(timeout=WAIT_S)
     assert type(item).__name__ == "ReceivedTensor", item
-    hostile.link.send(Activate(old, bytes(32), 8), generation=old)
+    hostile.link.send(Activate(old, bytes(32), [8]), generation=old)
     hostile.not_followed(row)
 
 
@@ -512,11 +512,11 @@ def ring() -> Iterator[Ring]:
 
 NOT_FOR_PEERS: dict[str, Message] = {
     "a plan": Plan(2**62, MODEL, "0" * 64, [], "plain-f32", "float32", 16, 64),
-    "an activation": Activate(2**62, bytes(32), 1),
+    "an activation": Activate(2**62, bytes(32), [1]),
     "a cancel": Step(10**9, [0, 1, 2, 3], [], [], b""),
     "a block table": Step(10**9, [], [BlockGrant(0, 0, [0, 1])], [], b""),
     "a greeting": HELLO,
-    "a readiness": Ready(1, 1, 1),
+    "a readiness": Ready(1, 1, 1, [1]),
 }
 
 
@@ -569,7 +569,7 @@ class FalsePeer:
             case Hello():
                 self._say(link, "hello", HELLO, generation)
             case Plan():
-                self._say(link, "ready", Ready(generation, 1000, 64), generation)
+                self._say(link, "ready", Ready(generation, 1000, 64_000, [1000]), generation)
             case Activate():
                 self._say(link, "activated", Activated(generation), generation)
             case Step() as step:
@@ -603,11 +603,13 @@ LIES: dict[str, dict[str, object]] = {
     "no kernels": greeting(kernels=[]),
     "no dtypes": greeting(dtypes=[]),
     "memory below 0": greeting(memory_bytes=-(2**62)),
-    "memory of 2^62": {**greeting(memory_bytes=2**62), "ready": Ready(0, 1, -1)},
+    "memory of 2^62": {**greeting(memory_bytes=2**62), "ready": Ready(0, 1, -1, [1])},
     "a plan in place of a greeting": {"hello": NOT_FOR_PEERS["a plan"]},
-    "no blocks": {"ready": Ready(0, 1000, 0)},
-    "blocks below 0": {"ready": Ready(0, 1000, -(2**62))},
-    "weights below 0, and no blocks": {"ready": Ready(0, -1, -1)},
+    "no room": {"ready": Ready(0, 1000, 0, [1000])},
+    "room below 0": {"ready": Ready(0, 1000, -(2**62), [1000])},
+    "weights below 0, and no room": {"ready": Ready(0, -1, -1, [1000])},
+    "blocks of less than nothing": {"ready": Ready(0, 1000, 64_000, [-(2**62)])},
+    "blocks of groups that the model has not": {"ready": Ready(0, 1000, 64_000, [1000, 1000])},
     "a step in place of a readiness": {"ready": ONE},
     "a failure in place of an activation": {"activated": StepFailed(0, "no")},
     "too few rows": {"hidden": hidden(0)},

@@ -32,7 +32,7 @@ from convoy.bench.throughput import (
 )
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.local import LocalExecutor
-from convoy.engine.scheduler import SchedulerLimits
+from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.errors import ConvoyError
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
@@ -51,7 +51,7 @@ def engine_of(tmp_path: Path, num_blocks: int) -> Iterator[Engine]:
         source, assignment, StageOptions(num_threads=1, kernel="plain-f32", require_tags=False)
     )
     stage.make_pools(num_blocks)
-    limits = SchedulerLimits(num_blocks, BLOCK_SIZE)
+    limits = SchedulerLimits((GroupLimits(num_blocks),), BLOCK_SIZE)
     options = EngineOptions(max_context=source.spec.max_context)
     engine = Engine(LocalExecutor(stage), Tokenizer(source), limits, options)
     engine.start()

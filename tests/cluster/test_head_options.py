@@ -38,7 +38,7 @@ def test_as_many_steps_are_in_flight_as_stages_or_as_was_asked(
 ) -> None:
     options = replace(HeadOptions(), **changes)
     options.check()
-    limits = options.limits(SPEC, num_stages=num_stages, num_blocks=8, block_size=16)
+    limits = options.limits(SPEC, num_stages=num_stages, num_blocks=(8,), block_size=16)
     assert (limits.micro_batches, options.depth(num_stages)) == (micro_batches, depth)
     assert limits.max_chunks <= depth, "an executor takes every chunk that the scheduler lets go"
 
@@ -49,7 +49,7 @@ def test_as_many_steps_are_in_flight_as_stages_or_as_was_asked(
         ({"micro_batches": 65}, "micro_batches is 65, expected 0 to 64 steps in flight"),
         ({"micro_batches": -1}, "micro_batches is -1, expected 0 to 64 steps in flight"),
         ({"prefill_window": 1000}, "prefill_window is 1000, expected 0 to 64 steps in flight"),
-        ({"max_batch": 0}, "max_batch is 0, expected at least 1"),
+        ({"max_batch": 0}, "max_batch is 0, expected 1 to 256 sequences"),
         ({"prefill_chunk": 0}, "prefill_chunk is 0, expected 1 to 16384 tokens"),
         ({"max_step_tokens": 20_000}, "max_step_tokens is 20000, expected 1 to 16384 tokens"),
     ],
@@ -68,11 +68,11 @@ def test_no_queue_on_the_way_is_shorter_than_the_most_steps_in_flight() -> None:
 
 
 def test_a_chunk_that_is_larger_than_a_step_makes_the_step_larger() -> None:
-    limits = HeadOptions(prefill_chunk=2048).limits(SPEC, num_stages=2, num_blocks=8, block_size=16)
+    limits = HeadOptions(prefill_chunk=2048).limits(SPEC, num_stages=2, num_blocks=(8,), block_size=16)
     assert (limits.prefill_chunk, limits.max_step_tokens) == (2048, 2048)
 
 
 def test_level_chunks_can_be_turned_off() -> None:
-    sizes = {"num_stages": 2, "num_blocks": 8, "block_size": 16}
+    sizes = {"num_stages": 2, "num_blocks": (8,), "block_size": 16}
     assert HeadOptions().limits(SPEC, **sizes).cost == TokenCost.of(SPEC)
     assert HeadOptions(level_chunks=False).limits(SPEC, **sizes).cost is None

@@ -127,7 +127,7 @@ def test_another_head_is_turned_away_while_the_first_is_there(network: MemoryNet
     peer.stop()
 
 
-@pytest.mark.parametrize("message", [Step(0, [], [], [], b""), Activate(1, b"x" * 32, 4)])
+@pytest.mark.parametrize("message", [Step(0, [], [], [], b""), Activate(1, b"x" * 32, [4])])
 def test_a_step_before_any_plan_is_answered_and_the_peer_lives_on(
     members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread, message: Message
 ) -> None:
@@ -147,7 +147,7 @@ def test_an_activation_of_another_plan_is_refused(
     )
     while not isinstance(answer, Ready):
         answer = talk.hear()
-    failed = talk.ask(Activate(1, b"x" * 32, 4), generation=1)
+    failed = talk.ask(Activate(1, b"x" * 32, [4]), generation=1)
     assert isinstance(failed, Refuse)
     assert "names a plan that is not loaded here" in failed.reason
 
@@ -166,7 +166,7 @@ def test_an_activation_with_impossible_pools_is_refused_and_the_peer_lives_on(
     answer = talk.ask(plan, generation=plan.generation)
     while not isinstance(answer, Ready):
         answer = talk.hear()
-    activate = Activate(plan.generation, plan_digest(plan), num_blocks)
+    activate = Activate(plan.generation, plan_digest(plan), [num_blocks])
     assert isinstance(talk.ask(activate, generation=plan.generation), Refuse)
     assert isinstance(Conversation(members[0], members[1], network).ask(HELLO), Hello)
 

@@ -69,6 +69,6 @@ def test_a_plan_that_is_no_whole_model_is_refused_by_name(plan: Plan, told: str)
     ],
 )
 def test_a_ring_that_does_not_begin_or_end_with_its_head_is_not_activated(plan: Plan, told: str) -> None:
-    loaded = LoadedPlan(plan, b"", cast(Stage, None), 0, max_blocks=8)
+    loaded = LoadedPlan(plan, b"", cast(Stage, None), 0, room_bytes=8)
     with pytest.raises(StepError, match=told):
-        loaded.activate(Activate(1, b"", 4), "alpha", cast(Link, None))
+        loaded.activate(Activate(1, b"", [4]), "alpha", cast(Link, None))

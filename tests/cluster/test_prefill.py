@@ -83,8 +83,8 @@ class Tables:
         def run(stage: Stage, step: Step, hidden: object, tokens: object) -> object:
             out = real(stage, step, hidden, tokens)  # type: ignore[arg-type]
             with self.changed:
-                self.of[stage.assignment.member] = stage._need_tables()
-                self.lengths.setdefault(stage.assignment.member, []).append(len(stage._need_tables()))
+                self.of[stage.assignment.member] = stage._kv.tables
+                self.lengths.setdefault(stage.assignment.member, []).append(len(stage._kv.tables))
                 self.changed.notify_all()
             return out
 

@@ -71,7 +71,7 @@ class Talk:
         return plan
 
     def activate(self, plan: Plan) -> None:
-        self.link.send(Activate(plan.generation, plan_digest(plan), 8), generation=plan.generation)
+        self.link.send(Activate(plan.generation, plan_digest(plan), [8]), generation=plan.generation)
 
     def hear(self, kind: type[Message]) -> Message:
         while not isinstance(heard := self._link.hear(), kind):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from convoy.engine.choice import make_choices
 from convoy.engine.drawing import answer_of, draw_of, outcome_of, request_of
-from convoy.engine.limits import SchedulerLimits
+from convoy.engine.limits import GroupLimits, SchedulerLimits
 from convoy.engine.request import GenerationRequest
 from convoy.errors import PeerError, StepError
 from convoy.model.draw import Draw, Outcome, distinct, draw
@@ -62,7 +62,7 @@ def over_the_wire(asked: Draw, logits: np.ndarray[Any, Any]) -> Outcome:
 
 def test_a_step_whose_draws_all_look_back_on_a_long_context_fits_in_its_frame() -> None:
     """One that does not would end the engine, and any client could ask for it."""
-    limits = SchedulerLimits(num_blocks=1, block_size=16)
+    limits = SchedulerLimits(groups=(GroupLimits(1),), block_size=16)
     params = SamplingParams(repetition_penalty=1.1)
     back = Draw(params, 0, 131_072, prompt_ids=range(65_536), generated_ids=range(65_536))
     step = Step(0, [], [], [], b"", [request_of(back)] * (limits.max_batch + limits.max_drafts))

@@ -12,7 +12,7 @@ from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.generation import generate
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, PromptOutput, TokenOutput
 from convoy.engine.request import GenerationRequest
-from convoy.engine.scheduler import SchedulerLimits
+from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.errors import Draining, NotReady, QueueFull, RequestError, StageLost
 from convoy.model.params import SamplingParams
 from convoy.model.text import Tokenizer
@@ -21,7 +21,7 @@ from support.fake_tokenizer import EOS, FakeTokenizer
 
 GREEDY = SamplingParams(temperature=0.0)
 LIMITS = SchedulerLimits(
-    num_blocks=64, block_size=4, max_batch=8, max_step_tokens=24, prefill_chunk=8, max_waiting=64
+    groups=(GroupLimits(64),), block_size=4, max_batch=8, max_step_tokens=24, prefill_chunk=8, max_waiting=64
 )
 
 
@@ -74,7 +74,7 @@ def test_sixteen_requests_of_unequal_lengths_get_what_each_gets_alone(engine: En
 
 
 def test_too_few_blocks_preempt_but_change_no_token() -> None:
-    engine = make_engine(FakeExecutor(), replace(LIMITS, num_blocks=12))
+    engine = make_engine(FakeExecutor(), replace(LIMITS, groups=(GroupLimits(12),)))
     engine.start()
     prompts = [[i, i + 1, i + 2] for i in range(4)]
     answers: dict[int, list[int]] = {}
@@ -188,7 +188,7 @@ def test_a_request_that_cannot_fit_is_refused(engine: Engine, asked: GenerationR
 
 
 def test_a_request_larger_than_the_whole_pool_is_refused() -> None:
-    engine = make_engine(FakeExecutor(), replace(LIMITS, num_blocks=4))
+    engine = make_engine(FakeExecutor(), replace(LIMITS, groups=(GroupLimits(4),)))
     with pytest.raises(RequestError, match="needs 5 K/V blocks of 4 tokens, but the whole pool has 4"):
         engine.submit(request([1] * 10, 10), lambda output: None)
 

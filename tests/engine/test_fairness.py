@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
+from convoy.engine.scheduler import GroupLimits, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.model.synthetic import CONFIGS
 from convoy.plan.cost import TokenCost
 from convoy.plan.spec import ModelSpec
 
 COST = TokenCost.of(ModelSpec.from_config(CONFIGS["llama-250m"], "llama-250m"))
-LIMITS = SchedulerLimits(num_blocks=1024, block_size=16, prefix_cache=False, cost=COST)
+LIMITS = SchedulerLimits(groups=(GroupLimits(1024),), block_size=16, prefix_cache=False, cost=COST)
 PROMPT = 8192
 NUM_STREAMS = 8
 

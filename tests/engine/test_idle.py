@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
+from convoy.engine.scheduler import GroupLimits, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
 
 LIMITS = SchedulerLimits(
-    num_blocks=8, block_size=4, max_batch=2, max_step_tokens=16, prefill_chunk=16, max_waiting=8
+    groups=(GroupLimits(8),), block_size=4, max_batch=2, max_step_tokens=16, prefill_chunk=16, max_waiting=8
 )
 
 
@@ -74,7 +74,7 @@ def test_who_runs_takes_blocks_of_who_idles_before_those_of_who_runs() -> None:
     idle = idle_sequence(replace_limit(scheduler, 3), 7, 40)
     for sequence in runs:
         sequence.tokens.extend([1, 1, 1, 1])
-    assert scheduler.pool.num_free == 2
+    assert scheduler.pools.num_free == 2
     run_once(scheduler)
     runs[0].tokens.extend([2, 2, 2, 2])
     run_once(scheduler)
@@ -122,4 +122,4 @@ def test_one_that_fills_the_pool_to_the_last_place_runs() -> None:
     scheduler = Scheduler(replace(LIMITS, max_step_tokens=64, prefill_chunk=64))
     idle_sequence(scheduler, 32)
     scheduler.check()
-    assert scheduler.pool.num_free == 0
+    assert scheduler.pools.num_free == 0

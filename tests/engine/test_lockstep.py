@@ -9,10 +9,10 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
+from convoy.engine.scheduler import GroupLimits, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.model.draw import GREEDY
-from convoy.model.kv import BlockTables
+from convoy.model.kv import BlockTables, GroupBlocks
 from convoy.plan.cost import TokenCost
 from convoy.wire.messages import Step
 from support.fake_executor import VOCAB, FakeExecutor, next_token
@@ -20,7 +20,12 @@ from support.fake_executor import VOCAB, FakeExecutor, next_token
 BLOCK = 4
 CONTEXT = 96
 LIMITS = SchedulerLimits(
-    num_blocks=64, block_size=BLOCK, max_batch=6, max_step_tokens=40, prefill_chunk=24, max_waiting=64
+    groups=(GroupLimits(64),),
+    block_size=BLOCK,
+    max_batch=6,
+    max_step_tokens=40,
+    prefill_chunk=24,
+    max_waiting=64,
 )
 STEEP = TokenCost(((0.05, None),))  # chunks of 24 tokens shrink to 16 early
 
@@ -54,8 +59,9 @@ class Guesser:
         pass
 
 
-def tables_of(num_blocks: int) -> BlockTables:
-    return BlockTables(num_groups=1, num_blocks=num_blocks, block_size=BLOCK, max_context=2 * CONTEXT)
+def tables_of(limits: SchedulerLimits) -> BlockTables:
+    groups = [GroupBlocks(group.num_blocks) for group in limits.groups]
+    return BlockTables(groups, block_size=BLOCK, max_context=2 * CONTEXT)
 
 
 @dataclass
@@ -72,10 +78,10 @@ class World:
 
     def _begin(self) -> None:
         self.executor = FakeExecutor(depth=8, block_size=BLOCK)
-        self.first, self.last = tables_of(self.limits.num_blocks), tables_of(self.limits.num_blocks)
+        self.first, self.last = tables_of(self.limits), tables_of(self.limits)
 
     def lose_every_stage(self) -> None:
-        self.limits = replace(self.limits, num_blocks=self.random.choice([30, 40, 64]))
+        self.limits = replace(self.limits, groups=(GroupLimits(self.random.choice([30, 40, 64])),))
         self.in_flight.clear()
         self.scheduler.reset(self.limits)
         self._begin()
@@ -146,7 +152,11 @@ def test_stages_take_every_step_and_outputs_are_those_of_the_serial_run(
 ) -> None:
     random = Random(seed)  # evenly spread, so that every event happens
     limits = replace(
-        LIMITS, micro_batches=micro_batches, prefill_window=window, num_blocks=num_blocks, cost=cost
+        LIMITS,
+        micro_batches=micro_batches,
+        prefill_window=window,
+        groups=(GroupLimits(num_blocks),),
+        cost=cost,
     )
     world = World(limits, random)
     depth = max(micro_batches, limits.max_chunks)

@@ -18,10 +18,10 @@ from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.outputs import FinishOutput, Output, TokenOutput
 from convoy.engine.prefix import PrefixTags
 from convoy.engine.request import GenerationRequest
-from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
+from convoy.engine.scheduler import GroupLimits, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.errors import StepError
-from convoy.model.kv import BlockTables
+from convoy.model.kv import BlockTables, GroupBlocks
 from convoy.model.params import SamplingParams
 from convoy.model.text import Tokenizer
 from convoy.wire.messages import PREFIX_TAG_BYTES, Step
@@ -30,7 +30,12 @@ from support.fake_tokenizer import FakeTokenizer
 
 SIZE = 4
 LIMITS = SchedulerLimits(
-    num_blocks=32, block_size=SIZE, max_batch=4, max_step_tokens=16, prefill_chunk=8, max_waiting=64
+    groups=(GroupLimits(32),),
+    block_size=SIZE,
+    max_batch=4,
+    max_step_tokens=16,
+    prefill_chunk=8,
+    max_waiting=64,
 )
 
 
@@ -40,7 +45,7 @@ class Watched:
     def __init__(self, limits: SchedulerLimits = LIMITS) -> None:
         self.scheduler = Scheduler(limits)
         self.tables = BlockTables(
-            num_groups=1, num_blocks=limits.num_blocks, block_size=SIZE, max_context=1024
+            [GroupBlocks(limits.groups[0].num_blocks)], block_size=SIZE, max_context=1024
         )
         self.written: dict[tuple[int, int], tuple[bytes, tuple[int, ...]]] = {}
         self.num_run = 0
@@ -51,13 +56,13 @@ class Watched:
             self.tables.commit(self.tables.stage(scheduled.step))
             for row, sequence in zip(scheduled.step.rows, scheduled.sequences, strict=True):
                 self._write(sequence, row.start, row.start + row.num_tokens)
-        self.scheduler.pool.check(b for s in self.scheduler.running for b in s.blocks)
+        self.scheduler.pools.check(self.scheduler.running, idle=False)
         return scheduled
 
     def _write(self, sequence: Sequence, start: int, end: int) -> None:
         self.num_run += end - start
         for position in range(end):
-            slot = (sequence.blocks[position // SIZE], position % SIZE)
+            slot = (sequence.tables[0][position // SIZE], position % SIZE)
             mine = (sequence.salt, tuple(sequence.tokens[: position + 1]))
             if position >= start:
                 self.written[slot] = mine
@@ -146,15 +151,15 @@ def test_a_running_sequence_shares_what_it_has_filled() -> None:
     second = Sequence(prompt(10), 20)
     watched.scheduler.add([second])
     watched.schedule()
-    assert second.blocks[:2] == first.blocks[:2]
+    assert second.tables[0][:2] == first.tables[0][:2]
     watched.scheduler.finish(first)
     watched.schedule()
-    assert second.blocks, "they stay while one of the two runs"
+    assert second.tables, "they stay while one of the two runs"
     watched.scheduler.check()
 
 
 def test_what_was_used_longest_ago_goes_first_and_a_chain_from_its_end() -> None:
-    watched = Watched(replace(LIMITS, num_blocks=9))
+    watched = Watched(replace(LIMITS, groups=(GroupLimits(9),)))
     watched.run(Sequence(prompt(16), 1))
     watched.run(Sequence(prompt(16, first=50), 1))
     watched.run(Sequence(prompt(8, first=90), 1))  # takes the last free block and one that is kept
@@ -203,12 +208,12 @@ def test_a_stage_refuses_a_shared_block_of_another_prefix(bit: int) -> None:
 
 def test_a_stage_refuses_a_row_behind_another_prefix_than_it_holds() -> None:
     tables, step, _ = _two_steps()
-    for tag, text in ((bytes(16), "behind another prefix"), (b"", "has tags of 0")):
+    for tag, text in ((bytes(16), "behind another prefix"), (b"", "does not say which prefix")):
         row = msgspec.structs.replace(step.rows[0], tag=tag)
         with pytest.raises(StepError, match=text):
             tables.stage(msgspec.structs.replace(step, rows=[row]))
     bare = msgspec.structs.replace(step.rows[0], tag=b"", tags=b"")
-    with pytest.raises(StepError, match="behind another prefix"):
+    with pytest.raises(StepError, match="does not say which prefix"):
         tables.stage(msgspec.structs.replace(step, rows=[bare]))
 
 
@@ -251,7 +256,7 @@ def test_a_stage_refuses_a_row_that_writes_to_a_shared_block() -> None:
 def test_no_order_of_events_leaks_a_block_or_shows_one_to_another_prefix_or_salt(
     shapes: list[tuple[int, int, int, bytes]], depth: int, num_blocks: int, random: Random
 ) -> None:
-    watched = Watched(replace(LIMITS, num_blocks=num_blocks, micro_batches=depth))
+    watched = Watched(replace(LIMITS, groups=(GroupLimits(num_blocks),), micro_batches=depth))
     scheduler = watched.scheduler
     arriving = [
         Sequence((*prompt(common), *prompt(own, first=40 + own % 3)), max_tokens, salt=salt)
@@ -275,7 +280,7 @@ def test_no_order_of_events_leaks_a_block_or_shows_one_to_another_prefix_or_salt
             break
     assert [*arriving, *scheduler.running, *scheduler.waiting] == []
     scheduler.check()
-    scheduler.pool.check([])
+    scheduler.pools.check([], idle=False)
     while (last := watched.schedule()) is not None:
         assert not last.step.rows
     assert len(watched.tables) == 0

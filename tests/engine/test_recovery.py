@@ -14,6 +14,7 @@ import pytest
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.executor import StepResult
 from convoy.engine.generation import generate
+from convoy.engine.limits import GroupLimits
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.recovered import Recovered, Renewal
 from convoy.engine.relapse import MAX_FAILURES
@@ -80,7 +81,7 @@ class LateExecutor(FakeExecutor):
 
 
 def recovered(num_blocks: int = 64, max_context: int = 128, fail_at: int | None = None) -> Recovered:
-    limits = replace(LIMITS, num_blocks=num_blocks)
+    limits = replace(LIMITS, groups=(GroupLimits(num_blocks),))
     return Recovered(FakeExecutor(fail_at=fail_at), limits, max_context)
 
 

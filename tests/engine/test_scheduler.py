@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
+from convoy.engine.scheduler import GroupLimits, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.errors import QueueFull, RequestError
 
 LIMITS = SchedulerLimits(
     prefill_window=8,
-    num_blocks=32,
+    groups=(GroupLimits(32),),
     block_size=4,
     max_batch=4,
     max_step_tokens=16,
@@ -94,7 +94,7 @@ def test_a_full_queue_refuses_a_request_whole() -> None:
 
 
 def test_a_sequence_that_may_outgrow_the_whole_pool_is_refused() -> None:
-    scheduler = Scheduler(replace(LIMITS, num_blocks=5))
+    scheduler = Scheduler(replace(LIMITS, groups=(GroupLimits(5),)))
     scheduler.add([make_sequence(12, max_tokens=8)])
     text = "may have 21 tokens, and all 5 K/V blocks hold 20"
     with pytest.raises(RequestError, match=text):
@@ -103,7 +103,7 @@ def test_a_sequence_that_may_outgrow_the_whole_pool_is_refused() -> None:
 
 
 def test_one_that_outgrew_the_pool_is_told_where_it_was_admitted_for_ever() -> None:
-    scheduler = Scheduler(replace(LIMITS, num_blocks=5, max_step_tokens=64, prefill_chunk=64))
+    scheduler = Scheduler(replace(LIMITS, groups=(GroupLimits(5),), max_step_tokens=64, prefill_chunk=64))
     sequence = make_sequence(20, max_tokens=0)
     scheduler.add([sequence])
     scheduler.collected(scheduled_now(scheduler))
@@ -118,7 +118,7 @@ def test_finishing_frees_the_blocks_within_the_next_step() -> None:
     scheduler.add([sequence])
     table = scheduled_now(scheduler).step.rows[0].sequence
     scheduler.finish(sequence)
-    assert scheduler.pool.num_free == LIMITS.num_blocks
+    assert scheduler.pools.num_free == LIMITS.groups[0].num_blocks
     step = scheduled_now(scheduler).step
     assert step.released == [table]
     assert step.rows == []
@@ -136,7 +136,7 @@ def test_finishing_twice_does_nothing() -> None:
 
 
 def test_without_blocks_the_last_admitted_is_preempted_and_recomputed() -> None:
-    scheduler = Scheduler(replace(LIMITS, num_blocks=4))
+    scheduler = Scheduler(replace(LIMITS, groups=(GroupLimits(4),)))
     old, new = make_sequence(7, max_tokens=9), make_sequence(3, max_tokens=9)
     scheduler.add([old, new])
     collect(scheduler, scheduled_now(scheduler))
@@ -186,7 +186,9 @@ def test_a_probe_has_no_rows() -> None:
 def test_any_mix_ends_with_every_token_computed_once_and_every_block_free(
     shapes: list[tuple[int, int]], depth: int, num_blocks: int, random: Random
 ) -> None:
-    limits = replace(LIMITS, num_blocks=num_blocks, max_waiting=64, micro_batches=depth, prefix_cache=False)
+    limits = replace(
+        LIMITS, groups=(GroupLimits(num_blocks),), max_waiting=64, micro_batches=depth, prefix_cache=False
+    )
     scheduler = Scheduler(limits)
     sequences = [make_sequence(prompt, max_tokens) for prompt, max_tokens in shapes]
     arriving = list(sequences)

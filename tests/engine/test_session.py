@@ -23,7 +23,7 @@ from convoy.engine.executor import Executor, Kv, StepResult
 from convoy.engine.generation import generate
 from convoy.engine.outputs import Output
 from convoy.engine.request import GenerationRequest
-from convoy.engine.scheduler import Scheduler, SchedulerLimits
+from convoy.engine.scheduler import GroupLimits, Scheduler, SchedulerLimits
 from convoy.engine.session import Session
 from convoy.engine.session_blocks import SessionBlocks
 from convoy.engine.session_format import SessionModel
@@ -45,7 +45,7 @@ from support.waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0.0)
 LIMITS = SchedulerLimits(
-    num_blocks=16, block_size=4, max_batch=2, max_step_tokens=24, prefill_chunk=8, max_waiting=4
+    groups=(GroupLimits(16),), block_size=4, max_batch=2, max_step_tokens=24, prefill_chunk=8, max_waiting=4
 )
 MODEL = SessionModel("fake", "f" * 64, "exact-f32", 2, 1, 1, VOCAB, 60, keeps_kv=True)
 
@@ -528,7 +528,7 @@ def test_a_load_counts_what_is_there_from_the_start_when_others_took_the_room_me
     def crowded(
         one: Any, layers: Any, executor: Executor, scheduler: Scheduler, lock: threading.Condition
     ) -> bool:
-        pool = scheduler.pool
+        pool = scheduler.pools.first
         taken = pool.allocate(pool.num_free) if one.start == 4 else []
         wrote.append(write(one, layers, executor, scheduler, lock))
         pool.free(taken)
@@ -559,7 +559,7 @@ def test_any_way_through_sessions_and_requests_says_what_the_tokens_say(seed: in
     """Moves at random over few blocks, each looked at; the engine checks its blocks whenever idle."""
     random = Random(seed)
     depth = random.choice([1, 3])
-    limits = replace(LIMITS, num_blocks=random.choice([16, 24]), micro_batches=depth)
+    limits = replace(LIMITS, groups=(GroupLimits(random.choice([16, 24])),), micro_batches=depth)
     engine = make_engine(FakeExecutor(depth=depth), limits)
     sessions = [Session(engine, MODEL, salt=random.choice([None, b"same"])) for _ in range(3)]
     for move in range(40):

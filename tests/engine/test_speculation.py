@@ -17,10 +17,10 @@ from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.recovered import Recovered
 from convoy.engine.request import GenerationRequest
-from convoy.engine.scheduler import Drafter, Scheduler, SchedulerLimits
+from convoy.engine.scheduler import Drafter, GroupLimits, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence
 from convoy.model.draw import Draw
-from convoy.model.kv import BlockTables
+from convoy.model.kv import BlockTables, GroupBlocks
 from convoy.model.params import SamplingParams
 from convoy.model.text import Tokenizer
 from convoy.wire.messages import Step
@@ -29,7 +29,7 @@ from support.fake_executor import VOCAB, FakeExecutor
 from support.fake_tokenizer import FakeTokenizer
 
 LIMITS = SchedulerLimits(
-    num_blocks=64, block_size=4, max_batch=8, max_step_tokens=24, prefill_chunk=8, max_waiting=64
+    groups=(GroupLimits(64),), block_size=4, max_batch=8, max_step_tokens=24, prefill_chunk=8, max_waiting=64
 )
 CONTEXT = 160
 
@@ -39,7 +39,7 @@ class CheckingExecutor(FakeExecutor):
 
     def __init__(self, num_blocks: int, depth: int = 1) -> None:
         super().__init__(depth)
-        self._stage = BlockTables(num_groups=1, num_blocks=num_blocks, block_size=4, max_context=CONTEXT)
+        self._stage = BlockTables([GroupBlocks(num_blocks)], block_size=4, max_context=CONTEXT)
 
     def submit(self, step: Step, draws: SequenceOf[Draw]) -> None:
         self._stage.commit(self._stage.stage(step))
@@ -109,7 +109,7 @@ def _without_cache(output: Output) -> Output:
 def run(
     requests: SequenceOf[GenerationRequest], limits: SchedulerLimits, depth: int, drafter: Drafter | None
 ) -> tuple[list[list[Output]], Engine]:
-    engine = engine_of(CheckingExecutor(limits.num_blocks, depth), limits, drafter)
+    engine = engine_of(CheckingExecutor(limits.groups[0].num_blocks, depth), limits, drafter)
     engine.start()
     try:
         return answer(engine, requests), engine
@@ -175,7 +175,7 @@ def test_whatever_is_guessed_the_outputs_are_the_same(
 ) -> None:
     limits = replace(
         LIMITS,
-        num_blocks=num_blocks,
+        groups=(GroupLimits(num_blocks),),
         max_step_tokens=max_step_tokens,
         micro_batches=depth,
         prefix_cache=prefix_cache,
@@ -195,9 +195,11 @@ def test_stages_that_are_lost_while_they_check_guesses_change_nothing(fail_at: i
     requests = [GenerationRequest((1, 2, i), params, max_tokens=40, ignore_eos=True) for i in range(3)]
     limits = replace(LIMITS, micro_batches=2)
     expected, _ = run(requests, limits, 2, None)
-    executor = CheckingExecutor(limits.num_blocks, 2)
+    executor = CheckingExecutor(limits.groups[0].num_blocks, 2)
     executor.fail_at = fail_at
-    others = Recovered(CheckingExecutor(limits.num_blocks), replace(limits, micro_batches=1), CONTEXT)
+    others = Recovered(
+        CheckingExecutor(limits.groups[0].num_blocks), replace(limits, micro_batches=1), CONTEXT
+    )
     recovery = FakeRecovery([others])
     recovery.gate.set()
     engine = engine_of(executor, limits, LookupDrafter(8), recovery)
@@ -268,14 +270,14 @@ def test_guesses_take_no_place_in_the_step_from_another_stream() -> None:
 
 
 def test_many_streams_share_what_may_be_guessed_in_a_step() -> None:
-    limits = replace(LIMITS, num_blocks=1024, max_step_tokens=512, max_batch=64, max_drafts=16)
+    limits = replace(LIMITS, groups=(GroupLimits(1024),), max_step_tokens=512, max_batch=64, max_drafts=16)
     for count, drafts in ((1, 16), (4, 4), (7, 2), (16, 1), (17, 0), (40, 0)):
         rows = scheduled_rows(decoding(limits, count))
         assert rows == [(1 + drafts, 1 + drafts)] * count
 
 
 def test_guesses_cost_nobody_blocks() -> None:
-    limits = replace(LIMITS, num_blocks=6, max_step_tokens=64)
+    limits = replace(LIMITS, groups=(GroupLimits(6),), max_step_tokens=64)
     scheduler = decoding(limits, 3, max_tokens=21)
     for _ in range(4):
         rows = scheduled_rows(scheduler)

@@ -21,6 +21,7 @@ from convoy.model.selfcheck import (
     why_not_exact,
 )
 from convoy.model.stage import Stage, StageOptions
+from convoy.plan.cache import CacheGroup
 from convoy.wire.messages import StageAssignment
 from support.tiny_models import Models, Threads
 
@@ -100,13 +101,13 @@ def test_where_small_matmuls_differ_tiles_are_padded_and_exact_mode_holds(
 ) -> None:
     bmm_that_drifts(monkeypatch, lambda rows: rows < 16)
     assert least_tile_rows(64) == 16
-    check_heads(16, 4, 64)
+    check_heads([CacheGroup("full", None, (0,), 16, 4, 64, 64)])
 
 
 def test_where_large_matmuls_differ_exact_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     bmm_that_drifts(monkeypatch, lambda rows: rows == 256)
     with pytest.raises(SelfCheckError, match="attention"):
-        check_heads(16, 4, 64)
+        check_heads([CacheGroup("full", None, (0,), 16, 4, 64, 64)])
 
 
 def test_without_packed_linears_the_plain_kernel_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from convoy.cluster.head import Head
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.engine.executor import Executor
 from convoy.engine.local import LocalExecutor
-from convoy.engine.scheduler import SchedulerLimits
+from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.evaluate.questions import BUNDLED_QUESTIONS, load_questions, take
 from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
@@ -33,7 +33,7 @@ from support.synthetic import write_config
 
 NUM_BLOCKS = 256
 NUM_TOKENS = 12
-LIMITS = SchedulerLimits(num_blocks=NUM_BLOCKS, block_size=16, max_batch=16)
+LIMITS = SchedulerLimits(groups=(GroupLimits(NUM_BLOCKS),), block_size=16, max_batch=16)
 MEMBER = MemberOptions(num_threads=1, kernel="exact-f32", memory_bytes=1 << 32)
 
 
@@ -153,7 +153,7 @@ def test_batch_and_chunks_around_a_row_change_no_bit(
 
 
 def test_preemption_and_replay_change_no_bit(demo: ModelSource, expected: tuple[Run, ...]) -> None:
-    driver = Driver(whole(demo), replace(LIMITS, num_blocks=24, max_batch=10))
+    driver = Driver(whole(demo), replace(LIMITS, groups=(GroupLimits(24),), max_batch=10))
     runs = driver.run(prompts_for(demo), NUM_TOKENS)
     assert driver.num_preempted > 0
     assert_equal_to_the_bit(expected, runs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {**_COMMON, **_ODD, "num_key_value_heads": 1, "sliding_window": 24}),
     "qwen2": ("Qwen2", {**_COMMON, **_ODD, "hidden_size": 32, "num_key_value_heads": 2}),
     "qwen3": ("Qwen3", {**_COMMON, **_ODD, "num_attention_heads": 6, "num_key_value_heads": 2}),
+    "mixed": (
+        "Qwen3",
+        {
+            **_COMMON,
+            **_ODD,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "layer_types": [
+                f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
+            ],
+        },
+    ),
 }
 
 
@@ -78,17 +91,22 @@ def build_model(kind: str) -> Any:
 
 @dataclass
 class Chain:
-    """Stages joined in one process, and the part of a scheduler that hands out blocks."""
+    """Stages joined in one process, and the part of a scheduler that hands out blocks.
+
+    ``rings``: the most blocks of a table, by cache group; None: no bound.
+    """
 
     stages: Sequence[Stage]
     num_blocks: int = 128
+    rings: Sequence[int | None] = ()
     lengths: dict[int, int] = field(default_factory=dict)
-    tables: dict[int, list[int]] = field(default_factory=dict)
+    tables: dict[int, list[list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.rings = self.rings or [None] * len(self.stages[0].block_bytes)
         # scattered, so that no test passes only because a sequence's blocks lie side by side
         generator = torch.Generator().manual_seed(3)
-        self._free = torch.randperm(self.num_blocks, generator=generator).tolist()
+        self._free = [torch.randperm(self.num_blocks, generator=generator).tolist() for _ in self.rings]
         self._numbers = itertools.count()
         self._released: list[int] = []
         for stage in self.stages:
@@ -97,22 +115,18 @@ class Chain:
     def release(self, sequence: int) -> None:
         """With the next step."""
         self._released.append(sequence)
-        self._free.extend(self.tables.pop(sequence))
+        for free, blocks in zip(self._free, self.tables.pop(sequence), strict=True):
+            free.extend(blocks)
         del self.lengths[sequence]
 
     def run(self, *rows: tuple[int, Sequence[int]], start: int | None = None) -> list[torch.Tensor]:
         """Logits [n, vocab] of each (sequence, tokens) row, appended to the sequence (or at ``start``)."""
         released, self._released = self._released, []
-        grants, wire_rows = [], []
+        grants: list[BlockGrant] = []
+        wire_rows = []
         for sequence, tokens in rows:
             first = self.lengths.get(sequence, 0) if start is None else start
-            table = self.tables.setdefault(sequence, [])
-            missing = -(-(first + len(tokens)) // 16) - len(table)
-            if missing > 0:
-                blocks = [self._free.pop() for _ in range(missing)]
-                table.extend(blocks)
-                groups = len(self.stages[0]._shapes)
-                grants += [BlockGrant(sequence, group, blocks) for group in range(groups)]
+            grants += self._grants(sequence, -(-(first + len(tokens)) // 16))
             wire_rows.append(Row(sequence, first, len(tokens), len(tokens)))
             self.lengths[sequence] = first + len(tokens)
         step = Step(next(self._numbers), released, grants, wire_rows, b"")
@@ -125,6 +139,15 @@ class Chain:
         logits = owner.output(owner.select(step, hidden))
         sizes = [row.num_tokens for row in wire_rows]
         return list(torch.split(logits, sizes))
+
+    def _grants(self, sequence: int, num_blocks: int) -> Iterator[BlockGrant]:
+        tables = self.tables.setdefault(sequence, [[] for _ in self.rings])
+        for group, (table, ring) in enumerate(zip(tables, self.rings, strict=True)):
+            missing = (num_blocks if ring is None else min(num_blocks, ring)) - len(table)
+            if missing > 0:
+                blocks = [self._free[group].pop() for _ in range(missing)]
+                table.extend(blocks)
+                yield BlockGrant(sequence, group, blocks)
 
 
 class Models:
@@ -155,9 +178,12 @@ class Models:
             logits: torch.Tensor = self._references[kind](torch.tensor([list(tokens)])).logits[0]
         return logits
 
-    def chain(self, kind: str, *cuts: int, kernel: str = "exact-f32") -> Chain:
+    def chain(
+        self, kind: str, *cuts: int, kernel: str = "exact-f32", ring_tokens: int | None = None
+    ) -> Chain:
         """A fresh chain cut before these layers; embedding with the first stage, output with the last.
 
+        With ``ring_tokens`` windows keep no more than what rows of so many tokens need.
         Chains of one kind and cut share their stages: a new chain ends the use of the one before.
         """
         key = kind, kernel, cuts
@@ -172,4 +198,7 @@ class Models:
                 )
                 for i, (start, end) in enumerate(itertools.pairwise(limits))
             ]
-        return Chain(self._stages[key])
+        if ring_tokens is None:
+            return Chain(self._stages[key])
+        groups = self.source(kind).spec.cache_groups
+        return Chain(self._stages[key], rings=[group.ring_blocks(16, ring_tokens) for group in groups])

@@ -187,7 +187,7 @@ def test_no_thread_is_left_when_a_link_is_closed(ends: tuple[End, End]) -> None:
 
 
 def test_a_frame_type_that_is_not_allowed_ends_the_link(ends: tuple[End, End]) -> None:
-    ends[0].link.send(Activate(1, b"d" * 32, 4))
+    ends[0].link.send(Activate(1, b"d" * 32, [4]))
     error = ends[1].error()
     assert isinstance(error, FrameError)
     assert "ACTIVATE, which it may not send here" in error.message

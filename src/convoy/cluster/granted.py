@@ -17,7 +17,7 @@ class Granted:
     plan: Plan
     placement: Placement
     weight_bytes: dict[str, int]
-    num_blocks: int
+    num_blocks: tuple[int, ...]  # by cache group
     max_context: int
 
     @property

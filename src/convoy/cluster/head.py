@@ -3,7 +3,7 @@
 1. gather the peers of the roster, and greet them (`company`)
 2. place the layers over what the members offer (`planning`)
 3. send `Plan`; every member loads its own stage at the same time
-4. take the smallest block count that fits everywhere and send `Activate`
+4. choose how many blocks of each cache group fit everywhere (`plan.blocks`) and send `Activate`
 5. steps may flow, until a member is lost; then 2 to 4 once more (`recovery`)
 """
 
@@ -31,6 +31,7 @@ from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, Pla
 from convoy.model.digests import Hashing
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
+from convoy.plan.blocks import Room, choose_blocks
 from convoy.plan.route import Route
 from convoy.transport.link import Link, Received
 from convoy.transport.membership import Membership
@@ -274,31 +275,35 @@ class Head:
         readies: dict[str, Ready],
     ) -> Granted:
         plan = proposal.plan
-        room = self.company.hello.memory_bytes - stage.weight_bytes
-        fits = {self.name: room // stage.block_bytes} | {n: r.max_blocks for n, r in readies.items()}
-        num_blocks = self._choose_blocks(fits, plan)
+        room = Room(self.company.hello.memory_bytes - stage.weight_bytes, stage.block_bytes)
+        rooms = {self.name: room} | {n: Room(r.room_bytes, r.block_bytes) for n, r in readies.items()}
+        num_blocks = self._choose_blocks(rooms, plan)
         stage.make_pools(num_blocks)
-        activate = Activate(plan.generation, plan_digest(plan), num_blocks)
+        activate = Activate(plan.generation, plan_digest(plan), list(num_blocks))
         for name in readies:
             links[name].send(activate, generation=plan.generation)
         mailbox.gather(readies, Activated, self._options.wait_s)
         weights = {self.name: stage.weight_bytes} | {n: r.weight_bytes for n, r in readies.items()}
         return Granted(plan, proposal.placement, weights, num_blocks, plan.max_context)
 
-    def _choose_blocks(self, fits: dict[str, int], plan: Plan) -> int:
-        tightest = min(fits, key=lambda name: fits[name])
-        per_context = -(-plan.max_context // plan.block_size)
-        wanted = self._options.num_blocks or self._options.max_batch * per_context
+    def _choose_blocks(self, rooms: dict[str, Room], plan: Plan) -> tuple[int, ...]:
+        groups = self._source.spec.cache_groups
+        for name, room in rooms.items():
+            if len(room.block_bytes) != len(groups) or min(room.block_bytes) < 0:
+                self.failed = name
+                raise PlanError(f"{name} does not say what a K/V block of each of {len(groups)} groups takes")
+        demand = self._options.demand(block_size=plan.block_size, max_context=plan.max_context)
+        choice = choose_blocks(groups, rooms, demand)
         # After a loss fewer are better than none: requests that need more end alone.
         least = self._options.num_blocks if self.granted is None and self._options.num_blocks else 1
-        if fits[tightest] < least:
-            self.failed = tightest
+        if choice.most < least:
+            self.failed = choice.tightest
             raise PlanError(
-                f"{tightest} has memory for {max(0, fits[tightest])} K/V blocks beside its weights, "
+                f"{choice.tightest} has memory for {choice.most} K/V blocks beside its weights, "
                 f"and at least {least} are needed",
                 hint="give that member fewer layers or more memory",
             )
-        return min(wanted, fits[tightest])
+        return choice.num_blocks
 
     # 5. run
 

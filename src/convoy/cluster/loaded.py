@@ -27,7 +27,7 @@ class LoadedPlan:
     digest: bytes
     stage: Stage
     position: int
-    max_blocks: int
+    room_bytes: int
     loop: StageLoop | None = None
     keeper: BlockKeeper | None = None
     successor: Link | None = None
@@ -48,12 +48,13 @@ class LoadedPlan:
 
     def activate(self, activate: Activate, head: str, successor: Link) -> StageLoop:
         """Make the pools and take the place in the ring. Raises `StepError` for what was not offered."""
-        if activate.num_blocks > self.max_blocks:
-            raise StepError(
-                f"the head asks for {activate.num_blocks} K/V blocks, and {self.max_blocks} were offered"
-            )
         stages = self.plan.stages
         self._check_head(head)
+        # a count below 1 is refused with the pools, and makes no room for others
+        pairs = zip(activate.num_blocks, self.stage.block_bytes, strict=False)
+        asked = sum(max(0, count) * size for count, size in pairs)
+        if asked > self.room_bytes:
+            raise StepError(f"the head asks for {asked} bytes of K/V, and {self.room_bytes} were offered")
         self.stage.make_pools(activate.num_blocks)
         route = StageRoute(
             generation=self.plan.generation,
@@ -117,7 +118,7 @@ def load_plan(
     progress = partial(asker.tell, "")
     stage = Stage.load(source, plan.stages[position], stage_options, progress, before=before)
     room = hello.memory_bytes - stage.weight_bytes
-    return LoadedPlan(plan, digest, stage, position, max(0, room // stage.block_bytes))
+    return LoadedPlan(plan, digest, stage, position, max(0, room))
 
 
 def check_plan(plan: Plan, num_layers: int, max_context: int) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from convoy.engine.draft import MAX_DRAFT, LookupDrafter
 from convoy.engine.executor import MAX_IN_FLIGHT
-from convoy.engine.scheduler import SchedulerLimits
+from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.errors import ConfigError
+from convoy.plan.blocks import BlockDemand
 from convoy.plan.cost import TokenCost
 from convoy.plan.spec import ModelSpec
 from convoy.trust.policy import Policy
@@ -60,12 +61,12 @@ class PeerOptions:
 class HeadOptions:
     """What the head asks of the cluster.
 
-    ``num_blocks`` 0 means as many as fit, up to a full batch of full contexts. ``micro_batches`` are steps in
-    flight, 0: as many as stages; ``prefill_window`` chunks of one prompt in flight, 0: as many as
-    micro-batches. With ``level_chunks`` a chunk gets shorter as attention grows. ``max_batch`` 1 runs one
-    sequence at a time. ``speculate`` is how many tokens are guessed at once, at most; 0: none. Guesses
-    change no text where the kernel is exact; elsewhere a row's numbers depend on how many rows are beside it,
-    and nobody guesses without ``guess_inexact``.
+    ``num_blocks``, of each cache group, 0 means as many as fit, up to a full batch of full contexts.
+    ``micro_batches`` are steps in flight, 0: as many as stages; ``prefill_window`` chunks of one prompt in
+    flight, 0: as many as micro-batches. With ``level_chunks`` a chunk gets shorter as attention grows.
+    ``max_batch`` 1 runs one sequence at a time. ``speculate`` is how many tokens are guessed at once, at
+    most; 0: none. Guesses change no text where the kernel is exact; elsewhere a row's numbers depend on how
+    many rows are beside it, and nobody guesses without ``guess_inexact``.
     With ``share_across_keys`` requests share K/V of a common prefix whoever asks.
     ``step_timeout_s``: how long a step may take as long as none was measured. ``recover_wait_s``: how long a
     lost member that nobody can stand in for may take to come back; with all that is loaded meanwhile,
@@ -116,12 +117,30 @@ class HeadOptions:
         """The most steps in flight."""
         return max(self.num_micro_batches(num_stages), 0 if num_stages == 1 else self.prefill_window)
 
+    @property
+    def max_row_tokens(self) -> int:
+        """A chunk of a prompt, or a token and as many guesses as there may be."""
+        return max(self.prefill_chunk, MAX_DRAFT + 1)
+
+    def demand(self, *, block_size: int, max_context: int) -> BlockDemand:
+        """How many K/V blocks there should be."""
+        return BlockDemand(
+            block_size=block_size,
+            max_context=max_context,
+            max_batch=self.max_batch,
+            max_row_tokens=self.max_row_tokens,
+            num_blocks=self.num_blocks,
+        )
+
     def limits(
-        self, spec: ModelSpec, *, num_stages: int, num_blocks: int, block_size: int
+        self, spec: ModelSpec, *, num_stages: int, num_blocks: Sequence[int], block_size: int
     ) -> SchedulerLimits:
         """What the scheduler keeps to, once a plan is known."""
         return SchedulerLimits(
-            num_blocks=num_blocks,
+            groups=tuple(
+                GroupLimits(count, group.ring_blocks(block_size, self.max_row_tokens))
+                for group, count in zip(spec.cache_groups, num_blocks, strict=True)
+            ),
             block_size=block_size,
             max_batch=self.max_batch,
             max_step_tokens=max(self.max_step_tokens, self.prefill_chunk),

@@ -265,8 +265,9 @@ class Peer:
             before=self._take_kept(),
         )
         self._loaded = loaded
-        self._attestation.attester.model = plan.model_digest
-        ready = Ready(plan.generation, loaded.stage.weight_bytes, loaded.max_blocks)
+        self._attestation.attester.model = plan.manifest
+        stage = loaded.stage
+        ready = Ready(plan.generation, stage.weight_bytes, loaded.room_bytes, list(stage.block_bytes))
         link.send(ready, generation=plan.generation)
         layers = f"{loaded.assignment.start}-{loaded.assignment.end - 1}"
         verb = "stands by with" if self._options.standby else "holds"

@@ -90,16 +90,17 @@ class RunningCluster:
         granted = self.head.granted
         assert granted is not None
         spec = self.source.spec
+        group = spec.cache_groups[0]
         model = SessionModel(
             name=granted.plan.model,
             digest=granted.plan.model_digest,
             kernel=granted.plan.kernel,
             num_layers=spec.num_layers,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
             vocab_size=spec.vocab_size,
             max_context=granted.max_context,
-            keeps_kv=len(spec.cache_groups) == 1,
+            keeps_kv=len(spec.cache_groups) == 1 and group.is_full and group.is_carried,
         )
         return Session(self.engine, model, params=params, salt=salt, timeout_s=timeout_s)
 

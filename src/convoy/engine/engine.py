@@ -97,12 +97,12 @@ class Engine:
         """Queue one, or raise `RequestError`, `QueueFull`, `Draining` or `StageLost`."""
         with self._changed:
             # Under the lock: other stages may have less room, and what never fits would be tried for ever.
-            request = fitted(request, room_for(self._max_context, self._scheduler.pool))
+            request = fitted(request, room_for(self._max_context, self._scheduler.pools))
             check_request(
                 request,
                 vocab_size=self._tokenizer.vocab_size,
                 max_context=self._max_context,
-                pool=self._scheduler.pool,
+                pools=self._scheduler.pools,
             )
             self._raise_if_over()
             choices = make_choices(
@@ -133,8 +133,8 @@ class Engine:
             self._raise_if_over()
             if sequence.state is SequenceState.FINISHED:
                 return False
-            pool = self._scheduler.pool
-            check_tokens(len(sequence.tokens) + len(tokens), max_context=self._max_context, pool=pool)
+            pools = self._scheduler.pools
+            check_tokens(len(sequence.tokens) + len(tokens), max_context=self._max_context, pools=pools)
             if sequence.state is SequenceState.WAITING:
                 self._scheduler.add([sequence])
             sequence.tokens.extend(tokens)
@@ -172,7 +172,7 @@ class Engine:
     def room(self) -> int:
         """How many tokens one request may have with its answer; other after a loss, over other stages."""
         with self._changed:
-            return room_for(self._max_context, self._scheduler.pool)
+            return room_for(self._max_context, self._scheduler.pools)
 
     def check_ready(self) -> None:
         """Raises `NotReady` or `StageLost` unless a step passed every stage lately."""
@@ -190,8 +190,8 @@ class Engine:
             return EngineStats(
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
-                num_blocks=scheduler.pool.num_blocks,
-                free_blocks=scheduler.pool.num_free,
+                num_blocks=scheduler.pools.num_blocks,
+                free_blocks=scheduler.pools.num_free,
                 steps=progress.num_steps,
                 prompt_tokens=progress.prompt_tokens,
                 generated_tokens=progress.generated_tokens,
@@ -300,7 +300,7 @@ class Engine:
             over = []
             if recovered.relapse:
                 over = self._relapses.hopeless(self._live, ran, error, recovered.failed_at)
-            over += unfit(self._live.values(), room_for(self._max_context, self._scheduler.pool))
+            over += unfit(self._live.values(), room_for(self._max_context, self._scheduler.pools))
             for group, reason in over:
                 self._live.end_group(group, reason)
             if recovered.relapse:

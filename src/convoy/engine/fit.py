@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from convoy.engine.blocks import BlockPool
 from convoy.engine.continuation import Continuation
+from convoy.engine.pools import BlockPools
 from convoy.engine.request import GenerationRequest
 from convoy.errors import CapacityError, RequestError
 
 
-def check_request(request: GenerationRequest, *, vocab_size: int, max_context: int, pool: BlockPool) -> None:
+def check_request(
+    request: GenerationRequest, *, vocab_size: int, max_context: int, pools: BlockPools
+) -> None:
     """Raises `RequestError`, naming the parameter and both numbers."""
     num_prompt = len(request.prompt_ids)
     if num_prompt == 0:
@@ -28,20 +30,19 @@ def check_request(request: GenerationRequest, *, vocab_size: int, max_context: i
             code="context_length_exceeded",
             hint="shorten the prompt or lower max_tokens",
         )
-    needed = pool.blocks_for(num_prompt + request.max_tokens)
-    if needed > pool.num_blocks:
+    if num_prompt + request.max_tokens > pools.max_tokens:
         raise RequestError(
-            f"the request needs {needed} K/V blocks of {pool.block_size} tokens, "
-            f"but the whole pool has {pool.num_blocks}",
+            f"the request needs {sum(pools.needed(num_prompt + request.max_tokens))} K/V blocks of "
+            f"{pools.block_size} tokens, but the whole pool has {pools.num_blocks}",
             param="max_tokens",
             code="context_length_exceeded",
             hint="lower max_tokens, or give the members more memory",
         )
 
 
-def check_tokens(num_tokens: int, *, max_context: int, pool: BlockPool) -> None:
+def check_tokens(num_tokens: int, *, max_context: int, pools: BlockPools) -> None:
     """For a session that would hold so many. Raises `RequestError` with both numbers."""
-    room = min(max_context, pool.num_blocks * pool.block_size - 1)
+    room = min(max_context, pools.max_tokens - 1)
     if num_tokens > room:
         raise RequestError(
             f"the session would have {num_tokens} tokens, but there is room for {room}",
@@ -51,9 +52,9 @@ def check_tokens(num_tokens: int, *, max_context: int, pool: BlockPool) -> None:
         )
 
 
-def room_for(max_context: int, pool: BlockPool) -> int:
+def room_for(max_context: int, pools: BlockPools) -> int:
     """How many tokens one request may have with its answer."""
-    return min(max_context, pool.num_blocks * pool.block_size)
+    return min(max_context, pools.max_tokens)
 
 
 def fitted(request: GenerationRequest, room: int) -> GenerationRequest:

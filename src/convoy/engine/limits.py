@@ -9,8 +9,16 @@ from convoy.plan.cost import TokenCost
 
 
 @dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """The blocks of one cache group. A table has at most ``ring`` of them; None: as many as it takes."""
+
+    num_blocks: int
+    ring: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What the plan granted: pool size, rows and tokens per step, waiting places, steps in flight.
+    """What the plan granted: blocks of each group, rows and tokens per step, waiting places, steps in flight.
 
     ``prefill_window`` bounds the chunks of one prompt that are in flight; 0: as many as micro-batches. With
     ``cost``, a chunk costs no more than one of ``prefill_chunk`` tokens does at the start of a prompt.
@@ -18,7 +26,8 @@ class SchedulerLimits:
     but into none of fewer than ``least_chunk`` tokens: with those a row costs more. (`llama-250m` in exact
     float32 on one 2.5 GHz core, eight layers: 2.14 ms a row for 256 rows, 2.16 for 128, 2.48 for 64, 2.82
     for 32, 3.51 for 16. So 128 tokens over two stages take 0.86 of what one chunk takes, 256 take 0.76.)
-    Without ``prefix_cache`` no sequence shares a block.
+    Without ``prefix_cache`` no sequence shares a block, nor over several groups or a ring, where no block is
+    all there is of a prefix.
 
     ``max_drafts`` bounds the guesses in one step: its decodes share them. It is `MAX_DRAFT`, so that a
     sequence alone may guess whatever ``speculate`` allows; and no more than that, because behind 64 rows
@@ -26,7 +35,7 @@ class SchedulerLimits:
     is paid by every stream in the step.
     """
 
-    num_blocks: int
+    groups: tuple[GroupLimits, ...]
     block_size: int
     max_batch: int = 32
     max_step_tokens: int = 512
@@ -38,6 +47,11 @@ class SchedulerLimits:
     max_drafts: int = MAX_DRAFT
     least_chunk: int = 64
     cost: TokenCost | None = None
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether sequences may share blocks."""
+        return self.prefix_cache and len(self.groups) == 1 and self.groups[0].ring is None
 
     @property
     def max_chunks(self) -> int:

@@ -11,7 +11,7 @@ from convoy.wire.messages import BlockGrant
 
 
 class PrefixCache:
-    """Over one pool. Where it is not ``enabled``, nothing is found and nothing becomes findable."""
+    """Over the one pool that there is. Where it is not ``enabled``, nothing is found or becomes findable."""
 
     def __init__(self, pool: BlockPool, tags: PrefixTags, *, enabled: bool) -> None:
         self._pool = pool
@@ -34,7 +34,7 @@ class PrefixCache:
         if not blocks:
             return None
         self._pool.share(blocks)
-        sequence.blocks.extend(blocks)
+        sequence.tables = [list(blocks)]
         sequence.num_scheduled = num_tokens
         shared = sequence.tags[1 : len(blocks) + 1]
         return BlockGrant(sequence.table_id, 0, list(blocks), b"".join(shared))
@@ -46,4 +46,4 @@ class PrefixCache:
             return
         self._tags.extend(sequence.tags, sequence.tokens, end // size)
         for index in range(start // size, end // size):
-            self._pool.label(sequence.blocks[index], sequence.tags[index + 1])
+            self._pool.label(sequence.tables[0][index], sequence.tags[index + 1])

@@ -19,22 +19,21 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from convoy.engine.blocks import BlockPool
 from convoy.engine.composition import Composition, Scheduled
 from convoy.engine.drafter import Drafter
-from convoy.engine.limits import SchedulerLimits
+from convoy.engine.limits import GroupLimits, SchedulerLimits
+from convoy.engine.pools import BlockPools
 from convoy.engine.prefix import PrefixTags
 from convoy.engine.prefix_cache import PrefixCache
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.errors import QueueFull, RequestError
 from convoy.plan.cost import TILE
-from convoy.wire.messages import BlockGrant
 
-__all__ = ["Drafter", "Scheduled", "Scheduler", "SchedulerLimits"]
+__all__ = ["Drafter", "GroupLimits", "Scheduled", "Scheduler", "SchedulerLimits"]
 
 
 class Scheduler:
-    """Owns the waiting queue, the running list and the block pool.
+    """Owns the waiting queue, the running list and the block pools.
 
     Not thread-safe: the engine holds a lock.
     """
@@ -44,7 +43,7 @@ class Scheduler:
     ) -> None:
         self._tags = tags or PrefixTags(limits.block_size)
         self._drafter = drafter
-        self._make_pool(limits)
+        self._make_pools(limits)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.idle: list[Sequence] = []  # the one that has been so for longest first
@@ -71,10 +70,10 @@ class Scheduler:
             )
         for sequence in sequences:
             most = max(len(sequence.tokens), sequence.num_prompt + sequence.max_tokens)
-            if self.pool.blocks_for(most) > self.pool.num_blocks:
+            if most > self.pools.max_tokens:
                 raise RequestError(
-                    f"a sequence may have {most} tokens, and all {self.pool.num_blocks} K/V blocks hold "
-                    f"{self.pool.num_blocks * self.limits.block_size}",
+                    f"a sequence may have {most} tokens, and all {self.pools.num_blocks} K/V blocks hold "
+                    f"{self.pools.max_tokens}",
                     param="max_tokens",
                 )
         for sequence in sequences:
@@ -104,7 +103,7 @@ class Scheduler:
         assert limits.block_size == self.limits.block_size, "tags are made for one size of block"
         again = [*self.running, *(s for s in self.idle if s.num_pending)]
         for sequence in (*self.running, *self.idle):
-            sequence.blocks.clear()
+            sequence.tables = []
             sequence.state = SequenceState.WAITING if sequence in again else SequenceState.FINISHED
         self.waiting.extendleft(reversed(again))
         self.running.clear()
@@ -112,7 +111,7 @@ class Scheduler:
         for sequence in self.waiting:
             sequence.num_scheduled = sequence.num_in_flight = 0
         self._num_in_flight = 0
-        self._make_pool(limits)
+        self._make_pools(limits)
         self._released = []
 
     def try_apart(self, suspects: Iterable[Sequence]) -> None:
@@ -175,21 +174,17 @@ class Scheduler:
 
     def check_changed(self) -> None:
         """What changed hands since the last check did so rightly: in time, as much as changed."""
-        self.pool.check_changed()
-        if not self.running and not self.idle:
-            assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are owned"
+        self.pools.check_changed(idle=not self.running and not self.idle)
 
     def check(self) -> None:
         """Every block has the owners it should have. While idle: every block is free."""
         owners = (*self.running, *self.idle)
-        self.pool.check(block for sequence in owners for block in sequence.blocks)
-        if not owners:
-            assert self.pool.num_free == self.pool.num_blocks, "idle, but blocks are owned"
+        self.pools.check(owners, idle=not owners)
 
-    def _make_pool(self, limits: SchedulerLimits) -> None:
+    def _make_pools(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks, limits.block_size)
-        self._prefixes = PrefixCache(self.pool, self._tags, enabled=limits.prefix_cache)
+        self.pools = BlockPools(limits.groups, limits.block_size)
+        self._prefixes = PrefixCache(self.pools.first, self._tags, enabled=limits.shares_prefixes)
 
     def _wake(self) -> None:
         for sequence in [s for s in self.idle if s.num_pending]:
@@ -224,13 +219,12 @@ class Scheduler:
         if self._drafter is None or sequence.num_in_flight or sequence.all_outputs:
             return []
         others = len(self.running) - 1
-        room = len(sequence.blocks) + max(0, self.pool.num_free - others)
         most = min(
             self.limits.max_drafts // max_rows,
             self._budget(plan) - 1 - others,
             sequence.max_tokens - sequence.num_generated - 1,
             sequence.wall - len(sequence.tokens) - 1,
-            room * self.limits.block_size - len(sequence.tokens),
+            self.pools.num_writable(sequence, others) - len(sequence.tokens),
         )
         return self._drafter.propose(sequence, most)[:most] if most > 0 else []
 
@@ -252,13 +246,12 @@ class Scheduler:
             if sequence.num_in_flight:
                 return
             # Or it would be admitted and preempted for ever, within this very call.
-            fits = self.pool.blocks_for(len(sequence.tokens)) <= self.pool.num_blocks
-            assert fits, "a sequence outgrew the whole pool"
+            assert len(sequence.tokens) <= self.pools.max_tokens, "a sequence outgrew the whole pool"
             shared = self._prefixes.find(sequence)
             # and one to go on with, if there can be: a session may fill the pool to the last place
-            room = min(self.pool.blocks_for(len(sequence.tokens) + 1), self.pool.num_blocks)
-            needed = room - len(shared)
-            while needed > self.pool.num_free - self.pool.num_unowned(shared):
+            needed = self.pools.needed(min(len(sequence.tokens) + 1, self.pools.max_tokens))
+            needed[0] -= len(shared)
+            while not self.pools.have_room(needed, shared):
                 if not self._drop_idle():
                     return
             self.waiting.popleft()
@@ -304,18 +297,15 @@ class Scheduler:
         if sequence.state is not SequenceState.RUNNING:  # preempted a moment ago, for another row
             return
         num_tokens += len(drafts)
-        needed = self.pool.blocks_for(sequence.num_scheduled + num_tokens) - len(sequence.blocks)
-        while needed > self.pool.num_free:
+        missing = self.pools.missing(sequence, sequence.num_scheduled + num_tokens)
+        while not self.pools.have_room(missing):
             if self._drop_idle():
                 continue
             victim = next((s for s in reversed(self.running) if s not in plan.rows), sequence)
             self._preempt(victim)
             if victim is sequence:
                 return
-        if needed > 0:
-            blocks = self.pool.allocate(needed)
-            sequence.blocks.extend(blocks)
-            plan.grants.append(BlockGrant(sequence.table_id, 0, blocks))
+        plan.grants.extend(self.pools.grow(sequence, missing))
         plan.add(sequence, num_tokens, drafts)
 
     def _budget(self, plan: Composition) -> int:
@@ -339,8 +329,7 @@ class Scheduler:
         return True
 
     def _release(self, sequence: Sequence) -> None:
-        self.pool.free(sequence.blocks)
-        sequence.blocks.clear()
+        self.pools.release(sequence)
         self._released.append(sequence.table_id)
 
     def _commit_plan(self, plan: Composition) -> Scheduled:

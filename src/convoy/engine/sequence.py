@@ -16,7 +16,7 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Known tokens, how far they have been scheduled, and the blocks that hold their K/V.
+    """Known tokens, how far they have been scheduled, and the blocks that hold their K/V, by cache group.
 
     ``tokens`` is the prompt and then what was generated. ``num_scheduled`` positions are computed or on their
     way; when it reaches ``len(tokens)`` the sequence waits for its next token, which the step in flight will
@@ -34,7 +34,7 @@ class Sequence:
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     num_scheduled: int = field(init=False, default=0)
     num_in_flight: int = field(init=False, default=0)
-    blocks: list[int] = field(init=False, default_factory=list)
+    tables: list[list[int]] = field(init=False, default_factory=list)  # none while it has no blocks
     table_id: int = field(init=False, default=-1)  # its name on the wire, new at each admission
     tags: list[bytes] = field(init=False, default_factory=list)  # T at 0 and at the ends of its first blocks
     num_cached: int | None = field(init=False, default=None)  # prompt tokens that its first admission found

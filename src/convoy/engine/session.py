@@ -274,7 +274,7 @@ class Session:
 
     def _resident(self) -> Sequence:
         """The sequence whose blocks hold the K/V of all tokens; run once more if they were taken."""
-        if self._run is None or self._run.sequence.blocks == [] or self._logits is None:
+        if self._run is None or not self._run.sequence.tables or self._logits is None:
             self._replace(self._tokens)
         assert self._run is not None
         return self._run.sequence

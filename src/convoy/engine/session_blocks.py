@@ -171,7 +171,7 @@ class SessionBlocks:
         with lock:
             if sequence.state is not SequenceState.IDLE:
                 return None
-            blocks = sequence.blocks[part]
+            blocks = sequence.tables[0][part]
         with self._pace.measure():
             return executor.read_blocks(*layers, blocks)
 
@@ -207,10 +207,10 @@ class SessionBlocks:
             _executor: Executor, scheduler: Scheduler, lock: threading.Condition
         ) -> tuple[int, list[bytes]]:
             with lock:
-                size, free = scheduler.limits.block_size, scheduler.pool.num_free
+                size, free = scheduler.limits.block_size, scheduler.pools.first.num_free
                 # The last token has to run whatever is there, and nobody finds blocks where none are shared.
                 usable = min(saved.state.positions, len(tokens) - 1) // size
-                usable = min(usable, free) if scheduler.limits.prefix_cache else 0
+                usable = min(usable, free) if scheduler.limits.shares_prefixes else 0
                 return size, scheduler.tags_of(tokens, salt, usable)
 
         planned: tuple[int, list[bytes]] = self._between_steps(plan)
@@ -235,7 +235,7 @@ class SessionBlocks:
     ) -> bool:
         """False where there is no room any more: who runs comes first, and what is missing is run."""
         with lock:
-            pool = scheduler.pool
+            pool = scheduler.pools.first
             if pool.num_free < one.end - one.start:
                 return False
             blocks = pool.allocate(one.end - one.start)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from convoy.model.kv import KvPool
 from convoy.model.packed import KEY_BLOCK, GroupBatch, TileChunk
+from convoy.model.pool import ApartPool, KvPool
 
 ATTENTION_NAME = "convoy_packed"
 
@@ -27,7 +27,7 @@ class LayerBatch:
     """What one layer's attention needs in a step."""
 
     group: GroupBatch
-    pool: KvPool
+    pool: KvPool | ApartPool
 
 
 def packed_attention(
@@ -43,22 +43,24 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write K and V of the step, then attend. `model.load` gives it to transformers as `ATTENTION_NAME`.
 
-    ``query`` is [1, heads, T, head_dim], ``key`` and ``value`` [1, kv_heads, T, head_dim]; the result is
-    [1, T, heads, head_dim]. ``batch`` is keyed by layer index.
+    ``query`` is [1, heads, T, head_dim], ``key`` [1, kv_heads, T, head_dim], ``value`` [1, kv_heads, T,
+    value_dim]; the result is [1, T, heads, value_dim]. ``batch`` is keyed by layer index.
     """
     layer = batch[module.layer_idx]  # type: ignore[index]
-    kv = torch.cat((key[0], value[0])).transpose(0, 1)
+    kv = torch.cat((key[0], value[0]), dim=0 if layer.group.shape.is_joined else -1).transpose(0, 1)
     return attend((query[0] * scaling).transpose(0, 1), kv, layer)[None], None
 
 
 def attend(query: torch.Tensor, kv: torch.Tensor, layer: LayerBatch) -> torch.Tensor:
-    """Scaled queries [T, heads, head_dim], K then V [T, 2 * kv_heads, head_dim], to [T, heads, head_dim].
+    """Scaled queries [T, heads, head_dim], and K then V, to [T, heads, value_dim].
 
-    T may exceed the batch's tokens by padding rows: they are not written, and come back as zeros.
+    K and V are [T, 2 * kv_heads, head_dim]; where they differ in width [T, kv_heads, head_dim + value_dim],
+    of a latent [T, 1, head_dim]: `HeadShape.kv_rows`. T may exceed the batch's tokens by padding rows: they
+    are not written, and come back as zeros.
     """
     group, shape = layer.group, layer.group.shape
     num_rows, tokens = query.shape[0], group.num_tokens
-    layer.pool.write(group.write_rows, kv[:tokens].reshape(-1, shape.head_dim))
+    layer.pool.write(group.write_rows, kv[:tokens].reshape(-1, shape.kv_rows[1]))
     rows = query.reshape(-1, shape.group * shape.head_dim)
     outs = [_attend_chunk(rows, layer, chunk) for chunk in group.chunks]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -66,11 +68,11 @@ def attend(query: torch.Tensor, kv: torch.Tensor, layer: LayerBatch) -> torch.Te
         out = out.index_select(0, group.output_rows)
     if num_rows > tokens:
         out = nn.functional.pad(out, (0, 0, 0, (num_rows - tokens) * shape.num_kv_heads))
-    return out.contiguous().view(num_rows, shape.num_heads, shape.head_dim)
+    return out.contiguous().view(num_rows, shape.num_heads, shape.out_dim)
 
 
 def _attend_chunk(rows: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> torch.Tensor:
-    """[tiles * tile_tokens, group * head_dim]"""
+    """[tiles * tile_tokens, group * value_dim]"""
     shape = layer.group.shape
     num_pairs, num_tiles = chunk.pair_tile.shape[0], chunk.tile_pairs.shape[0]
     used = chunk.tile_tokens * shape.group
@@ -82,7 +84,7 @@ def _attend_chunk(rows: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> to
         queries = queries.expand(num_pairs, -1, -1)
     else:
         queries = queries.index_select(0, chunk.pair_tile)
-    keys, values = layer.pool.gather(chunk.kv_runs, KEY_BLOCK).view(2, -1, KEY_BLOCK, shape.head_dim)
+    keys, values = layer.pool.gather(chunk.kv_runs, KEY_BLOCK)
     scores = torch.bmm(queries, keys.transpose(1, 2))
     _hide(scores[: chunk.hidden.shape[0], :used], chunk.hidden)
     greatest = scores.amax(-1)
@@ -98,8 +100,8 @@ def _attend_chunk(rows: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> to
     elif num_tiles > 1:
         order = chunk.tile_pairs.view(-1)
         sums, out = sums.index_select(0, order), out.index_select(0, order)
-    out = out.view(-1, tile_rows, shape.head_dim) / sums.unsqueeze(-1)
-    return out[:, :used].reshape(-1, shape.group * shape.head_dim)
+    out = out.view(-1, tile_rows, shape.out_dim) / sums.unsqueeze(-1)
+    return out[:, :used].reshape(-1, shape.group * shape.out_dim)
 
 
 def _hide(scores: torch.Tensor, hidden: torch.Tensor) -> None:

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from convoy.model.attention import LayerBatch, attend
-from convoy.model.kv import BlockTable, KvPool
+from convoy.model.kv import BlockTable
 from convoy.model.linear import PackedLinear, pad_rows
 from convoy.model.packed import HeadShape, describe_group
+from convoy.model.pool import KvPool
 from convoy.model.selfcheck import least_tile_rows
 from convoy.wire.messages import Row
 

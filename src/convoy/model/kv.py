@@ -3,6 +3,9 @@
 A block is ``block_size`` consecutive positions of one sequence, over all owned layers of one cache group. The
 head decides which blocks a sequence has; a stage checks that a step makes sense before it changes anything,
 and by the head's prefix tags that K/V which a row builds on is that of the row's own prefix.
+
+A table of a group with a window is a ring: run ``i`` of positions stands in ``blocks[i % len(blocks)]``, so a
+sequence may be longer than its table as long as no row looks back on what was written over.
 """
 
 from __future__ import annotations
@@ -11,19 +14,30 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import torch
-
 from convoy.errors import StepError
 from convoy.wire.messages import PREFIX_TAG_BYTES, BlockGrant, Row, Step
 
 _Block = tuple[int, int]  # cache group, block
 
 
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """The blocks of one cache group, and what of a sequence its layers need."""
+
+    num_blocks: int
+    window: int | None = None  # positions that a row looks back on, its own included; None: all
+    recurrent: bool = False  # a block is a sequence's whole state, and nothing is written over
+
+    @property
+    def is_full(self) -> bool:
+        return self.window is None and not self.recurrent
+
+
 @dataclass(slots=True)
 class BlockTable:
     """A sequence's blocks, one list per cache group, and how many of its positions hold K/V.
 
+    ``written`` is where the furthest row ended: what it wrote over in a ring is gone, also after a rewind.
     ``ends`` has the tags at 0 and at the ends of its full blocks, ``last`` those at other positions of its
     last row; both are empty where rows are not tagged.
     """
@@ -32,6 +46,7 @@ class BlockTable:
     length: int = 0
     ends: list[bytes] = field(default_factory=list)
     last: dict[int, bytes] = field(default_factory=dict)
+    written: int = 0
 
     def tag_at(self, position: int, block_size: int) -> bytes | None:
         """The tag of the prefix before ``position``, where it is known."""
@@ -54,16 +69,16 @@ class BlockTables:
 
     def __init__(
         self,
+        groups: Sequence[GroupBlocks],
         *,
-        num_groups: int,
-        num_blocks: int,
         block_size: int,
         max_context: int,
         require_tags: bool = True,
     ) -> None:
-        self.num_blocks = num_blocks
+        self._groups = tuple(groups)
         self._require_tags = require_tags
-        self._num_groups = num_groups
+        # of several groups, or a ring, no block holds all that a sequence would build on
+        self._one_full = len(self._groups) == 1 and self._groups[0].is_full
         self._block_size = block_size
         self._max_context = max_context
         self._tables: dict[int, BlockTable] = {}
@@ -118,13 +133,17 @@ class BlockTables:
             self._full.pop(block, None)
         for row, table in staged.rows:
             table.length = row.start + row.num_tokens
+            table.written = max(table.written, table.length)
             self._remember(row, table)
 
-    def check_blocks(self, blocks: Sequence[int]) -> None:
-        """Raises StepError for a block that the pools do not have, or that is named twice."""
+    def check_carried(self, blocks: Sequence[int]) -> None:
+        """Raises StepError for a block that the pools do not have, that is named twice, or is not carried."""
+        if not self._one_full:
+            raise StepError("K/V is carried where all layers keep all of it alike, and here they do not")
+        num_blocks = self._groups[0].num_blocks
         for block in blocks:
-            if not 0 <= block < self.num_blocks:
-                raise StepError(f"block {block} is named, but the pool has {self.num_blocks}")
+            if not 0 <= block < num_blocks:
+                raise StepError(f"block {block} is named, but the pool has {num_blocks}")
         if len(set(blocks)) != len(blocks):
             raise StepError("a block is named twice")
 
@@ -134,9 +153,7 @@ class BlockTables:
         Not ``whole``: some layers are still to come, and they hold nobody's prefix. Raises StepError; nothing
         is changed then.
         """
-        self.check_blocks(blocks)
-        if self._num_groups > 1:
-            raise StepError(f"blocks are filled in one of {self._num_groups} cache groups")
+        self.check_carried(blocks)
         if len(tags) != len(blocks) or any(len(tag) != PREFIX_TAG_BYTES for tag in tags):
             raise StepError(f"{len(blocks)} blocks come with {len(tags)} tags")
         for block in blocks:
@@ -151,9 +168,9 @@ class BlockTables:
         """Take a row's tags, and forget those of what it wrote over."""
         size, end = self._block_size, row.start + row.num_tokens
         first, num_ends = row.start // size, end // size - row.start // size
-        for group, blocks in enumerate(table.blocks):
-            for block in blocks[first : -(-end // size)]:
-                self._full.pop((group, block), None)
+        if self._one_full:
+            for block in table.blocks[0][first : -(-end // size)]:
+                self._full.pop((0, block), None)
         table.last = {}
         if not row.tag:
             return
@@ -167,29 +184,25 @@ class BlockTables:
             table.ends.append(row.tag)
         table.ends.extend(tags[:num_ends])
         table.last = dict(enumerate(tags[num_ends:], end - (len(tags) - num_ends) + 1))
-        for group, blocks in enumerate(table.blocks):
+        if self._one_full:
             for index, tag in enumerate(tags[:num_ends], first):
-                self._full[group, blocks[index]] = tag
+                self._full[0, table.blocks[0][index]] = tag
 
     def _grant(self, grant: BlockGrant, staged: StagedStep) -> None:
         tables = staged.tables
-        if not 0 <= grant.group < self._num_groups:
-            raise StepError(f"a grant names cache group {grant.group}, but there are {self._num_groups}")
+        if not 0 <= grant.group < len(self._groups):
+            raise StepError(f"a grant names cache group {grant.group}, but there are {len(self._groups)}")
         table = tables.get(grant.sequence)
         if table is None:
             known = None if grant.sequence in tables else self._tables.get(grant.sequence)
-            # a copy, because the step may yet be refused
-            table = BlockTable(
-                [list(blocks) for blocks in known.blocks] if known else [[] for _ in range(self._num_groups)],
-                known.length if known else 0,
-                list(known.ends) if known else [],
-                known.last if known else {},
-            )
-            tables[grant.sequence] = table
+            table = tables[grant.sequence] = self._copy(known)
+        num_blocks = self._groups[grant.group].num_blocks
         for block in grant.blocks:
-            if not 0 <= block < self.num_blocks:
-                raise StepError(f"a grant names block {block}, but the pool has {self.num_blocks}")
+            if not 0 <= block < num_blocks:
+                raise StepError(f"a grant names block {block}, but the pool has {num_blocks}")
         blocks = table.blocks[grant.group]
+        if table.written > len(blocks) * self._block_size and grant.blocks:
+            raise StepError(f"sequence {grant.sequence} went round its ring, which cannot grow any more")
         num_shared = self._adopt(grant, table, staged)
         blocks.extend(grant.blocks)
         if len(set(blocks)) != len(blocks):
@@ -199,6 +212,13 @@ class BlockTables:
                 raise StepError(f"a grant gives away block {block}, which a sequence holds")
             staged.fresh.add((grant.group, block))
         staged.holders.update((grant.group, block) for block in grant.blocks)
+
+    def _copy(self, known: BlockTable | None) -> BlockTable:
+        """Because the step may yet be refused."""
+        if known is None:
+            return BlockTable([[] for _ in self._groups])
+        blocks = [list(blocks) for blocks in known.blocks]
+        return BlockTable(blocks, known.length, list(known.ends), known.last, known.written)
 
     def _adopt(self, grant: BlockGrant, table: BlockTable, staged: StagedStep) -> int:
         """Begin a table with full blocks of the tags that the grant claims. Returns how many."""
@@ -211,15 +231,15 @@ class BlockTables:
             return 0
         if table.length or any(table.blocks):
             raise StepError(f"sequence {grant.sequence} has blocks, and only a new one may share a prefix")
-        if self._num_groups > 1:
-            raise StepError(f"a prefix is shared in one of {self._num_groups} cache groups")
+        if not self._one_full:
+            raise StepError("a prefix is shared where all layers keep all of it, and here they do not")
         tags = [grant.shared[i * PREFIX_TAG_BYTES :][:PREFIX_TAG_BYTES] for i in range(num_shared)]
         for block, tag in zip(grant.blocks, tags, strict=False):
             found = (grant.group, block)
             if found in staged.fresh or self._full.get(found) != tag:
                 raise StepError(f"sequence {grant.sequence} shares block {block}, which holds another prefix")
         table.ends = [b"", *tags]
-        table.length = num_shared * self._block_size
+        table.length = table.written = num_shared * self._block_size
         return num_shared
 
     def _num_holders(self, block: _Block, staged: StagedStep) -> int:
@@ -239,13 +259,33 @@ class BlockTables:
                 f"a row of sequence {row.sequence} starts at {row.start}, "
                 f"but {table.length} positions are known"
             )
-        capacity = min(map(len, table.blocks)) * self._block_size
-        if end > capacity:
+        if end > self._max_context:
+            raise StepError(f"a row ends at position {end}, beyond the context of {self._max_context}")
+        for group, blocks in zip(self._groups, table.blocks, strict=True):
+            self._check_room(row, table, group, len(blocks) * self._block_size)
+
+    def _check_room(self, row: Row, table: BlockTable, group: GroupBlocks, capacity: int) -> None:
+        """Whether what the row writes, and what it looks back on, stands in ``capacity`` positions."""
+        end = row.start + row.num_tokens
+        if group.recurrent:
+            if not capacity:
+                raise StepError(f"sequence {row.sequence} has no block for its state")
+            if row.start != table.written:
+                raise StepError(
+                    f"a row of sequence {row.sequence} starts at {row.start}, but its state is that behind "
+                    f"{table.written} positions"
+                )
+        elif group.window is None and end > capacity:
             raise StepError(
                 f"sequence {row.sequence} has blocks for {capacity} positions, its row ends at {end}"
             )
-        if end > self._max_context:
-            raise StepError(f"a row ends at position {end}, beyond the context of {self._max_context}")
+        elif group.window is not None:
+            first = max(0, row.start - group.window + 1)
+            if max(table.written, end) - first > capacity:
+                raise StepError(
+                    f"sequence {row.sequence} has a ring for {capacity} positions, its row looks back from "
+                    f"{end} on {first}, and {table.written} were written"
+                )
 
     def _check_tags(self, row: Row, table: BlockTable) -> None:
         if self._require_tags and not row.tag:
@@ -268,46 +308,11 @@ class BlockTables:
             )
 
     def _check_unshared(self, row: Row, table: BlockTable, staged: StagedStep) -> None:
+        if not self._one_full:
+            return
         size, end = self._block_size, row.start + row.num_tokens
-        for group, blocks in enumerate(table.blocks):
-            for block in blocks[row.start // size : -(-end // size)]:
-                if self._num_holders((group, block), staged) > 1:
-                    raise StepError(
-                        f"a row of sequence {row.sequence} writes to block {block}, which another shares"
-                    )
-
-
-class KvPool:
-    """K and V of one layer: [2, num_blocks, kv_heads, block_size, head_dim], float32.
-
-    One head of one block is one contiguous run, so a gather of blocks by (block, head) is copies of whole
-    runs into the layout that batched matmuls need. Memory that was never written reads as zero.
-    """
-
-    def __init__(self, num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> None:
-        # the system gives zeroed pages as they are touched; torch would write all the zeros at once
-        memory = np.zeros((2 * num_blocks * num_kv_heads, block_size * head_dim), dtype=np.float32)
-        self._runs = torch.from_numpy(memory)
-        self._rows = self._runs.view(-1, head_dim)
-        self._head_dim = head_dim
-        self._blocks = self._runs.view(2, num_blocks, num_kv_heads, block_size, head_dim)
-
-    def read_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[2, positions, kv_heads, head_dim] of ``blocks``, int64, in their order."""
-        found = self._blocks.index_select(1, blocks).transpose(2, 3)
-        return found.reshape(2, -1, *found.shape[3:])
-
-    def write_blocks(self, blocks: torch.Tensor, kv: torch.Tensor) -> None:
-        """The reverse."""
-        runs = kv.view(2, len(blocks), -1, *kv.shape[2:]).transpose(2, 3)
-        self._blocks.index_copy_(1, blocks, torch.nan_to_num(runs))
-
-    def write(self, rows: torch.Tensor, kv: torch.Tensor) -> None:
-        """Put ``kv`` [N, head_dim] at ``rows`` [N] of [2 * num_blocks * kv_heads * block_size]."""
-        # A masked key gets probability 0, and 0 * inf is NaN: what one broken sequence leaves in a block
-        # must not reach the next owner of the block.
-        self._rows.index_copy_(0, rows, torch.nan_to_num(kv))
-
-    def gather(self, runs: torch.Tensor, run_rows: int) -> torch.Tensor:
-        """The ``runs``, of [2 * num_blocks * kv_heads], joined: [.., run_rows, head_dim]."""
-        return self._runs.index_select(0, runs).view(-1, run_rows, self._head_dim)
+        for block in table.blocks[0][row.start // size : -(-end // size)]:
+            if self._num_holders((0, block), staged) > 1:
+                raise StepError(
+                    f"a row of sequence {row.sequence} writes to block {block}, which another shares"
+                )

@@ -40,6 +40,25 @@ class HeadShape:
     num_blocks: int
     window: int | None = None
     least_rows: int = SAFE_ROWS  # of a matmul
+    value_dim: int = 0  # 0: as ``head_dim``
+    latent: bool = False  # a value is the beginning of its key
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether K and V of a layer lie in one pool, V behind all of K."""
+        return not self.latent and self.value_dim in (0, self.head_dim)
+
+    @property
+    def out_dim(self) -> int:
+        """Width of a head's result."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def kv_rows(self) -> tuple[int, int]:
+        """Of one token's K and V: rows and their width. Joined, V's behind K's; else each behind its key."""
+        if self.is_joined:
+            return 2 * self.num_kv_heads, self.head_dim
+        return self.num_kv_heads, self.head_dim + (0 if self.latent else self.out_dim)
 
     @property
     def group(self) -> int:
@@ -62,12 +81,16 @@ class HeadShape:
 
     def pair_bytes(self, num_rows: int) -> int:
         """Of K, V, queries, scores and its part of the result, for a (tile, key block) pair."""
-        return 4 * (2 * KEY_BLOCK * self.head_dim + num_rows * (KEY_BLOCK + 2 * self.head_dim))
+        width = self.head_dim + self.out_dim
+        return 4 * (KEY_BLOCK * width + num_rows * (KEY_BLOCK + width))
 
 
 @dataclass(frozen=True)
 class TileChunk:
-    """Index tensors for some consecutive tiles of one size; pairs go masked ones first."""
+    """Index tensors for some consecutive tiles of one size; pairs go masked ones first.
+
+    Where K and V are not joined in one pool, ``kv_runs`` and `GroupBatch.write_rows` have no second half.
+    """
 
     tile_tokens: int
     query_rows: torch.Tensor  # [tiles * tile_tokens] of [T * kv_heads]
@@ -113,7 +136,7 @@ class _Tiles:
     first_block: Ints  # key blocks [first_block, end_block)
     end_block: Ints
     table: Ints  # where the row's block table begins in the flat tables
-    table_last: Ints
+    table_size: Ints
 
     def tokens(self, part: slice) -> Ints:
         """[tiles, num_tokens] of the batch; slots behind a row's end repeat its last: nobody reads them."""
@@ -129,7 +152,8 @@ def describe_group(rows: Sequence[tuple[Row, BlockTable]], group: int, shape: He
     tables = np.array([block for _, table in rows for block in table.blocks[group]], dtype=np.int64)
     num_tokens = int(columns.length.sum())
     positions = np.arange(num_tokens) + np.repeat(columns.start - columns.offset, columns.length)
-    blocks = tables[np.repeat(columns.table, columns.length) + positions // shape.block_size]
+    entries = positions // shape.block_size % np.repeat(columns.num_blocks, columns.length)
+    blocks = tables[np.repeat(columns.table, columns.length) + entries]
     runs = _both_halves(shape, blocks[:, None] * shape.num_kv_heads + np.arange(shape.num_kv_heads), axis=1)
     write_rows = runs * shape.block_size + (positions % shape.block_size)[:, None]
     sizes = shape.tile_tokens(columns.length)
@@ -177,7 +201,7 @@ def _cut_tiles(shape: HeadShape, rows: _Rows, chosen: npt.NDArray[np.bool_], num
         first_block=np.maximum(lowest, 0) // KEY_BLOCK,
         end_block=last_position // KEY_BLOCK + 1,
         table=spread(rows.table),
-        table_last=spread(rows.table + rows.num_blocks - 1),
+        table_size=spread(rows.num_blocks),
     )
 
 
@@ -224,12 +248,14 @@ def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, part: slice) -> TileCh
 
 
 def _kv_runs(shape: HeadShape, tiles: _Tiles, tables: Ints, pair_tile: Ints, key_block: Ints) -> Ints:
-    """Where K and V of each (tile, key block) pair stand in a pool; past a table's end, its last block."""
+    """Where K and V of each (tile, key block) pair stand in a pool; past a table's end, from its start on.
+
+    Nobody sees what is past the end, unless the table is a ring.
+    """
     runs_per_block = KEY_BLOCK // shape.block_size
-    entries = tiles.table[pair_tile][:, None] + (
-        key_block[:, None] * runs_per_block + np.arange(runs_per_block)
-    )
-    blocks = tables[np.minimum(entries, tiles.table_last[pair_tile][:, None])]
+    entries = key_block[:, None] * runs_per_block + np.arange(runs_per_block)
+    entries %= tiles.table_size[pair_tile][:, None]
+    blocks = tables[tiles.table[pair_tile][:, None] + entries]
     return _both_halves(shape, blocks * shape.num_kv_heads + tiles.head[pair_tile][:, None], axis=0)
 
 
@@ -251,7 +277,9 @@ def _hidden_keys(shape: HeadShape, query_position: Ints, key_block: Ints) -> npt
 
 
 def _both_halves(shape: HeadShape, key_runs: Ints, axis: int) -> Ints:
-    """The runs of K, and the same runs of V, which lies behind all of K in a pool."""
+    """The runs of K, and the same runs of V, which lies behind all of K in a joined pool."""
+    if not shape.is_joined:
+        return key_runs
     return np.concatenate([key_runs, key_runs + shape.num_blocks * shape.num_kv_heads], axis=axis)
 
 

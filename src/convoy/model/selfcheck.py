@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from convoy.errors import SelfCheckError, UsageError
 from convoy.model.attention import LayerBatch, attend
-from convoy.model.kv import BlockTable, KvPool
+from convoy.model.kv import BlockTable
 from convoy.model.linear import PackedLinear, packed_available
 from convoy.model.packed import KEY_BLOCK, SAFE_ROWS, HeadShape, describe_group
+from convoy.model.pool import make_pool
+from convoy.plan.cache import CacheGroup
 from convoy.wire.messages import Row
 
 EXACT, PLAIN = "exact-f32", "plain-f32"
@@ -52,13 +55,12 @@ def check_linears(parts: Iterable[nn.Module]) -> None:
             _check_linear(linear, threads)
 
 
-def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Check attention with heads of this kind, on 1 and the current number of threads."""
+def check_heads(groups: Iterable[CacheGroup]) -> None:
+    """Check attention with the heads of these cache groups, on 1 and the current number of threads."""
     threads = sorted({1, torch.get_num_threads()})
     with torch.inference_mode(), _threads_restored():
-        # a few groups show as much as many
-        few = min(num_kv_heads, 2)
-        _check_attention(_shape(num_heads // num_kv_heads * few, few, head_dim), threads)
+        for shape in {_head_shape(group) for group in groups if group.kind != "recurrent"}:
+            _check_attention(shape, threads)
 
 
 def least_tile_rows(head_dim: int) -> int:
@@ -175,6 +177,13 @@ def _rows_agree(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     return True
 
 
+def _head_shape(group: CacheGroup) -> HeadShape:
+    few = min(group.num_kv_heads, 2)  # groups of heads show as much as many
+    shape = _shape(group.num_heads // group.num_kv_heads * few, few, group.head_dim)
+    least = max(shape.least_rows, least_tile_rows(group.value_dim))
+    return replace(shape, value_dim=group.value_dim, latent=group.kind == "latent", least_rows=least)
+
+
 def _shape(num_heads: int, num_kv_heads: int, head_dim: int) -> HeadShape:
     num_blocks = -(-_CHECK_TOKENS // 16)
     return HeadShape(num_heads, num_kv_heads, head_dim, 16, num_blocks, least_rows=least_tile_rows(head_dim))
@@ -182,7 +191,7 @@ def _shape(num_heads: int, num_kv_heads: int, head_dim: int) -> HeadShape:
 
 def _check_attention(shape: HeadShape, threads: list[int]) -> None:
     length = _CHECK_TOKENS
-    inputs = [_numbers(length, heads, shape.head_dim) for heads in (shape.num_heads, 2 * shape.num_kv_heads)]
+    inputs = [_numbers(length, shape.num_heads, shape.head_dim), _numbers(length, *shape.kv_rows)]
     torch.set_num_threads(1)
     expected = _attend_in_chunks(shape, inputs, [length])
     for count in threads:
@@ -194,7 +203,7 @@ def _check_attention(shape: HeadShape, threads: list[int]) -> None:
 
 def _attend_in_chunks(shape: HeadShape, inputs: list[torch.Tensor], chunks: list[int]) -> torch.Tensor:
     blocks = list(range(shape.num_blocks))
-    pool = KvPool(shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
+    pool = make_pool(shape)
     table = BlockTable([blocks[::-1]])
     outs = []
     start = 0

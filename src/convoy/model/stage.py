@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -10,21 +9,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from convoy.errors import ModelError, PlanError, StepError
-from convoy.model.attention import LayerBatch
-from convoy.model.kv import BlockTables, KvPool, StagedStep
+from convoy.errors import ModelError, StepError
+from convoy.model.kv import StagedStep
 from convoy.model.library import LIBRARY
 from convoy.model.linear import pad_rows
-from convoy.model.packed import KEY_BLOCK, HeadShape, describe_group
+from convoy.model.packed import KEY_BLOCK
 from convoy.model.rope import RopeTable, spread_over_heads
-from convoy.model.selfcheck import EXACT, PLAIN, check_heads, check_linears, least_tile_rows
+from convoy.model.selfcheck import EXACT, PLAIN, check_heads, check_linears
 from convoy.model.source import ModelSource
+from convoy.model.stage_kv import StageKv
 from convoy.wire.messages import StageAssignment, Step
 
 if TYPE_CHECKING:
     from convoy.model.load import LoadedModules, LoadProgress
-
-MAX_CARRIED_BYTES = 64 * 1024 * 1024  # of K/V that is read or written at once
 
 
 @dataclass(frozen=True)
@@ -58,18 +55,17 @@ class Stage:
         self.vocab_size = spec.vocab_size
         self.weight_bytes = modules.weight_bytes
         self.bytes_read = modules.bytes_read
-        self.block_bytes = options.block_size * spec.kv_token_bytes(
-            assignment.start, assignment.end, "float32"
-        )
         self._source = (source.digest, source.path)
         self._modules = modules
         self._rope = RopeTable(modules.rotary, spec.max_context)
         self._spec = spec
-        self._least_rows = least_tile_rows(spec.head_dim)
-        self._shapes: list[HeadShape] = []
-        self._layer_group = {layer: i for i, group in enumerate(spec.cache_groups) for layer in group.layers}
-        self._tables: BlockTables | None = None
-        self._pools: dict[int, KvPool] = {}
+        self._kv = StageKv(
+            spec,
+            assignment.start,
+            assignment.end,
+            block_size=options.block_size,
+            require_tags=options.require_tags,
+        )
 
     @classmethod
     def load(
@@ -105,12 +101,12 @@ class Stage:
         modules = load_modules(source, assignment, packed=packed, progress=progress, kept=kept)
         if packed and modules.bytes_read:
             check_linears(modules.parts())
-            check_heads(source.spec.num_heads, source.spec.num_kv_heads, source.spec.head_dim)
+            check_heads(source.spec.cache_groups)
         return cls(source, assignment, options, modules)
 
     def forget(self) -> None:
         """Free the K/V pools; steps are refused until there are new ones."""
-        self._pools, self._tables = {}, None
+        self._kv.forget()
 
     def give_up(self, source: ModelSource, options: StageOptions) -> LoadedModules | None:
         """This stage is over: its modules, where one with these options can use them."""
@@ -122,41 +118,18 @@ class Stage:
         same = (source.digest, source.path) == self._source and options.kernel == self.options.kernel
         return modules if same else None
 
-    def make_pools(self, num_blocks: int) -> None:
-        """Forget all sequences and make K/V pools of ``num_blocks`` blocks. Raises StepError, PlanError."""
-        if num_blocks < 1:
-            raise StepError(f"pools of {num_blocks} blocks make no sense, expected at least 1")
-        spec = self._spec
-        self._shapes = [
-            HeadShape(
-                spec.num_heads,
-                spec.num_kv_heads,
-                spec.head_dim,
-                self.options.block_size,
-                num_blocks,
-                group.window,
-                self._least_rows,
-            )
-            for group in spec.cache_groups
-        ]
-        self._tables = BlockTables(
-            num_groups=len(self._shapes),
-            num_blocks=num_blocks,
-            block_size=self.options.block_size,
-            max_context=spec.max_context,
-            require_tags=self.options.require_tags,
-        )
-        self._pools = {}
-        try:
-            for layer in self._modules.layers:
-                shape = self._shapes[self._layer_group[layer]]
-                self._pools[layer] = KvPool(num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        except (RuntimeError, MemoryError, TypeError, ValueError) as error:  # what is raised for too much
-            self._pools, self._tables = {}, None
-            raise PlanError(
-                f"{num_blocks} K/V blocks of {self.block_bytes} bytes do not fit in this machine's memory",
-                hint="lower num_blocks or memory_gb",
-            ) from error
+    def make_pools(self, num_blocks: int | Sequence[int]) -> None:
+        """Forget all sequences and make K/V pools, for each cache group of so many blocks, or all alike.
+
+        Raises StepError, PlanError.
+        """
+        every = [num_blocks] * len(self.block_bytes) if isinstance(num_blocks, int) else num_blocks
+        self._kv.make(every)
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """What a block of each cache group takes here."""
+        return self._kv.block_bytes
 
     @property
     def model_digest(self) -> str:
@@ -169,7 +142,7 @@ class Stage:
 
     def apply(self, step: Step) -> None:
         """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""
-        tables = self._need_tables()
+        tables = self._kv.tables
         tables.commit(tables.stage(step))
 
     @torch.inference_mode()
@@ -179,7 +152,7 @@ class Stage:
         The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` (float32 [T, hidden_size]).
         Raises StepError for what makes no sense, before anything is changed.
         """
-        tables = self._need_tables()
+        tables = self._kv.tables
         # a thread that has not computed yet takes over the process's thread count when it is asked for it
         torch.get_num_threads()
         staged = tables.stage(step)
@@ -222,17 +195,10 @@ class Stage:
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
         """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
 
-        Raises StepError for what this stage does not have, and for more than MAX_CARRIED_BYTES.
+        Raises StepError for what this stage does not have, for more than `stage_kv.MAX_CARRIED_BYTES`, and
+        where not all layers keep all of their K/V alike.
         """
-        self._need_tables().check_blocks(blocks)
-        mine = self.assignment
-        if not mine.start <= start < end <= mine.end:
-            raise StepError(
-                f"layers [{start}, {end}) are asked for, and this stage has [{mine.start}, {mine.end})"
-            )
-        self.kv_shape(end - start, len(blocks))
-        index = torch.tensor(blocks, dtype=torch.int64)
-        return torch.stack([self._pools[layer].read_blocks(index) for layer in range(start, end)])
+        return self._kv.read_blocks(start, end, blocks)
 
     @torch.inference_mode()
     def write_blocks(
@@ -243,34 +209,11 @@ class Stage:
         They hold the prefixes of ``tags`` once the last layer here is among them, and no prefix before: so
         layers come in order. Raises StepError; nothing is changed then.
         """
-        tables, mine = self._need_tables(), self.assignment
-        end = start + (kv.shape[0] if kv.dim() else 0)
-        if not mine.start <= start < end <= mine.end:
-            raise StepError(
-                f"K/V of layers [{start}, {end}) came, and this stage has [{mine.start}, {mine.end})"
-            )
-        expected = self.kv_shape(end - start, len(blocks))
-        if kv.shape != expected or kv.dtype != torch.float32:
-            raise StepError(
-                f"K/V came as {kv.dtype} of shape {list(kv.shape)}, expected float32 of {list(expected)}"
-            )
-        tables.fill(blocks, tags, whole=end == mine.end)
-        index = torch.tensor(blocks, dtype=torch.int64)
-        for layer in range(start, end):
-            self._pools[layer].write_blocks(index, kv[layer - start])
+        self._kv.write_blocks(start, blocks, tags, kv)
 
     def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """Of what `read_blocks` gives. Raises StepError for more than MAX_CARRIED_BYTES."""
-        spec, size = self._spec, self.options.block_size
-        shape = (num_layers, 2, num_blocks * size, spec.num_kv_heads, spec.head_dim)
-        if 4 * math.prod(shape) > MAX_CARRIED_BYTES:
-            raise StepError(f"{num_blocks} blocks of {num_layers} layers are over {MAX_CARRIED_BYTES} bytes")
-        return shape
-
-    def _need_tables(self) -> BlockTables:
-        if self._tables is None:
-            raise StepError("a step came before the pools were made")
-        return self._tables
+        """Of what `read_blocks` gives. Raises StepError for more than `stage_kv.MAX_CARRIED_BYTES`."""
+        return self._kv.carried_shape(num_layers, num_blocks)
 
     def _embed(self, tokens: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         if tokens is None or tokens.shape != (num_tokens,):
@@ -305,10 +248,7 @@ class Stage:
                 num_kv_heads=spec.num_kv_heads,
                 scaling=spec.head_dim**-0.5,
             )
-        groups = [describe_group(staged.rows, i, shape) for i, shape in enumerate(self._shapes)]
-        batch = {
-            layer: LayerBatch(groups[self._layer_group[layer]], pool) for layer, pool in self._pools.items()
-        }
+        batch = self._kv.describe(staged.rows)
         x = x[None]
         for layer in self._modules.layers.values():
             x = layer(x, position_embeddings=rope, use_cache=False, batch=batch)

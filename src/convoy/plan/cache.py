@@ -48,8 +48,13 @@ class CacheGroup:
 
     @property
     def is_full(self) -> bool:
-        """Whether every token's K and V are kept, so that sequences may share those of a prefix."""
-        return self.kind == "kv" and self.window is None
+        """Whether every token is kept, so that sequences may share the blocks of a prefix."""
+        return self.kind != "recurrent" and self.window is None
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether a block is K and V of one width, as a session's file has them."""
+        return self.kind == "kv" and self.head_dim == self.value_dim
 
     def ring_blocks(self, block_size: int, max_row_tokens: int) -> int | None:
         """With so many blocks a table need not grow any more; None: it has to, with every token.

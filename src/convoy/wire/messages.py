@@ -63,6 +63,7 @@ MAX_STEP_TOKENS = 16 * 1024
 MAX_BATCH = 256  # sequences
 MAX_STEP_BIASES = 320 * 1024  # as many as MAX_BATCH sequences and 64 guesses may have, in all draws of a step
 MAX_STEP_BLOCKS = 1024 * 1024  # in all grants of a step: 32 shared prompts of 524,288 tokens in blocks of 16
+Groups = Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]  # a number for each cache group
 Entries = msgspec.Meta(max_length=MAX_STEP_TOKENS)
 Released = Annotated[list[int], msgspec.Meta(max_length=64 * 1024)]
 Biases = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=1024)]
@@ -138,11 +139,12 @@ class Progress(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Peer to head: loaded; this many K/V blocks would fit."""
+    """Peer to head: loaded, with so much room left for K/V."""
 
     generation: int
     weight_bytes: int
-    max_blocks: int
+    room_bytes: int
+    block_bytes: Groups  # what a block takes of it, by cache group
 
 
 class Refuse(Message, frozen=True):
@@ -158,7 +160,7 @@ class Activate(Message, frozen=True):
 
     generation: int
     plan_digest: bytes
-    num_blocks: int
+    num_blocks: Groups
 
 
 class Activated(Message, frozen=True):
