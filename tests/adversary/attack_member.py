@@ -32,6 +32,7 @@ from convoy.transport.member import LocalMember, Roster
 from convoy.transport.network import MemoryNetwork, TcpNetwork
 from convoy.trust.card import member_of
 from convoy.trust.roster import make_roster, sign_roster
+from convoy.wire.fetch import Piece, Prepare
 from convoy.wire.messages import (
     Activate,
     Activated,
@@ -516,6 +517,8 @@ NOT_FOR_PEERS: dict[str, Message] = {
     "a cancel": Step(10**9, [0, 1, 2, 3], [], [], b""),
     "a block table": Step(10**9, [], [BlockGrant(0, 0, [0, 1])], [], b""),
     "a greeting": HELLO,
+    "a piece of a model": Piece(0, 1, b"w", ""),
+    "a preparation": Prepare(Plan(2**62, MODEL, "0" * 64, [], "plain-f32", "float32", 16, 64)),
     "a readiness": Ready(1, 1, 1, [1]),
 }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,11 @@ from convoy.model.digests import Hashing
 from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.fetch import Fetch
+from convoy.wire.fetch import Fetch, Piece
 from support.cluster import MEMBER, NAMES, PeerThread
 from support.members import make_local_members, membership_of
 from support.odd_models import make_odd_llama
+from support.waiting import wait_until
 
 Bytes = dict[str, bytes]
 SPANS = {"alpha": "0:2,output", "beta": "3:4"}
@@ -66,7 +69,7 @@ def started(
         thread.stop()
 
 
-def answer(cluster: RunningCluster) -> list[int]:
+def answer_of(cluster: RunningCluster) -> list[int]:
     request = GenerationRequest((3, 9, 20, 7), SamplingParams(temperature=0.0), max_tokens=12)
     return list(generate(cluster.engine, request).token_ids)
 
@@ -85,7 +88,7 @@ def with_cache(folder: Path) -> PeerOptions:
 
 def test_members_with_the_same_files_start(model: Path, own: Path) -> None:
     with started(model, PeerOptions(MEMBER, model_path=own)) as (cluster, _):
-        assert len(answer(cluster)) == 12
+        assert len(answer_of(cluster)) == 12
 
 
 def test_members_with_different_weights_are_refused_with_the_first_tensor_that_differs(
@@ -103,16 +106,16 @@ def test_members_with_different_weights_are_refused_with_the_first_tensor_that_d
 def test_weights_that_a_member_does_not_hold_may_differ(model: Path, own: Path) -> None:
     change_a_byte(own, "model.layers.1.mlp.down_proj.weight")
     with started(model, PeerOptions(MEMBER, model_path=own)) as (cluster, _):
-        assert len(answer(cluster)) == 12
+        assert len(answer_of(cluster)) == 12
 
 
 def test_a_member_without_files_gets_its_own_layers_alone_and_answers_the_same(
     model: Path, own: Path, tmp_path: Path
 ) -> None:
     with started(model, PeerOptions(MEMBER, model_path=own)) as (cluster, _):
-        expected = answer(cluster)
+        expected = answer_of(cluster)
     with started(model, with_cache(tmp_path / "cache")) as (cluster, heard):
-        assert answer(cluster) == expected
+        assert answer_of(cluster) == expected
         manifest = cluster.head._supply.manifest()
     folder = tmp_path / "cache" / "models" / manifest.digest
     got = {path.name for path in (folder / "tensors").iterdir()}
@@ -136,7 +139,42 @@ def test_a_second_start_gets_nothing_twice(model: Path, tmp_path: Path) -> None:
         with started(model, with_cache(tmp_path / "cache")) as (cluster, heard):
             fetched = [who for who, _, _ in heard if who == "beta (from the head)"]
             assert bool(fetched) == (times == 0)
-            assert len(answer(cluster)) == 12
+            assert len(answer_of(cluster)) == 12
+
+
+def test_what_came_before_a_member_ended_is_not_fetched_again(model: Path, tmp_path: Path) -> None:
+    source = ModelSource.resolve(str(model))
+    network, members = MemoryNetwork(), make_local_members(NAMES[:2])
+    thread = PeerThread(members[1], with_cache(tmp_path / "cache"), network)
+    options = HeadOptions(MEMBER, spans=SPANS, wait_s=10)
+    head = Head(membership_of(members[0]), source, options, network=network)
+    supply: Any = head._supply
+    answer, answered, ended = supply._answer, [], threading.Event()
+
+    def end_in_the_midst(fetch: Fetch) -> Piece:
+        answered.append(fetch)
+        if len(answered) == 10:
+            assert ended.wait(30)
+        piece: Piece = answer(fetch)
+        return piece
+
+    supply._answer = end_in_the_midst
+    starting = threading.Thread(target=head.bring_up)  # which then goes on alone
+    starting.start()
+    wait_until(lambda: len(answered) == 10)
+    tensors = tmp_path / "cache" / "models" / head._supply.manifest().digest / "tensors"
+    wait_until(lambda: len([path for path in tensors.iterdir() if not path.suffix]) >= 5)
+    thread.stop()
+    ended.set()
+    starting.join(60)
+    head.close()
+    kept = sum(path.stat().st_size for path in tensors.iterdir())
+    with started(model, with_cache(tmp_path / "cache")) as (cluster, heard):
+        fetched = max(total for who, _, total in heard if who == "beta (from the head)")
+        assert len(answer_of(cluster)) == 12
+    whole = sum(path.stat().st_size for path in tensors.iterdir())
+    assert kept > 0
+    assert fetched == whole - kept
 
 
 def test_other_layers_are_added_to_those_that_are_here(model: Path, tmp_path: Path) -> None:
@@ -145,20 +183,20 @@ def test_other_layers_are_added_to_those_that_are_here(model: Path, tmp_path: Pa
     spans = {"alpha": "0:1,output", "beta": "2:4"}
     with started(model, with_cache(tmp_path / "cache"), spans) as (cluster, heard):
         second = max(done for who, done, _ in heard if who == "beta (from the head)")
-        assert len(answer(cluster)) == 12
+        assert len(answer_of(cluster)) == 12
     assert first * 0.49 < second < first * 0.51, "one layer more, where two were"
 
 
 @pytest.mark.parametrize("damage", ["changed", "truncated"])
 def test_what_was_damaged_on_disk_is_noticed_and_got_anew(model: Path, tmp_path: Path, damage: str) -> None:
     with started(model, with_cache(tmp_path / "cache")) as (cluster, _):
-        expected = answer(cluster)
+        expected = answer_of(cluster)
     victim = max((tmp_path / "cache").rglob("tensors/*"), key=lambda path: path.stat().st_size)
     data = bytearray(victim.read_bytes())
     data[0] ^= 255
     victim.write_bytes(data if damage == "changed" else data[:-1])
     with started(model, with_cache(tmp_path / "cache")) as (cluster, heard):
-        assert answer(cluster) == expected
+        assert answer_of(cluster) == expected
         fetched = max(done for who, done, _ in heard if who == "beta (from the head)")
     assert fetched == len(data)
 

@@ -18,7 +18,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     package: Digest  # over path and digest of every file of the installed package
     versions: Annotated[dict[Short, Short], msgspec.Meta(max_length=16)]  # of python and packages
     platform: Short
-    model: Digest  # of the loaded model's configuration and tensor headers
+    model: Digest  # of the manifest of the model that is loaded in part
     layers: Annotated[list[Digest], msgspec.Meta(max_length=1024)]  # of each of its layers, from 0
 
 
