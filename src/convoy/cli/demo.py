@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-import json
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,8 @@ MODEL = "demo"
 QUESTIONS = ("What is 58+59? Answer with just the number.", "Tell me a short story about a fox.")
 _MAX_TOKENS = 160
 _START_WAIT_S = 120.0
+_SAY_EVERY_S = 5.0
+_SERVED = re.compile(r"^serving \S+ at (\S+)/v1$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +53,12 @@ def demo(
 ) -> None:
     """Split the bundled model over two sealed processes and ask it."""
     say = _quiet if as_json else print_note
-    say(
-        f"starting {members} members of a cluster, each a process with its own identity; "
-        "each loads PyTorch first ..."
-    )
+    many = "1 member" if members == 1 else f"{members} members"
+    say(f"starting {many} of a cluster, each a process with its own identity ...")
     options = LocalOptions(num_members=members)
-    answers, status = _ask_cluster(options, show=not as_json)
+    answers, status = _ask_cluster(options, say, show=not as_json)
     say("asking the same of one process that holds the whole model ...")
-    alone, _ = _ask_cluster(LocalOptions(num_members=1, num_threads=options.threads), show=False)
+    alone, _ = _ask_cluster(LocalOptions(num_members=1, num_threads=options.threads), say, show=False)
     equal = [a.tokens for a in answers] == [a.tokens for a in alone]
     if as_json:
         print_json(_facts(status, answers, equal=equal))
@@ -75,16 +75,18 @@ def _quiet(_text: str) -> None:
     pass
 
 
-def _ask_cluster(options: LocalOptions, *, show: bool) -> tuple[list[Answer], ClusterStatus]:
+def _ask_cluster(
+    options: LocalOptions, say: Callable[[str], None], *, show: bool
+) -> tuple[list[Answer], ClusterStatus]:
     import msgspec
 
     from convoy.cluster.status import ClusterStatus
 
     with LocalCluster(options) as local:
         local.start_peers(MODEL)
-        local.start(local.head, "serve", MODEL, "--config", str(local.config_file(local.head)), "--json")
+        local.start(local.head, "serve", MODEL, "--config", str(local.config_file(local.head)))
         try:
-            endpoint = _wait_until_served(local)
+            endpoint = _wait_until_served(local, say)
             status = msgspec.convert(endpoint.get("/status"), ClusterStatus)
             if show:
                 print_picture(status)
@@ -95,25 +97,20 @@ def _ask_cluster(options: LocalOptions, *, show: bool) -> tuple[list[Answer], Cl
             raise local.explain(error) from error
 
 
-def _wait_until_served(local: LocalCluster) -> Endpoint:
-    """The head prints one JSON value with its address once it answers."""
-    deadline = time.monotonic() + _START_WAIT_S
-    while time.monotonic() < deadline:
+def _wait_until_served(local: LocalCluster, say: Callable[[str], None]) -> Endpoint:
+    """The head's last line has its address; where that takes long, its other lines say how far it is."""
+    began_s = said_s = time.monotonic()
+    while (now_s := time.monotonic()) < began_s + _START_WAIT_S:
         local.check_alive()
-        url = _announced(local.log_file(local.head).read_text())
-        if url is not None:
-            return Endpoint.of(url.removesuffix("/v1"), None)
+        log = local.log_file(local.head).read_text()
+        served = _SERVED.search(log)
+        if served is not None:
+            return Endpoint.of(served[1], None)
+        if now_s - said_s >= _SAY_EVERY_S:
+            said_s = now_s
+            say(f"{now_s - began_s:.0f} s: {(log.splitlines() or ['starting'])[-1]}")
         time.sleep(0.05)
     raise PeerUnreachable(f"the head did not answer within {_START_WAIT_S:g} s")
-
-
-def _announced(log: str) -> str | None:
-    start = log.find("{\n")
-    try:
-        announced: dict[str, Any] = json.JSONDecoder().raw_decode(log[start:])[0] if start >= 0 else {}
-    except ValueError:
-        return None  # still being written
-    return announced.get("url")
 
 
 def _ask(endpoint: Endpoint, question: str, *, show: bool) -> Answer:

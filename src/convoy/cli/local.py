@@ -23,7 +23,7 @@ import tomli_w
 from convoy.cli.config import Config, EngineConfig, load_config, override
 from convoy.cli.members import local_names, spans_by_name
 from convoy.cli.pin import Cores, pin_process
-from convoy.cluster.children import Started, wait_or_kill
+from convoy.cluster.children import Started, end
 from convoy.errors import ConvoyError, PeerError
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class LocalCluster(Started):
             if process.stdin is not None:
                 process.stdin.close()
         for process in self._processes.values():
-            wait_or_kill(process, _STOP_WAIT_S)
+            end(process, _STOP_WAIT_S)  # a head does not read its standard input
 
     def _start(self) -> None:
         """Only the files: `start_peers` and `start` make processes."""
