@@ -38,8 +38,8 @@ LAYOUTS: dict[str, dict[str, str] | None] = {
 
 
 @contextmanager
-def running(source: ModelSource, layout: str, **changes: Any) -> Iterator[RunningCluster]:
-    spans = LAYOUTS[layout]
+def running(source: ModelSource, layout: str | dict[str, str], **changes: Any) -> Iterator[RunningCluster]:
+    spans = LAYOUTS[layout] if isinstance(layout, str) else layout
     network = MemoryNetwork()
     members = make_local_members(NAMES[: 1 if spans is None else len(spans)])
     peers = [PeerThread(me, PeerOptions(MEMBER, model_path=source.path), network) for me in members[1:]]

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VOCAB_SIZE = 105
 _TEMPLATE = (
@@ -21,7 +27,25 @@ _SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|unknown|>"]
 def make_odd_llama(directory: Path, **changes: Any) -> Path:
     """head_dim 8, a vocabulary of 105, tied embeddings, an MLP of 44: nothing is a multiple of 16."""
     torch.manual_seed(3)
-    settings: dict[str, Any] = {
+    model = LlamaForCausalLM(LlamaConfig(**(_settings() | changes)))
+    model.save_pretrained(directory)
+    _letters().save_pretrained(directory)
+    return directory
+
+
+def make_windowed_qwen3(directory: Path, window: int = 24) -> Path:
+    """Layers that look back on ``window`` tokens beside layers that look back on all; as odd as the other."""
+    torch.manual_seed(3)
+    kinds = [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")]
+    slides = {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    model = Qwen3ForCausalLM(Qwen3Config(**(_settings() | {"num_attention_heads": 6} | slides)))
+    model.save_pretrained(directory)
+    _letters().save_pretrained(directory)
+    return directory
+
+
+def _settings() -> dict[str, Any]:
+    return {
         "hidden_size": 40,
         "intermediate_size": 44,
         "num_hidden_layers": 5,
@@ -35,10 +59,6 @@ def make_odd_llama(directory: Path, **changes: Any) -> Path:
         "bos_token_id": None,
         "initializer_range": 0.4,  # wide enough that a random model does not repeat one token
     }
-    model = LlamaForCausalLM(LlamaConfig(**(settings | changes)))
-    model.save_pretrained(directory)
-    _letters().save_pretrained(directory)
-    return directory
 
 
 def _letters() -> PreTrainedTokenizerFast:

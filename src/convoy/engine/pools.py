@@ -55,7 +55,7 @@ class BlockPools:
 
     def missing(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """How many blocks of each group it lacks for ``num_tokens``; below 0: it has more."""
-        have = sequence.tables or [()] * len(self._pools)
+        have: SequenceOf[SequenceOf[int]] = sequence.tables or [()] * len(self._pools)
         return [most - len(table) for most, table in zip(self.needed(num_tokens), have, strict=True)]
 
     def have_room(self, counts: SequenceOf[int], kept: SequenceOf[int] = ()) -> bool:
