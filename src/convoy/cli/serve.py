@@ -10,6 +10,7 @@ import typer
 from convoy.cli.config import Config, load_config, override
 from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag
+from convoy.cli.hub import local_model
 from convoy.cli.invite import AutoApproveFlag, InviteAddressFlag
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.member import head_options, load_head, serve_options, watched_roster
@@ -64,8 +65,6 @@ def serve(
     as_json: JsonFlag = False,
 ) -> None:
     """Be the head: split a model over members, answer the OpenAI API."""
-    from convoy.model.source import ModelSource
-
     if invite:
         asked = InviteFlags(config, directory, auto_approve, address, name)
         asked.check(model)
@@ -74,18 +73,25 @@ def serve(
     chosen = model or settings.model_name()
     if chosen is None:
         raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
+    chosen = local_model(settings, chosen, quiet=as_json)
     http = override(settings.serve, host=host, port=port)
     limits = override(settings.engine, **engine)
     plan = override(settings.plan, recover_wait_s=recover_wait)
     settings = override(settings, serve=http, engine=limits, plan=plan)
     head_options(settings).check()
-    spec = ModelSource.resolve(chosen).spec  # before anybody asks for a port
+    spec = _spec_of(chosen)  # what is wrong with it is said before who has the port
     if config is None:
         with LocalCluster(LocalOptions(num_members=1)) as local:
             settings = override(local.config(local.head), serve=http, engine=limits)
             serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json)
     else:
         serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json)
+
+
+def _spec_of(model: str) -> ModelSpec:
+    from convoy.model.source import ModelSource
+
+    return ModelSource.resolve(model).spec
 
 
 def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> Config:
