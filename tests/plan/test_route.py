@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from convoy.plan.cache import CacheGroup
 from convoy.plan.placement import MemberOffer, place
 from convoy.plan.report import report
 from convoy.plan.route import Hop, Route
@@ -98,6 +99,20 @@ def test_a_report_adds_up_and_is_json() -> None:
     tightest = min((10**9 - stage.weight_bytes) // stage.kv_bytes_per_token for stage in plan.stages)
     assert plan.max_kv_tokens == tightest
     assert msgspec.json.decode(msgspec.json.encode(plan), type=type(plan)) == plan
+
+
+def test_tokens_that_fit_are_those_of_a_sequence_whose_windows_keep_their_window() -> None:
+    full, window = (
+        CacheGroup("full", None, (2, 6, 10), 4, 2, 16, 16),
+        CacheGroup("window-64", 64, (0, 1, 3, 4, 5, 7, 8, 9, 11), 4, 2, 16, 16),
+    )
+    plan = report(place(replace(SPEC, cache_groups=(full, window)), OFFERS))
+    assert plan.kv_bytes_per_token == 12 * 256
+    for stage in plan.stages:
+        room = stage.memory_bytes - stage.weight_bytes - 3 * 256 * 64
+        assert stage.max_kv_tokens == room // 256
+    state = CacheGroup("state", None, tuple(range(12)), 0, 0, 0, 0, kind="recurrent", state_elements=9)
+    assert report(place(replace(SPEC, cache_groups=(state,)), OFFERS)).max_kv_tokens == SPEC.max_context
 
 
 def test_a_report_of_the_reverse_layout_counts_a_tied_matrix_twice_and_names_the_peer() -> None:

@@ -47,8 +47,9 @@ class TokenCost:
     @classmethod
     def of(cls, spec: ModelSpec) -> TokenCost:
         """In multiplications: q.k and p.v for each key, one for each weight of the layers."""
-        per_key = 2 * spec.num_heads * spec.head_dim / max(1, sum(spec.layer_elements))
-        return cls(tuple((per_key * len(group.layers), group.window) for group in spec.cache_groups))
+        weights = max(1, sum(spec.layer_elements))
+        per_key = ((g, g.num_heads * (g.head_dim + g.value_dim) / weights) for g in spec.cache_groups)
+        return cls(tuple((cost * len(g.layers), g.window) for g, cost in per_key if g.kind != "recurrent"))
 
     def of_chunk(self, start: int, num_tokens: int) -> float:
         """Of ``num_tokens`` from position ``start``, in tokens without attention."""

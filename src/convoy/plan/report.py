@@ -28,7 +28,7 @@ class StageReport(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes_per_token: int
     memory_bytes: int
-    max_kv_tokens: int  # that fit beside the weights, every layer taken as unwindowed
+    max_kv_tokens: int  # of a sequence, that fit beside the weights; windows keep their window
     sees_token_ids: bool
 
 
@@ -147,6 +147,21 @@ def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
         weight_bytes=weights,
         kv_bytes_per_token=kv_bytes,
         memory_bytes=memory_bytes,
-        max_kv_tokens=(memory_bytes - weights) // kv_bytes,
+        max_kv_tokens=_kv_tokens(spec, stage, memory_bytes - weights, dtype),
         sees_token_ids=stage.member in placement.route.token_id_members,
     )
+
+
+def _kv_tokens(spec: ModelSpec, stage: StageAssignment, room_bytes: int, dtype: str) -> int:
+    """How long a sequence ``room_bytes`` hold; where nothing grows any more, a context at most."""
+    growing = sum(
+        group.token_bytes(stage.start, stage.end, dtype)
+        for group in spec.cache_groups
+        if group.window is None
+    )
+    low, high = 0, max(0, room_bytes) // growing if growing else spec.max_context
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = spec.kv_bytes(stage.start, stage.end, middle, dtype) <= room_bytes
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low
