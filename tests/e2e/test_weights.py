@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from convoy.cli.local import LocalCluster, LocalOptions
+from support.fake_hub import COMMIT, FakeHub
 from support.odd_models import make_odd_llama
 
 WAIT_S = 150.0
@@ -54,3 +55,21 @@ def test_a_cluster_where_only_the_head_has_the_files_starts_and_answers(tmp_path
             texts.append(answer["choices"][0]["text"])
     assert texts[0] == texts[1] != ""
     assert len(list(cache.glob("models/*/tensors/*"))) > 10
+
+
+@pytest.mark.slow
+def test_a_head_fetches_a_model_from_a_hub_and_its_peer_gets_its_layers_from_the_head(tmp_path: Path) -> None:
+    hub = FakeHub(make_odd_llama(tmp_path / "odd"))
+    with LocalCluster(LocalOptions(2, ["0:2,output", "3:4"], num_threads=1)) as local:
+        for name in local.names:
+            file = local.config_file(name)
+            more = f'[model]\ncache = "{tmp_path / name}"\nhub = "{hub.url}"\n'
+            file.write_text(file.read_text().replace("[model]\n", more))
+        local.start("beta", "join", "--config", str(local.config_file("beta")), "--until-stdin-closes")
+        file = local.config_file(local.head)
+        local.start(local.head, "serve", f"somebody/odd@{COMMIT}", "--config", str(file), "--json")
+        answer = asked(url_of(local), model="somebody/odd", prompt="abc", max_tokens=12, temperature=0)
+        assert len(answer["choices"][0]["text"]) > 3
+    assert not list((tmp_path / "beta").rglob("*.safetensors")), "the hub was asked by the head alone"
+    assert list((tmp_path / "beta").glob("models/*/tensors/*"))
+    hub.close()

@@ -5,7 +5,7 @@
                standby (a peer: hold layers only once another member is lost)
     [listen]   host, port, discover                         where peers reach this member
     [serve]    host, port, api_key_file, allow_unauthenticated, max_waiting, drain_s    a head's HTTP server
-    [model]    name or path, kernel, activation_dtype, num_threads, memory_gb, cache (folder)
+    [model]    name or path, kernel, activation_dtype, num_threads, memory_gb, cache (folder), hub
     [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
                many as stages), speculate (0: no guesses), share_across_keys, block_size, num_blocks (0: as
                many as fit)
@@ -81,7 +81,8 @@ class ServeConfig(msgspec.Struct, frozen=True):
 class ModelConfig(msgspec.Struct, frozen=True):
     """What to run, and what this machine gives to it. ``memory_gb`` 0 means what is free at the start.
 
-    ``cache``: where a peer keeps what it gets of models from a head, and everybody digests of files.
+    ``cache``: where a peer keeps what it gets of models from a head, and everybody digests of files. ``hub``:
+    the address of another Hugging Face hub than the public one.
     """
 
     name: Name | None = None
@@ -91,6 +92,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     num_threads: Count | None = None
     memory_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     cache: Path | None = None
+    hub: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]{1,200}\Z")] | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

@@ -42,6 +42,14 @@ StandbyFlag = Annotated[
         show_default=False,
     ),
 ]
+TokenArgument = Annotated[
+    str | None,
+    typer.Argument(help="An invitation from `convoy invite`; - reads it from standard input."),
+]
+AddressFlag = Annotated[
+    str | None,
+    typer.Option(help="With a token: HOST or HOST:PORT where others reach this machine."),
+]
 ModelFlag = Annotated[
     str | None,
     typer.Option(help="The model's directory here.  [default: the config's, or the head's files]"),
@@ -53,10 +61,7 @@ _LOOK_UP_S = 0.5
 
 
 def join(
-    token: Annotated[
-        str | None,
-        typer.Argument(help="An invitation from `convoy invite`; - reads it from standard input."),
-    ] = None,
+    token: TokenArgument = None,
     config: Annotated[
         Path | None, typer.Option(help="This member's convoy.toml.  [default: that in --dir]")
     ] = None,
@@ -69,10 +74,7 @@ def join(
     ] = False,
     directory: DirectoryFlag = DEFAULT_HOME,
     name: Annotated[str | None, typer.Option(help="With a token.  [default: the host's name]")] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(help="With a token: HOST or HOST:PORT where others reach this machine."),
-    ] = None,
+    address: AddressFlag = None,
     port: Annotated[
         int | None,
         typer.Option(min=1, max=65535, help="Port to listen on.  [default: 7777, later the roster's]"),

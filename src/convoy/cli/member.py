@@ -104,11 +104,11 @@ def member_options(config: Config) -> MemberOptions:
         activation_dtype=model.activation_dtype,
         policy=load_policy(config.cluster.policy),
         tpm=config.cluster.tpm,
-        cache=model.cache or _default_cache(),
+        cache=model.cache or default_cache(),
     )
 
 
-def _default_cache() -> Path:
+def default_cache() -> Path:
     """The user's own, where the system says that such things belong (XDG Base Directory Specification)."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     # a relative path there is to be ignored, by that specification

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import DEFAULT_SERVE_PORT, Config, override
+from convoy.cli.hub import local_model
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, print_json, print_note
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from convoy.model.source import ModelSource
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="demo, demo-mini, a Hugging Face directory or synthetic:NAME.")
+    str, typer.Argument(help="demo, demo-mini, a directory, org/name on the hub or synthetic:NAME.")
 ]
 
 
@@ -52,6 +53,7 @@ def run(
     if max_tokens < 1:
         raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
     # What is wrong with the flags is said before anything is started.
+    model = local_model(Config(), model, quiet=as_json)
     source = ModelSource.resolve(model)
     cores = share_cores(members) if pin else None
     options = LocalOptions(members, layers, kernel, threads, engine=engine, cores=cores)

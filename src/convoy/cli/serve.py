@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(help="demo, demo-mini, a directory or synthetic:NAME.  [default: from --config]"),
+    typer.Argument(help="demo, a directory, org/name of the hub, synthetic:NAME.  [default: from --config]"),
 ]
 ConfigFlag = Annotated[
     Path | None, typer.Option(help="This member's convoy.toml; without one, this machine alone.")

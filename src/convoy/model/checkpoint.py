@@ -20,6 +20,8 @@ from convoy.errors import ModelError
 if TYPE_CHECKING:
     import torch
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20
 _MAX_INDEX_BYTES = 256 << 20
 _DTYPES = {  # torch's name and the bytes of one number
@@ -87,11 +89,11 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.is_file():
-        names = _index_files(index)
-    elif (directory / "model.safetensors").is_file():
-        names = ["model.safetensors"]
+        names = index_files(index)
+    elif (directory / SINGLE).is_file():
+        names = [SINGLE]
     else:
         others = sorted(p.name for p in directory.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".gguf"})
         hint = f"{others[0]} is not read: convert the weights to safetensors" if others else None
@@ -102,7 +104,8 @@ def _weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _index_files(index: Path) -> list[str]:
+def index_files(index: Path) -> list[str]:
+    """The names of the shards, all beside the index. Raises ModelError for one that is not."""
     if index.stat().st_size > _MAX_INDEX_BYTES:
         raise ModelError(f"{index} has {index.stat().st_size} bytes, expected at most {_MAX_INDEX_BYTES}")
     try:

@@ -46,7 +46,7 @@ class ModelSource:
         if synthetic is not None:
             return cls._drawn(synthetic)
         directory = Path(name_or_path).expanduser()
-        name = directory.resolve().name
+        name = _name_of(directory.resolve())
         if name_or_path in BUNDLED:
             directory, name = _BUNDLED_DIRECTORY / name_or_path, name_or_path
         if not directory.is_dir():
@@ -66,6 +66,14 @@ class ModelSource:
         spec = ModelSpec.from_config(config, name)
         tensors = describe_tensors(config, spec)
         return cls(name, synthetic.path, config, spec, synthetic.digest(config), tensors, synthetic.seed)
+
+
+def _name_of(directory: Path) -> str:
+    """A directory's own name; of a commit in a cache of the hub's, that which the hub has for it."""
+    kind, _, repo = directory.parent.parent.name.partition("--")
+    if kind == "models" and repo and directory.parent.name == "snapshots":
+        return repo.replace("--", "/", 1)
+    return directory.name
 
 
 def needs_no_files(name: str) -> bool:

@@ -1,0 +1,102 @@
+"""A hub of one model on loopback: what `huggingface_hub` asks of the real one, over plain HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+COMMIT = "5f" * 20
+REPO = "somebody/odd"
+
+
+class FakeHub:
+    """Serves the files of ``directory`` as ``somebody/odd``; ``asked`` are the files that were downloaded."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.asked: list[tuple[str, int]] = []  # file, and the first byte that was wanted
+        self.cuts: list[int] = []  # for each time that weights are asked for, bytes until the connection ends
+        self.commit = COMMIT
+        hub = self
+
+        class Answer(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                hub.answer(self, body=True)
+
+            def do_HEAD(self) -> None:
+                hub.answer(self, body=False)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, request: BaseHTTPRequestHandler, *, body: bool) -> None:
+        path = request.path.partition("?")[0]
+        if path.startswith(f"/api/models/{REPO}/revision/"):
+            self._say(request, 200, self._info(), {"content-type": "application/json"})
+        elif path.startswith(f"/{REPO}/resolve/{self.commit}/"):
+            self._file(request, self.directory / path.rpartition("/")[2], body=body)
+        else:
+            self._say(request, 404, b"{}", {"x-error-code": "RepoNotFound"})
+
+    def _info(self) -> bytes:
+        siblings: list[dict[str, object]] = []
+        for path in sorted(self.directory.iterdir()):
+            data = path.read_bytes()
+            sibling: dict[str, object] = {"rfilename": path.name, "size": len(data), "blobId": "b" * 40}
+            if path.suffix == ".safetensors":
+                sha = hashlib.sha256(data).hexdigest()
+                sibling["lfs"] = {"sha256": sha, "size": len(data), "pointerSize": 134}
+            siblings.append(sibling)
+        info = {
+            "_id": "1",
+            "id": REPO,
+            "sha": self.commit,
+            "siblings": siblings,
+            "tags": [],
+            "private": False,
+        }
+        return json.dumps(info).encode()
+
+    def _file(self, request: BaseHTTPRequestHandler, path: Path, *, body: bool) -> None:
+        data = path.read_bytes()
+        start = int((request.headers.get("range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        headers = {"x-repo-commit": self.commit, "etag": f'"{hashlib.sha256(data).hexdigest()}"'}
+        if start:
+            headers["content-range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        if body:
+            self.asked.append((path.name, start))
+        cut = self.cuts.pop(0) if self.cuts and body and path.suffix == ".safetensors" else None
+        self._say(request, 206 if start else 200, data[start:], headers, body=body, cut=cut)
+
+    @staticmethod
+    def _say(
+        request: BaseHTTPRequestHandler,
+        status: int,
+        data: bytes,
+        headers: dict[str, str],
+        *,
+        body: bool = True,
+        cut: int | None = None,
+    ) -> None:
+        request.send_response(status)
+        for name, value in headers.items():
+            request.send_header(name, value)
+        request.send_header("content-length", str(len(data)))
+        request.end_headers()
+        if body:
+            request.wfile.write(data[:cut])
+        if cut is not None:
+            request.close_connection = True
