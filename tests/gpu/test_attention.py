@@ -52,12 +52,12 @@ def compare(shape: HeadShape, spans: list[tuple[int, int]], device: torch.device
     ]
     host = describe_rows(rows, 1, shape.block_size)
     nothing = np.empty(0, np.int32)
-    batch, _ = on_device(host, nothing, shape, device, options.get("num_units", 132))
+    batch, _ = on_device(host, nothing, [shape], device, options.get("num_units", 132))
     found = attend(
         *(drawn.query, drawn.pool, shape),
         tables=batch.tables,
         rows=batch.groups[0].rows,
-        launches=batch.launches,
+        launches=batch.groups[0].launches,
         sinks=sinks,
     )
     return error_of(found, attend_slowly(drawn.query, drawn.pool, shape, drawn.rows, sinks))

@@ -18,10 +18,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import triton
 
+from convoy.model.gpu.decoder import Decoder
 from convoy.model.gpu.lone import TILES, Tile, lone_linear
 from convoy.model.gpu.stage import KERNEL, CudaStage
-from convoy.model.gpu.weights import LayerWeights
+from convoy.model.gpu.weights import LayerWeights, StageWeights
 from convoy.model.source import ModelSource
 from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
 
@@ -125,6 +127,8 @@ def measure_machine() -> dict[str, object]:
     product_ms = device_ms(partial(torch.matmul, left, right), 20)
     return {
         "device": name,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "triton": triton.__version__,
         "torch": torch.__version__,
         "copy_gb_per_s": round(2 * _COPY_BYTES / copy_ms / 1e6, 1),
         "matmul_tflop_per_s": round(2 * _MATMUL**3 / product_ms / 1e9, 1),
@@ -208,13 +212,19 @@ def measure_prefill(stage: CudaStage, num_rows: int, length: int, tflop_per_s: f
     }
 
 
+def weights_of(stage: CudaStage) -> StageWeights:
+    """Those of a model that runs on our own layers."""
+    assert isinstance(stage.model, Decoder)
+    return stage.model.weights
+
+
 def _prefill_flop(stage: CudaStage, num_rows: int, length: int) -> float:
-    layers = stage.weights.layers.values()
+    layers = weights_of(stage).layers.values()
     matrices = sum(t.numel() for layer in layers for t in layer.tensors() if t.dim() == 2)
     width = next(iter(layers)).out.shape[1]
     # causal: half of all pairs, twice over for scores and values
     attention = 2 * length * length * width * len(layers)
-    head = stage.weights.head
+    head = weights_of(stage).head
     return num_rows * (2.0 * matrices * length + attention + (0 if head is None else 2 * head.numel()))
 
 
@@ -230,7 +240,7 @@ def run(model: str, findings: Findings, batches: Sequence[int]) -> None:
         *(source, assignment), device="cuda", kernel=KERNEL, block_size=BLOCK_SIZE, require_tags=False
     )
     torch.cuda.synchronize()
-    embedding = stage.weights.embedding
+    embedding = weights_of(stage).embedding
     read_bytes = stage.weight_bytes - (0 if embedding is None else embedding.nbytes)
     floor_ms = read_bytes / copy / 1e6
     findings.add(
@@ -245,13 +255,13 @@ def run(model: str, findings: Findings, batches: Sequence[int]) -> None:
         },
     )
     with torch.inference_mode():
-        findings.add("lone_linears", measure_lone(list(stage.weights.layers.values()), copy))
-    rows: list[dict[str, object]] = []
+        findings.add("lone_linears", measure_lone(list(weights_of(stage).layers.values()), copy))
+    decoded: list[dict[str, object]] = []
     for batch in batches:
         if not findings.over:
-            rows.append(measure_decode(stage, batch, floor_ms, 60))
-            findings.add("decode", rows)
-    rows = []
+            decoded.append(measure_decode(stage, batch, floor_ms, 60))
+            findings.add("decode", decoded)
+    rows: list[dict[str, object]] = []
     for num_rows, length in PREFILLS:
         if not findings.over:
             rows.append(measure_prefill(stage, num_rows, length, matmul))

@@ -49,6 +49,7 @@ class GroupBatch:
 
     slots: torch.Tensor
     rows: torch.Tensor
+    launches: tuple[Launch, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,6 @@ class DeviceBatch:
     positions: torch.Tensor  # int32 [T]
     tables: torch.Tensor  # int32
     groups: tuple[GroupBatch, ...]
-    launches: tuple[Launch, ...]
 
 
 def describe_rows(rows: Sequence[tuple[Row, BlockTable]], num_groups: int, block_size: int) -> HostBatch:
@@ -111,20 +111,31 @@ def aligned_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def on_device(
-    host: HostBatch, tokens: Ints, shape: HeadShape, device: torch.device, num_units: int
+    host: HostBatch, tokens: Ints, shapes: Sequence[HeadShape], device: torch.device, num_units: int
 ) -> tuple[DeviceBatch, torch.Tensor]:
-    """A batch of any rows, and its ``tokens`` [T] (or none), for one run that is not captured."""
-    lone, long = cut_tiles(host.lengths, shape)
-    parts = [host.positions, host.slots, host.rows, lone, long, host.tables, tokens]
-    positions, slots, rows, lone_tiles, long_tiles, tables, ids = pack(parts, device)
-    launches = []
+    """A batch of any rows, and its ``tokens`` [T] (or none), for one run that is not captured.
+
+    ``shapes`` are those of the cache groups.
+    """
+    tiles = [cut_tiles(host.lengths, shape) for shape in shapes]
+    parts = [host.positions, host.tables, tokens, *host.slots, *host.rows, *chain.from_iterable(tiles)]
+    positions, tables, ids, *others = pack(parts, device)
+    count = len(shapes)
+    slots, rows, cut = others[:count], others[count : 2 * count], others[2 * count :]
+    groups = tuple(
+        GroupBatch(slots[i], rows[i], _launches(shape, cut[2 * i], cut[2 * i + 1], num_units))
+        for i, shape in enumerate(shapes)
+    )
+    return DeviceBatch(positions, tables, groups), ids
+
+
+def _launches(shape: HeadShape, lone: torch.Tensor, long: torch.Tensor, num_units: int) -> tuple[Launch, ...]:
+    found = []
     if len(lone):
-        splits = shape.num_splits(len(lone), num_units)
-        launches.append(Launch(lone_tiles, shape.decode_rows, splits))
+        found.append(Launch(lone, shape.decode_rows, shape.num_splits(len(lone), num_units)))
     if len(long):
-        launches.append(Launch(long_tiles, shape.prefill_rows, 1))
-    groups = tuple(GroupBatch(slots[i], rows[i]) for i in range(len(host.slots)))
-    return DeviceBatch(positions, tables, groups, tuple(launches)), ids
+        found.append(Launch(long, shape.prefill_rows, 1))
+    return tuple(found)
 
 
 def _room(size: int) -> int:

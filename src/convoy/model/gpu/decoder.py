@@ -20,28 +20,53 @@ from convoy.model.gpu.weights import LayerWeights, StageWeights
 
 
 class Decoder:
-    """The layers [start, end) with their pools. What it is given is on its device, in bfloat16."""
+    """Layers of a Llama's shape, over `gpu.weights`."""
 
-    def __init__(self, weights: StageWeights, rotation: Rotation, pools: Mapping[int, LayerPool]) -> None:
-        self._weights = weights
+    can_capture = True
+    takes_tokens = False  # beside the embedding's
+
+    def __init__(self, weights: StageWeights, rotation: Rotation) -> None:
+        self.weights = weights
         self._rotation = rotation
-        self._layers = [(own, pools[number]) for number, own in weights.layers.items()]
         self._eps = weights.eps
 
-    def run(self, x: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+    @property
+    def weight_bytes(self) -> int:
+        return self.weights.weight_bytes
+
+    @property
+    def bytes_read(self) -> int:
+        return self.weights.bytes_read
+
+    @property
+    def owns_output(self) -> bool:
+        return self.weights.head is not None
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] of int32 token ids [T]."""
+        assert self.weights.embedding is not None
+        return self.weights.embedding.index_select(0, ids)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,  # noqa: ARG002 - of others
+        batch: DeviceBatch,
+        pools: Mapping[int, LayerPool],
+    ) -> torch.Tensor:
         """[T, hidden_size] behind the last layer; ``x`` is used up."""
         if x.shape[0] == 1:
-            for own, pool in self._layers:
-                self._run_lone(x, own, pool, batch)
+            for number, own in self.weights.layers.items():
+                self._run_lone(x, own, pools[number], batch)
             return x
         delta: torch.Tensor | None = None
-        for own, pool in self._layers:
-            delta = self._run_rows(x, delta, own, pool, batch)
+        for number, own in self.weights.layers.items():
+            delta = self._run_rows(x, delta, own, pools[number], batch)
         return x if delta is None else x.add_(delta)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and `lm_head` of [M, hidden_size]: [M, vocab_size], bfloat16, or float32 of one row."""
-        norm, head = self._weights.norm, self._weights.head
+        norm, head = self.weights.norm, self.weights.head
         assert norm is not None
         assert head is not None
         if x.shape[0] == 1:
@@ -85,5 +110,5 @@ class Decoder:
             eps=self._eps,
         )
         return attend(
-            qkv, pool.pool, pool.shape, tables=batch.tables, rows=group.rows, launches=batch.launches
+            qkv, pool.pool, pool.shape, tables=batch.tables, rows=group.rows, launches=group.launches
         )

@@ -30,9 +30,9 @@ class GraphShape:
     """What all graphs of a stage have in common."""
 
     hidden_size: int
-    num_groups: int
     max_blocks: int  # of a sequence, in all its tables together
-    heads: HeadShape
+    heads: tuple[HeadShape, ...]  # by cache group
+    dtype: torch.dtype
     device: torch.device
     num_units: int  # multiprocessors
 
@@ -43,7 +43,7 @@ class DecodeGraph:
     def __init__(self, size: int, shape: GraphShape, run: Run, memory: Any) -> None:
         self.size = size
         self._shape = shape
-        groups = shape.num_groups
+        groups = len(shape.heads)
         sizes = [size, size, groups * size, groups * size * ROW_FIELDS, size * shape.max_blocks]
         self._begins = aligned_sizes(sizes)
         self._ints = torch.zeros(self._begins[-1], dtype=torch.int32, device=shape.device)
@@ -53,12 +53,16 @@ class DecodeGraph:
         slots.fill_(-1)
         tiles = torch.zeros(size, 2, dtype=torch.int32, device=shape.device)
         tiles[:, 0] = torch.arange(size, dtype=torch.int32, device=shape.device)
-        launch = Launch(tiles, shape.heads.decode_rows, shape.heads.num_splits(size, shape.num_units))
+        launches = [
+            Launch(tiles, heads.decode_rows, heads.num_splits(size, shape.num_units)) for heads in shape.heads
+        ]
         # kept, because the graph reads it whether or not anybody holds it
         self._batch = DeviceBatch(
-            positions, tables, tuple(GroupBatch(slots[i], rows[i]) for i in range(groups)), (launch,)
+            positions,
+            tables,
+            tuple(GroupBatch(slots[i], rows[i], (launches[i],)) for i in range(groups)),
         )
-        self._hidden = torch.zeros(size, shape.hidden_size, dtype=torch.bfloat16, device=shape.device)
+        self._hidden = torch.zeros(size, shape.hidden_size, dtype=shape.dtype, device=shape.device)
         self._out = torch.zeros_like(self._hidden)
         self._graph = self._capture(run, memory)
 

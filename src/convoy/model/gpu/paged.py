@@ -45,7 +45,7 @@ def _scores(query: tl.tensor, keys: tl.tensor, place: tl.tensor, inside: tl.tens
     lane = tl.arange(0, HEAD_PAD)
     known = inside[None, :] & (lane < HEAD_DIM)[:, None]
     key = tl.load(keys + place[None, :] * HEAD_DIM + lane[:, None], mask=known, other=0.0)
-    scores = tl.dot(query, key) * scale
+    scores = tl.dot(query, key, input_precision="ieee") * scale
     if CAPPED:  # cap * tanh(x)
         scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * cap
     return scores
@@ -81,7 +81,7 @@ def _attend(query: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tens
         fade = tl.exp2(greatest - level)
         known = inside[:, None] & (lane < VALUE_DIM)[None, :]
         value = tl.load(values + place[:, None] * VALUE_DIM + lane[None, :], mask=known, other=0.0)
-        total = total * fade[:, None] + tl.dot(shares.to(value.dtype), value)
+        total = total * fade[:, None] + tl.dot(shares.to(value.dtype), value, input_precision="ieee")
         sums = sums * fade + tl.sum(shares, 1)
         greatest = higher
     return total, greatest, sums

@@ -65,7 +65,35 @@ def rotate_and_store(
     )  # fmt: skip
 
 
+def store(
+    keys: torch.Tensor, values: torch.Tensor, pool: Pool, shape: HeadShape, slots: torch.Tensor
+) -> None:
+    """Put K [T, kv_heads, head_dim] and V [.., value_dim] into the pool, as `rotate_and_store` does."""
+    for found, blocks, width in (
+        (keys, pool.keys, shape.head_dim),
+        (values, pool.values, shape.value_dim),
+    ):
+        rows = found.contiguous()
+        store_kernel[rows.shape[0], shape.num_kv_heads](
+            blocks, rows, slots, NUM_KV=shape.num_kv_heads, WIDTH=width, PAD=next_power(width),
+            BLOCK_SIZE=shape.block_size, num_warps=1,
+        )  # fmt: skip
+
+
 # fmt: off
+
+
+@kernel
+def store_kernel(pool: tl.tensor, rows: tl.tensor, slots: tl.tensor, NUM_KV: tl.constexpr,
+                 WIDTH: tl.constexpr, PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr) -> None:
+    """Grid (T, K/V heads)"""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, PAD)
+    slot = tl.load(slots + token).to(tl.int64)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    at = ((block * NUM_KV + head) * BLOCK_SIZE + offset) * WIDTH + lane
+    row = tl.load(rows + (token * NUM_KV + head) * WIDTH + lane, mask=lane < WIDTH, other=0.0)
+    tl.store(pool + at, row.to(pool.dtype.element_ty), mask=(lane < WIDTH) & (slot >= 0))
 
 
 @kernel

@@ -10,7 +10,6 @@ import torch
 
 from convoy.errors import PlanError, StepError
 from convoy.model.gpu.attention import HeadShape, Pool
-from convoy.model.gpu.weights import DTYPE
 from convoy.model.kv import BlockTables, GroupBlocks
 from convoy.plan.cache import CacheGroup
 from convoy.plan.spec import ModelSpec
@@ -35,14 +34,16 @@ class DevicePools:
         spec: ModelSpec,
         layers: range,
         device: torch.device,
+        dtype: torch.dtype,
         *,
         block_size: int,
         require_tags: bool,
     ) -> None:
+        name = str(dtype).removeprefix("torch.")
         self.block_bytes = tuple(
-            group.block_bytes(layers.start, layers.stop, block_size, "bfloat16")
-            for group in spec.cache_groups
+            group.block_bytes(layers.start, layers.stop, block_size, name) for group in spec.cache_groups
         )
+        self._dtype = dtype
         self.layers: dict[int, LayerPool] = {}
         self._spec = spec
         self._span = layers
@@ -62,9 +63,10 @@ class DevicePools:
     def num_groups(self) -> int:
         return len(self._spec.cache_groups)
 
-    def shape(self, group: int = 0) -> HeadShape:
-        """What the attention of a cache group looks like."""
-        return head_shape(self._spec.cache_groups[group], self._block_size)
+    @property
+    def shapes(self) -> tuple[HeadShape, ...]:
+        """What the attention of each cache group looks like."""
+        return tuple(head_shape(group, self._block_size) for group in self._spec.cache_groups)
 
     def max_blocks(self, num_blocks: Sequence[int]) -> int:
         """Of the tables of one sequence, of all groups together, in pools of so many blocks."""
@@ -130,7 +132,7 @@ class DevicePools:
         index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
         for layer in range(start, end):
             pool = self.layers[layer].pool
-            runs = kv[layer - start].to(self._device, DTYPE).nan_to_num()
+            runs = kv[layer - start].to(self._device, self._dtype).nan_to_num()
             runs = runs.view(2, len(blocks), self._block_size, *expected[3:]).transpose(2, 3)
             pool.keys.index_copy_(0, index, runs[0])
             pool.values.index_copy_(0, index, runs[1])
@@ -138,14 +140,16 @@ class DevicePools:
     def carried_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
         """Of what `read_blocks` gives. Raises StepError for more than MAX_CARRIED_BYTES."""
         group = self._spec.cache_groups[0]
+        if not group.is_carried:
+            raise StepError("K/V is carried where a block is K and V of one width, and here it is not")
         shape = (num_layers, 2, num_blocks * self._block_size, group.num_kv_heads, group.head_dim)
         if 4 * math.prod(shape) > MAX_CARRIED_BYTES:
             raise StepError(f"{num_blocks} blocks of {num_layers} layers are over {MAX_CARRIED_BYTES} bytes")
         return shape
 
     def _layer_pool(self, group: int, num_blocks: int) -> LayerPool:
-        shape = self.shape(group)
-        return LayerPool(make_pool(num_blocks, shape, self._device, DTYPE), group, shape)
+        shape = self.shapes[group]
+        return LayerPool(make_pool(num_blocks, shape, self._device, self._dtype), group, shape)
 
     def _check_layers(self, start: int, end: int, what: str) -> None:
         mine = self._span
@@ -154,7 +158,7 @@ class DevicePools:
 
 
 def head_shape(group: CacheGroup, block_size: int) -> HeadShape:
-    """With the usual scale, and neither sinks nor a cap: what the families here have."""
+    """With the usual scale, and no cap: where a layer has others, it says so to `attend`."""
     return HeadShape(
         group.num_heads,
         group.num_kv_heads,

@@ -6,7 +6,8 @@ the host, like those of any stage; between the last layer and the output of one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,14 +17,50 @@ from convoy.model.gpu.batch import DeviceBatch, describe_rows, on_device
 from convoy.model.gpu.decoder import Decoder
 from convoy.model.gpu.graphs import DecodeGraphs, GraphShape
 from convoy.model.gpu.pending import Pending, on_card
-from convoy.model.gpu.pools import DevicePools
+from convoy.model.gpu.pools import DevicePools, LayerPool
 from convoy.model.gpu.rope import make_rotation
-from convoy.model.gpu.weights import DTYPE, LoadProgress, StageWeights, load_weights
+from convoy.model.gpu.weights import LoadProgress, StageWeights, load_weights, why_not_ours
 from convoy.model.kv import StagedStep
+from convoy.model.library import LIBRARY
 from convoy.model.source import ModelSource
 from convoy.wire.messages import StageAssignment, Step
 
 KERNEL = "bf16"
+# to look for mistakes: no rounding to bfloat16, and the library's layers for every family
+CHECK_KERNEL = "plain-f32"
+_HIDDEN = frozenset({torch.float32, torch.bfloat16})
+_DTYPES = {KERNEL: torch.bfloat16, CHECK_KERNEL: torch.float32}
+
+
+class Model(Protocol):
+    """What a stage owns, on its device; `gpu.decoder.Decoder` or `gpu.library_layers.LibraryDecoder`."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def bytes_read(self) -> int: ...
+
+    @property
+    def owns_output(self) -> bool: ...
+
+    @property
+    def can_capture(self) -> bool: ...
+
+    @property
+    def takes_tokens(self) -> bool: ...
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
+
+    def run(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        batch: DeviceBatch,
+        pools: Mapping[int, LayerPool],
+    ) -> torch.Tensor: ...
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class CudaStage:
@@ -36,8 +73,9 @@ class CudaStage:
         self,
         source: ModelSource,
         assignment: StageAssignment,
-        weights: StageWeights,
+        model: Model,
         device: torch.device,
+        dtype: torch.dtype,
         *,
         block_size: int,
         require_tags: bool,
@@ -46,25 +84,19 @@ class CudaStage:
         self.assignment = assignment
         self.hidden_size = spec.hidden_size
         self.vocab_size = spec.vocab_size
-        self.weight_bytes = weights.weight_bytes
-        self.bytes_read = weights.bytes_read
+        self.weight_bytes = model.weight_bytes
+        self.bytes_read = model.bytes_read
         self.device = device
-        self.captured = True
-        self.weights = weights
+        self.captured = model.can_capture
+        self._model: Model | None = model
+        self._dtype = dtype
         self._source = (source.digest, source.path)
         self._spec = spec
-        self._kv = DevicePools(
-            spec,
-            range(assignment.start, assignment.end),
-            device,
-            block_size=block_size,
-            require_tags=require_tags,
-        )
         self._block_size = block_size
-        self._rotation = make_rotation(source, spec.cache_groups[0].head_dim, device)
+        span = range(assignment.start, assignment.end)
+        self._kv = DevicePools(spec, span, device, dtype, block_size=block_size, require_tags=require_tags)
         self._num_units = torch.cuda.get_device_properties(device).multi_processor_count
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._decoder: Decoder | None = None
         self._graphs: DecodeGraphs | None = None
 
     @classmethod
@@ -82,30 +114,41 @@ class CudaStage:
     ) -> CudaStage:
         """Load the assignment's weights; ``progress`` is called with (loaded, total) bytes.
 
-        Raises ModelError for a device that is not there, a kernel that is not `KERNEL`, and as `load_weights`
-        does; PlanError for weights that the device has no room for.
+        Raises ModelError for a device that is not there, a kernel that does not run there, and as the loading
+        of `gpu.weights` and `gpu.library_layers` does; PlanError for weights that the device has no room for.
         """
         chosen = check_device(device)
-        if kernel != KERNEL:
-            raise ModelError(f"kernel {kernel!r} does not run on {device}, expected {KERNEL}")
+        if kernel not in _DTYPES:
+            raise ModelError(f"kernel {kernel!r} does not run on {device}, expected {' or '.join(_DTYPES)}")
         if block_size < 1 or block_size & (block_size - 1):
             raise ModelError(f"block size {block_size} is not a power of two, as {device} needs it")
         kept = before.give_up_weights(source, chosen) if isinstance(before, CudaStage) else None
+        dtype = _DTYPES[kernel]
         try:
             with torch.cuda.device(chosen), torch.inference_mode():
-                weights = load_weights(source, assignment, chosen, progress, kept)
-                return cls(
-                    source, assignment, weights, chosen, block_size=block_size, require_tags=require_tags
-                )
+                model: Model
+                if kernel == KERNEL and why_not_ours(source) is None:
+                    weights = load_weights(source, assignment, chosen, progress, kept)
+                    head_dim = source.spec.cache_groups[0].head_dim
+                    model = Decoder(weights, make_rotation(source, head_dim, chosen))
+                else:
+                    with LIBRARY:
+                        # transformers, which takes seconds, and not before
+                        from convoy.model.gpu.library_layers import load_library_decoder
+
+                    model = load_library_decoder(source, assignment, chosen, dtype, progress)
         except torch.cuda.OutOfMemoryError as error:
             raise PlanError(
                 f"{source.name}: layers {assignment.start} to {assignment.end - 1} do not fit on {device}",
                 hint="give this member fewer layers",
             ) from error
+        return cls(
+            *(source, assignment, model, chosen, dtype), block_size=block_size, require_tags=require_tags
+        )
 
     def forget(self) -> None:
         """Free the K/V pools and the graphs over them; steps are refused until there are new ones."""
-        self._decoder = self._graphs = None
+        self._graphs = None
         self._kv.forget()
 
     def give_up(self, source: ModelSource, options: object) -> None:  # noqa: ARG002 - as `Stage` has it
@@ -115,9 +158,9 @@ class CudaStage:
     def give_up_weights(self, source: ModelSource, device: torch.device) -> StageWeights | None:
         """This stage is over: its weights, where one of ``source`` on ``device`` can use them."""
         self.forget()
-        weights = self.weights
-        self.weights = StageWeights({}, None, None, None, eps=0.0, bytes_read=0)
-        return weights if ((source.digest, source.path), device) == (self._source, self.device) else None
+        model, self._model = self._model, None
+        same = ((source.digest, source.path), device) == (self._source, self.device)
+        return model.weights if same and isinstance(model, Decoder) else None
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:
         """Forget all sequences and make K/V pools, for each cache group of so many blocks, or all alike.
@@ -129,10 +172,9 @@ class CudaStage:
         self.forget()
         with torch.cuda.device(self.device):
             kv.make(every)
-        self._decoder = Decoder(self.weights, self._rotation, kv.layers)
         if self.captured and kv.layers:
             shape = GraphShape(
-                *(self.hidden_size, kv.num_groups, kv.max_blocks(every), kv.shape()),
+                *(self.hidden_size, kv.max_blocks(every), kv.shapes, self._dtype),
                 *(self.device, self._num_units),
             )
             self._graphs = DecodeGraphs(shape, self._run_decode)
@@ -144,8 +186,13 @@ class CudaStage:
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether a step's token ids must come here."""
-        return self.assignment.embed
+        """Whether a step's token ids must come here: for the embedding, or for layers that need them."""
+        return self.assignment.embed or self._owned.takes_tokens
+
+    @property
+    def model(self) -> Model:
+        """Raises StepError for a stage that is over."""
+        return self._owned
 
     @property
     def model_digest(self) -> str:
@@ -161,7 +208,7 @@ class CudaStage:
 
         The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` ([T, hidden_size], float32
         or bfloat16, anywhere). The result is float32 on the host, or, where the output comes next here,
-        bfloat16 on the device. Raises StepError for what makes no sense, before anything is changed.
+        as it is on the device. Raises StepError for what makes no sense, before anything is changed.
         """
         return self.start(step, hidden, tokens).wait()
 
@@ -171,11 +218,8 @@ class CudaStage:
         tables = self._kv.tables
         staged = tables.stage(step)
         num_tokens = sum(row.num_tokens for row in step.rows)
-        if self.assignment.embed:
-            ids: torch.Tensor | None = self._check_tokens(tokens, num_tokens)
-            hidden = None
-        else:
-            ids, hidden = None, self._check_hidden(hidden, num_tokens)
+        ids = self._check_tokens(tokens, num_tokens) if self.takes_tokens else None
+        hidden = None if self.assignment.embed else self._check_hidden(hidden, num_tokens)
         tables.commit(staged)
         with torch.cuda.device(self.device):
             found = self._compute(staged, hidden, ids)
@@ -202,13 +246,13 @@ class CudaStage:
     @torch.inference_mode()
     def device_output(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits on the device, [M, vocab_size], bfloat16 or float32."""
-        if self.weights.norm is None or self.weights.head is None or self._decoder is None:
+        if not self._owned.owns_output:
             raise StepError("this stage does not own the output")
         hidden = self._check_hidden(hidden, hidden.shape[0])
         if not hidden.shape[0]:
             return torch.empty(0, self.vocab_size, device=self.device)
         with torch.cuda.device(self.device):
-            return self._decoder.logits(hidden.to(self.device, DTYPE).contiguous())
+            return self._owned.logits(hidden.to(self.device, self._dtype).contiguous())
 
     @torch.inference_mode()
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
@@ -243,29 +287,32 @@ class CudaStage:
     ) -> torch.Tensor:
         """[T, hidden_size] on the device, which is the caller's."""
         if not self._kv.layers or not staged.rows:
-            return self._enter(hidden, ids).clone()
+            return self._enter(hidden, None if ids is None else on_card(ids, self.device))
         host = describe_rows(staged.rows, self._kv.num_groups, self._block_size)
         tokens = np.empty(0, np.int32) if ids is None else ids.numpy().astype(np.int32)
         graph = self._graphs.find(len(host.lengths)) if self._graphs and host.is_decode else None
         if graph is not None and graph.fits(host):
             return graph.run(host, None if ids is None else tokens, hidden).clone()
-        batch, copied = on_device(host, tokens, self._kv.shape(), self.device, self._num_units)
-        return self._run_layers(self._enter(hidden, None if ids is None else copied), batch)
+        batch, copied = on_device(host, tokens, self._kv.shapes, self.device, self._num_units)
+        here = None if ids is None else copied
+        return self._owned.run(self._enter(hidden, here), here, batch, self._kv.layers)
 
     def _run_decode(self, ids: torch.Tensor, hidden: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-        return self._run_layers(self._enter(hidden, ids) if self.assignment.embed else hidden, batch)
-
-    def _run_layers(self, x: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
-        assert self._decoder is not None
-        return self._decoder.run(x, batch)
+        x = self._owned.embed(ids) if self.assignment.embed else hidden
+        return self._owned.run(x, ids, batch, self._kv.layers)
 
     def _enter(self, hidden: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
         """What goes into the first layer, in memory of its own."""
-        embedding = self.weights.embedding
-        if ids is not None and embedding is not None:
-            return embedding.index_select(0, ids.to(self.device))
-        assert hidden is not None
-        return on_card(hidden, self.device).to(DTYPE, copy=hidden.is_cuda)
+        if hidden is None:
+            assert ids is not None
+            return self._owned.embed(ids)
+        return on_card(hidden, self.device).to(self._dtype, copy=hidden.is_cuda)
+
+    @property
+    def _owned(self) -> Model:
+        if self._model is None:
+            raise StepError("this stage is over, and another has its weights")
+        return self._model
 
     def _check_tokens(self, tokens: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         if tokens is None or tokens.shape != (num_tokens,):
@@ -277,7 +324,7 @@ class CudaStage:
 
     def _check_hidden(self, hidden: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         wanted = (num_tokens, self.hidden_size)
-        if hidden is None or hidden.shape != wanted or hidden.dtype not in {torch.float32, DTYPE}:
+        if hidden is None or hidden.shape != wanted or hidden.dtype not in _HIDDEN:
             found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
             raise StepError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
         return hidden

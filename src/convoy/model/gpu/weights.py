@@ -73,10 +73,15 @@ def load_weights(
 ) -> StageWeights:
     """Read or draw just the tensors of the assignment; layers in ``kept`` are used again.
 
-    Raises ModelError for a span outside the model, a model that these kernels do not run, and for missing,
-    misshapen or unreadable tensors.
+    For a model that `why_not_ours` says nothing of. Raises ModelError for a span outside the model, and for
+    missing, misshapen or unreadable tensors.
     """
-    _check(source, assignment)
+    spec = source.spec
+    if not 0 <= assignment.start <= assignment.end <= spec.num_layers:
+        raise ModelError(
+            f"{source.name} has layers 0 to {spec.num_layers - 1}, "
+            f"asked for {assignment.start} to {assignment.end - 1}"
+        )
     reader = ConfigReader(source.config, source.name)
     loader = _Loader(source, device, progress, assignment)
     layers = {} if kept is None else dict(kept.layers)
@@ -84,7 +89,7 @@ def load_weights(
         if layer not in layers:
             layers[layer] = loader.layer(f"model.layers.{layer}.")
     layers = {layer: layers[layer] for layer in range(assignment.start, assignment.end)}
-    tied = source.spec.tied_embeddings
+    tied = spec.tied_embeddings
     embedding = loader.whole("model.embed_tokens.weight") if assignment.embed else None
     norm = head = None
     if assignment.output:
@@ -100,24 +105,16 @@ def load_weights(
     )
 
 
-def _check(source: ModelSource, assignment: StageAssignment) -> None:
-    spec, name = source.spec, source.name
-    if not 0 <= assignment.start <= assignment.end <= spec.num_layers:
-        raise ModelError(
-            f"{name} has layers 0 to {spec.num_layers - 1}, "
-            f"asked for {assignment.start} to {assignment.end - 1}"
-        )
+def why_not_ours(source: ModelSource) -> str | None:
+    """Why `gpu.decoder` does not run this model, whose layers are the library's then; None where it does."""
+    spec = source.spec
     if spec.family not in FAMILIES:
-        raise ModelError(
-            f"{name}: model type {spec.family!r} does not run on cuda yet",
-            hint=f"on cuda run {', '.join(sorted(FAMILIES))}; others run on cpu",
-        )
-    for group in spec.cache_groups:
-        if not group.is_carried:
-            raise ModelError(f"{name}: its cache group {group.name} does not run on cuda")
-    activation = ConfigReader(source.config, name).word("hidden_act") or "silu"
+        return f"model type {spec.family!r} has other layers"
+    activation = ConfigReader(source.config, source.name).word("hidden_act") or "silu"
     if activation not in _ACTIVATIONS:
-        raise ModelError(f"{name}: the activation {activation!r} does not run on cuda, expected silu")
+        return f"the activation is {activation!r}"
+    carried = all(group.is_carried for group in spec.cache_groups)
+    return None if carried else "K and V differ in width"
 
 
 class _Loader:
