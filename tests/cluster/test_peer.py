@@ -152,13 +152,13 @@ def test_an_activation_of_another_plan_is_refused(
     assert "names a plan that is not loaded here" in failed.reason
 
 
-@pytest.mark.parametrize("num_blocks", [0, 1 << 40, 1 << 62])
+@pytest.mark.parametrize("num_blocks", [[0], [1 << 40], [1 << 62], [4, 4], [4, -4]])
 def test_an_activation_with_impossible_pools_is_refused_and_the_peer_lives_on(
     members: tuple[LocalMember, ...],
     network: MemoryNetwork,
     peer: PeerThread,
     source: ModelSource,
-    num_blocks: int,
+    num_blocks: list[int],
 ) -> None:
     talk = Conversation(members[0], members[1], network)
     talk.ask(HELLO)
@@ -166,7 +166,7 @@ def test_an_activation_with_impossible_pools_is_refused_and_the_peer_lives_on(
     answer = talk.ask(plan, generation=plan.generation)
     while not isinstance(answer, Ready):
         answer = talk.hear()
-    activate = Activate(plan.generation, plan_digest(plan), [num_blocks])
+    activate = Activate(plan.generation, plan_digest(plan), num_blocks)
     assert isinstance(talk.ask(activate, generation=plan.generation), Refuse)
     assert isinstance(Conversation(members[0], members[1], network).ask(HELLO), Hello)
 

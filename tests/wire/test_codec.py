@@ -131,6 +131,16 @@ def test_what_a_peer_drew_is_bounded_before_it_is_built() -> None:
             decode_message(FrameType.DRAWN, encode_message(message))
 
 
+def test_there_is_a_number_for_each_cache_group_and_there_are_sixteen_at_most() -> None:
+    most = Activate(1, b"d" * 32, [1 << 62] * 16)
+    assert decode_message(FrameType.ACTIVATE, encode_message(most)) == most
+    for counts in ([], [1] * 17):
+        for message in (Activate(1, b"d" * 32, counts), Ready(1, 100, 7000, counts)):
+            kind = FrameType.ACTIVATE if isinstance(message, Activate) else FrameType.READY
+            with pytest.raises(FrameError):
+                decode_message(kind, encode_message(message))
+
+
 def test_as_many_biases_are_sent_as_a_request_may_have() -> None:
     def draw(num_biases: int) -> Step:
         request = DrawRequest(
