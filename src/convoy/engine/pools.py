@@ -54,9 +54,18 @@ class BlockPools:
         return [whole if ring is None else min(whole, ring) for ring in self._rings]
 
     def missing(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """How many blocks of each group it lacks for ``num_tokens``; below 0: it has more."""
-        have: SequenceOf[SequenceOf[int]] = sequence.tables or [()] * len(self._pools)
-        return [most - len(table) for most, table in zip(self.needed(num_tokens), have, strict=True)]
+        """How many blocks of each group it lacks for ``num_tokens``; empty where it lacks none."""
+        tables = sequence.tables
+        if not tables:
+            return self.needed(num_tokens)
+        for table, ring in zip(tables, self._rings, strict=True):  # most rows find that they lack nothing
+            if len(table) * self.block_size < num_tokens and len(table) != ring:
+                break
+        else:
+            return []
+        return [
+            max(0, most - len(table)) for most, table in zip(self.needed(num_tokens), tables, strict=True)
+        ]
 
     def have_room(self, counts: SequenceOf[int], kept: SequenceOf[int] = ()) -> bool:
         """Whether so many of each group are free, without the blocks ``kept`` of the first group."""

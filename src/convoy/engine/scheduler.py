@@ -298,14 +298,15 @@ class Scheduler:
             return
         num_tokens += len(drafts)
         missing = self.pools.missing(sequence, sequence.num_scheduled + num_tokens)
-        while not self.pools.have_room(missing):
+        while missing and not self.pools.have_room(missing):
             if self._drop_idle():
                 continue
             victim = next((s for s in reversed(self.running) if s not in plan.rows), sequence)
             self._preempt(victim)
             if victim is sequence:
                 return
-        plan.grants.extend(self.pools.grow(sequence, missing))
+        if missing:
+            plan.grants.extend(self.pools.grow(sequence, missing))
         plan.add(sequence, num_tokens, drafts)
 
     def _budget(self, plan: Composition) -> int:
