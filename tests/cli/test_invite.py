@@ -207,6 +207,10 @@ def test_after_an_invitation_the_verbs_find_the_files_by_themselves(tmp_path: Pa
     assert [stage["member"] for stage in json.loads(plan.stdout)["stages"]] == ["alpha", "beta"]
     other = run_convoy(["plan", "demo-mini", "--members", "3", "--json"], alpha)
     assert [stage["member"] for stage in json.loads(other.stdout)["stages"]] == ["alpha", "beta", "gamma"]
+    head = run_convoy(["session", "demo-mini", "--prompt", "x"], tmp_path / "beta")  # a peer, which may not
+    said = head.stderr.splitlines()
+    assert said[0] == "as the head of .convoy/convoy.toml; --members 1 is this machine alone"
+    assert "error: beta may not be the head; the roster allows alpha" in said
     examined = json.loads(run_convoy(["doctor", "--json"], alpha).stdout)
     assert "keys" in {finding["check"] for finding in examined["findings"]}
     removed = run_convoy(["roster", "remove", "beta", "--json"], alpha)

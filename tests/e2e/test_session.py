@@ -19,6 +19,12 @@ THEN = ("--prompt", "And what is 20+5? Answer with just the number.")
 Say = Callable[..., dict[str, Any]]
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where a clone's own .convoy may be, which a session would take."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def session(capsys: pytest.CaptureFixture[str]) -> Iterator[Say]:
     """session(...): what `convoy session demo-mini ... --json` says, typed in this process."""

@@ -63,7 +63,10 @@ def session(
     turn.check()
     secret = session_key(key, make=load is None)
     turn.check_files(secret)
-    config = config_file(config) if members is None and layers is None else config
+    if config is None and members is None and layers is None:
+        config = config_file(None)
+        if config is not None and not as_json:
+            print_note(f"as the head of {config}; --members 1 is this machine alone")
     _start(turn, secret, model, config, LocalOptions(members or 1, layers, kernel))
 
 
