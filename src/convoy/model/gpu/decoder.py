@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
 from torch.nn.functional import linear
 
 from convoy.model.gpu.attention import attend
@@ -19,6 +20,50 @@ from convoy.model.gpu.pools import LayerPool
 from convoy.model.gpu.weights import LayerWeights, StageWeights
 
 
+class LlamaLayer(nn.Module):
+    """One layer. What its MLP adds is left to the next norm, which adds and norms in one pass."""
+
+    def __init__(self, own: LayerWeights, rotation: Rotation, eps: float) -> None:
+        super().__init__()
+        self._own = own
+        self._rotation = rotation
+        self._eps = eps
+
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, pool: LayerPool, batch: DeviceBatch
+    ) -> torch.Tensor | None:
+        """``x`` [T, hidden_size] gets ``delta`` and what attention adds; what the MLP adds is returned.
+
+        Of a lone row ``x`` gets all, and nothing is returned.
+        """
+        own, eps = self._own, self._eps
+        if x.shape[0] == 1:
+            qkv = lone_linear(x, own.qkv, bias=own.qkv_bias, norm=own.input_norm, eps=eps)
+            lone_linear(self._attend(qkv, pool, batch), own.out, bias=own.out_bias, out=x, adds=True)
+            between = lone_linear(
+                x, own.gate_up, bias=own.gate_up_bias, norm=own.middle_norm, eps=eps, gated=True
+            )
+            lone_linear(between, own.down, bias=own.down_bias, out=x, adds=True)
+            return None
+        qkv = linear(add_norm(x, delta, own.input_norm, eps), own.qkv, own.qkv_bias)
+        delta = linear(self._attend(qkv, pool, batch), own.out, own.out_bias)
+        both = linear(add_norm(x, delta, own.middle_norm, eps), own.gate_up, own.gate_up_bias)
+        return linear(gate(both), own.down, own.down_bias)
+
+    def _attend(self, qkv: torch.Tensor, pool: LayerPool, batch: DeviceBatch) -> torch.Tensor:
+        group = batch.groups[pool.group]
+        rotate_and_store(
+            *(qkv, pool.pool, pool.shape, self._rotation),
+            positions=batch.positions,
+            slots=group.slots,
+            norms=self._own.head_norms,
+            eps=self._eps,
+        )
+        return attend(
+            qkv, pool.pool, pool.shape, tables=batch.tables, rows=group.rows, launches=group.launches
+        )
+
+
 class Decoder:
     """Layers of a Llama's shape, over `gpu.weights`."""
 
@@ -27,8 +72,9 @@ class Decoder:
 
     def __init__(self, weights: StageWeights, rotation: Rotation) -> None:
         self.weights = weights
-        self._rotation = rotation
-        self._eps = weights.eps
+        self.layers = {
+            number: LlamaLayer(own, rotation, weights.eps) for number, own in weights.layers.items()
+        }
 
     @property
     def weight_bytes(self) -> int:
@@ -55,60 +101,16 @@ class Decoder:
         pools: Mapping[int, LayerPool],
     ) -> torch.Tensor:
         """[T, hidden_size] behind the last layer; ``x`` is used up."""
-        if x.shape[0] == 1:
-            for number, own in self.weights.layers.items():
-                self._run_lone(x, own, pools[number], batch)
-            return x
         delta: torch.Tensor | None = None
-        for number, own in self.weights.layers.items():
-            delta = self._run_rows(x, delta, own, pools[number], batch)
+        for number, layer in self.layers.items():
+            delta = layer(x, delta, pools[number], batch)
         return x if delta is None else x.add_(delta)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and `lm_head` of [M, hidden_size]: [M, vocab_size], bfloat16, or float32 of one row."""
-        norm, head = self.weights.norm, self.weights.head
+        norm, head, eps = self.weights.norm, self.weights.head, self.weights.eps
         assert norm is not None
         assert head is not None
         if x.shape[0] == 1:
-            return lone_linear(x, head, norm=norm, eps=self._eps, dtype=torch.float32)
-        return linear(add_norm(x, None, norm, self._eps), head)
-
-    def _run_lone(self, x: torch.Tensor, own: LayerWeights, pool: LayerPool, batch: DeviceBatch) -> None:
-        eps = self._eps
-        qkv = lone_linear(x, own.qkv, bias=own.qkv_bias, norm=own.input_norm, eps=eps)
-        attended = self._attend(qkv, own, pool, batch)
-        lone_linear(attended, own.out, bias=own.out_bias, out=x, adds=True)
-        between = lone_linear(
-            x, own.gate_up, bias=own.gate_up_bias, norm=own.middle_norm, eps=eps, gated=True
-        )
-        lone_linear(between, own.down, bias=own.down_bias, out=x, adds=True)
-
-    def _run_rows(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor | None,
-        own: LayerWeights,
-        pool: LayerPool,
-        batch: DeviceBatch,
-    ) -> torch.Tensor:
-        """``x`` gets ``delta`` and what attention adds; what the MLP adds is returned."""
-        eps = self._eps
-        qkv = linear(add_norm(x, delta, own.input_norm, eps), own.qkv, own.qkv_bias)
-        delta = linear(self._attend(qkv, own, pool, batch), own.out, own.out_bias)
-        both = linear(add_norm(x, delta, own.middle_norm, eps), own.gate_up, own.gate_up_bias)
-        return linear(gate(both), own.down, own.down_bias)
-
-    def _attend(
-        self, qkv: torch.Tensor, own: LayerWeights, pool: LayerPool, batch: DeviceBatch
-    ) -> torch.Tensor:
-        group = batch.groups[pool.group]
-        rotate_and_store(
-            *(qkv, pool.pool, pool.shape, self._rotation),
-            positions=batch.positions,
-            slots=group.slots,
-            norms=own.head_norms,
-            eps=self._eps,
-        )
-        return attend(
-            qkv, pool.pool, pool.shape, tables=batch.tables, rows=group.rows, launches=group.launches
-        )
+            return lone_linear(x, head, norm=norm, eps=eps, dtype=torch.float32)
+        return linear(add_norm(x, None, norm, eps), head)

@@ -100,6 +100,11 @@ class LibraryDecoder:
         return self._modules.layer_inputs is not None
 
     @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """By their number in the whole model."""
+        return self._modules.layers
+
+    @property
     def owns_output(self) -> bool:
         return self._modules.output is not None
 

@@ -7,10 +7,12 @@ the host, like those of any stage; between the last layer and the output of one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.gpu.batch import DeviceBatch, describe_rows, on_device
@@ -42,6 +44,9 @@ class Model(Protocol):
     def bytes_read(self) -> int: ...
 
     @property
+    def layers(self) -> Mapping[int, nn.Module]: ...
+
+    @property
     def owns_output(self) -> bool: ...
 
     @property
@@ -63,6 +68,22 @@ class Model(Protocol):
     def logits(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True)
+class DeviceOptions:
+    """What `model.stage.StageOptions` says, of a device."""
+
+    device: torch.device
+    kernel: str
+    block_size: int  # tokens
+    require_tags: bool
+    num_threads: None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it computes."""
+        return _DTYPES[self.kernel]
+
+
 class CudaStage:
     """The layers of one member on one device. Not thread-safe: one thread runs its steps, in order.
 
@@ -74,11 +95,7 @@ class CudaStage:
         source: ModelSource,
         assignment: StageAssignment,
         model: Model,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        block_size: int,
-        require_tags: bool,
+        options: DeviceOptions,
     ) -> None:
         spec = source.spec
         self.assignment = assignment
@@ -86,17 +103,22 @@ class CudaStage:
         self.vocab_size = spec.vocab_size
         self.weight_bytes = model.weight_bytes
         self.bytes_read = model.bytes_read
-        self.device = device
+        self.options = options
+        self.device = options.device
         self.captured = model.can_capture
         self._model: Model | None = model
-        self._dtype = dtype
+        self._dtype = options.dtype
         self._source = (source.digest, source.path)
         self._spec = spec
-        self._block_size = block_size
-        span = range(assignment.start, assignment.end)
-        self._kv = DevicePools(spec, span, device, dtype, block_size=block_size, require_tags=require_tags)
-        self._num_units = torch.cuda.get_device_properties(device).multi_processor_count
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._kv = DevicePools(
+            spec,
+            range(assignment.start, assignment.end),
+            *(options.device, options.dtype),
+            block_size=options.block_size,
+            require_tags=options.require_tags,
+        )
+        self._num_units = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._graphs: DecodeGraphs | None = None
 
     @classmethod
@@ -123,7 +145,7 @@ class CudaStage:
         if block_size < 1 or block_size & (block_size - 1):
             raise ModelError(f"block size {block_size} is not a power of two, as {device} needs it")
         kept = before.give_up_weights(source, chosen) if isinstance(before, CudaStage) else None
-        dtype = _DTYPES[kernel]
+        options = DeviceOptions(chosen, kernel, block_size, require_tags)
         try:
             with torch.cuda.device(chosen), torch.inference_mode():
                 model: Model
@@ -136,15 +158,13 @@ class CudaStage:
                         # transformers, which takes seconds, and not before
                         from convoy.model.gpu.library_layers import load_library_decoder
 
-                    model = load_library_decoder(source, assignment, chosen, dtype, progress)
+                    model = load_library_decoder(source, assignment, chosen, options.dtype, progress)
         except torch.cuda.OutOfMemoryError as error:
             raise PlanError(
                 f"{source.name}: layers {assignment.start} to {assignment.end - 1} do not fit on {device}",
                 hint="give this member fewer layers",
             ) from error
-        return cls(
-            *(source, assignment, model, chosen, dtype), block_size=block_size, require_tags=require_tags
-        )
+        return cls(source, assignment, model, options)
 
     def forget(self) -> None:
         """Free the K/V pools and the graphs over them; steps are refused until there are new ones."""
@@ -188,6 +208,11 @@ class CudaStage:
     def takes_tokens(self) -> bool:
         """Whether a step's token ids must come here: for the embedding, or for layers that need them."""
         return self.assignment.embed or self._owned.takes_tokens
+
+    @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """The layers here, by their number in the whole model. A captured decode does not call them."""
+        return self._owned.layers
 
     @property
     def model(self) -> Model:
@@ -288,7 +313,7 @@ class CudaStage:
         """[T, hidden_size] on the device, which is the caller's."""
         if not self._kv.layers or not staged.rows:
             return self._enter(hidden, None if ids is None else on_card(ids, self.device))
-        host = describe_rows(staged.rows, self._kv.num_groups, self._block_size)
+        host = describe_rows(staged.rows, self._kv.num_groups, self.options.block_size)
         tokens = np.empty(0, np.int32) if ids is None else ids.numpy().astype(np.int32)
         graph = self._graphs.find(len(host.lengths)) if self._graphs and host.is_decode else None
         if graph is not None and graph.fits(host):
