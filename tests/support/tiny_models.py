@@ -27,6 +27,54 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_PHI: dict[str, Any] = {
+    **_COMMON,
+    "hidden_size": 48,
+    "intermediate_size": 44,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": None,
+}
+_PLAIN: dict[str, Any] = {
+    **_COMMON,
+    "hidden_size": 48,
+    "intermediate_size": 44,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.2],
+    "long_factor": [2.0, 3.0, 4.0],
+}
+_GEMMA: dict[str, Any] = {
+    **_COMMON,
+    **_ODD,
+    "num_key_value_heads": 2,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 20,
+}
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_DEEPSEEK: dict[str, Any] = {
+    **_COMMON,
+    "hidden_size": 40,
+    "intermediate_size": 44,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd": ("Llama", {**_COMMON, **_ODD, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "even": (
@@ -71,21 +119,152 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             ],
         },
     ),
+    "phi3": (
+        "Phi3",
+        {
+            **_PHI,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "sliding_window": 40,
+        },
+    ),
+    "phi4": ("Phi3", {**_PHI, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 300}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **_COMMON,
+            **_ODD,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
+    ),
+    "gemma3": ("Gemma3Text", {**_GEMMA, "sliding_window_pattern": 3}),
+    "gemma3 capped": ("Gemma3Text", {**_GEMMA, "final_logit_softcapping": 2.0, "layer_types": _MIXED}),
+    "gemma3 nested": (
+        "Gemma3",
+        {
+            "text_config": {**_GEMMA, "sliding_window_pattern": 3},
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **_COMMON,
+            **_ODD,
+            "intermediate_size": 24,
+            "num_key_value_heads": 2,
+            "sliding_window": 20,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "gemma4": (
+        "Gemma4Text",
+        {
+            **_GEMMA,
+            "layer_types": _MIXED,
+            "global_head_dim": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": 2.0,
+        },
+    ),
+    "gemma4 e": (
+        "Gemma4Text",
+        {
+            **_GEMMA,
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention", *_MIXED[1:], "sliding_attention", "full_attention"],
+            "global_head_dim": 16,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": 105,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "apertus": ("Apertus", _PLAIN),
+    "arcee": ("Arcee", {**_PLAIN, "attention_bias": True, "mlp_bias": True}),
+    "cohere": ("Cohere", {**_PLAIN, "use_qk_norm": True, "pad_token_id": 0}),
+    "cohere2": ("Cohere2", {**_PLAIN, "sliding_window": 20, "pad_token_id": 0}),
+    "ernie4_5": ("Ernie4_5", {**_PLAIN, "head_dim": 8}),
+    "gemma": ("Gemma", {**_PLAIN, "head_dim": 16}),
+    "glm": ("Glm", {**_PLAIN, "head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", {**_PLAIN, "head_dim": 16, "pad_token_id": 0}),
+    "glm4_moe": ("Glm4Moe", {**_DEEPSEEK, "head_dim": 16, "num_key_value_heads": 2, "use_qk_norm": True}),
+    "granite": (
+        "Granite",
+        {
+            **_PLAIN,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "mixtral": ("Mixtral", {**_PLAIN, "num_local_experts": 4, "sliding_window": 30}),
+    "olmo2": ("Olmo2", {**_PLAIN, "pad_token_id": 0}),
+    "olmo3": ("Olmo3", {**_PLAIN, "pad_token_id": 0, "sliding_window": 20}),
+    "olmoe": ("Olmoe", {**_PLAIN, "num_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            **_PLAIN,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+        },
+    ),
+    "seed_oss": ("SeedOss", {**_PLAIN, "head_dim": 16}),
+    "smollm3": ("SmolLM3", {**_PLAIN, "pad_token_id": 0}),
+    "deepseek_v3": ("DeepseekV3", {**_DEEPSEEK}),
+    "deepseek_v3 flat": ("DeepseekV3", {**_DEEPSEEK, "q_lora_rank": None, "rope_interleave": False}),
 }
+_CONFIGS = {"Gemma3Text": "Gemma3", "Gemma4Text": "Gemma4"}  # whose models are named after the family alone
+
+
+def build_config(kind: str) -> Any:
+    """The library's configuration of a kind."""
+    family, options = KINDS[kind]
+    return getattr(transformers, f"{family}Config")(**options)
 
 
 def build_model(kind: str) -> Any:
     """The whole model of transformers, random but lively: initial weights make attention near uniform."""
     family, options = KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(**options)
+    config = build_config(kind)
     torch.manual_seed(7)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    head = "ConditionalGeneration" if "text_config" in options else "CausalLM"
+    model = getattr(transformers, f"{_CONFIGS.get(family, family)}For{head}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             else:
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.add_(0.1 * torch.randn(buffer.shape))
     return model
 
 
@@ -133,7 +312,7 @@ class Chain:
         ids = torch.tensor([t for _, part in rows for t in part], dtype=torch.int64)
         hidden: torch.Tensor | None = None
         for stage in self.stages:
-            hidden = stage.run(step, hidden, ids if stage.assignment.embed else None)
+            hidden = stage.run(step, hidden, ids if stage.takes_tokens else None)
         assert hidden is not None
         owner = next(stage for stage in self.stages if stage.assignment.output)
         logits = owner.output(owner.select(step, hidden))

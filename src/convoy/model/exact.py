@@ -11,27 +11,62 @@ from typing import Any
 import torch
 from torch import nn
 
-from convoy.errors import ModelError
 from convoy.model.attention import LayerBatch, attend
-from convoy.model.linear import FUSED_ACTIVATIONS, PackedLinear
+from convoy.model.experts import (
+    GATED_SHARE,
+    ROUTERS,
+    ExactExperts,
+    ExactRouter,
+    GatedShare,
+    activation_name,
+    is_experts,
+)
+from convoy.model.linear import PackedLinear
+from convoy.model.rope import HeadSpread
 
-# One linear each for q, k and v, norms of q and k or none, halves of a head rotated, and no more than that.
-_PLAIN_ATTENTION = {"LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention"}
-# x / rms(x) * weight, with no offset
-_PLAIN_NORM = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
+# Linears for q, k and v, norms of each head's q and k or none, halves of the rotary part of a head turned,
+# sinks or none, and no more than that.
+_PLAIN_ATTENTION = {
+    f"{family}Attention"
+    for family in (
+        *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe"),
+        *("Phi3", "Gemma3", "GptOss", "Arcee", "Gemma", "Granite", "Mixtral", "SeedOss"),
+    )
+}
+# Each row over its root mean square, times the weight
+_PLAIN_NORM = {
+    f"{family}RMSNorm"
+    for family in (
+        *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe"),
+        *("Phi3", "Gemma4", "GptOss", "DeepseekV3", "Apertus", "Arcee", "Ernie4_5", "Glm", "Glm4", "Glm4Moe"),
+        *("Granite", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Qwen2Moe", "SeedOss", "SmolLM3"),
+    )
+}
+# The same, times one more than the weight
+_OFFSET_NORM = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
 
 
-class ExactNorm(nn.Module):
+class RowNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight; for two or more rows, no row's mean is split between threads."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, weight: torch.Tensor | None, eps: float) -> None:
         super().__init__()
-        self.weight = norm.weight
-        self._eps = float(norm.variance_epsilon)  # type: ignore[arg-type]
+        self.weight = None if weight is None else nn.Parameter(weight.detach(), requires_grad=False)
+        self._eps = float(eps)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] to the same shape."""
-        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self._eps)  # type: ignore[arg-type]
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self._eps)
+
+
+class ExactNorm(RowNorm):
+    """A norm of the library as `RowNorm`."""
+
+    def __init__(self, norm: Any) -> None:
+        weight: torch.Tensor | None = getattr(norm, "weight", None)  # some only normalise
+        if weight is not None and type(norm).__name__ in _OFFSET_NORM:
+            weight = 1.0 + weight.detach().to(torch.float32)
+        super().__init__(weight, getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
 class ExactMlp(nn.Module):
@@ -39,8 +74,14 @@ class ExactMlp(nn.Module):
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
-        self.gate = _pack(mlp.gate_proj, str(mlp.config.hidden_act))
-        self.up = _pack(mlp.up_proj)
+        activation = activation_name(mlp.config)
+        if hasattr(mlp, "gate_up_proj"):
+            joined = mlp.gate_up_proj
+            gate, up = joined.weight.chunk(2)
+            gate_bias, up_bias = (None, None) if joined.bias is None else joined.bias.chunk(2)
+            self.gate, self.up = PackedLinear(gate, gate_bias, activation), PackedLinear(up, up_bias)
+        else:
+            self.gate, self.up = _pack(mlp.gate_proj, activation), _pack(mlp.up_proj)
         self.down = _pack(mlp.down_proj)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,18 +93,23 @@ class ExactMlp(nn.Module):
 class ExactAttention(nn.Module):
     """Attention with one linear for q, k and v and one rotation over all heads."""
 
-    def __init__(self, attention: Any) -> None:
+    def __init__(self, attention: Any, rotary_dim: int) -> None:
         super().__init__()
         self.layer_idx: int = attention.layer_idx
+        self._rotary_dim = rotary_dim
         self._head_dim: int = attention.head_dim
-        self._num_heads = attention.q_proj.out_features // attention.head_dim
-        self._num_kv_heads = attention.k_proj.out_features // attention.head_dim
-        parts = [attention.q_proj, attention.k_proj, attention.v_proj]
-        bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-        self.qkv = PackedLinear(torch.cat([part.weight for part in parts]), bias)
+        self.qkv, self._num_heads = _joined_qkv(attention)
+        self._num_kv_heads = (self.qkv.out_features // self._head_dim - self._num_heads) // 2
+        self._scaling = float(attention.scaling)
         self.out = _pack(attention.o_proj)
         self.q_norm = ExactNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.k_norm = ExactNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.sinks: torch.Tensor | None = getattr(attention, "sinks", None)
+
+    @property
+    def spread(self) -> HeadSpread:
+        """How its rotations must be laid out."""
+        return HeadSpread(self._num_heads, self._num_kv_heads, self._head_dim, self._scaling)
 
     def forward(
         self,
@@ -84,46 +130,73 @@ class ExactAttention(nn.Module):
             )
             heads = torch.cat(parts, dim=1)
         turned = heads * cos
-        turned.add_(torch.roll(heads, self._head_dim // 2, -1).mul_(sin))
-        out = attend(turned[:, : self._num_heads], turned[:, self._num_heads :], batch[self.layer_idx])
+        turned.add_(self._rolled(heads).mul_(sin))
+        query, kv = turned[:, : self._num_heads], turned[:, self._num_heads :]
+        out = attend(query, kv, batch[self.layer_idx], sinks=self.sinks)
         return self.out(out.view(1, out.shape[0], -1)), None
 
+    def _rolled(self, heads: torch.Tensor) -> torch.Tensor:
+        """With the halves of the rotary part exchanged."""
+        half, end = self._rotary_dim // 2, self._rotary_dim
+        if end == self._head_dim:
+            return torch.roll(heads, half, -1)
+        return torch.cat((heads[..., half:end], heads[..., :half], heads[..., end:]), dim=-1)
 
-def make_layer_exact(layer: nn.Module) -> bool:
-    """Replace a layer's parts in place, freeing the originals; whether its attention is now `ExactAttention`.
 
-    Raises ModelError for an activation that has no fused form.
+def make_layer_exact(layer: nn.Module, rotary_dim: int) -> ExactAttention | None:
+    """Replace a layer's parts in place, freeing the originals; its attention, where that is ours now.
+
+    ``rotary_dim``: how much of a head is turned. Raises ModelError for what has no exact form.
     """
-    fused = False
+    attention: ExactAttention | None = None
     for name, part in list(layer.named_modules()):
-        kind = type(part).__name__
-        if kind in _PLAIN_ATTENTION:
-            layer.set_submodule(name, ExactAttention(part))
-            fused = True
-        elif all(
-            isinstance(getattr(part, key, None), nn.Linear) for key in ("gate_proj", "up_proj", "down_proj")
-        ):
-            _check_activation(str(part.config.hidden_act))
+        if type(part).__name__ in _PLAIN_ATTENTION:
+            attention = ExactAttention(part, rotary_dim)
+            layer.set_submodule(name, attention)
+        elif _is_mlp(part):
             layer.set_submodule(name, ExactMlp(part))
+        elif type(part).__name__ in GATED_SHARE:
+            layer.set_submodule(name, GatedShare(part))
+        elif is_experts(part):
+            layer.set_submodule(name, ExactExperts(part))
+        elif type(part).__name__ in ROUTERS:
+            layer.set_submodule(name, ExactRouter(part))
+    gate = getattr(layer, "per_layer_input_gate", None)  # of Gemma 4, with the layer's own activation
+    if isinstance(gate, nn.Linear):
+        layer.per_layer_input_gate = _pack(gate, activation_name(layer.config))
+        layer.act_fn = nn.Identity()
     for name, part in list(layer.named_modules()):
         if isinstance(part, nn.Linear):
             layer.set_submodule(name, _pack(part))
-        elif type(part).__name__ in _PLAIN_NORM:
+        elif _is_norm(part):
             layer.set_submodule(name, ExactNorm(part))
-    return fused
+    return attention
 
 
 def make_output_exact(norm: nn.Module, output: nn.Linear) -> tuple[nn.Module, PackedLinear]:
     """The final norm and `lm_head` in exact form."""
-    return ExactNorm(norm) if type(norm).__name__ in _PLAIN_NORM else norm, _pack(output)
+    return ExactNorm(norm) if _is_norm(norm) else norm, _pack(output)
+
+
+def _is_mlp(part: Any) -> bool:
+    names = ("gate_up_proj",) if hasattr(part, "gate_up_proj") else ("gate_proj", "up_proj")
+    return all(isinstance(getattr(part, name, None), nn.Linear) for name in (*names, "down_proj"))
+
+
+def _is_norm(part: nn.Module) -> bool:
+    return type(part).__name__ in _PLAIN_NORM | _OFFSET_NORM
+
+
+def _joined_qkv(attention: Any) -> tuple[PackedLinear, int]:
+    """One linear for q, k and v, and the number of query heads."""
+    if hasattr(attention, "qkv_proj"):
+        joined = attention.qkv_proj
+        return _pack(joined), attention.o_proj.in_features // attention.head_dim
+    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    num_heads = parts[0].out_features // attention.head_dim
+    return PackedLinear(torch.cat([part.weight for part in parts]), bias), num_heads
 
 
 def _pack(linear: nn.Linear, activation: str | None = None) -> PackedLinear:
     return PackedLinear(linear.weight, linear.bias, activation)
-
-
-def _check_activation(activation: str) -> None:
-    if activation not in FUSED_ACTIVATIONS:
-        raise ModelError(
-            f"the activation {activation!r} has no exact form here", hint='set kernel = "plain-f32"'
-        )

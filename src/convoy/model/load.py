@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,17 +16,18 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from convoy.errors import ModelError
 from convoy.model.attention import ATTENTION_NAME, packed_attention
 from convoy.model.checkpoint import StoredTensor, map_tensor
-from convoy.model.exact import make_layer_exact, make_output_exact
+from convoy.model.exact import RowNorm, make_layer_exact, make_output_exact
+from convoy.model.latent import LATENT, LatentAttention
+from convoy.model.layer_inputs import LayerInputs
 from convoy.model.library import LIBRARY
-from convoy.model.linear import PackedLinear
-from convoy.model.owned import owned_tensors
+from convoy.model.loaded import LoadedModules
+from convoy.model.owned import LAYER_INPUT_NAMES, decoder_name, owned_tensors
+from convoy.model.rope import RopeUse
 from convoy.model.source import ModelSource
 from convoy.model.synthetic import draw_tensor
 from convoy.wire.messages import StageAssignment
 
 LoadProgress = Callable[[int, int], None]
-# They change their frequencies with the length of the batch, so a position would not have one value.
-_UNSTEADY_ROPE = {"dynamic", "longrope"}
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
@@ -37,47 +38,6 @@ class _Part:
     layers: frozenset[int]
     embed: bool
     output: bool
-
-
-@dataclass
-class LoadedModules:
-    """A stage's modules; what it does not own is None."""
-
-    embedding: nn.Embedding | None
-    layers: dict[int, nn.Module]  # by their number in the whole model
-    norm: nn.Module | None
-    output: nn.Module | None  # lm_head
-    rotary: nn.Module
-    fused_attention: bool  # the layers take rotations spread over heads
-    bytes_read: int
-
-    def parts(self) -> list[nn.Module]:
-        """Everything with weights."""
-        return [
-            *self.layers.values(),
-            *(p for p in (self.embedding, self.norm, self.output) if p is not None),
-        ]
-
-    def narrow(self, assignment: StageAssignment) -> None:
-        """Free what ``assignment`` does not own.
-
-        Embedding and output stay only together and unchanged: what one of them is depends on the other where
-        they are tied.
-        """
-        for layer in [i for i in self.layers if not assignment.start <= i < assignment.end]:
-            del self.layers[layer]
-        held = self.embedding is not None, self.output is not None
-        if held != (assignment.embed, assignment.output):
-            self.embedding = self.norm = self.output = None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Resident bytes; a tied matrix that is stored once counts once."""
-        plain = {p.data_ptr(): p.nbytes for part in self.parts() for p in part.parameters()}
-        packed = [
-            m.weight_bytes for part in self.parts() for m in part.modules() if isinstance(m, PackedLinear)
-        ]
-        return sum(plain.values()) + sum(packed)
 
 
 def load_modules(
@@ -99,6 +59,8 @@ def load_modules(
             f"{source.name} has layers 0 to {source.spec.num_layers - 1}, "
             f"asked for {assignment.start} to {assignment.end - 1}"
         )
+    if kept is not None and kept.layer_inputs is not None:
+        kept = None  # they are made for all layers of a stage at once
     if kept is not None:
         kept.narrow(assignment)
     part = _lacking(assignment, kept)
@@ -107,19 +69,35 @@ def load_modules(
         return kept
     config = _config(source, part)
     wanted = owned_tensors(source, part.layers, embed=part.embed, output=part.output)
-    total = sum(tensor.num_bytes for tensor in wanted)
-    state: dict[str, torch.Tensor] = {}
-    bytes_read = 0
-    for stored in wanted:
-        state[stored.name] = _tensor(source, stored)
-        bytes_read += stored.num_bytes
-        if progress is not None:
-            progress(bytes_read, total)
+    state, bytes_read = _read(source, part, wanted, progress)
+    beside = {name: state.pop(name) for name in list(state) if name.startswith(LAYER_INPUT_NAMES)}
     model = _build(source, part, config, state)
     stored_dtype = next((t.dtype for n, t in state.items() if n.endswith("embed_tokens.weight")), None)
     del state
-    fresh = _take_modules(model, stored_dtype, embed=part.embed, bytes_read=bytes_read, packed=packed)
+    fresh = _take_modules(source, model, stored_dtype, beside, embed=part.embed, packed=packed)
+    fresh.bytes_read = bytes_read
     return fresh if kept is None else _joined(kept, fresh)
+
+
+def _read(
+    source: ModelSource, part: _Part, wanted: list[StoredTensor], progress: LoadProgress | None
+) -> tuple[dict[str, torch.Tensor], int]:
+    """The ``wanted`` tensors by their names in the decoder, and how many bytes of them a stage needs."""
+    share = {
+        stored.name: stored.num_bytes * len(part.layers) // source.spec.num_layers
+        if decoder_name(stored.name).startswith(LAYER_INPUT_NAMES[:2])
+        else stored.num_bytes
+        for stored in wanted
+    }
+    total = sum(share.values())
+    state: dict[str, torch.Tensor] = {}
+    bytes_read = 0
+    for stored in wanted:
+        state[decoder_name(stored.name)] = _tensor(source, stored)
+        bytes_read += share[stored.name]
+        if progress is not None:
+            progress(bytes_read, total)
+    return state, bytes_read
 
 
 def _lacking(assignment: StageAssignment, kept: LoadedModules | None) -> _Part:
@@ -133,14 +111,13 @@ def _lacking(assignment: StageAssignment, kept: LoadedModules | None) -> _Part:
 def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:
     layers = kept.layers | fresh.layers
     ends = kept if fresh.embedding is None and fresh.output is None else fresh
-    return LoadedModules(
+    return replace(
+        fresh,
         embedding=ends.embedding,
         layers={layer: layers[layer] for layer in sorted(layers)},
         norm=ends.norm,
         output=ends.output,
-        rotary=fresh.rotary,
-        fused_attention=all(part.fused_attention for part in (kept, fresh) if part.layers),
-        bytes_read=fresh.bytes_read,
+        ropes=kept.ropes | fresh.ropes,
     )
 
 
@@ -159,23 +136,33 @@ def _read_config(source: ModelSource) -> Any:
 def _config(source: ModelSource, part: _Part) -> Any:
     try:
         with LIBRARY:
-            config = _read_config(source)
+            config = _read_config(source).get_text_config()
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise ModelError(f"{source.name}: config.json is not accepted: {error}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{source.name}: model type {source.spec.family!r} has no decoder in transformers")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _UNSTEADY_ROPE:
-        raise ModelError(f"{source.name}: rope type {rope['rope_type']!r} is not supported")
+    _check_rope(source, getattr(config, "rope_parameters", None) or {})
     if not part.output:
         # the library would look for an lm_head to tie
         config.tie_word_embeddings = False
     return config
 
 
+def _check_rope(source: ModelSource, parameters: dict[str, Any]) -> None:
+    """Refuse frequencies that change with the length of the batch: a position would not have one value."""
+    of_types = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in of_types or [parameters]:
+        kind = rope.get("rope_type")
+        # this one changes once, beyond the context for which the model was made
+        steady = kind == "longrope" and source.spec.max_context <= rope["original_max_position_embeddings"]
+        if kind in {"dynamic", "longrope"} and not steady:
+            raise ModelError(f"{source.name}: rope type {kind!r} is not supported")
+
+
 def _build(source: ModelSource, part: _Part, config: Any, state: dict[str, torch.Tensor]) -> nn.Module:
     whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    keep_embedding = part.embed or (part.output and source.spec.tied_embeddings)
+    takes_ids = not source.spec.token_id_layers.isdisjoint(part.layers)
+    keep_embedding = part.embed or takes_ids or (part.output and source.spec.tied_embeddings)
 
     class OwnedPart(whole):  # type: ignore[misc, valid-type]
         """The model's own class without what this stage does not own: those modules never get memory."""
@@ -187,6 +174,9 @@ def _build(source: ModelSource, part: _Part, config: Any, state: dict[str, torch
             for layer in range(len(self.model.layers)):
                 if layer not in part.layers:
                     self.model.layers[layer] = nn.Identity()
+            for name in LAYER_INPUT_NAMES:
+                if hasattr(self, "model") and hasattr(self.model, name.removeprefix("model.")):
+                    self.set_submodule(name, nn.Identity())
             if not keep_embedding:
                 self.model.embed_tokens = nn.Identity()
             if not part.output:
@@ -244,34 +234,111 @@ def _silence() -> Iterator[None]:
 
 
 def _take_modules(
-    model: Any, stored_dtype: torch.dtype | None, *, embed: bool, bytes_read: int, packed: bool
+    source: ModelSource,
+    model: Any,
+    stored_dtype: torch.dtype | None,
+    beside: dict[str, torch.Tensor],
+    *,
+    embed: bool,
+    packed: bool,
 ) -> LoadedModules:
     """Take the owned modules out of the model, packing and freeing them one by one."""
-    decoder, output = model.model, model.lm_head
+    decoder, output, config = model.model, model.lm_head, model.config
     layers = {i: layer for i, layer in enumerate(decoder.layers) if not isinstance(layer, nn.Identity)}
-    fused = [make_layer_exact(layer) for layer in layers.values()] if packed else []
+    _check_heads(source, layers)
+    ropes = {
+        i: _make_layer(layer, i, decoder.rotary_emb, config, packed=packed) for i, layer in layers.items()
+    }
     embedding: Any = getattr(decoder.embed_tokens, "weight", None)
-    norm, rotary = decoder.norm, decoder.rotary_emb
+    scale: float | None = getattr(decoder.embed_tokens, "scalar_embed_scale", None)
+    scale = getattr(config, "embedding_multiplier", None) if scale is None else scale
+    norm = decoder.norm
     if isinstance(output, nn.Identity):
         norm = output = None
     elif packed:
         tied = embedding is output.weight
         norm, output = make_output_exact(norm, output)
-        if tied and embed and stored_dtype is not None:
+        if tied and (embed or beside) and stored_dtype is not None:
             # A packed matrix cannot be looked up by row, so here the embedding lies beside it: in the dtype
             # of the file, which for most is half of float32.
             embedding = embedding.to(stored_dtype)
+    lookup = _lookup(embedding) if embed or beside else None
     modules = LoadedModules(
-        embedding=_lookup(embedding) if embed else None,
+        embedding=lookup if embed else None,
         layers=layers,
         norm=norm,
         output=output,
-        rotary=rotary,
-        fused_attention=bool(fused) and all(fused),
-        bytes_read=bytes_read,
+        rotary=decoder.rotary_emb,
+        ropes=ropes,
+        embed_scale=scale,
+        logit_scale=_logit_scale(config),
+        logit_cap=getattr(config, "final_logit_softcapping", None),
+        layer_inputs=_layer_inputs(config, beside, lookup, scale, layers, packed=packed),
+        bytes_read=0,
     )
     _own_memory(modules)
     return modules
+
+
+def _logit_scale(config: Any) -> float | None:
+    """Cohere multiplies its logits, Granite divides them."""
+    scaling = getattr(config, "logits_scaling", None)
+    scale: float | None = getattr(config, "logit_scale", None)
+    return scale if scaling is None else 1 / float(scaling)
+
+
+def _check_heads(source: ModelSource, layers: Mapping[int, nn.Module]) -> None:
+    """Refuse a model whose layers have other heads than were planned: its K/V would not fit its pools."""
+    for group in source.spec.cache_groups:
+        for number in set(group.layers) & layers.keys():
+            attention: Any = getattr(layers[number], "self_attn", None)
+            if group.kind != "kv" or attention is None:
+                continue
+            found = (attention.head_dim, attention.num_key_value_groups)
+            expected = (group.head_dim, group.num_heads // group.num_kv_heads)
+            if found != expected:
+                raise ModelError(
+                    f"{source.name}: layer {number} has heads of {found[0]}, {found[1]} to a K/V head, "
+                    f"expected {expected[0]} and {expected[1]}"
+                )
+
+
+def _make_layer(layer: nn.Module, number: int, rotary: Any, config: Any, *, packed: bool) -> RopeUse:
+    """Which rotation the layer takes; it is made exact if ``packed``."""
+    for name, part in list(layer.named_modules()):
+        if type(part).__name__ in LATENT:
+            layer.set_submodule(name, LatentAttention(part))
+    by_type = isinstance(getattr(rotary, "rope_type", None), dict)
+    layer_type = str(config.layer_types[number]) if by_type else None
+    if not packed:
+        return RopeUse(layer_type)
+    frequencies = getattr(rotary, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+    attention = make_layer_exact(layer, 2 * frequencies.numel())
+    return RopeUse(layer_type, None if attention is None else attention.spread)
+
+
+def _layer_inputs(
+    config: Any,
+    beside: dict[str, torch.Tensor],
+    embedding: nn.Embedding | None,
+    embed_scale: float | None,
+    layers: Iterable[int],
+    *,
+    packed: bool,
+) -> LayerInputs | None:
+    if not beside or embedding is None:
+        return None
+    table, projection, norm = (beside[f"{name}.weight"] for name in LAYER_INPUT_NAMES)
+    width = config.hidden_size_per_layer_input
+    parts = {layer: slice(layer * width, (layer + 1) * width) for layer in layers}
+    return LayerInputs(
+        embedding,
+        1.0 if embed_scale is None else embed_scale,
+        RowNorm(norm.to(torch.float32), config.rms_norm_eps),
+        {layer: table[:, part].to(torch.float32).contiguous() for layer, part in parts.items()},
+        {layer: projection[part] for layer, part in parts.items()},
+        packed=packed,
+    )
 
 
 def _lookup(weight: torch.Tensor) -> nn.Embedding:
@@ -283,9 +350,11 @@ def _own_memory(modules: LoadedModules) -> None:
     """Copy what still points into the mapped file: a file that changes must not change a running model."""
     copies: dict[int, torch.Tensor] = {}  # by address, so that a tied matrix stays one
     for part in modules.parts():
-        for parameter in part.parameters():
-            parameter.requires_grad_(False)
-            address = parameter.data_ptr()
+        part.requires_grad_(False)
+        for tensor in (*part.parameters(), *part.buffers()):
+            address = tensor.data_ptr()
             if address not in copies:
-                copies[address] = parameter.data.clone()
-            parameter.data = copies[address]
+                copies[address] = tensor.data.clone()
+                # a module may stand in two parts
+                copies[copies[address].data_ptr()] = copies[address]
+            tensor.data = copies[address]

@@ -7,21 +7,48 @@ from collections.abc import Collection
 from convoy.model.checkpoint import StoredTensor
 from convoy.model.source import ModelSource
 
+# What layers that take token ids share, Gemma 4's per-layer embeddings
+LAYER_INPUT_NAMES = (
+    "model.embed_tokens_per_layer",
+    "model.per_layer_model_projection",
+    "model.per_layer_projection_norm",
+)
+_KV_PARTS = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")  # a checkpoint may have them and nobody use them
+
 
 def owned_tensors(
     source: ModelSource, layers: Collection[int], *, embed: bool, output: bool
 ) -> list[StoredTensor]:
     """Those of ``layers``, and of embedding and output where owned, in the order of the checkpoint.
 
-    Whoever owns the output of a model with tied embeddings needs the embedding's matrix too.
+    Whoever owns the output of a model with tied embeddings needs the embedding's matrix too, and so does who
+    has layers that take token ids.
     """
+    spec = source.spec
     prefixes = [f"model.layers.{layer}." for layer in layers]
-    tied = source.spec.tied_embeddings
-    if embed or (output and tied):
+    takes_ids = not spec.token_id_layers.isdisjoint(layers)
+    if embed or takes_ids or (output and spec.tied_embeddings):
         prefixes.append("model.embed_tokens.")
+    if takes_ids:
+        prefixes += [f"{name}." for name in LAYER_INPUT_NAMES]
     if output:
         prefixes.append("model.norm.")
-        if not tied:
+        if not spec.tied_embeddings:
             prefixes.append("lm_head.")
+    unused = tuple(
+        f"model.layers.{layer}.self_attn.{part}" for layer in spec.kv_sources for part in _KV_PARTS
+    )
     owned = tuple(prefixes)
-    return [tensor for name, tensor in source.tensors.items() if name.startswith(owned)]
+    return [
+        tensor
+        for name, tensor in source.tensors.items()
+        if (known := decoder_name(name)).startswith(owned) and not (unused and known.startswith(unused))
+    ]
+
+
+def decoder_name(name: str) -> str:
+    """The name that a tensor has in the decoder by itself, where it lies in a model of more than text."""
+    for prefix in ("model.language_model.", "language_model.model."):
+        if name.startswith(prefix):
+            return f"model.{name.removeprefix(prefix)}"
+    return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name

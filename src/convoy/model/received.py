@@ -82,7 +82,7 @@ class ReceivedModel:
             for tensor, entry in self.manifest.tensors.items()
         }
         settings = read_config(config.place)
-        spec = ModelSpec.from_config(settings, name)
+        spec = ModelSpec.from_config(settings, name, {tensor: t.shape for tensor, t in described.items()})
         return ModelSource(name, self.folder, settings, spec, digest_of(settings, described), described)
 
     @contextmanager

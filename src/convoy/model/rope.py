@@ -6,27 +6,64 @@ differ, and so may thread chunks. So the model's own rotary module runs on whole
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import nn
 
 # 64 positions of at most 512 rotary dimensions stay below ATen's threading grain of 32,768 elements.
 _BLOCK = 64
 
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin
+
+
+@dataclass(frozen=True)
+class HeadSpread:
+    """Heads over which a rotation is laid out, to treat q, k and v in one go."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float  # of the scores, applied to q
+
+
+@dataclass(frozen=True)
+class RopeUse:
+    """Which rotation a layer takes, and in what form."""
+
+    layer_type: str | None = None  # None: all layers take the same
+    spread: HeadSpread | None = None  # None: as the library's layer takes it
+
 
 class RopeTable:
     """cos and sin for positions 0..max_context, filled as they are asked for."""
 
-    def __init__(self, rotary: nn.Module, max_context: int) -> None:
+    def __init__(self, rotary: nn.Module, max_context: int, layer_type: str | None = None) -> None:
         self._rotary = rotary
+        self._max_context = max_context
         self._max_blocks = -(-max_context // _BLOCK)
+        self._arguments = {} if layer_type is None else {"layer_type": layer_type}
+        name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
+        frequencies: Any = getattr(rotary, name, None)
+        # of some models cos and sin come once for both halves of a head
+        self._whole = 2 * frequencies.numel() if isinstance(frequencies, torch.Tensor) else 0
         self._cos = torch.empty(0)
         self._sin = torch.empty(0)
 
-    def look_up(self, positions: torch.Tensor, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin, each [1, T, rotary_dim], of int64 ``positions`` [T], none beyond ``last``."""
+    def look_up(self, positions: torch.Tensor, last: int) -> Rotation:
+        """cos and sin, each [1, T, width], of int64 ``positions`` [T], none beyond ``last``."""
         if last >= self._cos.shape[0]:
             self._grow(last // _BLOCK + 1)
         return self._cos.index_select(0, positions)[None], self._sin.index_select(0, positions)[None]
+
+    def both_halves(self, rotation: Rotation) -> Rotation:
+        """A rotation of `look_up` with the values of either half of what is turned, [1, T, rotary_dim]."""
+        cos, sin = rotation
+        if 2 * cos.shape[-1] != self._whole:
+            return rotation
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
     def _grow(self, num_blocks: int) -> None:
         done = self._cos.shape[0] // _BLOCK
@@ -34,26 +71,48 @@ class RopeTable:
         num_blocks = max(num_blocks, min(2 * done, self._max_blocks))
         cos, sin = [self._cos] if done else [], [self._sin] if done else []
         for block in range(done, num_blocks):
-            positions = torch.arange(block * _BLOCK, (block + 1) * _BLOCK)[None]
-            block_cos, block_sin = self._rotary(torch.empty(0), positions)
+            # some change their frequencies beyond the context, which a last block must not reach
+            positions = torch.arange(block * _BLOCK, (block + 1) * _BLOCK).clamp_(max=self._max_context - 1)
+            block_cos, block_sin = self._rotary(torch.empty(0), positions[None], **self._arguments)
             cos.append(block_cos[0])
             sin.append(block_sin[0])
         self._cos, self._sin = torch.cat(cos), torch.cat(sin)
 
 
-def spread_over_heads(
-    cos: torch.Tensor, sin: torch.Tensor, *, num_heads: int, num_kv_heads: int, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+class Rotations:
+    """The tables of a model, one for each type of layer that turns differently."""
+
+    def __init__(self, rotary: nn.Module, max_context: int) -> None:
+        self._rotary = rotary
+        self._max_context = max_context
+        self._tables: dict[str | None, RopeTable] = {}
+
+    def look_up(self, uses: Iterable[RopeUse], positions: torch.Tensor, last: int) -> dict[RopeUse, Rotation]:
+        """The rotation of each of ``uses`` at int64 ``positions`` [T], none beyond ``last``."""
+        return {use: self._of(use, positions, last) for use in dict.fromkeys(uses)}
+
+    def _of(self, use: RopeUse, positions: torch.Tensor, last: int) -> Rotation:
+        table = self._tables.get(use.layer_type)
+        if table is None:
+            table = RopeTable(self._rotary, self._max_context, use.layer_type)
+            self._tables[use.layer_type] = table
+        rotation = table.look_up(positions, last)
+        return rotation if use.spread is None else spread_over_heads(*table.both_halves(rotation), use.spread)
+
+
+def spread_over_heads(cos: torch.Tensor, sin: torch.Tensor, spread: HeadSpread) -> Rotation:
     """Factors, each [T, num_heads + 2 * num_kv_heads, head_dim], that treat q, k and v in one go.
 
-    With r = x rolled by half a head, x * cos + r * sin rotates q and k, scales q, and leaves v as it is.
-    ``cos`` and ``sin`` are [1, T, head_dim].
+    With r = x whose rotary dimensions are rolled by half of them, x * cos + r * sin rotates q and k, scales
+    q, and leaves v, and dimensions beyond the rotary ones, as they are. ``cos`` and ``sin`` are [1, T,
+    rotary_dim].
     """
-    half = cos.shape[-1] // 2
+    half, rest = cos.shape[-1] // 2, spread.head_dim - cos.shape[-1]
     signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
     factors = []
-    for values, rest in ((cos[0], torch.ones_like), (signed, torch.zeros_like)):
-        key = values[:, None].expand(-1, num_kv_heads, -1)
-        query = (values * scaling)[:, None].expand(-1, num_heads, -1)
-        factors.append(torch.cat((query, key, rest(key)), dim=1))
+    for values, neutral in ((cos[0], 1.0), (signed, 0.0)):
+        wide = nn.functional.pad(values, (0, rest), value=neutral) if rest else values
+        key = wide[:, None].expand(-1, spread.num_kv_heads, -1)
+        query = (wide * spread.scaling)[:, None].expand(-1, spread.num_heads, -1)
+        factors.append(torch.cat((query, key, torch.full_like(key, neutral)), dim=1))
     return factors[0], factors[1]

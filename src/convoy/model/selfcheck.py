@@ -24,6 +24,7 @@ _SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256))
 _ROW_COUNTS = (2, 3, 17, 64)
 _CHECK_TOKENS = 281  # enough for every size of tile
 _FEWEST_ROWS = 4
+CHECK_ROWS = 70  # that a stage's layers are run on
 
 
 def check_exact(num_threads: int | None = None) -> None:
@@ -61,6 +62,26 @@ def check_heads(groups: Iterable[CacheGroup]) -> None:
     with torch.inference_mode(), _threads_restored():
         for shape in {_head_shape(group) for group in groups if group.kind != "recurrent"}:
             _check_attention(shape, threads)
+
+
+def check_rows(
+    run: Callable[[torch.Tensor, torch.Tensor, list[int]], torch.Tensor], hidden_size: int, vocab_size: int
+) -> None:
+    """Check the layers of a stage as a whole, on 1 and the current number of threads.
+
+    ``run`` takes hidden states [n, hidden_size], token ids [n] and the chunks in which to run them, and gives
+    hidden states. For layers that have parts besides linears and heads, such as routers.
+    """
+    threads = sorted({1, torch.get_num_threads()})
+    hidden, tokens = _numbers(CHECK_ROWS, hidden_size), torch.arange(CHECK_ROWS) * 7 % vocab_size
+    expected: torch.Tensor | None = None
+    with torch.inference_mode(), _threads_restored():
+        for count in threads:
+            torch.set_num_threads(count)
+            for chunks in ([CHECK_ROWS], [1, 2, 17, 5, CHECK_ROWS - 25]):
+                found = run(hidden, tokens, chunks)
+                expected = found if expected is None else expected
+                _same(f"running the layers in chunks on {count} threads", expected, found)
 
 
 def least_tile_rows(head_dim: int) -> int:
@@ -148,6 +169,7 @@ def _check_linear(linear: PackedLinear, threads: list[int]) -> None:
 def _check_elementwise(threads: list[int]) -> None:
     kernels: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "exp": torch.exp,
+        "tanh": torch.tanh,
         "rsqrt": lambda t: torch.rsqrt(t * t + 1e-6),
         "an RMS norm": lambda t: nn.functional.rms_norm(t, (1031,), t.new_ones(1031), 1e-6),
         "sum": lambda t: t.sum(-1, keepdim=True).expand_as(t),

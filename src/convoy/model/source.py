@@ -11,6 +11,8 @@ from pathlib import Path
 from convoy.errors import ModelError
 from convoy.model.checkpoint import StoredTensor, file_bytes, read_headers
 from convoy.model.synthetic import CONFIGS, PREFIX, Synthetic, describe_tensors, is_synthetic_name
+from convoy.plan.config import ConfigReader
+from convoy.plan.family import read_family
 from convoy.plan.spec import ModelSpec
 
 BUNDLED = ("demo", "demo-mini")
@@ -56,8 +58,9 @@ class ModelSource:
                 f" (for measurements {PREFIX}{next(iter(CONFIGS))})",
             )
         config = read_config(directory / "config.json")
-        spec = ModelSpec.from_config(config, name)
+        read_family(ConfigReader(config, name))  # a type that is not supported, before missing weights
         tensors = read_headers(directory)
+        spec = ModelSpec.from_config(config, name, {tensor: t.shape for tensor, t in tensors.items()})
         return cls(name, directory.resolve(), config, spec, digest_of(config, tensors), tensors)
 
     @classmethod

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from convoy.errors import ModelError, StepError
-from convoy.model.kv import StagedStep
+from convoy.model.kv import BlockTable, StagedStep
 from convoy.model.library import LIBRARY
 from convoy.model.linear import pad_rows
 from convoy.model.packed import KEY_BLOCK
-from convoy.model.rope import RopeTable, spread_over_heads
-from convoy.model.selfcheck import EXACT, PLAIN, check_heads, check_linears
+from convoy.model.rope import Rotations
+from convoy.model.selfcheck import CHECK_ROWS, EXACT, PLAIN, check_heads, check_linears, check_rows
 from convoy.model.source import ModelSource
 from convoy.model.stage_kv import StageKv
-from convoy.wire.messages import StageAssignment, Step
+from convoy.wire.messages import Row, StageAssignment, Step
 
 if TYPE_CHECKING:
-    from convoy.model.load import LoadedModules, LoadProgress
+    from convoy.model.load import LoadProgress
+    from convoy.model.loaded import LoadedModules
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Stage:
         self.bytes_read = modules.bytes_read
         self._source = (source.digest, source.path)
         self._modules = modules
-        self._rope = RopeTable(modules.rotary, spec.max_context)
+        self._rotations = Rotations(modules.rotary, spec.max_context)
         self._spec = spec
         self._kv = StageKv(
             spec,
@@ -102,7 +104,10 @@ class Stage:
         if packed and modules.bytes_read:
             check_linears(modules.parts())
             check_heads(source.spec.cache_groups)
-        return cls(source, assignment, options, modules)
+        stage = cls(source, assignment, options, modules)
+        if packed and modules.bytes_read and not modules.is_ours:
+            stage._prove()
+        return stage
 
     def forget(self) -> None:
         """Free the K/V pools; steps are refused until there are new ones."""
@@ -112,9 +117,7 @@ class Stage:
         """This stage is over: its modules, where one with these options can use them."""
         self.forget()
         modules = self._modules
-        self._modules = replace(
-            modules, layers={}, embedding=None, norm=None, output=None, fused_attention=False
-        )
+        self._modules = modules.free()
         same = (source.digest, source.path) == self._source and options.kernel == self.options.kernel
         return modules if same else None
 
@@ -136,6 +139,11 @@ class Stage:
         return self._source[0]
 
     @property
+    def takes_tokens(self) -> bool:
+        """Whether a step's token ids must come here: for the embedding, or for layers that need them."""
+        return self.assignment.embed or self._modules.layer_inputs is not None
+
+    @property
     def layers(self) -> Mapping[int, nn.Module]:
         """The layers here, by their number in the whole model."""
         return self._modules.layers
@@ -149,20 +157,22 @@ class Stage:
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Apply the step and run its rows: [T, hidden_size] after this stage's layers.
 
-        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` (float32 [T, hidden_size]).
-        Raises StepError for what makes no sense, before anything is changed.
+        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` (float32 [T, hidden_size]),
+        and ``tokens`` too where layers need them. Raises StepError for what makes no sense, before anything
+        is changed.
         """
         tables = self._kv.tables
         # a thread that has not computed yet takes over the process's thread count when it is asked for it
         torch.get_num_threads()
         staged = tables.stage(step)
         num_tokens = sum(row.num_tokens for row in step.rows)
-        x = self._embed(tokens, num_tokens) if self.assignment.embed else self._take(hidden, num_tokens)
+        if self.takes_tokens:
+            self._check_tokens(tokens, num_tokens)
+        x = self._embed(tokens) if self.assignment.embed else self._take(hidden, num_tokens)
         tables.commit(staged)
         if not num_tokens or not self._modules.layers:
             return x
-        padded = pad_rows(x) if self.options.kernel == EXACT else x
-        return self._run_layers(padded, staged)[:num_tokens]
+        return self._run_layers(self._padded(x), staged, tokens)[:num_tokens]
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
         """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
@@ -187,8 +197,12 @@ class Stage:
         if not hidden.shape[0]:
             return torch.empty(0, self.vocab_size)
         num_rows = hidden.shape[0]
-        padded = pad_rows(hidden) if self.options.kernel == EXACT else hidden
-        logits: torch.Tensor = head(norm(padded))
+        logits: torch.Tensor = head(norm(self._padded(hidden)))
+        scale, cap = self._modules.logit_scale, self._modules.logit_cap
+        if scale is not None:
+            logits = logits * scale
+        if cap is not None:
+            logits = (logits / cap).tanh_().mul_(cap)
         return logits[:num_rows]
 
     @torch.inference_mode()
@@ -215,16 +229,20 @@ class Stage:
         """Of what `read_blocks` gives. Raises StepError for more than `stage_kv.MAX_CARRIED_BYTES`."""
         return self._kv.carried_shape(num_layers, num_blocks)
 
-    def _embed(self, tokens: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+    def _check_tokens(self, tokens: torch.Tensor | None, num_tokens: int) -> None:
         if tokens is None or tokens.shape != (num_tokens,):
             found = "no tokens" if tokens is None else f"tokens of shape {list(tokens.shape)}"
             raise StepError(f"a step of {num_tokens} tokens came with {found}")
         if num_tokens and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             raise StepError(f"a step has a token outside the vocabulary of {self.vocab_size}")
+
+    def _embed(self, tokens: torch.Tensor | None) -> torch.Tensor:
         if self._modules.embedding is None:
             raise StepError("this stage does not own the embedding")
         rows: torch.Tensor = self._modules.embedding(tokens)
-        return rows.to(torch.float32)
+        scale = self._modules.embed_scale
+        rows = rows.to(torch.float32)
+        return rows if scale is None else rows * scale
 
     def _take(self, hidden: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         if hidden is None or hidden.shape != (num_tokens, self.hidden_size) or hidden.dtype != torch.float32:
@@ -234,22 +252,48 @@ class Stage:
             )
         return hidden
 
-    def _run_layers(self, x: torch.Tensor, staged: StagedStep) -> torch.Tensor:
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        return pad_rows(x) if self.options.kernel == EXACT else x
+
+    def _run_layers(
+        self, x: torch.Tensor, staged: StagedStep, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        modules = self._modules
         positions: list[int] = []
         for row, _ in staged.rows:
             positions.extend(range(row.start, row.start + row.num_tokens))
         positions.extend(positions[-1:] * (x.shape[0] - len(positions)))
-        rope = self._rope.look_up(torch.tensor(positions, dtype=torch.int64), max(positions))
-        if self._modules.fused_attention:
-            spec = self._spec
-            rope = spread_over_heads(
-                *rope,
-                num_heads=spec.num_heads,
-                num_kv_heads=spec.num_kv_heads,
-                scaling=spec.head_dim**-0.5,
-            )
+        ropes = self._rotations.look_up(
+            modules.ropes.values(), torch.tensor(positions, dtype=torch.int64), max(positions)
+        )
         batch = self._kv.describe(staged.rows)
+        batch |= {layer: batch[of] for layer, of in self._spec.kv_sources.items() if of in batch}
+        arguments: dict[str, Any] = {"use_cache": False, "batch": batch}
+        if self._spec.kv_sources:
+            arguments["shared_kv_states"] = {}  # filled by the layers whose K and V others read
+        inputs = {}
+        if modules.layer_inputs is not None and tokens is not None:
+            inputs = modules.layer_inputs(self._padded(tokens))
         x = x[None]
-        for layer in self._modules.layers.values():
-            x = layer(x, position_embeddings=rope, use_cache=False, batch=batch)
+        for number, layer in modules.layers.items():
+            own = {"per_layer_input": inputs[number]} if number in inputs else {}
+            x = layer(x, position_embeddings=ropes[modules.ropes[number]], **arguments, **own)
         return x[0]
+
+    def _prove(self) -> None:
+        """Run the layers on made-up rows, whole and in pieces. Raises SelfCheckError where bits differ."""
+        num_blocks = -(-CHECK_ROWS // self.options.block_size)
+        table = BlockTable([list(range(num_blocks)) for _ in self.block_bytes])
+
+        def run(hidden: torch.Tensor, tokens: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
+            self.make_pools(num_blocks)
+            found, start = [], 0
+            for count in chunks:
+                part = slice(start, start + count)
+                staged = StagedStep({}, [(Row(0, start, count, 0), table)], Counter(), set())
+                found.append(self._run_layers(self._padded(hidden[part]), staged, tokens[part])[:count])
+                start += count
+            return torch.cat(found)
+
+        check_rows(run, self.hidden_size, self.vocab_size)
+        self.forget()

@@ -40,6 +40,7 @@ class Family:
     experts: str | None = None  # whose way to lay out a mixture of experts
     num_norms: int = 2  # 4: also behind attention and MLP
     divides_hidden: bool = False  # the loader refuses a hidden_size that the heads do not divide
+    counted: bool = False  # what a layer weighs is read from the checkpoint's headers
     refused_keys: tuple[str, ...] = ()  # true or set, they ask for what a stage does not do
 
 
@@ -173,7 +174,50 @@ FAMILIES: dict[str, Family] = {
             experts="gpt_oss",
         ),
         Family("deepseek_v3", _DEEPSEEK_V3, heads="latent", experts="deepseek_v3"),
+        # What is no more than embedding, layers and norm runs as it is.
+        Family("apertus", counted=True),
+        Family("arcee", counted=True),
+        Family("cohere", {"tie_word_embeddings": True}, counted=True),
+        Family(
+            "cohere2",
+            {"tie_word_embeddings": True, "sliding_window": 4096},
+            window="by layer type",
+            full_every=4,
+            full_every_key="sliding_window_pattern",
+            counted=True,
+        ),
+        Family("ernie4_5", {"tie_word_embeddings": True, "head_dim": 128}, counted=True),
+        Family("gemma", {"tie_word_embeddings": True, "head_dim": 256}, counted=True),
+        Family("glm", {"head_dim": 128}, counted=True),
+        Family("glm4", {"head_dim": 128}, counted=True),
+        Family("glm4_moe", counted=True),
+        Family("granite", counted=True),
+        Family("mixtral", {"num_key_value_heads": 8}, window="always", counted=True),
+        Family("olmo2", counted=True),
+        Family("olmo3", {"sliding_window": 4096}, window="by layer type", full_every=4, counted=True),
+        Family("olmoe", counted=True),
+        Family("qwen2_moe", counted=True, refused_keys=("use_sliding_window",)),
+        Family("seed_oss", {"num_key_value_heads": 8, "head_dim": 128}, counted=True),
+        Family(
+            "smollm3",
+            {"tie_word_embeddings": True, "num_key_value_heads": 4},
+            counted=True,
+            refused_keys=("use_sliding_window",),
+        ),
     )
+}
+
+
+# What does not fit a stage, and why
+_UNFIT: dict[str, str] = {
+    "its layers keep recurrent state": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 "
+    "lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next "
+    "recurrent_gemma rwkv xlstm zamba zamba2",
+    "its decoder is not an embedding, layers with rotary positions, and a norm": "biogpt bloom codegen "
+    "falcon gpt2 gpt_bigcode gpt_neo gpt_neox gptj mpt opt persimmon phi xglm",
+    "several hidden states go from layer to layer": "deepseek_v4 gemma3n_text",
+    "its layers look back on chunks, not on windows": "llama4_text",
+    "its layers look back on tokens of their choice": "deepseek_v32 glm_moe_dsa",
 }
 
 
@@ -183,7 +227,10 @@ def read_family(reader: ConfigReader) -> Family:
     if model_type is None:
         raise ModelError(f"{reader.model}: config.json has no model_type", hint=_supported())
     if model_type not in FAMILIES:
-        raise ModelError(f"{reader.model}: model type {model_type!r} is not supported", hint=_supported())
+        reason = next((f": {why}" for why, types in _UNFIT.items() if model_type in types.split()), "")
+        raise ModelError(
+            f"{reader.model}: model type {model_type!r} is not supported{reason}", hint=_supported()
+        )
     if reader.get("quantization_config") is not None:
         raise ModelError(
             f"{reader.model}: config.json has a quantization_config, expected unquantised weights",
@@ -192,7 +239,7 @@ def read_family(reader: ConfigReader) -> Family:
     family = FAMILIES[model_type]
     for key in family.refused_keys:
         if reader.get(key):
-            raise reader.wrong(key, reader.get(key), "false or nothing: tokens see only those before them")
+            raise reader.wrong(key, reader.get(key), "false or nothing: this is not done here")
     return family
 
 

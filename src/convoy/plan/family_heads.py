@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from convoy.plan.cache import CacheGroup
+from convoy.plan.cache import CacheGroup, CacheKind
 from convoy.plan.config import ConfigReader
 from convoy.plan.family import MAX_CONTEXT, MAX_WIDTH, Family
 
@@ -22,6 +22,7 @@ class LayerHeads:
     value_dim: int
     window: int | None = None  # tokens that it looks back on, its own included; None: all of them
     kv_source: int | None = None  # the layer whose K and V it reads; None: it has its own
+    kind: CacheKind = "kv"
 
 
 def read_heads(
@@ -53,6 +54,7 @@ def cache_groups(layers: Sequence[LayerHeads]) -> tuple[CacheGroup, ...]:
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             value_dim=heads.value_dim,
+            kind=heads.kind,
         )
         for heads, numbers in sorted(groups.items(), key=lambda item: (item[0].window or 0, item[1]))
     )
@@ -95,18 +97,15 @@ def _check_head_dim(reader: ConfigReader, key: str, head_dim: int, num_heads: in
 
 
 def _latent_heads(reader: ConfigReader) -> LayerHeads:
-    """Every head has K and V of its own, made from the token's one latent."""
+    """One latent a token and the rotary part of its key, which all heads look at."""
     num_heads = reader.count("num_attention_heads", most=MAX_WIDTH)
     num_kv_heads = reader.optional_count("num_key_value_heads", most=MAX_WIDTH) or num_heads
     if num_kv_heads != num_heads:
         raise reader.wrong("num_key_value_heads", num_kv_heads, f"num_attention_heads = {num_heads}")
     rotary = reader.count("qk_rope_head_dim", most=MAX_WIDTH)
     _check_head_dim(reader, "qk_rope_head_dim", rotary, 1)
-    head_dim = rotary + reader.count("qk_nope_head_dim", most=MAX_WIDTH)
-    value_dim = reader.count("v_head_dim", most=MAX_WIDTH)
-    if num_heads * max(head_dim, value_dim) > MAX_WIDTH:
-        raise reader.wrong("num_attention_heads", num_heads, f"at most {MAX_WIDTH // head_dim}")
-    return LayerHeads(num_heads, num_heads, head_dim, value_dim)
+    latent = reader.count("kv_lora_rank", most=MAX_WIDTH)
+    return LayerHeads(num_heads, 1, latent + rotary, latent, kind="latent")
 
 
 def _heads_by_layer(reader: ConfigReader, layers: Sequence[LayerHeads]) -> list[LayerHeads]:

@@ -69,9 +69,10 @@ def _attention(reader: ConfigReader, family: Family, heads: LayerHeads, hidden: 
 
 def _latent_attention(reader: ConfigReader, family: Family, heads: LayerHeads, hidden: int) -> Tensors:  # noqa: ARG001 - as `_attention`
     bias = reader.flag("attention_bias")
-    query = heads.num_heads * heads.head_dim
-    rotary = reader.count("qk_rope_head_dim", most=MAX_WIDTH)
-    latent = reader.count("kv_lora_rank", most=MAX_WIDTH)
+    latent, rotary = heads.value_dim, heads.head_dim - heads.value_dim
+    fixed = reader.count("qk_nope_head_dim", most=MAX_WIDTH)
+    value = reader.count("v_head_dim", most=MAX_WIDTH)
+    query = heads.num_heads * (fixed + rotary)
     rank = reader.optional_count("q_lora_rank", most=MAX_WIDTH)
     if rank is None:
         yield from _linear("self_attn.q_proj", query, hidden)
@@ -81,9 +82,8 @@ def _latent_attention(reader: ConfigReader, family: Family, heads: LayerHeads, h
         yield from _linear("self_attn.q_b_proj", query, rank)
     yield from _linear("self_attn.kv_a_proj_with_mqa", latent + rotary, hidden, bias=bias)
     yield "self_attn.kv_a_layernorm.weight", (latent,)
-    expanded = heads.num_heads * (heads.head_dim - rotary + heads.value_dim)
-    yield from _linear("self_attn.kv_b_proj", expanded, latent)
-    yield from _linear("self_attn.o_proj", hidden, heads.num_heads * heads.value_dim, bias=bias)
+    yield from _linear("self_attn.kv_b_proj", heads.num_heads * (fixed + value), latent)
+    yield from _linear("self_attn.o_proj", hidden, heads.num_heads * value, bias=bias)
 
 
 def _mlp(reader: ConfigReader, family: Family, number: int, heads: LayerHeads, hidden: int) -> Tensors:  # noqa: ARG001 - as the experts'

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from convoy.errors import ModelError
 from convoy.plan.cache import DTYPE_BYTES, CacheGroup, dtype_bytes
 from convoy.plan.config import ConfigReader
 from convoy.plan.family import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family, read_family
 from convoy.plan.family_heads import LayerHeads, cache_groups, forbidden_cuts, read_heads
 from convoy.plan.family_tensors import layer_tensors, per_layer_input
+
+_LAYER_TENSOR = re.compile(r"model\.layers\.([0-9]{1,6})\.", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,13 @@ class ModelSpec:
     kv_sources: Mapping[int, int] = field(default_factory=dict)  # layer without K/V -> whose it reads
 
     @classmethod
-    def from_config(cls, config: Mapping[str, object], name: str) -> ModelSpec:
+    def from_config(
+        cls, config: Mapping[str, object], name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> ModelSpec:
         """Read a parsed `config.json`; ``name`` is what errors call the model.
 
-        Raises ModelError for an unsupported type, and for a missing, absurd or contradictory value.
+        ``shapes`` are those of the checkpoint's tensors: of some families a layer's weight is only known from
+        them. Raises ModelError for an unsupported type, and for a missing, absurd or contradictory value.
         """
         reader = ConfigReader(config, name)
         family = read_family(reader)
@@ -55,6 +62,10 @@ class ModelSpec:
             raise reader.wrong("dtype", stored, f"one of {', '.join(sorted(DTYPE_BYTES))}")
         # each layer's part of the table that token ids index, and of the projection beside it
         beside = input_size * (input_vocabulary + hidden_size)
+        if family.counted:
+            elements = _counted_elements(name, family, num_layers, shapes)
+        else:
+            elements = _layer_elements(reader, family, heads, hidden_size)
         return cls(
             name=name,
             family=family.model_type,
@@ -64,9 +75,7 @@ class ModelSpec:
             max_context=_max_context(reader),
             tied_embeddings=reader.flag("tie_word_embeddings"),
             stored_dtype=stored,
-            layer_elements=tuple(
-                count + beside for count in _layer_elements(reader, family, heads, hidden_size)
-            ),
+            layer_elements=tuple(count + beside for count in elements),
             cache_groups=cache_groups(heads),
             token_id_layers=frozenset(range(num_layers) if input_size else ()),
             layer_input_size=input_size,
@@ -160,6 +169,20 @@ def _max_context(reader: ConfigReader) -> int:
     key = "original_max_position_embeddings"
     original = reader.optional_count(key, most=MAX_CONTEXT)  # before what stands beside the factors
     return min(longest, original or ConfigReader(rope, reader.model).count(key, most=MAX_CONTEXT))
+
+
+def _counted_elements(
+    name: str, family: Family, num_layers: int, shapes: Mapping[str, tuple[int, ...]] | None
+) -> list[int]:
+    if shapes is None:
+        raise ModelError(f"{name}: a model of type {family.model_type} is planned from its weight files")
+    elements = [0] * num_layers
+    for tensor, shape in shapes.items():
+        match = _LAYER_TENSOR.match(tensor)
+        # layers beyond the last belong to a drafter; frequencies are made anew
+        if match and int(match[1]) < num_layers and not tensor.endswith("rotary_emb.inv_freq"):
+            elements[int(match[1])] += math.prod(shape)
+    return elements
 
 
 def _layer_elements(

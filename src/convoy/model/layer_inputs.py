@@ -1,0 +1,61 @@
+"""An input of its own that each layer makes from token ids: the per-layer embeddings of Gemma 4's E-models.
+
+One table and one projection a layer, so that a layer's values do not depend on which others a stage has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from convoy.model.linear import PackedLinear
+
+
+class LayerInputs(nn.Module):
+    """(norm(projection(embedded)) + table[token]) / sqrt(2), for every layer of a stage."""
+
+    def __init__(
+        self,
+        embedding: nn.Embedding,
+        embed_scale: float,
+        norm: nn.Module,
+        tables: Mapping[int, torch.Tensor],
+        projections: Mapping[int, torch.Tensor],
+        *,
+        packed: bool,
+    ) -> None:
+        super().__init__()
+        self.embedding, self.norm = embedding, norm
+        self._embed_scale = embed_scale
+        self.layers = tuple(tables)
+        self.tables = nn.ModuleDict({str(layer): _lookup(table) for layer, table in tables.items()})
+        self.projections = nn.ModuleDict(
+            {str(layer): _linear(weight, packed=packed) for layer, weight in projections.items()}
+        )
+
+    def forward(self, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
+        """int64 [T], two or more, to [1, T, width] for each layer."""
+        embedded = self.embedding(tokens).to(torch.float32) * self._embed_scale
+        found = {}
+        for layer in self.layers:
+            table, projection = self.tables[str(layer)], self.projections[str(layer)]
+            assert isinstance(table, nn.Embedding)
+            projected = self.norm(projection(embedded) * embedded.shape[-1] ** -0.5)
+            looked_up = table(tokens).to(torch.float32) * table.embedding_dim**0.5
+            found[layer] = ((projected + looked_up) * 2.0**-0.5)[None]
+        return found
+
+
+def _lookup(table: torch.Tensor) -> nn.Embedding:
+    module: nn.Embedding = nn.Embedding.from_pretrained(table.detach())  # type: ignore[no-untyped-call]
+    return module
+
+
+def _linear(weight: torch.Tensor, *, packed: bool) -> nn.Module:
+    if packed:
+        return PackedLinear(weight, None)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach().to(torch.float32).contiguous(), requires_grad=False)
+    return linear

@@ -1,0 +1,67 @@
+"""What a stage has of a model, once it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from convoy.model.layer_inputs import LayerInputs
+from convoy.model.linear import PackedLinear
+from convoy.model.rope import RopeUse
+from convoy.wire.messages import StageAssignment
+
+
+@dataclass
+class LoadedModules:
+    """A stage's modules; what it does not own is None."""
+
+    embedding: nn.Embedding | None
+    layers: dict[int, nn.Module]  # by their number in the whole model
+    norm: nn.Module | None
+    output: nn.Module | None  # lm_head
+    rotary: nn.Module
+    ropes: dict[int, RopeUse]  # by layer
+    embed_scale: float | None  # of what is looked up
+    logit_scale: float | None
+    logit_cap: float | None  # tanh bends the logits to within it
+    layer_inputs: LayerInputs | None  # of layers that take token ids
+    bytes_read: int
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether all attention is `ExactAttention`, which the checks of linears and heads cover."""
+        return all(rope.spread is not None for rope in self.ropes.values())
+
+    def parts(self) -> list[nn.Module]:
+        """Everything with weights."""
+        ends = (self.embedding, self.norm, self.output, self.layer_inputs)
+        return [*self.layers.values(), *(part for part in ends if part is not None)]
+
+    def free(self) -> LoadedModules:
+        """The same without anything that has weights."""
+        return replace(self, layers={}, ropes={}, embedding=None, norm=None, output=None, layer_inputs=None)
+
+    def narrow(self, assignment: StageAssignment) -> None:
+        """Free what ``assignment`` does not own.
+
+        Embedding and output stay only together and unchanged: what one of them is depends on the other where
+        they are tied.
+        """
+        for layer in [i for i in self.layers if not assignment.start <= i < assignment.end]:
+            del self.layers[layer], self.ropes[layer]
+        held = self.embedding is not None, self.output is not None
+        if held != (assignment.embed, assignment.output):
+            self.embedding = self.norm = self.output = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Resident bytes; a tied matrix that is stored once counts once."""
+        # parameters, and the buffers that a checkpoint has
+        plain: dict[int, int] = {
+            t.data_ptr(): t.nbytes for part in self.parts() for t in part.state_dict().values()
+        }
+        packed = [
+            m.weight_bytes for part in self.parts() for m in part.modules() if isinstance(m, PackedLinear)
+        ]
+        return sum(plain.values()) + sum(packed)

@@ -1,0 +1,111 @@
+"""Every family against the whole model of transformers, and split against unsplit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from convoy.model.stage import Stage, StageOptions
+from convoy.plan.family import FAMILIES
+from convoy.wire.messages import StageAssignment
+from support.tiny_models import Chain, Models, Prompt
+
+TOLERANCE = 2e-5
+KINDS = [
+    "phi3",
+    "phi4",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3",
+    "gemma3 capped",
+    "gemma3 nested",
+    "gpt_oss",
+    "gemma4",
+    "gemma4 e",
+    "deepseek_v3",
+    "deepseek_v3 flat",
+]
+AS_THEY_ARE = sorted(kind for kind in FAMILIES if FAMILIES[kind].counted)
+
+
+def allowed_cuts(models: Models, kind: str) -> list[int]:
+    spec = models.source(kind).spec
+    return [cut for cut in range(1, spec.num_layers) if cut not in spec.forbidden_cuts]
+
+
+def in_chunks(chain: Chain, sequence: int, tokens: list[int], sizes: list[int]) -> torch.Tensor:
+    """Logits of a prompt fed in chunks of these sizes, in turn."""
+    parts, start = [], 0
+    for size in itertools.cycle(sizes):
+        if start >= len(tokens):
+            return torch.cat(parts)
+        parts += chain.run((sequence, tokens[start : start + size]))
+        start += size
+    raise AssertionError
+
+
+@pytest.mark.parametrize("kernel", ["exact-f32", "plain-f32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unsplit_stage_gives_the_librarys_logits(
+    models: Models, prompt: Prompt, kind: str, kernel: str
+) -> None:
+    tokens = prompt(200)
+    (found,) = models.chain(kind, kernel=kernel).run((0, tokens))
+    expected = models.reference(kind, tokens)
+    assert expected.abs().max() > 0.5  # logits that say something
+    assert (found - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cut_chunk_or_neighbour_changes_a_bit(models: Models, prompt: Prompt, kind: str) -> None:
+    prompts = {0: prompt(130), 1: prompt(7, seed=1), 2: prompt(61, seed=2)}
+    whole = {s: models.chain(kind).run((s, tokens))[0] for s, tokens in prompts.items()}
+    cuts = allowed_cuts(models, kind)
+    for cut in [(), *((cut,) for cut in cuts), tuple(cuts[:2])]:
+        chain = models.chain(kind, *cut)
+        first = chain.run((0, prompts[0][:50]), (1, prompts[1]), (2, prompts[2][:60]))
+        second = chain.run((2, prompts[2][60:]), (0, prompts[0][50:]))
+        assert torch.equal(torch.cat((first[0], second[1])), whole[0]), f"cut at {cut}"
+        assert torch.equal(first[1], whole[1]), f"cut at {cut}"
+        assert torch.equal(torch.cat((first[2], second[0])), whole[2]), f"cut at {cut}"
+        decoded = in_chunks(chain, 3, prompts[0][:75], [64, *[1] * 11])
+        assert torch.equal(decoded, whole[0][:75]), f"decoded, cut at {cut}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_stages_split_and_chunked_stay_within_rounding(
+    models: Models, prompt: Prompt, kind: str
+) -> None:
+    tokens = prompt(100)
+    chain = models.chain(kind, *allowed_cuts(models, kind)[:2], kernel="plain-f32")
+    found = in_chunks(chain, 0, tokens, [50, 1, 49])
+    assert (found - models.reference(kind, tokens)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", AS_THEY_ARE)
+def test_a_decoder_that_fits_runs_as_it_is(models: Models, prompt: Prompt, kind: str) -> None:
+    tokens = prompt(90)
+    expected = models.reference(kind, tokens)
+    assert expected.abs().max() > 0.2
+    (whole,) = models.chain(kind).run((0, tokens))
+    assert (whole - expected).abs().max() <= TOLERANCE
+    split = in_chunks(models.chain(kind, 2), 0, tokens, [40, 1, 49])
+    assert torch.equal(split, whole)
+    plain = in_chunks(models.chain(kind, 1, kernel="plain-f32"), 0, tokens, [50, 1, 39])
+    assert (plain - expected).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stage_reads_and_holds_what_the_plan_says(models: Models, kind: str) -> None:
+    source = models.source(kind)
+    num_layers = source.spec.num_layers
+    limits = [0, *allowed_cuts(models, kind)[:2], num_layers]
+    for kernel in ("exact-f32", "plain-f32"):
+        spec = source.spec.packed() if kernel == "exact-f32" else source.spec
+        for start, end in [(0, num_layers), *itertools.pairwise(limits)]:
+            ends = {"embed": start == 0, "output": end == num_layers}
+            stage = Stage.load(source, StageAssignment("a", start, end, **ends), StageOptions(kernel=kernel))
+            assert stage.bytes_read == source.spec.weight_bytes(start, end, **ends, dtype="float32")
+            assert stage.weight_bytes == spec.weight_bytes(start, end, **ends, dtype="float32")
