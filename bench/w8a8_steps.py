@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python bench/w8a8_steps.py --threads 1,2 --rows 1,4,16 > result.json
 
-A step decodes one token of each of so many sequences of CONTEXT tokens, output included. Kernels take turns at
-every repetition, so that what else runs on the machine meets both alike; the fastest and the median count.
-``cpu_ms`` is the processor time of all threads: it tells a step that waited for others from one that computed.
+A step decodes one token of each of so many sequences of CONTEXT tokens, output included. Kernels take turns
+at every repetition, so that what else runs on the machine meets both alike. ``cpu_ms`` is the processor time
+of all threads: it tells a step that waited for others from one that computed. Only a quiet machine counts.
 """
 
 from __future__ import annotations
@@ -71,11 +71,12 @@ def main() -> None:
                 row = {"kernel": kernel, "threads": threads, "rows": rows, "ms": round(best, 2)}
                 row |= {"median_ms": round(statistics.median(walls), 2), "cpu_ms": round(min(cpus), 2)}
                 found.append(row | {"tokens_per_s": round(1e3 * rows / best, 1)})
-                print(found[-1], file=sys.stderr, flush=True)
+                sys.stderr.write(f"{found[-1]}\n")
     machine = {"cpu": platform.processor(), "num_cores": os.cpu_count(), "load": round(os.getloadavg()[0], 2)}
     weights = {kernel: stage.weight_bytes for kernel, stage in stages.items()}
     said = {"bench": "w8a8-steps", "machine": machine, "torch": torch.__version__, "model": asked.model}
-    print(json.dumps(said | {"context": CONTEXT, "weight_bytes": weights, "rows": found}, indent=2))
+    said |= {"context": CONTEXT, "weight_bytes": weights, "rows": found}
+    sys.stdout.write(json.dumps(said, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from convoy.evaluate.chain import load_stage
 from convoy.evaluate.cuts import allowed_cuts, layout_text, layouts, spread, whole
 from convoy.evaluate.prompts import draw_prompts, read_prompts, text_prompts, unreached_windows
 from convoy.evaluate.verify import VerifyOptions, verify
-from convoy.model.selfcheck import EXACT, PLAIN, check_exact
+from convoy.model.linear import w8a8_available
+from convoy.model.selfcheck import EXACT, PLAIN, W8A8, check_exact
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.model.text import Tokenizer
@@ -89,6 +90,20 @@ def test_plain_kernels_agree_to_rounding(models: Models) -> None:
     found = certify(models.source("odd"), 1, kernel=PLAIN)
     assert failures(found) == []
     assert found.limits.unsplit == 2e-5
+
+
+@pytest.mark.skipif(not w8a8_available(), reason="this build of torch has no 8-bit linears")
+def test_8_bit_linears_change_the_logits_and_no_cut_changes_a_bit_of_them(models: Models) -> None:
+    found = certify(models.source("odd"), 1, kernel=W8A8)
+    assert failures(found) == []
+    for result in found.results:
+        assert set(result.from_unsplit.values()) == {0.0}
+        assert result.library is not None
+        assert 1e-3 < result.library.greatest < 1
+    (broken_cut,) = certify(
+        models.source("odd"), 0, kernel=W8A8, load=broken.split_only(broken.perturb)
+    ).results[1:2]
+    assert not broken_cut.passed
 
 
 def test_a_model_without_files_has_its_certificate(tmp_path: Path) -> None:

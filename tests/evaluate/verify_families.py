@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from convoy.cli import main
-from convoy.model.selfcheck import EXACT, PLAIN
+from convoy.model.selfcheck import EXACT, PLAIN, W8A8
 from support.tiny_models import KINDS, Models
 
 
@@ -14,7 +14,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("kernel", [EXACT, PLAIN])
+@pytest.mark.parametrize("kernel", [EXACT, PLAIN, W8A8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_family_has_its_certificate(models: Models, kind: str, kernel: str) -> None:
     arguments = ["verify", str(models.directory(kind)), "--kernel", kernel, "--threads", "1"]

@@ -19,6 +19,7 @@ from convoy.cli.files import replace_file
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.output import JsonFlag, print_json, print_note, print_table
 from convoy.cli.pin import PinFlag, pinned, share_cores
+from convoy.cli.quantize import KERNELS
 from convoy.cli.serve import start_cluster
 from convoy.errors import ConvoyError, UsageError
 
@@ -33,7 +34,7 @@ P = ParamSpec("P")
 Lines = Mapping[str, Sequence[tuple[float, float]]]
 
 ModelArgument = Annotated[str, typer.Argument(help="As for `convoy run`.")]
-KernelFlag = Annotated[str, typer.Option(help="auto, exact-f32 or plain-f32.")]
+KernelFlag = Annotated[str, typer.Option(help=f"{KERNELS}.")]
 ThreadsFlag = Annotated[int | None, typer.Option(min=1, help="CPU threads of each member.")]
 MaxSecondsFlag = Annotated[float, typer.Option(min=1, help="Give up after so long.")]
 CsvFlag = Annotated[Path | None, typer.Option("--csv", help="Write the rows here too.")]

@@ -87,7 +87,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     name: Name | None = None
     path: Path | None = None
-    kernel: Literal["auto", "exact-f32", "plain-f32"] = "auto"
+    kernel: Literal["auto", "exact-f32", "plain-f32", "w8a8"] = "auto"
     activation_dtype: Literal["float32"] = "float32"
     num_threads: Count | None = None
     memory_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0

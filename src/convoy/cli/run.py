@@ -13,6 +13,7 @@ from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.pin import PinFlag, pinned, share_cores
+from convoy.cli.quantize import KERNELS, QuantizeFlag, kernel_for
 from convoy.cli.serve import serve_cluster, start_cluster
 from convoy.cli.steps import with_step_flags
 from convoy.errors import ConvoyError, UsageError
@@ -39,7 +40,8 @@ def run(
     temperature: Annotated[float, typer.Option(help="With --prompt: 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="With --prompt and a temperature.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="With --prompt: no chat template.")] = False,
-    kernel: Annotated[str, typer.Option(help="auto, exact-f32 or plain-f32.")] = "auto",
+    kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
+    quantize: QuantizeFlag = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,
     pin: PinFlag = False,
     engine: dict[str, int],
@@ -52,17 +54,16 @@ def run(
 
     if max_tokens < 1:
         raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
-    # What is wrong with the flags is said before anything is started.
     model = local_model(Config(), model, quiet=as_json)
     source = ModelSource.resolve(model)
     cores = share_cores(members) if pin else None
+    kernel = kernel_for(quantize, kernel)
     options = LocalOptions(members, layers, kernel, threads, engine=engine, cores=cores)
-    options.check(source.spec)
+    options.check(source.spec)  # what is wrong is said before anything is started
     asked = None if prompt is None else Asked(prompt, raw, max_tokens, temperature, seed).request(source)
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
-        settings = local.config(local.head)
-        settings = override(settings, serve=override(settings.serve, host=host, port=port))
+        settings = _served_at(local.config(local.head), host, port)
         try:
             if asked is None:
                 serve_cluster(settings, model, as_json=as_json, watch=local.check_alive)
@@ -70,6 +71,10 @@ def run(
                 _answer(local, settings, model, asked, as_json=as_json)
         except ConvoyError as error:
             raise local.explain(error) from error
+
+
+def _served_at(settings: Config, host: str, port: int) -> Config:
+    return override(settings, serve=override(settings.serve, host=host, port=port))
 
 
 @dataclass(frozen=True, slots=True)

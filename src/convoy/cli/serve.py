@@ -18,6 +18,7 @@ from convoy.cli.members import LayersFlag, spans_by_name
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
+from convoy.cli.quantize import QuantizeFlag, kernel_for
 from convoy.cli.serve_invite import InviteFlags
 from convoy.cli.start import collector_at_rest
 from convoy.cli.steps import with_step_flags
@@ -62,6 +63,7 @@ def serve(
     name: Annotated[str | None, typer.Option(help="With --invite: a first machine's name.")] = None,
     directory: DirectoryFlag = DEFAULT_HOME,
     discover: DiscoverFlag = None,
+    quantize: QuantizeFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Be the head: split a model over members, answer the OpenAI API."""
@@ -70,22 +72,29 @@ def serve(
         asked.check(model)
         config = asked.let_in(as_json=as_json)
     settings = with_discover(load_config(config), discover)
-    chosen = model or settings.model_name()
-    if chosen is None:
-        raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
-    chosen = local_model(settings, chosen, quiet=as_json)
+    chosen = _chosen(settings, model, quiet=as_json)
     http = override(settings.serve, host=host, port=port)
     limits = override(settings.engine, **engine)
     plan = override(settings.plan, recover_wait_s=recover_wait)
     settings = override(settings, serve=http, engine=limits, plan=plan)
+    kernel = kernel_for(quantize, settings.model.kernel)
+    settings = override(settings, model=override(settings.model, kernel=kernel))
     head_options(settings).check()
     spec = _spec_of(chosen)  # what is wrong with it is said before who has the port
     if config is None:
-        with LocalCluster(LocalOptions(num_members=1)) as local:
+        with LocalCluster(LocalOptions(num_members=1, kernel=kernel)) as local:
             settings = override(local.config(local.head), serve=http, engine=limits)
             serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json)
     else:
         serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json)
+
+
+def _chosen(settings: Config, model: str | None, *, quiet: bool) -> str:
+    """The model that was named, on this machine."""
+    named = model or settings.model_name()
+    if named is None:
+        raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
+    return local_model(settings, named, quiet=quiet)
 
 
 def _spec_of(model: str) -> ModelSpec:

@@ -18,6 +18,7 @@ from convoy.cli.output import (
     print_table,
     report_error,
 )
+from convoy.cli.quantize import KERNELS
 from convoy.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def verify(
     model: Annotated[
         str, typer.Argument(help="demo, demo-mini, a Hugging Face directory or synthetic:NAME.")
     ],
-    kernel: Annotated[str, typer.Option(help="auto, exact-f32 or plain-f32.")] = "auto",
+    kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
     cuts: Annotated[
         str, typer.Option(help="all, or at most how many places to cut into two; and a sample into three.")
     ] = "all",

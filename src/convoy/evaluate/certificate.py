@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from convoy.model.selfcheck import EXACT, PLAIN
+from convoy.model.selfcheck import EXACT, PLAIN, W8A8
 
 WAYS = ("one piece", "chunks", "decode", "batch")
 
@@ -26,7 +26,7 @@ class Limits:
         return limit * max(1.0, greatest_logit / 10)
 
 
-LIMITS = {EXACT: Limits(0.0, 2e-5), PLAIN: Limits(2e-5, 2e-5)}
+LIMITS = {EXACT: Limits(0.0, 2e-5), PLAIN: Limits(2e-5, 2e-5), W8A8: Limits(0.0, 1.0)}
 
 
 @dataclass(frozen=True)

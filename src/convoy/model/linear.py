@@ -35,6 +35,14 @@ def packed_available() -> bool:
     )
 
 
+def w8a8_available() -> bool:
+    """Whether this build of torch has oneDNN's 8-bit linears."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    operators = torch.ops.onednn
+    return hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")
+
+
 def padded_count(num_rows: int) -> int:
     """How many rows the packed linears are given for ``num_rows``: eight counts between powers of two.
 
@@ -91,3 +99,7 @@ class PackedLinear(nn.Module):
         """(x W^T + b) * factor, for ``factor`` of the result's shape; without an activation of its own."""
         y: torch.Tensor = self(x)
         return y.mul_(factor)
+
+    def dense(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weight [out_features, in_features] and the bias, unpacked again."""
+        return torch.cat([part.to_dense() for part in self._packed], dim=1), self._bias

@@ -1,0 +1,122 @@
+"""Linears with 8-bit weights and activations: dynamic W8A8 through oneDNN.
+
+A weight matrix is rounded once, symmetric, with one scale for each output; a row of activations each time,
+symmetric, with one scale for itself. Products and sums are whole numbers below 2^31, so they are the same in
+any order, and what surrounds them is single operations on single numbers: a row's bits depend on no other
+row, on no thread count, and on no machine whose `selfcheck` passed.
+
+The operators are those that torch's own x86 quantiser calls (`torch/_inductor/fx_passes/quantization.py`).
+They are no public interface, hence `w8a8_available` and a check of every shape against `int8_linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from convoy.errors import SelfCheckError
+from convoy.model.experts import ExactRouter
+from convoy.model.linear import PackedLinear, w8a8_available
+
+_GREATEST = 127
+# oneDNN multiplies unsigned with signed bytes; signed with signed it did 6,000 times slower, seen at one row
+_ZERO = 128
+# Sums of products of two numbers up to 127 stay below 2^31 for so many inputs.
+MAX_INPUTS = (2**31 - 1) // (_GREATEST * _GREATEST)
+# Made of operators that give a number the same bits wherever it stands in a tensor: see `_activate`.
+INT8_ACTIVATIONS = frozenset({"silu", "swish", "relu", "gelu", "gelu_pytorch_tanh", "gelu_new"})
+_GELU_SLOPE, _GELU_CUBE = 0.7978845608028654, 0.044715
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 [n, width] as whole numbers from -127 to 127, in float32, and each row's scale [n, 1].
+
+    A row of zeros has scale 0, one that is not finite has NaN or infinity.
+    """
+    scale = x.abs().amax(-1, keepdim=True).div_(_GREATEST)
+    # a row of zeros would be 0 / 0, and what is not finite has no whole number
+    steps = x.div(scale).round_().nan_to_num_(0.0, 0.0, 0.0)
+    return steps, scale
+
+
+def int8_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The slow reference: x [n, in], whole ``weight`` [out, in], its scales [out]; sums in float64."""
+    rounded, scale = quantize_rows(x)
+    sums = (rounded.to(torch.float64) @ weight.to(torch.float64).t()).to(torch.float32)
+    y = sums * weight_scale * scale
+    return y if bias is None else y + bias
+
+
+class Int8Linear(PackedLinear):
+    """y = activation(x W^T + b) from 8-bit weights; the float weights are not kept.
+
+    ``activation`` is one of `INT8_ACTIVATIONS`.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+    ) -> None:
+        nn.Module.__init__(self)  # and nothing of the float layout
+        if not w8a8_available():
+            raise SelfCheckError(
+                "this build of torch has no 8-bit oneDNN linears",
+                hint='set kernel = "auto", without --quantize',
+            )
+        self.out_features, self.in_features = weight.shape
+        rounded, scale = quantize_rows(weight.detach().to(torch.float32))
+        self._packed = torch.ops.onednn.qlinear_prepack(rounded.to(torch.int8), None)
+        self._scale = scale.view(-1)
+        self._zeros = torch.zeros(self.out_features, dtype=torch.int32)
+        self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
+        self.activation = activation
+        self.weight_bytes = weight.numel() + 4 * (len(self._scale) + (0 if bias is None else bias.numel()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., rows, in_features] to [..., rows, out_features]."""
+        rounded, scale = quantize_rows(x.reshape(-1, self.in_features))
+        shifted = rounded.add_(_ZERO).to(torch.uint8)
+        y: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            *(shifted, 1.0, _ZERO, self._packed, self._scale, self._zeros, None),
+            *(1.0, 0, torch.float32, "none", [], ""),
+        )
+        y.mul_(scale)
+        if self._bias is not None:
+            y.add_(self._bias)
+        return _activate(y, self.activation).view(*x.shape[:-1], self.out_features)
+
+
+def quantize_linears(module: nn.Module) -> nn.Module:
+    """Round every packed linear in ``module`` to 8 bits, one by one; routers stay as they are.
+
+    An expert is chosen by numbers close together, from a matrix of next to no weight. Returns what takes the
+    place of ``module``.
+    """
+    if isinstance(module, PackedLinear):
+        return module if isinstance(module, Int8Linear) else _rounded(module)
+    for name, child in module.named_children():
+        if not isinstance(child, ExactRouter):
+            setattr(module, name, quantize_linears(child))
+    return module
+
+
+def _rounded(linear: PackedLinear) -> Int8Linear:
+    return Int8Linear(*linear.dense(), linear.activation)
+
+
+def _activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """In place. ATen's own activations differ in bits between a tensor's vectors and its tail; `exp` and
+    single multiplications do not.
+    """
+    if activation is None:
+        return y
+    if activation == "relu":
+        return y.relu_()
+    if activation in {"silu", "swish"}:
+        return y.div_(torch.exp(-y).add_(1.0))
+    if activation == "gelu":
+        return y.mul_(torch.erf(y * 0.7071067811865476).add_(1.0).mul_(0.5))
+    # gelu's tanh form: tanh(u) = 1 - 2 / (1 + e^2u), so that y / 2 * (1 + tanh(u)) = y / (1 + e^-2u)
+    inner = (y * y).mul_(_GELU_CUBE).add_(1.0).mul_(y).mul_(-2 * _GELU_SLOPE)
+    return y.div_(torch.exp(inner).add_(1.0))
