@@ -8,6 +8,7 @@ from torch import nn
 
 from convoy.model.layer_inputs import LayerInputs
 from convoy.model.linear import PackedLinear
+from convoy.model.quantized import quantize_linears
 from convoy.model.rope import RopeUse
 from convoy.wire.messages import StageAssignment
 
@@ -53,6 +54,15 @@ class LoadedModules:
         held = self.embedding is not None, self.output is not None
         if held != (assignment.embed, assignment.output):
             self.embedding = self.norm = self.output = None
+
+    def quantize(self) -> None:
+        """Round all packed linears to 8 bits; what was rounded before stays as it is."""
+        for layer in self.layers.values():
+            quantize_linears(layer)
+        if self.layer_inputs is not None:
+            quantize_linears(self.layer_inputs)
+        if self.output is not None:
+            self.output = quantize_linears(self.output)
 
     @property
     def weight_bytes(self) -> int:

@@ -12,13 +12,14 @@ from torch import nn
 from convoy.errors import SelfCheckError, UsageError
 from convoy.model.attention import LayerBatch, attend
 from convoy.model.kv import BlockTable
-from convoy.model.linear import PackedLinear, packed_available
+from convoy.model.linear import PackedLinear, packed_available, w8a8_available
 from convoy.model.packed import KEY_BLOCK, SAFE_ROWS, HeadShape, describe_group
 from convoy.model.pool import make_pool
 from convoy.plan.cache import CacheGroup
 from convoy.wire.messages import Row
 
 EXACT, PLAIN = "exact-f32", "plain-f32"
+W8A8 = "w8a8"  # exact mode's layers with 8-bit linears, see `model.quantized`
 # (in, out): wide, narrow, odd and tiny; a stage checks its own shapes besides, when it is loaded
 _SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256))
 _ROW_COUNTS = (2, 3, 17, 64)
@@ -104,10 +105,12 @@ def choose_kernel(requested: str, num_threads: int | None = None) -> str:
 
     Raises SelfCheckError if exact mode was asked for by name and does not hold, UsageError for a wrong name.
     """
-    if requested not in {"auto", EXACT, PLAIN}:
-        raise UsageError(f"kernel {requested!r} is not known, expected auto, {EXACT} or {PLAIN}")
-    if requested == EXACT:
+    if requested not in {"auto", EXACT, PLAIN, W8A8}:
+        raise UsageError(f"kernel {requested!r} is not known, expected auto, {EXACT}, {PLAIN} or {W8A8}")
+    if requested in {EXACT, W8A8}:
         check_exact(num_threads)
+    if requested == W8A8 and not w8a8_available():
+        raise SelfCheckError("this build of torch has no 8-bit oneDNN linears", hint='set kernel = "auto"')
     if requested == "auto":
         return PLAIN if why_not_exact(num_threads) else EXACT
     return requested
@@ -123,9 +126,14 @@ def why_not_exact(num_threads: int | None = None) -> str:
 
 
 def available_kernels(requested: str, num_threads: int | None = None) -> list[str]:
-    """What this machine can run under the wish ``requested``, best first. Raises as `choose_kernel`."""
+    """What this machine can run under the wish ``requested``, best first. Raises as `choose_kernel`.
+
+    8-bit linears come last: they are used where the head asks for them by name.
+    """
     kernel = choose_kernel(requested, num_threads)
-    return [EXACT, PLAIN] if requested == "auto" and kernel == EXACT else [kernel]
+    if requested != "auto" or kernel != EXACT:
+        return [kernel]
+    return [EXACT, PLAIN, *([W8A8] if w8a8_available() else [])]
 
 
 @contextmanager

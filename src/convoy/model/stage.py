@@ -16,7 +16,7 @@ from convoy.model.library import LIBRARY
 from convoy.model.linear import pad_rows
 from convoy.model.packed import KEY_BLOCK
 from convoy.model.rope import Rotations
-from convoy.model.selfcheck import CHECK_ROWS, EXACT, PLAIN, check_heads, check_linears, check_rows
+from convoy.model.selfcheck import CHECK_ROWS, EXACT, PLAIN, W8A8, check_heads, check_linears, check_rows
 from convoy.model.source import ModelSource
 from convoy.model.stage_kv import StageKv
 from convoy.wire.messages import Row, StageAssignment, Step
@@ -90,8 +90,8 @@ class Stage:
         with LIBRARY:
             from convoy.model.load import load_modules  # transformers, which takes seconds, and not before
 
-        if options.kernel not in {EXACT, PLAIN}:
-            raise ModelError(f"kernel {options.kernel!r} is not known, expected {EXACT} or {PLAIN}")
+        if options.kernel not in {EXACT, PLAIN, W8A8}:
+            raise ModelError(f"kernel {options.kernel!r} is not known, expected {EXACT}, {PLAIN} or {W8A8}")
         if options.device != "cpu":
             raise ModelError(f"device {options.device!r} is not supported, expected cpu")
         if options.block_size < 1 or KEY_BLOCK % options.block_size:
@@ -99,8 +99,10 @@ class Stage:
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         kept = None if before is None else before.give_up(source, options)
-        packed = options.kernel == EXACT
+        packed = options.kernel != PLAIN
         modules = load_modules(source, assignment, packed=packed, progress=progress, kept=kept)
+        if options.kernel == W8A8:
+            modules.quantize()
         if packed and modules.bytes_read:
             check_linears(modules.parts())
             check_heads(source.spec.cache_groups)
@@ -253,7 +255,7 @@ class Stage:
         return hidden
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        return pad_rows(x) if self.options.kernel == EXACT else x
+        return pad_rows(x) if self.options.kernel != PLAIN else x
 
     def _run_layers(
         self, x: torch.Tensor, staged: StagedStep, tokens: torch.Tensor | None = None
