@@ -32,6 +32,13 @@ if TYPE_CHECKING:
     from convoy.trust.level import Level
     from convoy.trust.policy import Policy
 
+ConfigFlag = Annotated[
+    Path | None,
+    typer.Option(
+        help="A convoy.toml: model, roster, spans.  [default: .convoy/convoy.toml, but for --members]"
+    ),
+]
+
 
 def plan(
     model: Annotated[
@@ -50,12 +57,7 @@ def plan(
             help="NAME=LEVEL: suppose that this was proved of a member: none, self_signed, hardware."
         ),
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="A convoy.toml: model, roster, spans.  [default: .convoy/convoy.toml, but for --members]"
-        ),
-    ] = None,
+    config: ConfigFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Show who would hold which layers and see token ids, and why.
