@@ -77,6 +77,11 @@ def test_the_keys_of_a_token_may_be_split_among_programs(num_units: int, device:
     assert compare(shape, [(300, 1), (3, 1)], device, num_units=num_units) <= TOLERANCE
 
 
+def test_great_scores_do_not_leave_the_range_of_numbers(device: torch.device) -> None:
+    shape = replace(SHAPES["odd"], scale=20.0)  # to powers of two beyond 500
+    assert compare(shape, [(300, 1), (40, 20)], device) <= TOLERANCE
+
+
 @pytest.mark.parametrize("spans", ["one decode", "chunks and decodes"])
 def test_a_sink_takes_its_share_and_gives_nothing(spans: str, device: torch.device) -> None:
     shape = SHAPES["odd"]
