@@ -99,7 +99,7 @@ class Patient:
         named = self._config.model_name()
         if named is None:
             yield ok(
-                "the configuration names no model: a head gets one with its command, a peer runs bundled ones"
+                "the configuration names no model: a head gets one with its command, a peer from its head"
             )
             return
         from convoy.model.source import ModelSource
