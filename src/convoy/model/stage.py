@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -87,13 +87,13 @@ class Stage:
         Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError,
         and SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
         """
+        if options.device != "cpu":
+            return _load_on_device(source, assignment, options, progress, before)
         with LIBRARY:
             from convoy.model.load import load_modules  # transformers, which takes seconds, and not before
 
         if options.kernel not in {EXACT, PLAIN, W8A8}:
             raise ModelError(f"kernel {options.kernel!r} is not known, expected {EXACT}, {PLAIN} or {W8A8}")
-        if options.device != "cpu":
-            raise ModelError(f"device {options.device!r} is not supported, expected cpu")
         if options.block_size < 1 or KEY_BLOCK % options.block_size:
             raise ModelError(f"block size {options.block_size} does not divide {KEY_BLOCK}")
         if options.num_threads is not None:
@@ -299,3 +299,30 @@ class Stage:
 
         check_rows(run, self.hidden_size, self.vocab_size)
         self.forget()
+
+
+def _load_on_device(
+    source: ModelSource,
+    assignment: StageAssignment,
+    options: StageOptions,
+    progress: LoadProgress | None,
+    before: Stage | None,
+) -> Stage:
+    try:
+        from convoy.model.gpu.stage import CudaStage  # Triton, where a device is wanted
+    except ImportError as error:
+        raise ModelError(
+            f"a stage on {options.device} needs Triton, which is not installed",
+            hint="install the CUDA build of torch, which brings it",
+        ) from error
+    stage = CudaStage.load(
+        *(source, assignment),
+        device=options.device,
+        kernel=options.kernel,
+        block_size=options.block_size,
+        require_tags=options.require_tags,
+        progress=progress,
+        before=before,
+    )
+    # a class by itself, with this one's face: derived from it, it could not be loaded from here
+    return cast("Stage", stage)
