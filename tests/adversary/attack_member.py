@@ -24,8 +24,8 @@ from convoy.crypto.identity import Identity, OperatorKey
 from convoy.engine.generation import generate
 from convoy.engine.request import GenerationRequest
 from convoy.errors import ConvoyError
-from convoy.model.params import SamplingParams
 from convoy.model.digests import Hashing, make_manifest
+from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
 from convoy.transport.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember, Roster
