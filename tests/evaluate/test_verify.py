@@ -256,7 +256,7 @@ def test_the_verb_prints_a_table_or_one_json_value(
     value = json.loads(capsys.readouterr().out)
     assert value["passed"] is True
     assert value["results"][0]["spans"] == "whole"
-    assert value["limits"] == {"unsplit": 0.0, "library": 2e-5}
+    assert value["limits"] == {"unsplit": 0.0, "library": 2e-5, "median": 2e-5}
 
 
 def test_the_verb_exits_with_1_where_anything_failed(

@@ -134,7 +134,7 @@ def _limits(found: Certificate) -> list[str]:
     lines = [
         f"one piece to batch: the greatest difference of a logit from one stage with all layers, {must}",
         f"transformers: from the whole model of {found.library} in float32, at most {library:g} for each ten "
-        f"units of logit; the median over positions at most {library:g}",
+        f"units of logit; the median over positions at most {found.limits.median:g}",
         "once: layers that ran exactly once in every step",
     ]
     of_whole = found.results[0].library

@@ -47,7 +47,7 @@ class Expected:
                     continue
                 best = float(row.max())
                 # each of the two may be off by the limit
-                close = best - float(row[token]) <= 2 * limits.grown(limits.library, float(row.abs().max()))
+                close = best - float(row[token]) <= 2 * limits.grown(limits.median, float(row.abs().max()))
                 near, wrong = near + close, wrong + (not close)
         return near, wrong
 
@@ -111,10 +111,10 @@ class Comparison:
                     f"expected at most {allowed:.2g} where they reach {reach:.3g}"
                 )
         distance_of_all = self.library_distance()
-        if distance_of_all is not None and not distance_of_all.median <= limit:
+        if distance_of_all is not None and not distance_of_all.median <= self._limits.median:
             found.append(
                 f"the median distance from {library} is {distance_of_all.median:.2g}, "
-                f"expected at most {limit:.2g}"
+                f"expected at most {self._limits.median:.2g}"
             )
         wrong = self._expected.num_near_ties(self._limits)[1]
         if wrong:
