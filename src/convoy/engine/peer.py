@@ -110,7 +110,8 @@ class StageLoop:
             self.finished_step = step.number
 
     def _run(self, step: Step, hidden: torch.Tensor | None) -> None:
-        tokens = tokens_from_bytes(step.tokens) if hidden is None else None
+        # with a hidden state they come for layers that need them
+        tokens = tokens_from_bytes(step.tokens) if hidden is None or step.tokens else None
         out = self._stage.run(step, hidden=hidden, tokens=tokens)
         if self._route.assignment.output:
             self._draw(step, out)

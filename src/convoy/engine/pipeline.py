@@ -162,7 +162,12 @@ class PipelineExecutor:
             return self._read(returned, running)
         with own_stage(running.step.number, self._blame_head):
             if not self._head_first:
-                hidden = self._stage.run(running.step, hidden=returned, tokens=None)
+                tokens = (
+                    tokens_from_bytes(running.step.tokens)
+                    if self._takes_ids(self._stage.assignment)
+                    else None
+                )
+                hidden = self._stage.run(running.step, hidden=returned, tokens=tokens)
                 returned = self._stage.select(running.step, hidden)
             logits = self._stage.output(returned).numpy().astype(np.float32, copy=False)
             return StepResult(running.step.number, draw_all(logits, running.draws))
@@ -197,12 +202,16 @@ class PipelineExecutor:
         self._guard.end()
 
     def _part_of(self, step: Step, draws: Sequence[Draw], assignment: StageAssignment) -> Step:
-        """Token ids are for the owner of the embedding, draws for that of the output."""
+        """Token ids are for the embedding and layers that need them, draws for the owner of the output."""
         return msgspec.structs.replace(
             step,
-            tokens=step.tokens if assignment.embed else b"",
+            tokens=step.tokens if self._takes_ids(assignment) else b"",
             draws=[request_of(draw) for draw in draws] if assignment.output else [],
         )
+
+    def _takes_ids(self, assignment: StageAssignment) -> bool:
+        own = range(assignment.start, assignment.end)
+        return assignment.embed or not self._stage.token_id_layers.isdisjoint(own)
 
     def _start(self, step: Step) -> None:
         hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))

@@ -55,6 +55,7 @@ class Stage:
         self.options = options
         self.hidden_size = spec.hidden_size
         self.vocab_size = spec.vocab_size
+        self.token_id_layers = spec.token_id_layers
         self.weight_bytes = modules.weight_bytes
         self.bytes_read = modules.bytes_read
         self._source = (source.digest, source.path)
