@@ -11,7 +11,7 @@ from convoy.cli.config import DEFAULT_SERVE_PORT, Config, override
 from convoy.cli.hub import local_model
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.members import LayersFlag
-from convoy.cli.output import JsonFlag, print_json, print_note
+from convoy.cli.output import JsonFlag, counted, print_json, print_note
 from convoy.cli.pin import PinFlag, pinned, share_cores
 from convoy.cli.quantize import KERNELS, QuantizeFlag, kernel_for
 from convoy.cli.serve import serve_cluster, start_cluster
@@ -117,10 +117,14 @@ def _answer(
     finally:
         cluster.close()
     print()
-    print_note(
-        f"{len(answer.token_ids)} tokens, first after {answer.time_to_first_token_s * 1000:.0f} ms, "
-        f"then {answer.decode_tokens_per_s:.1f} tokens/s"
-    )
+    print_note(_summary(answer))
+
+
+def _summary(answer: Generation) -> str:
+    """With a rate where there is more than the first token."""
+    num_tokens = len(answer.token_ids)
+    summary = f"{counted(num_tokens, 'token')}, first after {answer.time_to_first_token_s * 1000:.0f} ms"
+    return f"{summary}, then {answer.decode_tokens_per_s:.1f} tokens/s" if num_tokens > 1 else summary
 
 
 def _facts(cluster: RunningCluster, answer: Generation) -> dict[str, object]:
