@@ -41,7 +41,7 @@ def test_exact_mode_holds_here_on_one_and_two_threads() -> None:
     check_exact(1)
     check_exact(2)
     assert choose_kernel("auto") == "exact-f32"
-    assert available_kernels("auto") == ["exact-f32", "plain-f32"]
+    assert available_kernels("auto")[:2] == ["exact-f32", "plain-f32"]  # 8-bit linears behind them, if at all
     assert available_kernels("exact-f32") == ["exact-f32"]
     assert available_kernels("plain-f32") == ["plain-f32"]
 
