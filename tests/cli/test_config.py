@@ -100,7 +100,11 @@ def test_no_file_and_an_empty_file_give_the_same_defaults(file: Path) -> None:
         ("[serve]\nport = 'x'", "[serve] port is 'x': expected `int`, got `str`", None),
         ("[serve]\nport = true", "[serve] port is True: expected `int`, got `bool`", None),
         ("[serve]\ndrain_s = -1.0", "[serve] drain_s is -1.0: expected `float` >= 0.0", None),
-        ("[model]\nkernel = 'fast'", "[model] kernel is 'fast': expected auto, exact-f32, plain-f32, w8a8", None),
+        (
+            "[model]\nkernel = 'fast'",
+            "[model] kernel is 'fast': expected auto, exact-f32, plain-f32, w8a8",
+            None,
+        ),
         ("[model]\nname = 'demo'\npath = 'x'", "[model] has both name and path", None),
         ("[engine]\nmicro_batches = 65", "[engine] micro_batches is 65: expected `int` <= 64", None),
         ("[engine]\nmax_batch = 0", "[engine] max_batch is 0: expected `int` >= 1", None),
