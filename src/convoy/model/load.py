@@ -114,6 +114,7 @@ def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:
     return replace(
         fresh,
         embedding=ends.embedding,
+        embed_scale=ends.embed_scale,
         layers={layer: layers[layer] for layer in sorted(layers)},
         norm=ends.norm,
         output=ends.output,
