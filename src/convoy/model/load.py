@@ -251,18 +251,14 @@ def _take_modules(
         i: _make_layer(layer, i, decoder.rotary_emb, config, packed=packed) for i, layer in layers.items()
     }
     embedding: Any = getattr(decoder.embed_tokens, "weight", None)
-    scale: float | None = getattr(decoder.embed_tokens, "scalar_embed_scale", None)
-    scale = getattr(config, "embedding_multiplier", None) if scale is None else scale
-    norm = decoder.norm
+    scale, norm = _embed_scale(decoder, config), decoder.norm
     if isinstance(output, nn.Identity):
         norm = output = None
     elif packed:
         tied = embedding is output.weight
         norm, output = make_output_exact(norm, output)
         if tied and (embed or beside) and stored_dtype is not None:
-            # A packed matrix cannot be looked up by row, so here the embedding lies beside it: in the dtype
-            # of the file, which for most is half of float32.
-            embedding = embedding.to(stored_dtype)
+            embedding = embedding.to(stored_dtype)  # beside the packed one, which nobody can look up by row
     lookup = _lookup(embedding) if embed or beside else None
     modules = LoadedModules(
         embedding=lookup if embed else None,
@@ -279,6 +275,12 @@ def _take_modules(
     )
     _own_memory(modules)
     return modules
+
+
+def _embed_scale(decoder: Any, config: Any) -> float | None:
+    """Gemma's embedding has it, Granite's configuration."""
+    scale: float | None = getattr(decoder.embed_tokens, "scalar_embed_scale", None)
+    return getattr(config, "embedding_multiplier", None) if scale is None else scale
 
 
 def _logit_scale(config: Any) -> float | None:
