@@ -73,6 +73,8 @@ def test_a_chunk_that_is_larger_than_a_step_makes_the_step_larger() -> None:
 
 
 def test_level_chunks_can_be_turned_off() -> None:
-    sizes = {"num_stages": 2, "num_blocks": (8,), "block_size": 16}
-    assert HeadOptions().limits(SPEC, **sizes).cost == TokenCost.of(SPEC)
-    assert HeadOptions(level_chunks=False).limits(SPEC, **sizes).cost is None
+    def cost_of(options: HeadOptions) -> TokenCost | None:
+        return options.limits(SPEC, num_stages=2, num_blocks=(8,), block_size=16).cost
+
+    assert cost_of(HeadOptions()) == TokenCost.of(SPEC)
+    assert cost_of(HeadOptions(level_chunks=False)) is None

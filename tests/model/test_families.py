@@ -40,7 +40,8 @@ def allowed_cuts(models: Models, kind: str) -> list[int]:
 
 def in_chunks(chain: Chain, sequence: int, tokens: list[int], sizes: list[int]) -> torch.Tensor:
     """Logits of a prompt fed in chunks of these sizes, in turn."""
-    parts, start = [], 0
+    parts: list[torch.Tensor] = []
+    start = 0
     for size in itertools.cycle(sizes):
         if start >= len(tokens):
             return torch.cat(parts)
