@@ -47,9 +47,7 @@ OPTIONS = DecodeOptions((1, 2, 4), context=20, num_windows=3, window_tokens=4)
 def engine_of(tmp_path: Path, num_blocks: int) -> Iterator[Engine]:
     source = ModelSource.resolve(f"synthetic:{write_config(tmp_path)}")
     assignment = StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)
-    stage = Stage.load(
-        source, assignment, StageOptions(num_threads=1, kernel="plain-f32", require_tags=False)
-    )
+    stage = Stage.load(source, assignment, StageOptions(num_threads=1, kernel="plain-f32"))
     stage.make_pools(num_blocks)
     limits = SchedulerLimits((GroupLimits(num_blocks),), BLOCK_SIZE)
     options = EngineOptions(max_context=source.spec.max_context)

@@ -20,6 +20,7 @@ from convoy.bench.clock import Deadline
 from convoy.bench.percentile import percentile
 from convoy.bench.report import STAGE, DecodeRow, StepRow
 from convoy.engine.executor import StepResult
+from convoy.engine.prefix import PrefixTags
 from convoy.model.draw import GREEDY, Draw, draw_all
 from convoy.model.selfcheck import choose_kernel
 from convoy.model.source import ModelSource
@@ -70,7 +71,7 @@ def load_in_turn(
 ) -> InTurn:
     """Every stage of a plan in this process, with room for one sequence."""
     chosen = choose_kernel(kernel, num_threads)
-    options = StageOptions(kernel=chosen, block_size=BLOCK_SIZE, num_threads=num_threads, require_tags=False)
+    options = StageOptions(kernel=chosen, block_size=BLOCK_SIZE, num_threads=num_threads)
     stages = [Stage.load(source, assignment, options) for assignment in assignments]
     for stage in stages:
         stage.make_pools(num_blocks(max_tokens))
@@ -105,9 +106,10 @@ class BareDecode:
         self._vocab_size = vocab_size
         self._grants = [BlockGrant(0, 0, list(range(num_blocks(max_tokens))))]
         self._deadline = deadline
-        self._number = 0
-        self._length = 0
-        self._last = 0
+        self._number = self._next = 0
+        self._tags = PrefixTags(BLOCK_SIZE)
+        self._chain = [self._tags.root(b"")]
+        self._tokens: list[int] = []
 
     def read(self, num_tokens: int) -> None:
         """The prompt, in chunks; its last token gives the first of the answer."""
@@ -122,21 +124,23 @@ class BareDecode:
         seconds = []
         for _ in range(num_tokens):
             started_s = time.perf_counter()
-            self._run([self._last], num_outputs=1)
+            self._run([self._next], num_outputs=1)
             seconds.append(time.perf_counter() - started_s)
         return Window(tuple(seconds))
 
     def _run(self, tokens: list[int], num_outputs: int) -> None:
         self._deadline.left_s()
-        row = Row(0, self._length, len(tokens), num_outputs)
+        start, end = len(self._tokens), len(self._tokens) + len(tokens)
+        self._tokens += tokens
+        tags = self._tags.of_row(self._chain, self._tokens, start, end, num_outputs)
+        row = Row(0, start, len(tokens), num_outputs, *tags)
         encoded = np.array(tokens, dtype="<u4").tobytes()
         self._executor.submit(Step(self._number, [], self._grants, [row], encoded), [GREEDY] * num_outputs)
         outcomes = self._executor.collect().outcomes
         self._grants = []
         self._number += 1
-        self._length += len(tokens)
         if outcomes:
-            self._last = outcomes[0].sampled.token_id
+            self._next = outcomes[0].sampled.token_id
 
 
 def step_row(through: str, num_hops: int, windows: Sequence[Window]) -> StepRow:
