@@ -161,3 +161,23 @@ def test_layers_move_freely_between_members_of_the_same_bits() -> None:
     plans = planner()
     plans.first({name: hello(bits="aa") for name in NAMES})
     assert plans.same_bits()
+
+
+@pytest.mark.parametrize("useless", [hello(0), hello(1000), hello(kernel="plain-f32"), hello(bytes_for(1))])
+def test_a_member_of_little_use_keeps_nobody_from_taking_over(useless: Hello) -> None:
+    plans, half = planner(), hello(bytes_for(8))
+    first = plans.first({"alpha": half, "beta": half, "gamma": half})
+    left = {"alpha": half, "beta": half, "delta": useless}
+    again = plans.again(left, first.placement)
+    assert {"alpha", "beta"} <= again.members
+    assert plans.can_spare("gamma", {**left, "gamma": half}, first.placement)
+
+
+def test_a_plan_with_more_members_and_less_room_is_none_that_a_running_one_is_left_for() -> None:
+    plans = planner()
+    running = plans.again({"alpha": hello(), "beta": hello()}, None).placement
+    small = plans.again({"alpha": hello(), "beta": hello(), "gamma": hello(bytes_for(1))}, None)
+    large = plans.again({"alpha": hello(), "beta": hello(), "gamma": hello()}, None)
+    assert "gamma" in small.members & large.members
+    assert not plans.keeps_room(running, small.placement)
+    assert plans.keeps_room(running, large.placement)

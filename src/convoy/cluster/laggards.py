@@ -6,31 +6,35 @@ import time
 from collections.abc import Callable, Mapping
 
 _LATE_S = 0.4  # a member that computes answers in milliseconds: another thread of it does
+_TIMES_SLOWER = 3.0  # than the quickest: where all are late, the head or its network is
 _MAX_TIMES = 3
 _WITHIN_S = 60.0
 
 
 class Laggards:
-    """Told of every look at a late step."""
+    """Told of looks at late steps; of several at one step the first counts."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._seen_s: dict[str, list[float]] = {}
+        self._seen_s: dict[str, dict[int, float]] = {}  # by step
 
-    def note(self, answers: Mapping[str, float]) -> str | None:
-        """The slowest of those who took so many seconds to answer a ping, if it was late; else None."""
+    def note(self, step: int, answers: Mapping[str, float]) -> str | None:
+        """The slowest of those who took so many seconds to answer a ping, if it alone was late; else None."""
         slowest = max(answers, key=lambda name: answers[name], default=None)
         if slowest is None or answers[slowest] < _LATE_S:
             return None
+        others = [after_s for name, after_s in answers.items() if name != slowest]
+        if others and answers[slowest] < _TIMES_SLOWER * min(others):
+            return None
         now = self._now()
-        seen = [at for at in self._seen_s.get(slowest, ()) if now - at < _WITHIN_S]
-        self._seen_s[slowest] = [*seen, now]
+        seen = {one: at for one, at in self._seen_s.get(slowest, {}).items() if now - at < _WITHIN_S}
+        self._seen_s[slowest] = {step: now} | seen
         return slowest
 
     def is_one(self, name: str) -> bool:
         """Whether that was so again and again, lately."""
         now = self._now()
-        return sum(now - at < _WITHIN_S for at in self._seen_s.get(name, ())) >= _MAX_TIMES
+        return sum(now - at < _WITHIN_S for at in self._seen_s.get(name, {}).values()) >= _MAX_TIMES
 
     def forget(self, name: str) -> None:
         """It was given up; the next time counts from the beginning."""

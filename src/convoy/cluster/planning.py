@@ -1,9 +1,9 @@
 """Which plan to run with those who are here: the way that was asked for, or after a loss the next best.
 
 In this order, and the first that fits: the stages as they were, where all their members are here; the spans
-that a person gave, where all whom they name are here; all members that are no standbys, by themselves; a
-standby in the place of each lost member, so that nobody else loads anything; members and standbys together.
-Who was given up for being slow counts as a standby.
+that a person gave, where all whom they name are here; all members that are no standbys, by themselves, and
+without those of the least memory; a standby in the place of each lost member, so that nobody else loads
+anything; members and standbys together. Who was given up for being slow counts as a standby.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from convoy.cluster.vetting import Vetting
 from convoy.errors import ConvoyError, Incompatible, PlanError
 from convoy.model.selfcheck import EXACT
 from convoy.model.source import ModelSource
+from convoy.plan.memory import stage_bytes
 from convoy.plan.placement import MemberOffer, Placement, place
+from convoy.plan.report import report
 from convoy.plan.span import Span, format_span
 from convoy.transport.membership import Membership
 from convoy.wire.messages import Hello, Plan
@@ -80,7 +82,11 @@ class Planner:
         Raises `PlanError` with why the members that are here, and no standby, do not do.
         """
         refused: ConvoyError | None = None
-        for members, spans in self._ways(hellos, before, slow):
+        useful = {name: hello for name, hello in hellos.items() if self._has_use_for(name, hello)}
+        ways = self._ways(hellos, before, slow)
+        if len(useful) < len(hellos):  # the error names those as well
+            ways = itertools.chain(ways, self._ways(useful, before, slow))
+        for members, spans in ways:
             try:
                 return self._propose({name: hellos[name] for name in members}, spans)
             except ConvoyError as error:
@@ -96,6 +102,12 @@ class Planner:
             return False
         return True
 
+    def keeps_room(self, before: Placement, after: Placement) -> bool:
+        """Whether as many tokens fit as before, or as many as are wanted."""
+        options = self._options
+        wanted = options.num_blocks * options.block_size or options.max_batch * self._max_context()
+        return report(after).max_kv_tokens >= min(report(before).max_kv_tokens, wanted)
+
     def same_bits(self) -> bool:
         """Whether all members seen so far compute the same bits, so that layers move without a trace."""
         return self._kernel == EXACT and not self._told
@@ -107,6 +119,13 @@ class Planner:
             replace(stage, member=standby) if stage.member == member else stage for stage in plan.stages
         ]
         return replace(plan, stages=stages)
+
+    def _has_use_for(self, name: str, hello: Hello) -> bool:
+        """Whether it could hold any layer at all; one that cannot must not keep the others from theirs."""
+        spec = self._source.spec
+        least = min(stage_bytes(spec, Span(layer, layer + 1), "float32") for layer in range(spec.num_layers))
+        runs = not self._kernel or self._kernel in hello.kernels
+        return name == self._me.name or (runs and hello.memory_bytes >= least)
 
     def _ways(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str]
@@ -127,6 +146,10 @@ class Planner:
             if len(spans) < len(active):
                 yield list(dict.fromkeys([self._me.name, *spans])), spans
         yield active, None
+        by_memory = sorted(active, key=lambda name: hellos[name].memory_bytes)
+        others = [name for name in by_memory if name != self._me.name]
+        for count in range(1, len(others)):  # one with little memory must not keep the others from a plan
+            yield [name for name in active if name not in others[:count]], None
         lost = [name for name in old if name not in active]
         free = [name for name in spare if name not in old]
         orders = itertools.permutations(free, len(lost)) if lost else iter(())

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 
 from convoy.cluster.company import Company
@@ -24,6 +26,9 @@ from convoy.wire.messages import Plan, Progress
 _log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 0.5
+_MAX_OVER = 64
+_AGAIN_S = 1.0  # until the plan that came first is looked at
+_SUPERSEDED = "another plan came first"
 
 
 class Preparing:
@@ -68,8 +73,7 @@ class Preparing:
         except ConvoyError as why:
             error = why.message[:MAX_REASON] or "no reason given"
         try:
-            if not over.is_set():
-                link.send(Prepared(plan.generation, error))
+            link.send(Prepared(plan.generation, _SUPERSEDED if over.is_set() else error))
         except ConvoyError as lost:
             _log.debug("the head could not be told: %s", lost.message)
 
@@ -83,8 +87,10 @@ class Preparations:
         self._planner = planner
         self._wait_s = wait_s
         self._changed = threading.Condition()
-        self._generations: set[int] = set()
+        self._asked: dict[int, set[str]] = {}  # who is to prepare, by generation
         self._answers: dict[tuple[int, str], str] = {}
+        self._loaded_bytes: dict[tuple[int, str], int] = {}  # the most that each was said to have
+        self._over: deque[int] = deque(maxlen=_MAX_OVER)  # of these somebody may still say something
         self._num_told = 0
 
     def takes(self, link: Link, received: Received) -> bool:
@@ -92,17 +98,19 @@ class Preparations:
         if not isinstance(received, ReceivedMessage):
             return False
         message = received.message
-        if isinstance(message, Progress) and message.generation in self._generations:
-            with self._changed:
-                self._num_told += 1
-                self._changed.notify_all()
-            return True
-        if not isinstance(message, Prepared):
+        if not isinstance(message, Prepared | Progress):
             return False
+        key = message.generation, link.peer
         with self._changed:
-            self._answers[message.generation, link.peer] = message.error
+            is_asked = link.peer in self._asked.get(message.generation, ())
+            if isinstance(message, Progress):
+                if is_asked and message.loaded_bytes > self._loaded_bytes.get(key, -1):
+                    self._loaded_bytes[key] = message.loaded_bytes
+                    self._num_told += 1
+            elif is_asked:  # what nobody asked for is not kept
+                self._answers[key] = message.error
             self._changed.notify_all()
-        return True
+            return is_asked or isinstance(message, Prepared) or message.generation in self._over
 
     def joined(self, name: str, then: Callable[[], None]) -> None:
         """``then``, once all have the weights for a plan with ``name``; at once where nobody needs any."""
@@ -125,30 +133,43 @@ class Preparations:
 
     def _prepare(self, plan: Plan, name: str, then: Callable[[], None]) -> None:
         names = {stage.member for stage in plan.stages} - {self._me}
-        self._generations.add(plan.generation)
+        with self._changed:
+            self._asked[plan.generation] = names
         try:
             for link in self._company.require(sorted(names)).values():
                 link.send(Prepare(plan))
             errors = self._wait(plan.generation, names)
         except ConvoyError as error:
             errors = {name: error.message}
+        finally:
+            self._forget(plan.generation)
         if not errors:
             then()
+        if _SUPERSEDED in errors.values() and not self._company.closed_within(_AGAIN_S):
+            self.joined(name, then)
+            return
         for member, why in sorted(errors.items()):
             _log.warning(
                 "the layers are not shared out anew for %s: %s has not the weights: %s", name, member, why
             )
 
     def _wait(self, generation: int, names: set[str]) -> dict[str, str]:
-        """Why not, for each that has them not in time; whoever gets on has its time anew."""
-        left_s, told = self._wait_s, self._num_told
+        """Why not, for each that has them not in time; where one has more than ever, there is time anew."""
+        until_s, told = time.monotonic() + self._wait_s, self._num_told
         with self._changed:
             while missing := {name for name in names if (generation, name) not in self._answers}:
                 self._changed.wait(_LOOK_UP_S)
                 gone = missing - self._company.present().keys()
-                left_s = self._wait_s if told != self._num_told else left_s - _LOOK_UP_S
-                told = self._num_told
-                if gone or left_s < 0 or self._company.closed_within(0):
+                if told != self._num_told:
+                    until_s, told = time.monotonic() + self._wait_s, self._num_told
+                if gone or time.monotonic() > until_s or self._company.closed_within(0):
                     return dict.fromkeys(gone or missing, "it is gone" if gone else "it does not get on")
-            answers = {name: self._answers.pop((generation, name)) for name in names}
+            answers = {name: self._answers[generation, name] for name in names}
         return {name: error for name, error in answers.items() if error}
+
+    def _forget(self, generation: int) -> None:
+        with self._changed:
+            self._over.append(generation)
+            for name in self._asked.pop(generation):
+                self._answers.pop((generation, name), None)
+                self._loaded_bytes.pop((generation, name), None)

@@ -149,6 +149,8 @@ class StageRecovery:
             proposal = head.planner.again(hellos, None, slow)
         except ConvoyError:
             return None
+        if not head.planner.keeps_room(self._granted.placement, proposal.placement):
+            return None  # nothing is lost, so nobody who runs may lose the room for its tokens
         standbys = {name for name, hello in hellos.items() if hello.standby}
         kept = self._granted.members - standbys <= proposal.members
         return proposal if kept and proposal.members - self._granted.members else None
@@ -202,10 +204,11 @@ class StageRecovery:
         answers = self._head.company.answers(
             self._granted.members, _PING_S * 2 ** min(looks - 1, _PATIENCE - 1)
         )
-        laggard = self._laggards.note({name: s for name, s in answers.items() if s is not None})
+        laggard = self._laggards.note(step, {name: s for name, s in answers.items() if s is not None})
         culprit = self._silent_member({name for name, s in answers.items() if s is None})
         culprit = culprit or self._member_that_keeps(step)
-        if laggard is not None and self._laggards.is_one(laggard) and self._can_spare(laggard):
+        alone = laggard is not None and culprit in (None, laggard) and self._laggards.is_one(laggard)
+        if alone and laggard is not None and self._can_spare(laggard):
             self._laggards.forget(laggard)
             self._head.company.give_up(laggard, "it holds everybody up, step after step", slow=True)
             return False
