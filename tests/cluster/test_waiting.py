@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
+
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
+from convoy.errors import LinkClosed
 from convoy.model.source import ModelSource
 from convoy.transport.network import MemoryNetwork
 from support.cluster import MEMBER, PeerThread
 from support.members import later, make_local_members, membership_of
+from support.waiting import wait_until
 
 
 def test_a_head_waits_no_longer_for_a_member_that_was_taken_out() -> None:
@@ -34,3 +40,31 @@ def test_a_head_waits_no_longer_for_a_member_that_was_taken_out() -> None:
             cluster.close()
     finally:
         peer.stop()
+
+
+def test_who_came_is_greeted_while_the_head_still_waits_for_others() -> None:
+    """Its link, with nobody to read it, would otherwise be ended long before the head has waited enough."""
+    network, over = MemoryNetwork(), threading.Event()
+    alpha, beta, _ = make_local_members(("alpha", "beta", "gamma"))
+    peer = PeerThread(beta, PeerOptions(MEMBER), network)
+
+    def watch() -> None:
+        if over.is_set():
+            raise LinkClosed("the test is over")
+
+    def start() -> None:
+        options = HeadOptions(MEMBER, wait_s=600, num_blocks=64)
+        source = ModelSource.resolve("demo-mini")
+        with pytest.raises(LinkClosed):
+            RunningCluster.start(membership_of(alpha), source, options, network=network, watch=watch)
+
+    head = threading.Thread(target=start)
+    head.start()
+    try:
+        wait_until(lambda: peer.peer._head is not None)
+        assert head.is_alive()
+    finally:
+        over.set()
+        head.join(20)
+        peer.stop()
+    assert not head.is_alive()

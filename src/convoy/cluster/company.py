@@ -108,13 +108,23 @@ class Company:
 
         Raises that if nobody came, and for the first what else it comes to.
         """
-        muster = Muster(self._me, self._network, self._options.wait_s, watch, self.on_arrival)
-        mustered = muster.call()
-        links, self.absent = mustered.links, mustered.absent
         mailbox = Mailbox(watch)
+        links: dict[str, Link] = {}
+
+        def greet(link: Link) -> None:
+            self._greet(link, mailbox)
+
         try:
-            for link in links.values():
-                self._greet(link, mailbox)
+            muster = Muster(
+                self._me,
+                self._network,
+                self._options.wait_s,
+                watch,
+                on_link=greet,
+                on_arrival=self.on_arrival,
+            )
+            mustered = muster.call()
+            links, self.absent = mustered.links, mustered.absent
             hellos = mailbox.gather(links, Hello, self._options.wait_s)
             self.vetting.admit(links, watch)
         except BaseException:

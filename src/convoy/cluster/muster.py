@@ -36,8 +36,10 @@ class _Absent:
 
 
 class Muster:
-    """``watch`` is called between dials; what it raises ends them all. ``on_arrival`` is called by `call`'s
-    own thread.
+    """``watch`` is called between dials; what it raises ends them all.
+
+    ``on_link`` and ``on_arrival`` are called by `call`'s own thread for each that comes, at once: a link that
+    nobody reads would end before the others are there.
     """
 
     def __init__(
@@ -46,12 +48,15 @@ class Muster:
         network: Network,
         wait_s: float,
         watch: Callable[[], None],
+        *,
+        on_link: Callable[[Link], None],
         on_arrival: Arrival = lambda *_: None,
     ) -> None:
         self._me = me
         self._network = network
         self._wait_s = wait_s
         self._watch = watch
+        self._on_link = on_link
         self._on_arrival = on_arrival
         self._over = threading.Event()
 
@@ -82,6 +87,7 @@ class Muster:
                 missing.remove(name)
                 self._note(found, name, outcome)
                 if name in found.links:
+                    self._on_link(found.links[name])
                     self._on_arrival(name, list(missing), max(0.0, deadline_s - time.monotonic()))
             if found.absent and not found.links:
                 raise next(iter(found.absent.values()))
