@@ -17,7 +17,7 @@ help:
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm  install a software TPM (apt-get), then enrol it and demand it of real members"
 	@echo "make test-chaos  kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
-	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way"
+	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way; and the longest tests"
 	@echo "make check   lint, format, types, architecture"
 	@echo "make bench   measure the hop between two members"
 	@echo "make setup   only set up .venv;  make clean removes it"
@@ -51,7 +51,7 @@ demo: setup
 PARALLEL := --numprocesses 2 --dist loadfile --max-worker-restart 0
 
 test: setup
-	@$(BIN)/python -m pytest $(PARALLEL)
+	@$(BIN)/python -m pytest -m 'not long' $(PARALLEL)
 
 # Losses take their time: a late step is a second, a member that comes back ten. Files are named lose_*.
 test-survival: setup
@@ -69,6 +69,7 @@ test-chaos: setup
 # Named like those above: files are verify_*.
 test-verify: setup
 	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' tests/evaluate
+	@$(BIN)/python -m pytest -m long $(PARALLEL)
 
 # Exit 3 of the script: the TPM cannot be installed here, and it has said why.
 test-tpm: setup

@@ -12,6 +12,7 @@ from support.synthetic import write_config
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_recover_kills_a_peer_and_finds_the_same_text(bench: Bench, tmp_path: Path) -> None:
     table = tmp_path / "rows.csv"
     sizes = ("--losses", "kill -9", "--tokens", "64", "--before", "8", "--csv", str(table))

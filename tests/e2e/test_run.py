@@ -40,6 +40,7 @@ def test_a_prompt_gets_the_same_tokens_from_one_and_two_members() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_layout_gives_the_same_text_by_the_same_seed(capsys: pytest.CaptureFixture[str]) -> None:
     whole = whole_json(capsys, "demo", *STORY, "--seed", "7")
     assert whole_json(capsys, "demo", *STORY, "--seed", "8")["token_ids"] != whole["token_ids"]

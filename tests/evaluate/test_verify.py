@@ -64,6 +64,7 @@ def failures(found: Certificate) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["odd", "mistral"])
+@pytest.mark.long
 def test_every_cut_of_a_tiny_model_is_the_whole_to_the_bit(models: Models, kind: str) -> None:
     found = certify(models.source(kind))
     assert failures(found) == []

@@ -89,6 +89,7 @@ def test_plain_stages_split_and_chunked_stay_within_rounding(
 
 
 @pytest.mark.parametrize("kind", AS_THEY_ARE)
+@pytest.mark.long
 def test_a_decoder_that_fits_runs_as_it_is(models: Models, prompt: Prompt, kind: str) -> None:
     tokens = prompt(90)
     expected = models.reference(kind, tokens)

@@ -49,6 +49,7 @@ def test_a_ring_gives_the_bits_of_a_table_that_keeps_everything(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
 def test_rings_of_many_sequences_go_round_beside_each_other_over_any_cut(
     models: Models, prompt: Prompt, kind: str
 ) -> None:

@@ -111,6 +111,7 @@ def test_every_request_is_answered_as_by_one_member(
         assert cluster.status().route.startswith("complete: ")
 
 
+@pytest.mark.long
 def test_one_member_gives_the_same_answers_at_any_pace(
     demo: ModelSource, expected: list[dict[str, list[Output]]]
 ) -> None:
