@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.ready
 LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-survival test-adversary test-tpm test-chaos test-verify check bench clean
+.PHONY: help setup demo test test-survival test-adversary test-tpm test-chaos test-verify test-long check bench clean
 
 help:
 	@echo "make demo    set up, then run the bundled model over two sealed processes"
@@ -17,7 +17,8 @@ help:
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm  install a software TPM (apt-get), then enrol it and demand it of real members"
 	@echo "make test-chaos  kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
-	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way; and the longest tests"
+	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way (an hour)"
+	@echo "make test-long  the tests that are marked long"
 	@echo "make check   lint, format, types, architecture"
 	@echo "make bench   measure the hop between two members"
 	@echo "make setup   only set up .venv;  make clean removes it"
@@ -69,6 +70,9 @@ test-chaos: setup
 # Named like those above: files are verify_*.
 test-verify: setup
 	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' tests/evaluate
+
+# Those of the tests that would make `make test` longer than ten minutes.
+test-long: setup
 	@$(BIN)/python -m pytest -m long $(PARALLEL)
 
 # Exit 3 of the script: the TPM cannot be installed here, and it has said why.
