@@ -360,7 +360,7 @@ def test_a_step_of_absurd_length_ends_the_link_by_name(
     assert ended["error"] == "FrameError", ended
 
 
-ONE = Step(0, [], [FIRST], [StepRow(1, 0, 2, 1)], b"")
+ONE = Step(0, [], [FIRST], [StepRow(1, 0, 2, 1, b"t" * 16, b"u" * 16)], b"")
 TENSORS: dict[str, tuple[WireTensor, int, int]] = {  # tensor, step, boundary
     "too few rows": (hidden(1), 0, 2),
     "too many rows": (hidden(3), 0, 2),
