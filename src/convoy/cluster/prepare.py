@@ -146,7 +146,10 @@ class Preparations:
         if not errors:
             then()
         if _SUPERSEDED in errors.values() and not self._company.closed_within(_AGAIN_S):
-            self.joined(name, then)
+            with self._changed:  # two newcomers' preparations must not overtake each other for ever
+                is_with_others = any(name in asked for asked in self._asked.values())
+            if not is_with_others:
+                self.joined(name, then)
             return
         for member, why in sorted(errors.items()):
             _log.warning(

@@ -102,7 +102,6 @@ class CudaStage:
         self.hidden_size = spec.hidden_size
         self.vocab_size = spec.vocab_size
         self.token_id_layers = spec.token_id_layers
-        self.token_id_layers = spec.token_id_layers
         self.weight_bytes = model.weight_bytes
         self.bytes_read = model.bytes_read
         self.options = options
