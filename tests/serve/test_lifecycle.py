@@ -79,6 +79,7 @@ def test_a_client_that_stops_reading_is_given_up() -> None:
     with serving(FakeEngine("a" * 60_000), options, max_context=100_000) as running:
         running.engine.pause_after = 59_999
         client = connect(running, b'{"prompt": "a", "stream": true}')
+        assert running.engine.admitted.wait(60)
         assert running.engine.handles[0].aborted.wait(60)
         client.close()
 
