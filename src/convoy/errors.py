@@ -9,6 +9,7 @@ ConvoyError                     carries a message, a hint what to do about it, a
 │   ├── InviteError             an invitation that is malformed, expired, used up or declined
 │   ├── SpanError               layer spans that overlap, leave a gap or own no output
 │   ├── ModelError              a model directory that cannot be run
+│   │   └── HubUnreachable      the hub that a model is to come from does not answer, or not any more
 │   ├── SessionError            a saved session, or its key, that cannot be used
 │   └── RequestError            a request of a client (HTTP 400); names the parameter
 ├── CapacityError               right, but more than there is
@@ -23,6 +24,7 @@ ConvoyError                     carries a message, a hint what to do about it, a
 │   │   └── FrameTooLong        a length over its type's limit, refused before allocation
 │   ├── SealError               a frame that does not open: changed, replayed, out of order
 │   ├── StepError               a well-sealed step that makes no sense here
+│   │   └── HiddenError         a hidden state that fits no step here
 │   ├── AttestationError        what it proves of itself is not enough, or not true
 │   ├── LinkBroken              the other end or the network ended the link
 │   └── PeerRefused             the peer said no, and why
@@ -82,6 +84,10 @@ class SpanError(InputError):
 
 class ModelError(InputError):
     """A model directory cannot be run: the text names the file, tensor or type."""
+
+
+class HubUnreachable(ModelError):  # noqa: N818
+    """The hub that a model is to come from does not answer, or not any more: the text says why."""
 
 
 class SessionError(InputError):
@@ -145,6 +151,10 @@ class SealError(PeerError):
 
 class StepError(PeerError):
     """A well-sealed step makes no sense here: an index out of range, a shape that does not match."""
+
+
+class HiddenError(StepError):
+    """What the predecessor in the ring sent fits no step: it is at fault, or whoever says so."""
 
 
 class AttestationError(PeerError):

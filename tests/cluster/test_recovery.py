@@ -297,6 +297,29 @@ def test_a_member_that_fails_again_and_again_is_left_out(monkeypatch: pytest.Mon
         assert stages(cluster) == ["alpha", "beta"]
 
 
+def test_a_member_whose_hidden_states_fit_nothing_is_left_out_and_not_the_one_that_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        s.join("gamma")
+        cluster = s.serve(prefill_chunk=64)
+        undisturbed = generate(cluster.engine, LONG).token_ids
+        first = next(name for name in stages(cluster) if name != "alpha")
+        other = next(name for name in stages(cluster) if name not in ("alpha", first))
+        run = Stage.run
+
+        def cut(stage: Stage, step: Step, hidden: Any, tokens: Any) -> Any:
+            loaded = s.peers[first].peer._loaded
+            out = run(stage, step, hidden, tokens)
+            return out[:-1] if loaded is not None and loaded.stage is stage and len(out) > 1 else out
+
+        monkeypatch.setattr(Stage, "run", cut)
+        longer = replace(LONG, cache_salt=b"nobody's")
+        assert generate(cluster.engine, longer).token_ids == undisturbed
+        assert stages(cluster) == ["alpha", other]
+
+
 def test_a_request_that_no_member_can_run_costs_one_of_them_at_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from convoy.engine.peer import StageLoop, StageRoute
-from convoy.errors import StepError
+from convoy.errors import HiddenError, StepError
 from convoy.model.stage import Stage
 from convoy.transport.link import Link, ReceivedTensor
-from convoy.wire.messages import StageAssignment, Step
+from convoy.wire.messages import Row, StageAssignment, Step
 from convoy.wire.tensor import WireTensor
 
 WIDTH = 8
@@ -45,7 +45,7 @@ def loop() -> tuple[StageLoop, CountingStage, Successor]:
 
 
 def step(number: int) -> Step:
-    return Step(number, [], [], [], b"")
+    return Step(number, [], [], [Row(1, number, 1, 1)], b"")
 
 
 def hidden(number: int, width: int = WIDTH) -> ReceivedTensor:
@@ -59,7 +59,7 @@ def test_a_step_that_ran_never_runs_again() -> None:
         steps.accept_hidden("alpha", hidden(number))
     with pytest.raises(StepError, match="step 1 came after step 1"):
         steps.accept_step(step(1), 3)
-    with pytest.raises(StepError, match="step 1, which has run already"):
+    with pytest.raises(HiddenError, match="step 1, which has run already"):
         steps.accept_hidden("alpha", hidden(1))
     assert stage.ran == successor.got == [0, 1]
 
@@ -67,8 +67,16 @@ def test_a_step_that_ran_never_runs_again() -> None:
 def test_a_hidden_state_of_another_width_is_refused_before_the_step_runs() -> None:
     steps, stage, _ = loop()
     steps.accept_step(step(0), 3)
-    with pytest.raises(StepError, match=r"expected \[tokens, 8\]"):
+    with pytest.raises(HiddenError, match=r"expected \[tokens, 8\]"):
         steps.accept_hidden("alpha", hidden(0, width=4))
+    assert stage.ran == []
+
+
+def test_a_hidden_state_of_another_number_of_rows_is_the_predecessors_fault() -> None:
+    steps, stage, _ = loop()
+    steps.accept_hidden("alpha", hidden(0))
+    with pytest.raises(HiddenError, match="1 rows came for step 0, which has 2 tokens"):
+        steps.accept_step(Step(0, [], [], [Row(1, 0, 2, 1)], b""), 3)
     assert stage.ran == []
 
 

@@ -80,6 +80,7 @@ MESSAGES: list[Message] = [
     WriteBlocks(7, "ab", [7, 1], b"t" * 32),
     BlocksDone(7, "block 7 has an owner"),
     StepFailed(4, "an index is out of range"),
+    StepFailed(5, "the ring is broken at beta", "beta"),
     Hello("convoy 0.1", ["float32"], ["exact-f32"], 1 << 30, 2, "linux", standby=True, bits="7690d65006d2"),
     Inquire(3),
     Reached(3, -1),

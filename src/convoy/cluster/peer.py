@@ -20,7 +20,7 @@ from convoy.cluster.rights import FROM_HEAD, FROM_PREDECESSOR
 from convoy.cluster.successor import SuccessorDial
 from convoy.cluster.weights import Asker, Weights
 from convoy.engine.keeper import MAX_REASON, BlockKeeper
-from convoy.errors import ConvoyError, LinkClosed, StepError
+from convoy.errors import ConvoyError, HiddenError, LinkClosed, StepError
 from convoy.model.stage import Stage
 from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
@@ -330,7 +330,9 @@ class Peer:
         """Tell the head, in the form that it waits for; the item came from it or from the predecessor."""
         self._quiet.warning(type(error).__name__, f"a message could not be followed: {error.message}")
         is_plan = isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate)
-        answer: Refuse | StepFailed = StepFailed(item.step, error.message[:MAX_REASON])
+        before = self._loaded.predecessor_name if self._loaded is not None else None
+        about = before if before is not None and isinstance(error, HiddenError) else ""
+        answer: Refuse | StepFailed = StepFailed(item.step, error.message[:MAX_REASON], about)
         if is_plan:
             is_old = isinstance(item, ReceivedMessage) and isinstance(item.message, Plan) and self._loaded
             if not is_old:  # otherwise the newer one, which is there, goes on
@@ -351,16 +353,15 @@ class Peer:
             self._forget(f"{link.peer} is gone: {error.message}", everything=True)
             self._stopping = self._stopping or self._options.exit_with_head
         elif self._loaded is not None and self._loaded.is_neighbour(link):
-            self._ring_broke(
-                self._loaded.plan.generation, f"the ring is broken at {link.peer}: {error.message}"
-            )
+            self._ring_broke(self._loaded.plan.generation, link.peer, error.message)
 
-    def _ring_broke(self, generation: int, why: str) -> None:
+    def _ring_broke(self, generation: int, neighbour: str, why: str) -> None:
         """Only the plan is over: the head is told, and its link lives on."""
+        why = f"the ring is broken at {neighbour}: {why}"
         self._forget(why)
         if self._head is not None:
             with contextlib.suppress(ConvoyError):  # then its link ends too, and says so itself
-                self._head.send(StepFailed(0, why[:MAX_REASON]), generation=generation)
+                self._head.send(StepFailed(0, why[:MAX_REASON], neighbour), generation=generation)
 
     def _forget(self, why: str, *, everything: bool = False) -> None:
         self._drop_plan()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from convoy.cluster.backoff import Backoff
+from convoy.cluster.blame import Blame
 from convoy.cluster.culprit import first_that_keeps
 from convoy.cluster.granted import Granted
 from convoy.cluster.head import Head
@@ -43,7 +44,6 @@ _LOADING_PING_S = 3.0  # a member that loads is busy
 _LOOK_UP_S = 0.5
 _PACE_S = 0.02  # between two looks, however often members come and go
 _MAX_REFUSALS = 2  # of one peer, before the plan is tried without it
-_CALM_S = 60.0  # after so long without a failure, the next is a new one
 _PATIENCE = 4  # looks at one step, before a member that cannot be spared gets its links made anew
 
 
@@ -73,7 +73,7 @@ class StageRecovery:
         self._outage = Outage(0.0)
         self._laggards = Laggards()
         self._refusals: dict[str, int] = {}
-        self._relapses, self._num_failures, self._recovered_s = Backoff(), Counter[str | None](), 0.0
+        self._blame = Blame()
 
     def recover(self, error: StageLost) -> Recovered | None:
         """See `engine.recovered.Recovery`. Raises `StageLost` naming the missing layers."""
@@ -93,11 +93,11 @@ class StageRecovery:
             self._outage = Outage(self._late.since_s if isinstance(error, StepLate) else began_s)
         self._head.stop()
         self._drop_silent()
-        relapse, failed_at = not self._lost_text(), self._failed_at()
+        relapse, blamed = not self._lost_text(), self._blamed()
         if relapse:
-            self._relapsed(failed_at)
+            self._relapsed(blamed)
         else:
-            self._num_failures.clear()
+            self._blame.forget()
         if not again and not self._lost_text():  # otherwise `lost` has said who and why
             _log.warning("%s; every member is there", error.message)
         self._head.vetting.settle(self._require_wanted)
@@ -106,8 +106,9 @@ class StageRecovery:
             f"recovered: {granted.placement.route.text}, {self._outage.lasts_s:.2f} s after the loss "
             f"({self._outage.found_after_s:.2f} s of it to find out)"
         )
-        self._recovered_s = time.monotonic()
-        return self._recovered(granted, relapse=relapse, failed_at=failed_at if relapse else None)
+        self._blame.recovered()
+        failed_at = blamed[0] if relapse and len(blamed) == 1 else None
+        return self._recovered(granted, relapse=relapse, failed_at=failed_at)
 
     def lost(self, name: str, why: str) -> None:
         """Say who is gone, and with which layers; on the thread that found out, and whatever comes of it."""
@@ -169,23 +170,20 @@ class StageRecovery:
             same_bits=self._head.planner.same_bits(),
         )
 
-    def _failed_at(self) -> str | None:
+    def _blamed(self) -> tuple[str, ...]:
         executor = self._head.executor
-        return executor.blamed if isinstance(executor, PipelineExecutor) else None
+        return executor.blamed if isinstance(executor, PipelineExecutor) else ()
 
-    def _relapsed(self, failed_at: str | None) -> None:
+    def _relapsed(self, blamed: tuple[str, ...]) -> None:
         """Every member is there, and yet the stages failed: once a wire did, again and again a member does.
 
         It is given up if it can be spared. Otherwise each try waits longer.
         """
-        if not self._num_failures or time.monotonic() - self._recovered_s > _CALM_S:
-            self._relapses, self._num_failures = Backoff(), Counter()
-        self._num_failures[failed_at] += 1
-        again = self._num_failures[failed_at] > _MAX_REFUSALS
-        if again and failed_at is not None and self._can_spare(failed_at):
-            self._head.company.give_up(failed_at, "it fails again and again", slow=True)
-            return
-        wait_s = self._relapses.next_s()
+        for name in self._blame.note(blamed):
+            if self._can_spare(name):
+                self._head.company.give_up(name, "it fails again and again", slow=True)
+                return
+        wait_s = self._blame.wait_s()
         self._say(f"every member is there; the next try is in {wait_s:.1f} s")
         self._cancelled.wait(wait_s)
 

@@ -14,7 +14,7 @@ import torch
 
 from convoy.engine.drawing import answer_of, draw_of
 from convoy.engine.executor import MAX_IN_FLIGHT
-from convoy.errors import StepError
+from convoy.errors import HiddenError, StepError
 from convoy.model.draw import draw_all
 from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
@@ -66,32 +66,35 @@ class StageLoop:
         self._run_ready()
 
     def accept_hidden(self, sender: str, received: ReceivedTensor) -> None:
-        """A hidden state from the predecessor."""
+        """A hidden state from the predecessor. Raises `HiddenError` if it fits no step."""
         if received.generation != self._route.generation:
             return
         if sender != self._route.predecessor:
-            raise StepError(
+            raise HiddenError(
                 f"a hidden state came from {sender}, but this stage follows "
                 f"{self._route.predecessor or 'nobody'}"
             )
         if received.step < self._next_step:
-            raise StepError(f"a hidden state came for step {received.step}, which has run already")
+            raise HiddenError(f"a hidden state came for step {received.step}, which has run already")
         start = self._route.assignment.start
         if received.boundary != start:
-            raise StepError(
+            raise HiddenError(
                 f"a hidden state for layer {received.boundary} came to a stage that starts at {start}"
             )
         if received.step in self._hidden or len(self._hidden) >= self._route.max_steps:
-            raise StepError(f"a hidden state for step {received.step} came twice, or too many wait")
+            raise HiddenError(f"a hidden state for step {received.step} came twice, or too many wait")
         waiting = self._hidden_bytes + received.tensor.nbytes
         if self._hidden and waiting > self._route.max_waiting_bytes:
-            raise StepError(
+            raise HiddenError(
                 f"{waiting} bytes of hidden states would wait here, and at most "
                 f"{self._route.max_waiting_bytes} may"
             )
-        hidden = from_wire(
-            received.tensor, hidden_size=self._stage.hidden_size, dtype=self._route.activation_dtype
-        )
+        try:
+            hidden = from_wire(
+                received.tensor, hidden_size=self._stage.hidden_size, dtype=self._route.activation_dtype
+            )
+        except StepError as error:
+            raise HiddenError(error.message) from error
         self._hidden[received.step] = hidden
         self._hidden_bytes += hidden.nbytes
         self._run_ready()
@@ -106,6 +109,7 @@ class StageLoop:
             self._next_step = step.number + 1
             hidden = self._hidden.pop(step.number, None)
             self._hidden_bytes -= 0 if hidden is None else hidden.nbytes
+            _require_fit(step, hidden)
             self._run(step, hidden)
             self.finished_step = step.number
 
@@ -131,3 +135,12 @@ class StageLoop:
         outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), draws)
         drawn = Drawn(step.number, [answer_of(outcome) for outcome in outcomes])
         self._successor.send(drawn, generation=self._route.generation, step=step.number)
+
+
+def _require_fit(step: Step, hidden: torch.Tensor | None) -> None:
+    expected = sum(row.num_tokens for row in step.rows)
+    if hidden is not None and hidden.shape[0] != expected:
+        raise HiddenError(
+            f"a hidden state of {hidden.shape[0]} rows came for step {step.number}, "
+            f"which has {expected} tokens"
+        )

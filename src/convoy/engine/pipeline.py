@@ -92,7 +92,9 @@ class PipelineExecutor:
         self._in_flight: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
         self._returned: dict[int, torch.Tensor | Drawn] = {}
-        self.blamed: str | None = None  # who failed first, or sent what no sound member sends
+        self.blamed: tuple[
+            str, ...
+        ] = ()  # who failed first, or sent what no sound member sends; see `_blame`
         self._guard = SendGuard(self.clock.allowed_s)
         self._carrier = BlockCarrier(
             stage,
@@ -124,7 +126,7 @@ class PipelineExecutor:
             received = ReceivedMessage(received.generation, received.step, _not_its_turn(received.step))
         is_now = received.generation == self._options.generation
         if isinstance(received, ReceivedMessage) and isinstance(received.message, StepFailed) and is_now:
-            self.blamed = self.blamed or link.peer
+            self._blame(link.peer, received.message.about)
         self._carrier.note(received)
         self._arrivals.put(link, received, weight_of(received))
 
@@ -190,7 +192,19 @@ class PipelineExecutor:
         self._carrier.end(closed)
 
     def _blame_head(self) -> None:
-        self.blamed = self.blamed or self._head
+        self._blame(self._head)
+
+    def _blame(self, member: str, accused: str = "") -> None:
+        """The first counts. Whom ``member`` accuses may be at fault as well as itself, if it is its neighbour
+        in the ring; the head knows of itself that it is not. The accused comes first.
+        """
+        if self.blamed:
+            return
+        ring = [stage.member for stage in self._stages]
+        places = [at for at, name in enumerate(ring) if name == member]
+        neighbours = {ring[(at + by) % len(ring)] for at in places for by in (-1, 1)}
+        doubted = accused in neighbours - {self._head, member}
+        self.blamed = (accused, member) if doubted else (member,)
 
     def _announce(self, step: Step, draws: Sequence[Draw]) -> None:
         for assignment in self._stages:
@@ -247,7 +261,7 @@ class PipelineExecutor:
             return  # a member that was given up and woke
         if isinstance(item, ReceivedMessage):
             if isinstance(item.message, StepFailed):
-                raise StageLost(self._what_failed(item.message), public=f"{self.blamed} could not run a step")
+                raise StageLost(self._what_failed(item.message), public=self._who_failed())
             if isinstance(item.message, Drawn):
                 self._expect(item.message.number, self._owner != self._head)
                 self._returned[item.message.number] = item.message
@@ -258,6 +272,11 @@ class PipelineExecutor:
         if any(one.step.number == said.number for one in self._in_flight):
             return f"a stage could not run step {said.number}: {said.reason}"
         return f"a stage cannot go on: {said.reason}"  # it broke while it had no step
+
+    def _who_failed(self) -> str:
+        if len(self.blamed) > 1:
+            return f"a step failed between {' and '.join(self.blamed)}"
+        return f"{self.blamed[0]} could not run a step"
 
     def _expect(self, number: int, expected: bool) -> Step:
         """The step in flight of which this is the end. Raises `StageLost`."""
@@ -294,5 +313,5 @@ class PipelineExecutor:
         self._returned[item.step] = hidden
 
     def _malformed(self, text: str) -> StageLost:
-        self.blamed = self.blamed or self._predecessor
-        return StageLost(text, public=f"{self.blamed} sent what ends no step")
+        self._blame(self._predecessor)
+        return StageLost(text, public=f"{self._predecessor} sent what ends no step")

@@ -15,7 +15,7 @@ class Recovered:
     """Other stages, which know no sequence yet.
 
     ``relapse``: no member was lost, and yet the stages failed; so what was in flight may be why. Where it is
-    known, ``failed_at`` is the member whose stage did.
+    known, ``failed_at`` is the member whose stage did; None also where it may have been one of two.
     ``same_bits``: they compute to the bit what those before them did.
     """
 

@@ -106,7 +106,7 @@ def _decode_each(
 
 # Text that people read, and the characters that are kept of it.
 _PROSE: dict[type[Message], dict[str, int]] = {
-    Hello: {"software": 100, "platform": 200},
+    Hello: {"software": 100, "platform": 200, "device": 200},
     Refuse: {"reason": 500, "hint": 500},
     StepFailed: {"reason": 500},
     BlocksDone: {"error": 500},
@@ -126,7 +126,9 @@ def _made_plain(message: Message) -> Message:
         case Hello(dtypes=dtypes, kernels=kernels):
             names = [*dtypes, *kernels]
         case Plan(model=model, model_digest=digest, kernel=kernel, activation_dtype=dtype, stages=stages):
-            names = [model, digest, kernel, dtype, *(stage.member for stage in stages)]
+            names = [model, digest, kernel, dtype, *(stage.member for stage in stages), *message.kernels]
+        case StepFailed(about=about):
+            names = [about] if about else []
         case Prepare(plan=plan):
             _made_plain(plan)
             return message

@@ -79,12 +79,13 @@ class Hello(Message, frozen=True):
 
     software: str
     dtypes: list[str]  # activation dtypes it accepts: "float32", "bfloat16"
-    kernels: list[str]  # kernels it can run, best first: "exact-f32", "plain-f32"
+    kernels: list[str]  # kernels it can run, best first: "exact-f32", "plain-f32"; or "cuda-bf16"
     memory_bytes: int  # memory it offers for weights and K/V
     num_threads: int
     platform: str
     standby: bool = False  # holds nothing until another member is lost
     bits: Digest = ""  # of a fixed computation in exact mode (`model.bits`); empty: not in exact mode
+    device: str = "cpu"  # for people; the kernels say what it can run
 
 
 class Challenge(Message, frozen=True):
@@ -122,11 +123,16 @@ class Plan(Message, frozen=True):
     model: str  # the head's name for it, also a bundled model's name
     model_digest: str  # hex SHA-256 over config and tensor headers
     stages: list[StageAssignment]  # in route order; the head's own entries included
-    kernel: str
+    kernel: str  # that all stages run, or "mixed"
     activation_dtype: str
     block_size: int  # tokens per K/V block
     max_context: int  # tokens
     manifest: Digest = ""  # digest of `model.manifest.Manifest`, which covers all weights and files
+    kernels: Annotated[list[str], msgspec.Meta(max_length=256)] = []  # by stage; empty: all run ``kernel``
+
+    def kernel_of(self, position: int) -> str:
+        """What the stage at ``position`` runs."""
+        return self.kernels[position] if self.kernels else self.kernel
 
 
 class Progress(Message, frozen=True):
@@ -302,10 +308,15 @@ class BlocksDone(Message, frozen=True):
 
 
 class StepFailed(Message, frozen=True):
-    """Peer to head: this step could not be run."""
+    """Peer to head: this step could not be run.
+
+    ``about``: the neighbour in the ring whose link ended, or whose hidden state fits no step, as the sender
+    says; empty where the sender itself failed.
+    """
 
     number: int
     reason: str
+    about: str = ""
 
 
 class Inquire(Message, frozen=True):
