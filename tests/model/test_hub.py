@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from convoy.errors import ModelError
+from convoy.errors import HubUnreachable, ModelError
+from convoy.model import hub_stream
 from convoy.model.digests import Hashing, make_manifest
 from convoy.model.hub import Hub, HubName
 from convoy.model.source import ModelSource
 from support.fake_hub import COMMIT, FakeHub
 from support.odd_models import make_odd_llama
+from support.waiting import wait_until
 
 NOWHERE = "http://127.0.0.1:9"
 NAME = HubName("somebody/odd")
@@ -83,41 +88,76 @@ def test_a_second_time_nothing_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
     assert hub.asked == []
 
 
-def test_a_broken_connection_is_gone_on_with(tmp_path: Path) -> None:
-    demo = ModelSource.resolve("demo").path
-    hub = FakeHub(demo)
-    hub.cuts = [12 << 20]
+def test_a_broken_connection_is_gone_on_with(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    hub.cuts = [1000, 500]
     _, directory = Hub(tmp_path / "cache", hub.url).download(NAME)
     starts = [start for file, start in hub.asked if file == "model.safetensors"]
-    assert starts == [0, 10 << 20], "pieces of 10 MiB that came whole are not asked for again"
-    assert (directory / "model.safetensors").read_bytes() == (demo / "model.safetensors").read_bytes()
-    hub.close()
+    assert starts == [0, 1000, 1500]
+    assert (directory / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
-def test_a_download_that_fails_is_named_and_whole_files_stay(hub: FakeHub, tmp_path: Path) -> None:
-    hub.cuts = [0] * 6  # and then the library gives up
-    lost = r"model\.safetensors of somebody/odd@main cannot be fetched"
-    with pytest.raises(ModelError, match=lost) as broken:
+def test_a_process_that_is_killed_in_the_middle_of_a_file_goes_on_from_there(
+    hub: FakeHub, model: Path, tmp_path: Path
+) -> None:
+    size = (model / "model.safetensors").stat().st_size
+    hub.stalls_at = size // 2
+    command = "import sys; from pathlib import Path; from convoy.model.hub import *; "
+    command += "Hub(Path(sys.argv[1]), sys.argv[2]).download(HubName('somebody/odd'))"
+    process = subprocess.Popen([sys.executable, "-c", command, str(tmp_path / "cache"), hub.url])
+    wait_until(lambda: any(half.stat().st_size == size // 2 for half in _halves(tmp_path)))
+    process.kill()
+    process.wait()
+    hub.stalls_at = 0
+    _, directory = Hub(tmp_path / "cache", hub.url).download(NAME)
+    assert (directory / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert hub.served["model.safetensors"] == size, "no byte came twice"
+    assert not _halves(tmp_path)
+
+
+def _halves(folder: Path) -> list[Path]:
+    return list((folder / "cache").rglob("model.safetensors.part"))
+
+
+def test_a_download_that_fails_is_named_and_what_came_stays(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_stream, "_WAIT_S", 0.0)
+    hub.cuts = [700, *[0] * 5]  # and then it is given up
+    lost = r"model\.safetensors of somebody/odd@5f5f5f5f5f5f cannot be fetched, the hub cannot be reached: "
+    with pytest.raises(HubUnreachable, match=lost) as broken:
         Hub(tmp_path / "cache", hub.url).download(NAME)
     assert "start again to go on" in (broken.value.hint or "")
     hub.asked.clear()
     Hub(tmp_path / "cache", hub.url).download(NAME)
-    assert [file for file, _ in hub.asked] == ["model.safetensors"]
+    assert hub.asked == [("model.safetensors", 700)]
 
 
-def test_a_file_with_another_digest_than_the_hub_lists_is_removed(hub: FakeHub, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    _, directory = Hub(cache, hub.url).download(NAME)
-    (directory / ".model.safetensors.verified").unlink()
-    blob = (directory / "model.safetensors").resolve()
-    data = bytearray(blob.read_bytes())
-    data[-1] ^= 1
-    blob.write_bytes(data)
+def test_a_file_with_another_digest_than_the_hub_lists_is_never_named(hub: FakeHub, tmp_path: Path) -> None:
+    hub.lies = "model.safetensors"
     with pytest.raises(ModelError, match=r"model\.safetensors of somebody/odd@main came with the digest"):
-        Hub(cache, hub.url).download(NAME)
-    hub.asked.clear()
-    Hub(cache, hub.url).download(NAME)
-    assert [name for name, _ in hub.asked] == ["model.safetensors"]
+        Hub(tmp_path / "cache", hub.url).download(NAME)
+    assert not list((tmp_path / "cache").rglob("model.safetensors"))
+    hub.lies = ""
+    Hub(tmp_path / "cache", hub.url).download(NAME)
+
+
+def test_half_a_file_that_is_another_is_fetched_anew(hub: FakeHub, model: Path, tmp_path: Path) -> None:
+    cached = Hub(tmp_path / "cache", hub.url)
+    directory = cached.directory(NAME, COMMIT)
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors.part").write_bytes(b"other" * 100)
+    assert cached.download(NAME)[1] == directory
+    assert (directory / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+def test_a_full_disk_is_said_with_both_numbers_before_a_byte_comes(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=12345))
+    with pytest.raises(ModelError, match=r"\d+ bytes of weights are missing here, .* has 12345 free") as full:
+        Hub(tmp_path / "cache", hub.url).download(NAME)
+    assert "convoy cache" in (full.value.hint or "")
+    assert hub.asked == []
 
 
 @pytest.mark.parametrize(
@@ -151,9 +191,31 @@ def test_a_name_that_the_hub_does_not_know_is_said(hub: FakeHub, tmp_path: Path)
 
 
 def test_a_hub_that_cannot_be_reached_is_said_and_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="the hub cannot be reached for somebody/odd@main: ") as lost:
+    lost = "the model somebody/odd@main cannot be fetched, the hub cannot be reached: "
+    with pytest.raises(HubUnreachable, match=lost) as error:
         Hub(tmp_path / "cache", NOWHERE).download(NAME)
-    assert "a peer needs no --model" in (lost.value.hint or "")
+    assert "a peer needs no --model" in (error.value.hint or "")
+
+
+def test_a_hub_that_is_out_of_order_is_as_good_as_none(hub: FakeHub, tmp_path: Path) -> None:
+    hub.status = 503
+    with pytest.raises(HubUnreachable, match="the hub answers HTTP 503"):
+        Hub(tmp_path / "cache", hub.url).download(NAME)
+
+
+def test_what_is_no_hub_is_said(hub: FakeHub, tmp_path: Path) -> None:
+    hub.status = 200
+    with pytest.raises(ModelError, match="what answers for somebody/odd@main is no hub"):
+        Hub(tmp_path / "cache", hub.url).download(NAME)
+
+
+def test_an_error_of_ours_is_not_taken_for_the_hubs(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Hub(tmp_path / "cache", hub.url).download(NAME)
+    monkeypatch.setattr("convoy.model.hub._listed", lambda _siblings: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        Hub(tmp_path / "cache", hub.url).download(NAME)
 
 
 def test_what_was_fetched_before_is_used_where_the_hub_cannot_be_reached(

@@ -13,7 +13,8 @@ import pytest
 
 from convoy.errors import ModelError
 from convoy.model.manifest import FileEntry, Manifest, TensorEntry, start_tensor_digest
-from convoy.model.received import Part, PartFile, ReceivedModel, is_whole, verify
+from convoy.model.parts import Part, PartFile, is_whole, verify
+from convoy.model.received import ReceivedModel
 
 DATA = bytes(range(256)) * 1000
 START = start_tensor_digest("U8", (len(DATA),))

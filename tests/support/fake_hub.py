@@ -18,7 +18,12 @@ class FakeHub:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.asked: list[tuple[str, int]] = []  # file, and the first byte that was wanted
+        self.served: dict[str, int] = {}  # bytes of each file that went out
         self.cuts: list[int] = []  # for each time that weights are asked for, bytes until the connection ends
+        self.stalls_at = 0  # weights are sent up to there, and nothing comes after
+        self.lies = ""  # a file whose last byte is another than is listed
+        self.down = False  # then nobody gets an answer
+        self.status = 0  # what it answers to everything, where it is not 0
         self.commit = COMMIT
         hub = self
 
@@ -43,7 +48,13 @@ class FakeHub:
         self._server.server_close()
 
     def answer(self, request: BaseHTTPRequestHandler, *, body: bool) -> None:
+        if self.down:
+            request.close_connection = True
+            return
         path = request.path.partition("?")[0]
+        if self.status:
+            self._say(request, self.status, b"<html>", {})
+            return
         if path.startswith(f"/api/models/{REPO}/revision/"):
             self._say(request, 200, self._info(), {"content-type": "application/json"})
         elif path.startswith(f"/{REPO}/resolve/{self.commit}/"):
@@ -71,15 +82,24 @@ class FakeHub:
         return json.dumps(info).encode()
 
     def _file(self, request: BaseHTTPRequestHandler, path: Path, *, body: bool) -> None:
+        if not path.is_file():
+            self._say(request, 404, b"", {"x-error-code": "EntryNotFound"})
+            return
         data = path.read_bytes()
-        start = int((request.headers.get("range") or "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        if path.name == self.lies:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        first, _, last = (request.headers.get("range") or "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first), min(len(data), int(last or len(data)) + 1)
         headers = {"x-repo-commit": self.commit, "etag": f'"{hashlib.sha256(data).hexdigest()}"'}
-        if start:
-            headers["content-range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        headers["content-range"] = f"bytes {start}-{end - 1}/{len(data)}"
+        cut, total = None, end - start
         if body:
             self.asked.append((path.name, start))
-        cut = self.cuts.pop(0) if self.cuts and body and path.suffix == ".safetensors" else None
-        self._say(request, 206 if start else 200, data[start:], headers, body=body, cut=cut)
+            if path.suffix == ".safetensors":
+                cut = self.cuts.pop(0) if self.cuts else None
+                end = self.stalls_at or end
+            self.served[path.name] = self.served.get(path.name, 0) + len(data[start:end][:cut])
+        self._say(request, 206, data[start:end], headers, body=body, cut=cut, total=total)
 
     @staticmethod
     def _say(
@@ -90,11 +110,12 @@ class FakeHub:
         *,
         body: bool = True,
         cut: int | None = None,
+        total: int | None = None,
     ) -> None:
         request.send_response(status)
         for name, value in headers.items():
             request.send_header(name, value)
-        request.send_header("content-length", str(len(data)))
+        request.send_header("content-length", str(len(data) if total is None else total))
         request.end_headers()
         if body:
             request.wfile.write(data[:cut])

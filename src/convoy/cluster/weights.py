@@ -22,7 +22,8 @@ from convoy.model.checkpoint import StoredTensor
 from convoy.model.digests import Hashing, make_manifest, tensor_digests
 from convoy.model.manifest import MAX_MANIFEST_BYTES, Manifest
 from convoy.model.owned import owned_tensors
-from convoy.model.received import Part, PartFile, ReceivedModel, is_whole, verify
+from convoy.model.parts import Part, PartFile, is_whole, verify
+from convoy.model.received import ReceivedModel
 from convoy.model.source import ModelSource, needs_no_files
 from convoy.transport.link import Link
 from convoy.wire.messages import Plan, Progress, StageAssignment
