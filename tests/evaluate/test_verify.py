@@ -230,6 +230,24 @@ def test_texts_are_cut_to_the_context_and_repeated_beyond_a_window() -> None:
     assert max(map(len, text_prompts(tokenizer, replace(spec, max_context=16), 8, 6))) == 10
 
 
+class Mute(Tokenizer):
+    """Makes nothing of any text."""
+
+    def __init__(self) -> None: ...
+
+    def encode(self, text: str) -> list[int]:
+        return []
+
+
+def test_a_tokeniser_that_makes_nothing_of_text_is_refused(models: Models, tmp_path: Path) -> None:
+    spec = models.source("mistral").spec  # with a window, beyond which its prompts are repeated
+    (tmp_path / "prompts.txt").write_text("The cat sat.\n")
+    with pytest.raises(InputError, match="no token of a text of 235 characters"):
+        text_prompts(Mute(), spec, 2, 3)
+    with pytest.raises(InputError, match="no token of a text of 12 characters"):
+        read_prompts(tmp_path / "prompts.txt", Mute(), spec, 3)
+
+
 def test_own_prompts_are_one_on_each_line(tmp_path: Path) -> None:
     source = ModelSource.resolve("demo-mini")
     tokenizer = Tokenizer(source)

@@ -141,6 +141,13 @@ def test_a_directory_without_a_tokeniser_is_a_model_error(tmp_path: Path) -> Non
         Tokenizer(tiny.source(tmp_path))
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_an_empty_tokeniser_that_the_library_makes_of_nothing_is_none(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ModelError, match=r"no usable tokeniser in .*: none of .*tokenizer\.json"):
+        Tokenizer(tiny.source(tmp_path))
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}'])
 def test_a_broken_tokenizer_json_is_a_model_error(content: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(content)

@@ -40,10 +40,11 @@ _MAX_FILE_BYTES = 1 << 20
 def text_prompts(tokenizer: Tokenizer, spec: ModelSpec, count: int, num_tokens: int) -> list[list[int]]:
     """The ids of the first ``count`` of `TEXTS`, the first repeated until it is longer than short windows.
 
-    ``num_tokens`` fit behind each. Raises InputError where the model's context has no room.
+    ``num_tokens`` fit behind each. Raises InputError where the model's context has no room, and for a
+    tokeniser that makes nothing of a text.
     """
     room = _room(spec, num_tokens)
-    prompts = [tokenizer.encode(text) for text in TEXTS[:count]]
+    prompts = [_encoded(tokenizer, text) for text in TEXTS[:count]]
     while len(prompts[0]) < min(_least_first(spec), room):
         prompts[0] += prompts[0]
     return [prompt[:room] for prompt in prompts]
@@ -68,7 +69,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, spec: ModelSpec, num_tokens: 
         raise InputError(f"cannot read prompts from {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 at byte {error.start}, expected lines of text") from error
-    prompts = [tokenizer.encode(line) for line in lines if line.strip()]
+    prompts = [_encoded(tokenizer, line) for line in lines if line.strip()]
     if not prompts:
         raise InputError(f"{path} holds no prompts, expected at least one line")
     longest = max(map(len, prompts)) + num_tokens
@@ -83,6 +84,13 @@ def unreached_windows(spec: ModelSpec, prompts: Sequence[Sequence[int]]) -> tupl
     """The attention windows, in tokens, that hide nothing from any position of these prompts."""
     longest = max(map(len, prompts))
     return tuple(window for window in _windows(spec) if window >= longest)
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids = tokenizer.encode(text)
+    if not ids:
+        raise InputError(f"the tokeniser makes no token of a text of {len(text)} characters")
+    return ids
 
 
 def _room(spec: ModelSpec, num_tokens: int) -> int:

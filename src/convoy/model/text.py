@@ -147,6 +147,11 @@ def _load(source: ModelSource) -> Any:
     except Exception as error:  # the library raises anything at all for a broken file
         reason = f"tokenizer.json cannot be used: {_first_line(error)}" if has_file else "no tokenizer.json"
         raise ModelError(f"{source.name}: no usable tokeniser in {source.path}: {reason}") from error
+    files = pretrained.vocab_files_names.values()
+    if not any((source.path / name).is_file() for name in files):  # the library made an empty one
+        raise ModelError(
+            f"{source.name}: no usable tokeniser in {source.path}: none of {', '.join(sorted(files))}"
+        )
     if not hasattr(pretrained, "backend_tokenizer"):
         raise ModelError(
             f"{source.name}: its tokeniser is {type(pretrained).__name__}, expected one with a tokenizer.json"
