@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20
-_MAX_INDEX_BYTES = 256 << 20
+MAX_INDEX_BYTES = 256 << 20
 _DTYPES = {  # torch's name and the bytes of one number
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -31,6 +31,8 @@ _DTYPES = {  # torch's name and the bytes of one number
     "BF16": ("bfloat16", 2),
     "F8_E4M3": ("float8_e4m3fn", 1),
     "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "U32": ("uint32", 4),
     "I64": ("int64", 8),
     "I32": ("int32", 4),
     "I16": ("int16", 2),
@@ -91,52 +93,75 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
 def _weight_files(directory: Path) -> list[Path]:
     index = directory / INDEX
     if index.is_file():
-        names = index_files(index)
-    elif (directory / SINGLE).is_file():
-        names = [SINGLE]
-    else:
-        others = sorted(p.name for p in directory.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".gguf"})
-        hint = f"{others[0]} is not read: convert the weights to safetensors" if others else None
-        raise ModelError(f"{directory} has no weights, expected model.safetensors", hint=hint)
-    for name in names:
-        if not (directory / name).is_file():
-            raise ModelError(f"{directory} lacks the shard {name}, which its index names")
-    return [directory / name for name in names]
+        shards = parse_index(str(index), file_bytes(index, MAX_INDEX_BYTES))
+        lacking = {name: tensor for tensor, name in shards.items() if not (directory / name).is_file()}
+        for name, tensor in sorted(lacking.items()):
+            raise ModelError(
+                f"{directory} lacks the shard {name}, which its index names for {tensor}",
+                hint="fetch that file again; a download that was cut off goes on where it was",
+            )
+        return [directory / name for name in sorted(set(shards.values()))]
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    others = sorted(p.name for p in directory.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".gguf"})
+    hint = f"{others[0]} is not read: convert the weights to safetensors" if others else None
+    raise ModelError(f"{directory} has no weights, expected model.safetensors", hint=hint)
 
 
 def index_files(index: Path) -> list[str]:
     """The names of the shards, all beside the index. Raises ModelError for one that is not."""
-    if index.stat().st_size > _MAX_INDEX_BYTES:
-        raise ModelError(f"{index} has {index.stat().st_size} bytes, expected at most {_MAX_INDEX_BYTES}")
+    return sorted(set(parse_index(str(index), file_bytes(index, MAX_INDEX_BYTES)).values()))
+
+
+def parse_index(place: str, data: bytes) -> dict[str, str]:
+    """The shard of each tensor, by name. Raises ModelError naming ``place`` for what is no such index."""
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"{index} is not an index of safetensors shards") from error
-    for name in names:
+        shards = dict(json.loads(data)["weight_map"])
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise ModelError(f"{place} is not an index of safetensors shards") from error
+    for name in shards.values():
         # a shard lies beside its index: an index must not make us open files elsewhere
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{index} names the shard {name!r}, expected a .safetensors file beside it")
-    return sorted(names)
+            raise ModelError(f"{place} names the shard {name!r}, expected a .safetensors file beside it")
+    return shards
 
 
 def _read_header(path: Path) -> Iterator[StoredTensor]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
-            raise ModelError(f"{path} is truncated or not safetensors: {size} bytes, header of {length}")
-        raw = file.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = header_bytes(str(path), file.read(8), size)
+            raw = file.read(length)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {(error.strerror or 'unreadable').lower()}") from error
+    entries = parse_header(path, raw)
+    last = max(entries, key=lambda tensor: tensor.offset + tensor.num_bytes, default=None)
+    if last is not None and size < last.offset + last.num_bytes:
+        raise ModelError(
+            f"{path} is truncated: it has {size} bytes, and its header describes "
+            f"{last.offset + last.num_bytes}, the last of them of {last.name}"
+        )
+    yield from entries
+
+
+def header_bytes(place: str, prefix: bytes, size: int | None = None) -> int:
+    """How long the header of a safetensors file is, by its first 8 bytes. Raises ModelError."""
+    length = int.from_bytes(prefix, "little")
+    most = _MAX_HEADER_BYTES if size is None else min(_MAX_HEADER_BYTES, size - 8)
+    if len(prefix) < 8 or length > most:
+        have = "" if size is None else f"{size} bytes, "
+        raise ModelError(f"{place} is truncated or not safetensors: {have}header of {length}")
+    return length
+
+
+def parse_header(path: Path, raw: bytes) -> list[StoredTensor]:
+    """The tensors that a header describes, at their places in the file ``path``. Raises ModelError."""
     try:
         header: dict[str, dict[str, object]] = json.loads(raw)
         header.pop("__metadata__", None)
-        entries = [_stored(path, name, entry, 8 + length) for name, entry in header.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return [_stored(path, name, entry, 8 + len(raw)) for name, entry in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path} has a malformed safetensors header") from error
-    needed = max((tensor.offset + tensor.num_bytes for tensor in entries), default=0)
-    if size < needed:
-        raise ModelError(f"{path} is truncated: it has {size} bytes, its header describes {needed}")
-    yield from entries
 
 
 def _stored(path: Path, name: str, entry: dict[str, object], base: int) -> StoredTensor:

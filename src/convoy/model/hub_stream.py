@@ -62,7 +62,11 @@ class HubCommit:
     def _connection(self, file: str, start: int, end: int) -> Iterator[bytes]:
         with LIBRARY:
             from huggingface_hub import hf_hub_url
-            from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+            from huggingface_hub.utils import (  # type: ignore[attr-defined] # as its own file system does
+                build_hf_headers,
+                hf_raise_for_status,
+                http_stream_backoff,
+            )
 
         headers = {
             **build_hf_headers(),
