@@ -118,6 +118,13 @@ def test_status_in_json_is_the_servers_own_picture(head: FakeHead, tmp_path: Pat
     assert value["stages"][1]["member"] == "beta"
 
 
+@pytest.mark.parametrize("end", ["/v1", "/v1/", "/"])
+def test_the_address_that_api_clients_have_is_taken_too(head: FakeHead, tmp_path: Path, end: str) -> None:
+    done = run_convoy(["status", "--url", head.url + end], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path for path, _, _ in head.asked} == {"/health", "/status"}
+
+
 def test_status_of_a_cluster_that_is_not_ready_fails_with_its_reason(head: FakeHead, tmp_path: Path) -> None:
     head.say("/health", {"status": "not ready", "reason": "beta is gone"}, 503)
     done = run_convoy(["status", "--url", head.url], tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -287,6 +288,14 @@ def test_a_token_file_is_private_and_the_token_is_not_shown(tmp_path: Path) -> N
         assert decode_token(file.read_text()).addresses[0][0] == "127.0.0.1"
 
 
+def test_a_forwarded_address_is_told_apart_from_the_port_that_it_must_lead_to(tmp_path: Path) -> None:
+    port = free_port()
+    with process(tmp_path / "alpha", "invite", "--address", "192.0.2.7:9000", "--port", port) as operator:
+        assert operator.stderr is not None
+        said = list(itertools.takewhile(lambda line: "must lead" not in line, operator.stderr))
+    assert said[-1] == f"waiting on port {port}, for who comes to 192.0.2.7:9000\n"
+
+
 def test_an_invitation_of_another_cluster_does_not_overwrite_this_one(tmp_path: Path) -> None:
     with inviting(tmp_path / "alpha", "--auto-approve") as (_, token):
         with inviting(tmp_path / "beta"):
@@ -341,7 +350,8 @@ def test_two_invitations_at_once_are_two_epochs_and_no_crash(tmp_path: Path) -> 
 
 def test_the_invitation_of_a_killed_serve_ends_with_it(tmp_path: Path) -> None:
     arguments = ["serve", "demo-mini", "--invite", "--name", "alpha", "--address", "127.0.0.1", "--json"]
-    with process(tmp_path / "alpha", *arguments) as serve:
-        event(serve, "invited")
+    port = free_port()
+    with process(tmp_path / "alpha", *arguments, "--invite-port", port) as serve:
+        assert event(serve, "invited")["addresses"] == [f"127.0.0.1:{port}"]
         serve.kill()
         serve.communicate(timeout=20)  # to the end of what the invitation's process could still write

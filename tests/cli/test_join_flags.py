@@ -87,6 +87,14 @@ def test_what_only_an_invitation_can_use_is_refused_with_both_values(
     assert done.stderr.startswith(error.format(config=config))
 
 
+def test_a_model_that_is_not_there_ends_it_at_once(config: Path, tmp_path: Path) -> None:
+    flags = ["--config", str(config), "--model", str(tmp_path / "nowhere")]
+    done = run_convoy(["join", *flags], tmp_path)
+    assert done.returncode == 1
+    assert f"error: no model at {tmp_path}/nowhere\n" in done.stderr
+    assert "listening" not in done.stderr
+
+
 def test_a_standby_by_its_file_says_so(config: Path) -> None:
     config.write_text(config.read_text().replace("[cluster]", "[cluster]\nstandby = true"))
     with joining(config) as process:

@@ -120,6 +120,7 @@ def test_an_interrupt_with_answers_under_way_says_at_once_what_is_waited_for(
     with shown("serve", "demo-mini", "--port", "0") as head:
         url = head.wait_for(r"serving demo-mini at (\S+)")[1]
         assert head.lines[0] == "loading PyTorch ..."
+        assert "no --config: this machine serves alone" in head.lines
         ended: list[str] = []
         asking = threading.Thread(target=ask_at_length, args=(url, ended), daemon=True)
         asking.start()

@@ -38,7 +38,10 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str, api_key_file: Path | None) -> Endpoint:
-        """From the two flags. Raises UsageError for an address that is not one."""
+        """From the two flags; ``/v1``, as clients of the API have it, may stand behind the address.
+
+        Raises UsageError for an address that is not one.
+        """
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
             usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
@@ -46,7 +49,8 @@ class Endpoint:
             usable = False
         if not usable:
             raise UsageError(f"--url {url} is no HTTP address", hint=f"for example {DEFAULT_URL}")
-        return cls(parts.geturl().rstrip("/"), None if api_key_file is None else read_api_key(api_key_file))
+        address = parts.geturl().rstrip("/").removesuffix("/v1").rstrip("/")
+        return cls(address, None if api_key_file is None else read_api_key(api_key_file))
 
     def get(self, path: str, *, accept: frozenset[int] = frozenset({200})) -> object:
         """The JSON at ``path``; ``accept`` lists statuses that are no error here."""

@@ -123,7 +123,7 @@ def _meet(
     )
     enrolment = Enrolment(sock, certificate, token, consumption=desk.consumption(token), judge=desk.judge)
     try:
-        screen.invited(token)
+        screen.invited(token, bound)
         return token, enrolment.wait()
     finally:
         enrolment.close()
@@ -191,7 +191,8 @@ class _Screen:
     auto_approve: bool
     out: Path | None
 
-    def invited(self, token: Token) -> None:
+    def invited(self, token: Token, port: int) -> None:
+        """``port``: where this machine listens, which a forwarded address leads to."""
         from convoy.crypto.keyfile import write_private
         from convoy.trust.roster import format_address
 
@@ -204,14 +205,21 @@ class _Screen:
         places = [format_address(address) for address in token.addresses]
         if self.as_json:
             shown = {"token": text} if self.out is None else {"out": self.out}
-            print_json_line({"event": "invited", **shown, "addresses": places, "expires": until})
+            facts = {"addresses": places, "port": port, "expires": until}
+            print_json_line({"event": "invited", **shown, **facts})
             return
         print_note(f"on the other machine, until {until}, run `convoy join -` and paste this line:\n")
         if self.out is None:
             print(text, flush=True)
         else:
             print_note(f"(the line in {self.out})")
-        print_note(f"\nwaiting at {', '.join(places)}")
+        forwarded = [place for place, (_, at) in zip(places, token.addresses, strict=True) if at != port]
+        where = f"at {', '.join(places)}"
+        if forwarded:  # nothing of this machine may listen there
+            where = f"on port {port}, for who comes to {', '.join(places)}"
+        print_note(f"\nwaiting {where}")
+        if forwarded:
+            print_note(f"{', '.join(forwarded)} must lead to port {port} of this machine")
 
     def approves(self, newcomer: Newcomer) -> bool:
         """The operator's y or n; anything else is asked again. No answer, or no more input, is a no."""

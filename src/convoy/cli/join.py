@@ -92,8 +92,11 @@ def join(
         _check_asked(newcomer, file, me, _teller(as_json))
     with collector_at_rest(lambda text: _teller(as_json)("starting", text)):
         from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
+        from convoy.model.source import ModelSource
 
     options = peer_options(settings, model, exit_with_head=exit_with_head)
+    if options.model_path is not None:
+        ModelSource.resolve(str(options.model_path))  # what is wrong with it, before a head asks for it
     listens = me.member.address[1] if settings.listen.port is None else settings.listen.port
     with network_of(settings) as network, watched_roster(settings, me, quiet=as_json):
         peer = Peer(me, options, _shown(as_json=as_json, standby=settings.cluster.standby), network)

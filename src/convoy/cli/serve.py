@@ -9,7 +9,7 @@ import typer
 
 from convoy.cli.config import Config, load_config, override
 from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
-from convoy.cli.home import DEFAULT_HOME, DirectoryFlag
+from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.hub import local_model
 from convoy.cli.invite import AutoApproveFlag, InviteAddressFlag
 from convoy.cli.local import LocalCluster, LocalOptions
@@ -61,6 +61,10 @@ def serve(
     auto_approve: AutoApproveFlag = False,
     address: InviteAddressFlag = None,
     name: Annotated[str | None, typer.Option(help="With --invite: a first machine's name.")] = None,
+    invite_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="With --invite: port to listen on.  [default: 7778, or any]"),
+    ] = None,
     directory: DirectoryFlag = DEFAULT_HOME,
     discover: DiscoverFlag = None,
     quantize: QuantizeFlag = None,
@@ -68,7 +72,7 @@ def serve(
 ) -> None:
     """Be the head: split a model over members, answer the OpenAI API."""
     if invite:
-        asked = InviteFlags(config, directory, auto_approve, address, name)
+        asked = InviteFlags(config, directory, auto_approve, address, name, invite_port)
         asked.check(model)
         config = asked.let_in(as_json=as_json)
     settings = with_discover(load_config(config), discover)
@@ -84,9 +88,17 @@ def serve(
     if config is None:
         with LocalCluster(LocalOptions(num_members=1, kernel=kernel)) as local:
             settings = override(local.config(local.head), serve=http, engine=limits)
-            serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json)
+            settings = with_layers(settings, layers, spec)
+            serve_cluster(settings, chosen, as_json=as_json, note=_alone(directory))
     else:
         serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json)
+
+
+def _alone(directory: Path) -> str:
+    """What is said without a --config; which file would be meant, where one is at hand."""
+    file = Home(directory).config
+    others = f"; --config {file} brings in the members of its roster" if file.exists() else ""
+    return f"no --config: this machine serves alone{others}"
 
 
 def _chosen(settings: Config, model: str | None, *, quiet: bool) -> str:
@@ -132,9 +144,14 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
 
 
 def serve_cluster(
-    settings: Config, model: str, *, as_json: bool, watch: Callable[[], None] | None = None
+    settings: Config,
+    model: str,
+    *,
+    as_json: bool,
+    watch: Callable[[], None] | None = None,
+    note: str | None = None,
 ) -> None:
-    """Bring the cluster up, serve until a signal, take it down."""
+    """Bring the cluster up, serve until a signal, take it down. ``note`` is said beside the address."""
     from convoy.serve.server import bind
 
     options = serve_options(settings)
@@ -145,10 +162,10 @@ def serve_cluster(
     with watched_roster(settings, me, quiet=as_json):
         with network_of(settings) as network:  # only to find the peers: a head that serves asks for nobody
             cluster = start_cluster(settings, model, me=me, quiet=as_json, watch=watch, network=network)
-        _serve(cluster, options, as_json=as_json)
+        _serve(cluster, options, as_json=as_json, note=note)
 
 
-def _serve(cluster: RunningCluster, options: ServeOptions, *, as_json: bool) -> None:
+def _serve(cluster: RunningCluster, options: ServeOptions, *, as_json: bool, note: str | None) -> None:
     from convoy.serve.server import run_server
     from convoy.serve.service import ServedModel, Service
 
@@ -163,6 +180,8 @@ def _serve(cluster: RunningCluster, options: ServeOptions, *, as_json: bool) -> 
                 print_json({"url": f"{url}/v1", "status": cluster.status()})
             else:
                 print_picture(cluster.status())
+                if note is not None:
+                    print_note(note)
                 print_note(f"serving {served.name} at {url}/v1")
 
         def on_drain(num_answers: int, drain_s: float) -> None:

@@ -39,6 +39,7 @@ class InviteFlags:
     auto_approve: bool
     address: list[str] | None
     name: str | None
+    port: int | None
 
     def check(self, model: str | None) -> None:
         """Say what is wrong with the model before anybody is invited. Raises `UsageError` or `ModelError`."""
@@ -60,6 +61,8 @@ class InviteFlags:
             arguments += ["--config", str(self.config)]
         if self.name is not None:
             arguments += ["--name", self.name]
+        if self.port is not None:
+            arguments += ["--port", str(self.port)]
         for place in self.address or ():
             arguments += ["--address", place]
         arguments += ["--auto-approve"] * self.auto_approve + ["--json"] * as_json

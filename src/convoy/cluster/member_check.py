@@ -96,10 +96,9 @@ def check_roster(roster: Roster, now: datetime.datetime, file_epoch: int) -> Ite
     shown = f"the roster of {roster.cluster_id}, epoch {roster.epoch}, lists {len(roster.members)} members"
     yield ok(f"{shown}, and the operator's signature holds")
     if file_epoch < roster.epoch:
-        yield warn(
-            f"the file has epoch {file_epoch}, and this member accepted epoch {roster.epoch} already, which "
-            f"counts",
-            "fetch the newest roster from the operator",
+        yield ok(
+            f"epoch {roster.epoch} came over a link and counts; the file, with epoch {file_epoch}, may stay "
+            f"as it is"
         )
     left = roster.expires - now
     renew = "the operator runs `convoy roster sign`, and gives the file to one running member"
