@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,23 +21,14 @@ from convoy.model.latent import LATENT, LatentAttention
 from convoy.model.layer_inputs import LayerInputs
 from convoy.model.library import LIBRARY
 from convoy.model.loaded import LoadedModules
-from convoy.model.owned import LAYER_INPUT_NAMES, decoder_name, owned_tensors
+from convoy.model.owned import LAYER_INPUT_NAMES
+from convoy.model.reading import LoadProgress, Part, Reading
 from convoy.model.rope import RopeUse
 from convoy.model.source import ModelSource
-from convoy.model.synthetic import draw_tensor
 from convoy.wire.messages import StageAssignment
 
-LoadProgress = Callable[[int, int], None]
+_PORTION_BYTES = 128 << 20  # of float32; less than a layer of most models, so that one is built at a time
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """What is to be read: all that a stage owns, or what it lacks of that."""
-
-    layers: frozenset[int]
-    embed: bool
-    output: bool
 
 
 def load_modules(
@@ -47,12 +38,14 @@ def load_modules(
     packed: bool,
     progress: LoadProgress | None,
     kept: LoadedModules | None = None,
+    finish: Callable[[LoadedModules], None] | None = None,
 ) -> LoadedModules:
     """Read just the tensors of the assignment and build its modules in float32.
 
-    ``packed`` gives exact mode's layers. Of ``kept``, loaded earlier from the same source in the same form,
-    what is owned still is used again, and the rest freed first. Raises ModelError for a span outside the
-    model, and for missing, misshapen or unreadable tensors, naming them.
+    ``packed`` gives exact mode's layers, which ``finish`` may turn into others: a few layers at a time, so
+    that what was read stands beside what stays for those few alone. Of ``kept``, loaded earlier from the
+    same source in the same form, what is owned still is used again, and the rest freed first. Raises
+    ModelError for a span outside the model, and for missing, misshapen or unreadable tensors, naming them.
     """
     if not 0 <= assignment.start <= assignment.end <= source.spec.num_layers:
         raise ModelError(
@@ -67,45 +60,51 @@ def load_modules(
     if kept is not None and not (part.layers or part.embed or part.output):
         kept.bytes_read = 0
         return kept
+    reading = Reading(source, part, progress)
+    loaded = kept
+    for portion in _portions(source, part):
+        fresh = _load_portion(source, portion, reading, packed=packed)
+        if finish is not None:
+            finish(fresh)
+        loaded = fresh if loaded is None else _joined(loaded, fresh)
+    assert loaded is not None
+    loaded.bytes_read = reading.num_bytes
+    return loaded
+
+
+def _portions(source: ModelSource, part: Part) -> Iterator[Part]:
+    """What is built at a time: the ends, then as few layers as are worth it."""
+    if not source.spec.token_id_layers.isdisjoint(part.layers):
+        yield part  # what these layers take beside is made for all of them at once
+        return
+    if part.embed or part.output or not part.layers:
+        yield replace(part, layers=frozenset())
+    layers: set[int] = set()
+    for layer in sorted(part.layers):
+        layers.add(layer)
+        if sum(source.spec.layer_bytes(one, "float32") for one in layers) >= _PORTION_BYTES:
+            yield Part(frozenset(layers), embed=False, output=False)
+            layers = set()
+    if layers:
+        yield Part(frozenset(layers), embed=False, output=False)
+
+
+def _load_portion(source: ModelSource, part: Part, reading: Reading, *, packed: bool) -> LoadedModules:
     config = _config(source, part)
-    wanted = owned_tensors(source, part.layers, embed=part.embed, output=part.output)
-    state, bytes_read = _read(source, part, wanted, progress)
+    state = reading.read(part)
     beside = {name: state.pop(name) for name in list(state) if name.startswith(LAYER_INPUT_NAMES)}
     model = _build(source, part, config, state)
     stored_dtype = next((t.dtype for n, t in state.items() if n.endswith("embed_tokens.weight")), None)
     del state
-    fresh = _take_modules(source, model, stored_dtype, beside, embed=part.embed, packed=packed)
-    fresh.bytes_read = bytes_read
-    return fresh if kept is None else _joined(kept, fresh)
+    return _take_modules(source, model, stored_dtype, beside, embed=part.embed, packed=packed)
 
 
-def _read(
-    source: ModelSource, part: _Part, wanted: list[StoredTensor], progress: LoadProgress | None
-) -> tuple[dict[str, torch.Tensor], int]:
-    """The ``wanted`` tensors by their names in the decoder, and how many bytes of them a stage needs."""
-    share = {
-        stored.name: stored.num_bytes * len(part.layers) // source.spec.num_layers
-        if decoder_name(stored.name).startswith(LAYER_INPUT_NAMES[:2])
-        else stored.num_bytes
-        for stored in wanted
-    }
-    total = sum(share.values())
-    state: dict[str, torch.Tensor] = {}
-    bytes_read = 0
-    for stored in wanted:
-        state[decoder_name(stored.name)] = _tensor(source, stored)
-        bytes_read += share[stored.name]
-        if progress is not None:
-            progress(bytes_read, total)
-    return state, bytes_read
-
-
-def _lacking(assignment: StageAssignment, kept: LoadedModules | None) -> _Part:
+def _lacking(assignment: StageAssignment, kept: LoadedModules | None) -> Part:
     layers = frozenset(range(assignment.start, assignment.end))
     if kept is None:
-        return _Part(layers, assignment.embed, assignment.output)
+        return Part(layers, assignment.embed, assignment.output)
     ends = kept.embedding is None and kept.output is None
-    return _Part(layers - kept.layers.keys(), assignment.embed and ends, assignment.output and ends)
+    return Part(layers - kept.layers.keys(), assignment.embed and ends, assignment.output and ends)
 
 
 def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:
@@ -122,10 +121,6 @@ def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:
     )
 
 
-def _tensor(source: ModelSource, stored: StoredTensor) -> torch.Tensor:
-    return map_tensor(stored) if source.seed is None else draw_tensor(stored, source.seed)
-
-
 def _read_config(source: ModelSource) -> Any:
     if source.seed is not None:
         return transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
@@ -134,12 +129,14 @@ def _read_config(source: ModelSource) -> Any:
     )
 
 
-def _config(source: ModelSource, part: _Part) -> Any:
+def _config(source: ModelSource, part: Part) -> Any:
     try:
         with LIBRARY:
             config = _read_config(source).get_text_config()
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise ModelError(f"{source.name}: config.json is not accepted: {error}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # what is read is unpacked
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{source.name}: model type {source.spec.family!r} has no decoder in transformers")
     _check_rope(source, getattr(config, "rope_parameters", None) or {})
@@ -160,7 +157,7 @@ def _check_rope(source: ModelSource, parameters: dict[str, Any]) -> None:
             raise ModelError(f"{source.name}: rope type {kind!r} is not supported")
 
 
-def _build(source: ModelSource, part: _Part, config: Any, state: dict[str, torch.Tensor]) -> nn.Module:
+def _build(source: ModelSource, part: Part, config: Any, state: dict[str, torch.Tensor]) -> nn.Module:
     whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     takes_ids = not source.spec.token_id_layers.isdisjoint(part.layers)
     keep_embedding = part.embed or takes_ids or (part.output and source.spec.tied_embeddings)

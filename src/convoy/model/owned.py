@@ -42,7 +42,9 @@ def owned_tensors(
     return [
         tensor
         for name, tensor in source.tensors.items()
-        if (known := decoder_name(name)).startswith(owned) and not (unused and known.startswith(unused))
+        if (known := decoder_name(name)).startswith(owned)
+        and not (unused and known.startswith(unused))
+        and name not in source.layout.unused
     ]
 
 

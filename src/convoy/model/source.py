@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from convoy.errors import ModelError
 from convoy.model.checkpoint import StoredTensor, file_bytes, read_headers
+from convoy.model.formats.describe import describe_stored
+from convoy.model.formats.unpacking import StoredLayout
 from convoy.model.synthetic import CONFIGS, PREFIX, Synthetic, describe_tensors, is_synthetic_name
 from convoy.plan.config import ConfigReader
 from convoy.plan.family import read_family
@@ -27,6 +29,7 @@ class ModelSource:
     ``digest`` is the hex SHA-256 over the configuration and the names, dtypes and shapes of all tensors:
     members that differ in it have different models. It does not cover the weights' values, unless these come
     from a ``seed``; a `Manifest` does. ``path`` is then what `resolve` takes again, and no file's.
+    ``tensors`` are as they are stored; ``layout`` says what quantised ones make.
     """
 
     name: str
@@ -36,6 +39,7 @@ class ModelSource:
     digest: str
     tensors: Mapping[str, StoredTensor]
     seed: int | None = None  # where the weights are drawn, not read
+    layout: StoredLayout = field(default_factory=StoredLayout)
 
     @classmethod
     def resolve(cls, name_or_path: str) -> ModelSource:
@@ -59,9 +63,16 @@ class ModelSource:
             )
         config = read_config(directory / "config.json")
         read_family(ConfigReader(config, name))  # a type that is not supported, before missing weights
-        tensors = read_headers(directory)
-        spec = ModelSpec.from_config(config, name, {tensor: t.shape for tensor, t in tensors.items()})
-        return cls(name, directory.resolve(), config, spec, digest_of(config, tensors), tensors)
+        return cls.described(name, directory.resolve(), config, read_headers(directory))
+
+    @classmethod
+    def described(
+        cls, name: str, path: Path, config: Mapping[str, object], tensors: Mapping[str, StoredTensor]
+    ) -> ModelSource:
+        """A model whose stored tensors are known, wherever they lie. Raises ModelError as `resolve` does."""
+        layout = describe_stored(config, tensors, name)
+        spec = ModelSpec.from_config(config, name, layout.shapes(tensors))
+        return cls(name, path, config, spec, digest_of(config, tensors), tensors, layout=layout)
 
     @classmethod
     def _drawn(cls, synthetic: Synthetic) -> ModelSource:

@@ -92,6 +92,7 @@ class Stage:
             return _load_on_device(source, assignment, options, progress, before)
         with LIBRARY:
             from convoy.model.load import load_modules  # transformers, which takes seconds, and not before
+            from convoy.model.loaded import LoadedModules
 
         if options.kernel not in {EXACT, PLAIN, W8A8}:
             raise ModelError(f"kernel {options.kernel!r} is not known, expected {EXACT}, {PLAIN} or {W8A8}")
@@ -101,9 +102,8 @@ class Stage:
             torch.set_num_threads(options.num_threads)
         kept = None if before is None else before.give_up(source, options)
         packed = options.kernel != PLAIN
-        modules = load_modules(source, assignment, packed=packed, progress=progress, kept=kept)
-        if options.kernel == W8A8:
-            modules.quantize()
+        finish = LoadedModules.quantize if options.kernel == W8A8 else None
+        modules = load_modules(source, assignment, packed=packed, progress=progress, kept=kept, finish=finish)
         if packed and modules.bytes_read:
             check_linears(modules.parts())
             check_heads(source.spec.cache_groups)

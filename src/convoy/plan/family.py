@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from convoy.errors import ModelError
 from convoy.plan.config import ConfigReader
+from convoy.plan.quantization import read_quantization
 
 MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20  # hidden, intermediate and attention widths
@@ -231,11 +232,7 @@ def read_family(reader: ConfigReader) -> Family:
         raise ModelError(
             f"{reader.model}: model type {model_type!r} is not supported{reason}", hint=_supported()
         )
-    if reader.get("quantization_config") is not None:
-        raise ModelError(
-            f"{reader.model}: config.json has a quantization_config, expected unquantised weights",
-            hint="use the model's float32, bfloat16 or float16 weights",
-        )
+    read_quantization(reader)  # an unknown one is refused
     family = FAMILIES[model_type]
     for key in family.refused_keys:
         if reader.get(key):

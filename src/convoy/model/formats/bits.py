@@ -1,0 +1,27 @@
+"""Small whole numbers out of the words that they are packed in; vectorised, on the device of the words."""
+
+from __future__ import annotations
+
+import torch
+
+
+def stream_codes(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Numbers of ``bits`` that follow each other from the lowest bit on, along the last dimension.
+
+    Whole words of any type, little-endian, [..., n] to uint8 [..., n * bits of a word / bits]. Numbers of
+    3, 5 and 6 bits reach over bytes; eight of them fill as many bytes as each has bits.
+    """
+    packed = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return packed
+    if bits in {1, 2, 4}:
+        mask = (1 << bits) - 1
+        parts = [(packed >> shift).bitwise_and_(mask) for shift in range(0, 8, bits)]
+        return torch.stack(parts, -1).flatten(-2)
+    groups = packed.view(*packed.shape[:-1], -1, bits).to(torch.int64)
+    joined = groups[..., 0].clone()
+    for byte in range(1, bits):
+        joined |= groups[..., byte] << (8 * byte)
+    mask = (1 << bits) - 1
+    codes = [((joined >> (bits * place)) & mask).to(torch.uint8) for place in range(8)]
+    return torch.stack(codes, -1).flatten(-2)

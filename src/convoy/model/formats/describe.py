@@ -1,0 +1,25 @@
+"""Which stored tensors of a checkpoint make which of the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from convoy.model.checkpoint import StoredTensor
+from convoy.model.formats.mlx import describe_mlx
+from convoy.model.formats.unpacking import StoredLayout
+from convoy.plan.config import ConfigReader
+from convoy.plan.quantization import MLX, Quantization, read_quantization
+
+_DESCRIBE: dict[str, Callable[[Quantization, Mapping[str, StoredTensor]], StoredLayout]] = {
+    MLX: describe_mlx,
+}
+
+
+def describe_stored(
+    config: Mapping[str, object], tensors: Mapping[str, StoredTensor], model: str
+) -> StoredLayout:
+    """From the headers alone. Raises ModelError for what is unknown or does not fit, by file and tensor."""
+    quantization = read_quantization(ConfigReader(config, model))
+    if quantization is None:
+        return StoredLayout()
+    return _DESCRIBE[quantization.method](quantization, tensors)
