@@ -5,7 +5,8 @@
                standby (a peer: hold layers only once another member is lost)
     [listen]   host, port, discover                         where peers reach this member
     [serve]    host, port, api_key_file, allow_unauthenticated, max_waiting, drain_s    a head's HTTP server
-    [model]    name or path, kernel, activation_dtype, num_threads, memory_gb, cache (folder), hub
+    [model]    name or path, kernel, activation_dtype, num_threads, memory_gb, cache (folder), hub,
+               weights_from (head, hub or auto), signed (file: the manifest that the operator signed)
     [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
                many as stages), speculate (0: no guesses), share_across_keys, block_size, num_blocks (0: as
                many as fit)
@@ -82,7 +83,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     """What to run, and what this machine gives to it. ``memory_gb`` 0 means what is free at the start.
 
     ``cache``: where a peer keeps what it gets of models from a head, and everybody digests of files. ``hub``:
-    the address of another Hugging Face hub than the public one.
+    the address of another Hugging Face hub than the public one. ``weights_from``: whom a peer without files
+    asks; a head with "head" tells its peers of no hub. ``signed``: the only model that may run, as
+    `convoy manifest sign` wrote it.
     """
 
     name: Name | None = None
@@ -92,6 +95,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     num_threads: Count | None = None
     memory_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     cache: Path | None = None
+    weights_from: Literal["auto", "head", "hub"] = "auto"
+    signed: Path | None = None
     hub: Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s]{1,200}\Z")] | None = None
 
 

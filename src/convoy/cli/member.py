@@ -105,6 +105,8 @@ def member_options(config: Config) -> MemberOptions:
         policy=load_policy(config.cluster.policy),
         tpm=config.cluster.tpm,
         cache=model.cache or default_cache(),
+        weights_from=model.weights_from,
+        hub=model.hub,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from convoy.cluster.company import Company
 from convoy.cluster.granted import Granted, plan_digest
+from convoy.cluster.loaded import stage_options
 from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.picture import describe_stages
@@ -29,8 +30,9 @@ from convoy.engine.local import LocalExecutor
 from convoy.engine.pipeline import PipelineExecutor, PipelineOptions
 from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, PlanError, SpanError
 from convoy.model.digests import Hashing
+from convoy.model.hub import commit_of
 from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
+from convoy.model.stage import Stage
 from convoy.plan.blocks import Room, choose_blocks
 from convoy.plan.route import Route
 from convoy.transport.link import Link, Received
@@ -75,7 +77,12 @@ class Head:
         )
         self._supply = Supply(source, Hashing(options.member.cache, options.member.num_threads or 0))
         self.planner = Planner(
-            me, source, options, self.company.vetting, lambda: self._supply.manifest().digest
+            me,
+            source,
+            options,
+            self.company.vetting,
+            lambda: self._supply.manifest().digest,
+            hub="" if options.member.weights_from == "head" else commit_of(source.path),
         )
         self._preparations = Preparations(me.name, self.company, self.planner, options.load_wait_s)
         self.clock = StepClock(options.step_timeout_s)
@@ -239,10 +246,8 @@ class Head:
     # 3. load
 
     def _load(self, plan: Plan, watch: Callable[[], None], on_load: LoadProgress | None) -> Stage:
-        mine = next(stage for stage in plan.stages if stage.member == self.name)
-        options = StageOptions(
-            kernel=plan.kernel, block_size=plan.block_size, num_threads=self._options.member.num_threads
-        )
+        position, mine = next((i, one) for i, one in enumerate(plan.stages) if one.member == self.name)
+        options = stage_options(plan, position, self._options.member)
 
         def progress(done: int, total: int) -> None:
             watch()
@@ -275,7 +280,7 @@ class Head:
         readies: dict[str, Ready],
     ) -> Granted:
         plan = proposal.plan
-        room = Room(self.company.hello.memory_bytes - stage.weight_bytes, stage.block_bytes)
+        room = Room(stage.room_bytes(self.company.hello.memory_bytes), stage.block_bytes)
         rooms = {self.name: room} | {n: Room(r.room_bytes, r.block_bytes) for n, r in readies.items()}
         num_blocks = self._choose_blocks(rooms, plan)
         stage.make_pools(num_blocks)
@@ -284,7 +289,8 @@ class Head:
             links[name].send(activate, generation=plan.generation)
         mailbox.gather(readies, Activated, self._options.wait_s)
         weights = {self.name: stage.weight_bytes} | {n: r.weight_bytes for n, r in readies.items()}
-        return Granted(plan, proposal.placement, weights, num_blocks, plan.max_context)
+        num_places = len(plan.stages) - 1 + stage.num_devices
+        return Granted(plan, proposal.placement, weights, num_blocks, plan.max_context, num_places)
 
     def _choose_blocks(self, rooms: dict[str, Room], plan: Plan) -> tuple[int, ...]:
         groups = self._source.spec.cache_groups
@@ -311,14 +317,15 @@ class Head:
         plan = granted.plan
         self.clock.settle()
         if len(plan.stages) == 1:
-            self.executor = LocalExecutor(stage)
+            self.executor = LocalExecutor(stage, self._options.depth(granted.num_places))
         else:
             options = PipelineOptions(
                 generation=plan.generation,
-                depth=self._options.depth(len(plan.stages)),
+                depth=self._options.depth(granted.num_places),
                 step_timeout_s=self._options.step_timeout_s,
                 activation_dtype=plan.activation_dtype,
                 max_step_tokens=max(self._options.max_step_tokens, self._options.prefill_chunk),
+                overlaps=stage.overlaps,
             )
             self.executor = self._receiver = PipelineExecutor(
                 stage, plan.stages, self.name, links, options, clock=self.clock
@@ -343,7 +350,7 @@ class Head:
             if not hello.standby or name in granted.members:
                 continue
             fits = hello.memory_bytes >= granted.weight_bytes[largest]
-            plan = self.planner.in_place_of(granted.plan, largest, name) if fits else None
+            plan = self.planner.in_place_of(granted.plan, largest, name, hello) if fits else None
             self._standbys.preload(name, link, plan)
 
     def standbys(self) -> list[StandbyStatus]:
@@ -378,4 +385,8 @@ class Head:
 
 def _of(peer: str, progress: Progress) -> str:
     """A member, and what it does before it loads."""
-    return {"check": f"{peer} (digests)", "fetch": f"{peer} (from the head)"}.get(progress.stage, peer)
+    return {
+        "check": f"{peer} (digests)",
+        "fetch": f"{peer} (from the head)",
+        "hub": f"{peer} (from the hub)",
+    }.get(progress.stage, peer)

@@ -31,6 +31,10 @@ class MemberOptions:
     of others; ``tpm`` says how to reach this machine's TPM (as tpm2-tools' ``--tcti``), None for none.
     ``cache`` is a private folder: a peer keeps there what it gets of models, everybody the digests of its own
     files. None: a peer runs nothing that it has no files of, and all is hashed anew at each start.
+    ``weights_from``: whom a peer without files asks for its layers, "head", "hub", or "auto" for the hub that
+    the plan names and then the head; a head with "head" names none. ``hub`` is that hub's address, None for
+    the public one. ``signed``: the digest of the manifest that the operator signed; no other model is run.
+    ``device``: on what it computes, see `model.device`.
     """
 
     memory_bytes: int = 0
@@ -40,6 +44,10 @@ class MemberOptions:
     policy: Policy = field(default_factory=Policy)
     tpm: str | None = None
     cache: Path | None = None
+    device: str = "auto"
+    weights_from: str = "auto"
+    hub: str | None = None
+    signed: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +146,7 @@ class HeadOptions:
         """What the scheduler keeps to, once a plan is known."""
         return SchedulerLimits(
             groups=tuple(
-                GroupLimits(count, group.ring_blocks(block_size, self.max_row_tokens))
+                GroupLimits(count, group.ring_blocks(block_size, self.max_row_tokens), group.stride)
                 for group, count in zip(spec.cache_groups, num_blocks, strict=True)
             ),
             block_size=block_size,

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from convoy.cluster.offer import agree_kernel, check_dtype, other_bits
+from convoy.cluster.offer import MIXED, agree_dtype, agree_kernels, can_take_part, other_bits
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.vetting import Vetting
-from convoy.errors import ConvoyError, Incompatible, PlanError
+from convoy.errors import ConvoyError, PlanError
 from convoy.model.selfcheck import EXACT
 from convoy.model.source import ModelSource
+from convoy.plan.kernels import FORMS
 from convoy.plan.memory import stage_bytes
 from convoy.plan.placement import MemberOffer, Placement, place
 from convoy.plan.report import report
@@ -56,22 +57,28 @@ class Planner:
         options: HeadOptions,
         vetting: Vetting,
         manifest: Callable[[], str] = lambda: "",
+        *,
+        hub: str = "",
     ) -> None:
-        """``manifest`` gives the digest of the model's manifest, for plans that have peers."""
+        """``manifest`` gives the digest of the model's manifest, for plans that have peers.
+
+        ``hub``: the commit of a hub that peers may get their weights of; empty for none.
+        """
         self._manifest = manifest
+        self._hub = hub
         self._me = me
         self._source = source
         self._options = options
         self._vetting = vetting
         self._generation = 0
-        self._kernel = ""
+        self._kernels: frozenset[str] = frozenset()  # of the first plan, and so of all texts
         self._told: set[tuple[str, str]] = set()  # whose bits are others than the head's, and which
 
     def first(self, hellos: Mapping[str, Hello]) -> Proposal:
         """The plan of a bring-up. Raises `PlanError`, `SpanError` or `Incompatible`."""
         members = [name for name in hellos if not hellos[name].standby]
         proposal = self._propose({name: hellos[name] for name in members}, self._options.spans)
-        self._kernel = proposal.plan.kernel
+        self._kernels = frozenset(proposal.plan.kernels or [proposal.plan.kernel])
         return proposal
 
     def again(
@@ -110,21 +117,33 @@ class Planner:
 
     def same_bits(self) -> bool:
         """Whether all members seen so far compute the same bits, so that layers move without a trace."""
-        return self._kernel == EXACT and not self._told
+        return self._kernels == {EXACT} and not self._told
 
-    def in_place_of(self, plan: Plan, member: str, standby: str) -> Plan:
+    def in_place_of(self, plan: Plan, member: str, standby: str, hello: Hello) -> Plan:
         """The same plan with another member in one place: for a standby to load, not to run."""
         replace = msgspec.structs.replace
         stages = [
             replace(stage, member=standby) if stage.member == member else stage for stage in plan.stages
         ]
-        return replace(plan, stages=stages)
+        kernels = [plan.kernel_of(position) for position in range(len(stages))]
+        known = [*kernels, *self._kernels, *hello.kernels]
+        own = next(kernel for kernel in known if kernel in hello.kernels)
+        kernels = [own if stage.member == standby else k for stage, k in zip(stages, kernels, strict=True)]
+        one = len(set(kernels)) == 1
+        return replace(
+            plan, stages=stages, kernel=kernels[0] if one else MIXED, kernels=[] if one else kernels
+        )
 
     def _has_use_for(self, name: str, hello: Hello) -> bool:
         """Whether it could hold any layer at all; one that cannot must not keep the others from theirs."""
         spec = self._source.spec
-        least = min(stage_bytes(spec, Span(layer, layer + 1), "float32") for layer in range(spec.num_layers))
-        runs = not self._kernel or self._kernel in hello.kernels
+        forms = [kernel for kernel in hello.kernels if kernel in FORMS] or ["float32"]
+        least = min(
+            stage_bytes(spec, Span(layer, layer + 1), form)
+            for layer in range(spec.num_layers)
+            for form in forms
+        )
+        runs = can_take_part(hello, self._kernels)
         return name == self._me.name or (runs and hello.memory_bytes >= least)
 
     def _ways(
@@ -162,22 +181,25 @@ class Planner:
             yield [*active, *spare[:count]], None
 
     def _propose(self, hellos: Mapping[str, Hello], spans: Mapping[str, str] | None) -> Proposal:
-        kernel = self._kernel or agree_kernel(dict(hellos), self._me.name)
-        lacking = next((name for name, hello in hellos.items() if kernel not in hello.kernels), None)
-        if lacking is not None:  # another kernel would change the text of what runs
-            raise Incompatible(f"{lacking} cannot run the kernel {kernel}, which is in use")
-        dtype = check_dtype(dict(hellos), self._me.name)
-        self._tell_other_bits(hellos, kernel)
+        kernels = agree_kernels(hellos, self._me.name, self._kernels)
+        self._tell_other_bits(hellos, kernels[self._me.name] if len(set(kernels.values())) == 1 else MIXED)
         offers = [
             MemberOffer(
-                name, hello.memory_bytes, name == self._me.name, self._vetting.level(name), hello.num_threads
+                name,
+                hello.memory_bytes,
+                name == self._me.name,
+                self._vetting.level(name),
+                hello.num_threads,
+                kernel=kernels[name],
             )
             for name, hello in sorted(hellos.items(), key=lambda item: self._rank(item[0]))
         ]
         rules = self._options.member.policy.placement
         with self._vetting.explain():
             placement = place(self._source.spec, offers, spans, rules)
-        return Proposal(self._plan(placement, kernel, dtype), placement)
+        used = {stage.member: kernels[stage.member] for stage in placement.stages}
+        dtype = agree_dtype({name: hellos[name] for name in used}, self._me.name, used.values())
+        return Proposal(self._plan(placement, list(used.values()), dtype), placement)
 
     def _tell_other_bits(self, hellos: Mapping[str, Hello], kernel: str) -> None:
         """Once for each member, as long as it stays so."""
@@ -187,7 +209,8 @@ class Planner:
                 text = "%s computes other bits than %s: a text may change when layers move between them"
                 _log.warning(text, name, self._me.name)
 
-    def _plan(self, placement: Placement, kernel: str, dtype: str) -> Plan:
+    def _plan(self, placement: Placement, kernels: list[str], dtype: str) -> Plan:
+        """``kernels``: of each stage."""
         # Grows over restarts too, so that frames of an earlier head are told apart; a clock may go back.
         self._generation = max(time.time_ns(), self._generation + 1)
         return Plan(
@@ -195,11 +218,13 @@ class Planner:
             model=self._source.name,
             model_digest=self._source.digest,
             stages=list(placement.stages),
-            kernel=kernel,
+            kernel=kernels[0] if len(set(kernels)) == 1 else MIXED,
             activation_dtype=dtype,
             block_size=self._options.block_size,
             max_context=self._max_context(),
             manifest=self._manifest() if len(placement.stages) > 1 else "",
+            kernels=kernels if len(set(kernels)) > 1 else [],
+            hub=self._hub if len(placement.stages) > 1 else "",
         )
 
     def _rank(self, name: str) -> int:

@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from convoy.cluster.fetch import Fetches, Want, pieces_of
+from convoy.cluster.from_hub import FromHub
 from convoy.cluster.options import PeerOptions
 from convoy.errors import Incompatible, ModelError, StepError
 from convoy.model.checkpoint import StoredTensor
@@ -30,7 +32,7 @@ from convoy.wire.messages import Plan, Progress, StageAssignment
 
 _log = logging.getLogger(__name__)
 
-Doing = Literal["", "check", "fetch"]  # empty: loading
+Doing = Literal["", "check", "fetch", "hub"]  # empty: loading
 Tell = Callable[[Doing, int, int], None]
 _CONFIG = "config.json"
 _PACE_S = 0.2
@@ -66,6 +68,7 @@ class Weights:
         self.fetches = Fetches()
         self._me = me
         self._options = options
+        self._from_hub = FromHub(me, options.member)
         self._hashing = Hashing(options.member.cache, options.member.num_threads or 0)
         self._manifest: Manifest | None = None  # the last one that was needed
         self._lock = threading.Lock()
@@ -99,7 +102,7 @@ class Weights:
                 self._check(asker, found.source, owned)
             else:
                 parts = {part.digest: part for part in (found.received.tensor(t.name) for t in owned)}
-                self._get(asker, found.received, list(parts.values()))
+                self._get(asker, found.received, list(parts.values()), asker.plan.hub)
 
     # Own files.
 
@@ -135,7 +138,7 @@ class Weights:
     def _own_manifest(self, source: ModelSource) -> Manifest:
         return make_manifest(source, self._hashing)
 
-    # From the head.
+    # From the hub or the head.
 
     def _described(self, asker: Asker) -> Found:
         cache, model = self._options.member.cache, asker.plan.model
@@ -146,7 +149,7 @@ class Weights:
             )
         received = ReceivedModel(cache, self._listed(asker))
         config = received.file(_CONFIG)
-        self._get(asker, received, [config])
+        self._get(asker, received, [config], None)
         return Found(received.source(model, config), received)
 
     def _listed(self, asker: Asker) -> Manifest:
@@ -173,11 +176,15 @@ class Weights:
             data += piece.data
         return bytes(data)
 
-    def _get(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part]) -> None:
+    def _get(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part], hub: str | None) -> None:
+        """``hub``: what the plan says of one, for tensors; None for a file, which the head alone sends."""
         with received.open(asker.watch):
             missing = self._missing(asker, parts)
             if missing:
                 received.require_room(missing)
+                if hub is not None:
+                    tell = _paced(asker.tell)
+                    missing = self._from_hub.get(hub, missing, partial(tell, "hub"), asker.watch)
                 again = self._fetch(asker, received, missing)
                 # An earlier try, by a machine that crashed perhaps, left other bytes than it counted.
                 wrong = self._fetch(asker, received, again) if again else []

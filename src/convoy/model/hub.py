@@ -142,6 +142,16 @@ class Hub:
         return shards
 
 
+def commit_of(directory: Path) -> str:
+    """``org/name@commit``, where that is what lies in a hub's cache there; empty for any other directory."""
+    kind, _, repo = directory.parent.parent.name.partition("--")
+    name = f"{repo.replace('--', '/', 1)}@{directory.name}"
+    is_commit = (
+        kind == "models" and directory.parent.name == "snapshots" and _COMMIT.fullmatch(directory.name)
+    )
+    return name if is_commit and _FORM.fullmatch(name) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class _Download:
     """Of files of one commit into ``directory``."""

@@ -55,6 +55,12 @@ TENSOR_TYPES = frozenset({FrameType.HIDDEN, FrameType.BLOCKS})  # they carry no 
 PREFIX_TAG_BYTES = 16  # each of `Row.tag`, `Row.tags` and `BlockGrant.shared`
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]
+HubCommitName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}@[0-9a-f]{40})?\Z"
+    ),
+]
 Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
 Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
 # An empty entry has a few bytes on the wire, and a hundred or two in memory; so lists are bounded by what a
@@ -129,6 +135,7 @@ class Plan(Message, frozen=True):
     max_context: int  # tokens
     manifest: Digest = ""  # digest of `model.manifest.Manifest`, which covers all weights and files
     kernels: Annotated[list[str], msgspec.Meta(max_length=256)] = []  # by stage; empty: all run ``kernel``
+    hub: HubCommitName = ""  # org/name@commit on a hub that has these weights; empty: the head alone has them
 
     def kernel_of(self, position: int) -> str:
         """What the stage at ``position`` runs."""
@@ -141,7 +148,7 @@ class Progress(Message, frozen=True):
     generation: int
     loaded_bytes: int
     total_bytes: int
-    stage: Literal["", "check", "fetch"] = ""  # what is counted; empty: what is loaded
+    stage: Literal["", "check", "fetch", "hub"] = ""  # what is counted; empty: what is loaded
 
 
 class Ready(Message, frozen=True):
