@@ -22,7 +22,7 @@ from cli.transcript import run_convoy
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.progress import LoadLines
 from convoy.cli.serve import with_layers
-from convoy.cli.start import collector_at_rest
+from convoy.cli.start import heavy_rooms
 from convoy.errors import SpanError, UsageError
 from convoy.model.source import ModelSource
 
@@ -188,9 +188,9 @@ def test_what_takes_long_is_said_before_it_begins(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "torch", None)
         patched.delitem(sys.modules, "torch")
-        with collector_at_rest(said.append):
+        with heavy_rooms(said.append):
             assert said == ["loading PyTorch ..."]
-    with collector_at_rest(said.append):
+    with heavy_rooms(said.append):
         assert ("torch" in sys.modules) == (len(said) == 1)
 
 

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import Config, load_config, override
+from convoy.cli.device import DeviceFlag, computing
 from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
 from convoy.cli.member import load_member, peer_options, watched_roster
 from convoy.cli.newcomer import Newcomer, Tell
 from convoy.cli.output import JsonFlag, print_json_line, print_note
-from convoy.cli.start import collector_at_rest
+from convoy.cli.start import heavy_rooms
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ ModelFlag = Annotated[
 CacheFlag = Annotated[
     Path | None, typer.Option(help="Where to keep what the head sends.  [default: the user's cache]")
 ]
+StdinFlag = Annotated[bool, typer.Option("--until-stdin-closes", help="End when standard input ends.")]
+PortFlag = Annotated[
+    int | None,
+    typer.Option(min=1, max=65535, help="Port to listen on.  [default: 7777, later the roster's]"),
+]
 _LOOK_UP_S = 0.5
 
 
@@ -69,16 +75,12 @@ def join(
     cache: CacheFlag = None,
     exit_with_head: Annotated[bool, typer.Option(help="End when the head goes.")] = False,
     standby: StandbyFlag = None,
-    until_stdin_closes: Annotated[
-        bool, typer.Option("--until-stdin-closes", help="End when standard input ends.")
-    ] = False,
+    until_stdin_closes: StdinFlag = False,
     directory: DirectoryFlag = DEFAULT_HOME,
     name: Annotated[str | None, typer.Option(help="With a token.  [default: the host's name]")] = None,
     address: AddressFlag = None,
-    port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="Port to listen on.  [default: 7777, later the roster's]"),
-    ] = None,
+    port: PortFlag = None,
+    device: DeviceFlag = None,
     discover: DiscoverFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -86,11 +88,11 @@ def join(
     newcomer = Newcomer(Home(directory), name, address, port, standby)
     file = _file(token, config, newcomer, _teller(as_json))
     settings = _with_flags(with_discover(load_config(file), discover), standby, port)
-    settings = override(settings, model=override(settings.model, cache=cache))
+    settings = computing(override(settings, model=override(settings.model, cache=cache)), None, device)
     me = load_member(settings)
     if token is None:
         _check_asked(newcomer, file, me, _teller(as_json))
-    with collector_at_rest(lambda text: _teller(as_json)("starting", text)):
+    with heavy_rooms(lambda text: _teller(as_json)("starting", text)):
         from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
         from convoy.model.source import ModelSource
 

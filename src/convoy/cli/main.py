@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # it ends anyway
-    gc.freeze()  # `cli.start` says why
+    gc.freeze()  # `collector_at_rest` says why
     sys.exit(code)
 
 

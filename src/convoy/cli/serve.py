@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import Config, load_config, override
+from convoy.cli.device import DeviceFlag, computing
 from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.hub import local_model
@@ -18,9 +19,9 @@ from convoy.cli.members import LayersFlag, spans_by_name
 from convoy.cli.output import JsonFlag, print_json, print_note
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
-from convoy.cli.quantize import QuantizeFlag, kernel_for
+from convoy.cli.quantize import QuantizeFlag
 from convoy.cli.serve_invite import InviteFlags
-from convoy.cli.start import collector_at_rest
+from convoy.cli.start import heavy_rooms
 from convoy.cli.steps import with_step_flags
 from convoy.errors import ConvoyError, UsageError
 
@@ -45,6 +46,12 @@ RecoverWaitFlag = Annotated[
 ]
 
 
+InvitePortFlag = Annotated[
+    int | None,
+    typer.Option(min=0, max=65535, help="With --invite: port to listen on.  [default: 7778, or any]"),
+]
+
+
 @with_step_flags
 def serve(
     *,
@@ -61,13 +68,11 @@ def serve(
     auto_approve: AutoApproveFlag = False,
     address: InviteAddressFlag = None,
     name: Annotated[str | None, typer.Option(help="With --invite: a first machine's name.")] = None,
-    invite_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="With --invite: port to listen on.  [default: 7778, or any]"),
-    ] = None,
+    invite_port: InvitePortFlag = None,
     directory: DirectoryFlag = DEFAULT_HOME,
     discover: DiscoverFlag = None,
     quantize: QuantizeFlag = None,
+    device: DeviceFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Be the head: split a model over members, answer the OpenAI API."""
@@ -81,17 +86,20 @@ def serve(
     limits = override(settings.engine, **engine)
     plan = override(settings.plan, recover_wait_s=recover_wait)
     settings = override(settings, serve=http, engine=limits, plan=plan)
-    kernel = kernel_for(quantize, settings.model.kernel)
-    settings = override(settings, model=override(settings.model, kernel=kernel))
+    settings = computing(settings, quantize, device)
     head_options(settings).check()
     spec = _spec_of(chosen)  # what is wrong with it is said before who has the port
     if config is None:
-        with LocalCluster(LocalOptions(num_members=1, kernel=kernel)) as local:
+        with LocalCluster(_alone_options(settings)) as local:
             settings = override(local.config(local.head), serve=http, engine=limits)
             settings = with_layers(settings, layers, spec)
             serve_cluster(settings, chosen, as_json=as_json, note=_alone(directory))
     else:
         serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json)
+
+
+def _alone_options(settings: Config) -> LocalOptions:
+    return LocalOptions(num_members=1, kernel=settings.model.kernel, device=settings.model.device)
 
 
 def _alone(directory: Path) -> str:
@@ -210,7 +218,7 @@ def start_cluster(
 
     ``me``: the head, where it was loaded already. ``watch``: see `cluster.head.Head`.
     """
-    with collector_at_rest(lambda text: None if quiet else print_note(text)):
+    with heavy_rooms(lambda text: None if quiet else print_note(text)):
         import convoy.model.load  # noqa: F401 - a stage needs it soon; peers start meanwhile
         from convoy.cluster.running import RunningCluster
     from convoy.model.source import ModelSource
@@ -242,10 +250,13 @@ def _say_arrival(name: str, missing: list[str], left_s: float) -> None:
 
 
 def _say_why_not_exact(settings: Config, cluster: RunningCluster) -> None:
+    from convoy.model.device import CUDA_KERNEL
     from convoy.model.selfcheck import EXACT, why_not_exact
 
     granted = cluster.head.granted
     assert granted is not None
-    if granted.plan.kernel != EXACT and settings.model.kernel == "auto":
+    if CUDA_KERNEL in {granted.plan.kernel, *granted.plan.kernels}:
+        print_note("stages on CUDA compute in bfloat16, so a split equals the whole to its rounding only")
+    elif granted.plan.kernel != EXACT and settings.model.kernel == "auto":
         here = why_not_exact(settings.model.num_threads) or "another member refuses it"
         print_note(f"not in exact mode, so a split equals the whole to rounding only: {here}")

@@ -7,11 +7,12 @@ its end.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from convoy.model.library import collector_at_rest
 
 
 def ask_for_huge_pages() -> None:
@@ -24,19 +25,9 @@ def ask_for_huge_pages() -> None:
 
 
 @contextmanager
-def collector_at_rest(say: Callable[[str], None] = lambda _text: None) -> Iterator[None]:
-    """Around large imports: nothing is looked for meanwhile, nor ever again among what is there then.
-
-    The latter also keeps a full collection, a third of a second, from between two tokens. ``say`` is told
-    what takes so long, if it is still to come.
-    """
+def heavy_rooms(say: Callable[[str], None] = lambda _text: None) -> Iterator[None]:
+    """Around their import; ``say`` is told what takes so long, if it is still to come."""
     if "torch" not in sys.modules:
         say("loading PyTorch ...")
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_at_rest():
         yield
-    finally:
-        gc.freeze()
-        if was_on:
-            gc.enable()
