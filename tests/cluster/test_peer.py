@@ -6,6 +6,7 @@ import queue
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from convoy.cluster.granted import plan_digest
@@ -237,8 +238,8 @@ def test_a_peer_that_is_not_there_is_named_with_its_address(
 def test_another_activation_dtype_is_refused_at_join_and_both_are_named(
     members: tuple[LocalMember, ...], network: MemoryNetwork, source: ModelSource
 ) -> None:
-    options = PeerOptions(MemberOptions(num_threads=1, memory_bytes=1 << 30, activation_dtype="bfloat16"))
-    peer = PeerThread(members[1], options, network)
+    peer = PeerThread(members[1], PeerOptions(MemberOptions(num_threads=1, memory_bytes=1 << 30)), network)
+    peer.peer._hello = msgspec.structs.replace(peer.peer._hello, dtypes=["bfloat16"])
     with pytest.raises(Incompatible, match="alpha sends activations as float32, but beta takes bfloat16"):
         Head(membership_of(members[0]), source, HEAD_OPTIONS, network).bring_up()
     peer.stop()

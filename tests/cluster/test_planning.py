@@ -129,7 +129,7 @@ def test_a_member_that_would_change_the_kernel_is_not_used() -> None:
 def test_a_standby_preloads_the_same_plan_with_itself_in_one_place() -> None:
     plans = planner()
     first = plans.first({"alpha": hello(), "beta": hello()})
-    plan = plans.in_place_of(first.plan, "beta", "gamma")
+    plan = plans.in_place_of(first.plan, "beta", "gamma", hello())
     assert [stage.member for stage in plan.stages] == ["alpha", "gamma"]
     assert plan.generation == first.plan.generation
     assert [stage.member for stage in first.plan.stages] == ["alpha", "beta"]
@@ -181,3 +181,62 @@ def test_a_plan_with_more_members_and_less_room_is_none_that_a_running_one_is_le
     assert "gamma" in small.members & large.members
     assert not plans.keeps_room(running, small.placement)
     assert plans.keeps_room(running, large.placement)
+
+
+def cuda(memory_bytes: int = PLENTY, *, standby: bool = False) -> Hello:
+    dtypes, device = ["float32", "bfloat16"], "cuda:0 (fake)"
+    return Hello("test", dtypes, ["cuda-bf16"], memory_bytes, 1, "test", standby, device=device)
+
+
+def host(kernels: tuple[str, ...] = ("exact-f32", "plain-f32")) -> Hello:
+    return Hello("test", ["float32", "bfloat16"], list(kernels), PLENTY, 1, "test")
+
+
+def test_a_route_of_hosts_and_devices_has_a_kernel_for_each_and_hidden_states_in_bfloat16() -> None:
+    plan = planner().first({"alpha": host(), "beta": cuda(), "gamma": host(("plain-f32",))}).plan
+    kernels = {stage.member: plan.kernel_of(place) for place, stage in enumerate(plan.stages)}
+    assert kernels == {"alpha": "plain-f32", "beta": "cuda-bf16", "gamma": "plain-f32"}
+    assert (plan.kernel, plan.activation_dtype) == ("mixed", "bfloat16")
+
+
+def test_a_route_of_one_kind_names_one_kernel() -> None:
+    plans = planner()
+    plan = plans.first({"alpha": cuda(), "beta": cuda()}).plan
+    assert (plan.kernel, plan.kernels, plan.activation_dtype) == ("cuda-bf16", [], "bfloat16")
+    assert not plans.same_bits()
+    plan = planner().first({"alpha": host(), "beta": host()}).plan
+    assert (plan.kernel, plan.kernels, plan.activation_dtype) == ("exact-f32", [], "float32")
+
+
+def test_who_asks_for_exact_mode_by_name_gets_no_device_beside_it() -> None:
+    with pytest.raises(Incompatible, match="alpha asks for the kernel exact-f32, but beta can run cuda-bf16"):
+        planner().first({"alpha": host(("exact-f32",)), "beta": cuda()})
+
+
+def test_a_device_joins_no_text_that_hosts_began_but_hosts_go_on_for_a_device() -> None:
+    plans = planner()
+    exact = plans.first({"alpha": host(), "beta": host()})
+    assert plans.again({"alpha": host(), "gamma": cuda()}, exact.placement).members == {"alpha"}
+    assert plans.again({"alpha": host(), "gamma": cuda()}, None).members == {"alpha"}
+    plans = planner()
+    mixed = plans.first({"alpha": host(), "beta": cuda()})
+    again = plans.again({"alpha": host(), "gamma": host()}, mixed.placement)
+    assert (again.plan.kernel, again.plan.kernels) == ("exact-f32", [])
+    assert not plans.same_bits()
+
+
+def test_a_device_holds_twice_the_layers_of_a_host_in_the_same_memory() -> None:
+    need = bytes_for(12)
+    with pytest.raises(PlanError, match="needs"):
+        planner().first({"alpha": hello(need // 2 + 10_000)})
+    plan = planner().first({"alpha": cuda(need // 2 + 10_000)}).plan
+    assert plan.kernel == "cuda-bf16"
+
+
+def test_a_standby_of_another_kind_preloads_with_its_own_kernel() -> None:
+    plans = planner()
+    first = plans.first({"alpha": host(), "beta": cuda()})
+    plan = plans.in_place_of(first.plan, "beta", "gamma", host())
+    assert (plan.kernel, plan.kernels) == ("exact-f32", [])
+    plan = plans.in_place_of(first.plan, "alpha", "gamma", cuda(standby=True))
+    assert (plan.kernel, plan.kernels) == ("cuda-bf16", [])

@@ -98,7 +98,7 @@ def test_tokens_that_do_not_fit_are_refused_and_change_nothing(
 
 @pytest.mark.parametrize(
     "hidden",
-    [None, torch.zeros(2, 40), torch.zeros(1, 39), torch.zeros(40), torch.zeros(1, 40, dtype=torch.bfloat16)],
+    [None, torch.zeros(2, 40), torch.zeros(1, 39), torch.zeros(40), torch.zeros(1, 40, dtype=torch.float16)],
 )
 def test_a_hidden_state_that_does_not_fit_is_refused(models: Models, hidden: torch.Tensor | None) -> None:
     stage = models.chain("odd", 2).stages[1]

@@ -5,7 +5,7 @@
                standby (a peer: hold layers only once another member is lost)
     [listen]   host, port, discover                         where peers reach this member
     [serve]    host, port, api_key_file, allow_unauthenticated, max_waiting, drain_s    a head's HTTP server
-    [model]    name or path, kernel, activation_dtype, num_threads, memory_gb, cache (folder), hub,
+    [model]    name or path, kernel, device, activation_dtype, num_threads, memory_gb, cache (folder), hub,
                weights_from (head, hub or auto), signed (file: the manifest that the operator signed)
     [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
                many as stages), speculate (0: no guesses), share_across_keys, block_size, num_blocks (0: as
@@ -82,6 +82,7 @@ class ServeConfig(msgspec.Struct, frozen=True):
 class ModelConfig(msgspec.Struct, frozen=True):
     """What to run, and what this machine gives to it. ``memory_gb`` 0 means what is free at the start.
 
+    ``device``: auto, cpu, cuda, cuda:N, or several cuda:N behind commas.
     ``cache``: where a peer keeps what it gets of models from a head, and everybody digests of files. ``hub``:
     the address of another Hugging Face hub than the public one. ``weights_from``: whom a peer without files
     asks; a head with "head" tells its peers of no hub. ``signed``: the only model that may run, as
@@ -91,6 +92,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     name: Name | None = None
     path: Path | None = None
     kernel: Literal["auto", "exact-f32", "plain-f32", "w8a8"] = "auto"
+    device: Name = "auto"
     activation_dtype: Literal["float32"] = "float32"
     num_threads: Count | None = None
     memory_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0

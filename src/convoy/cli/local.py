@@ -38,7 +38,8 @@ class LocalOptions:
     """What all members of a local cluster share. ``num_threads`` None shares the cores out evenly.
 
     ``layers`` are the texts of ``--layers``; ``cores`` are each member's own, None leaves them to the system.
-    ``memory_gb`` is each member's, None shares out what is free. ``publish`` says where others reach a member
+    ``memory_gb`` is each member's, None shares out what is free. ``device`` is dealt out to the members, see
+    `model.device.deal_devices`. ``publish`` says where others reach a member
     that listens at an address: a relay's, for a bench of what fails between them.
     """
 
@@ -50,6 +51,7 @@ class LocalOptions:
     engine: dict[str, int] = field(default_factory=dict)
     cores: tuple[Cores, ...] | None = None
     memory_gb: float | None = None
+    device: str = "cpu"
     publish: Callable[[str, Address], Address] = lambda _name, address: address
 
     @property
@@ -64,6 +66,15 @@ class LocalOptions:
             return self.num_threads
         shared = max(1, (os.cpu_count() or 1) // self.num_members)
         return shared if self.cores is None else len(self.cores[0])
+
+    @property
+    def devices(self) -> list[str]:
+        """Of each member. Raises UsageError."""
+        if self.device == "cpu":
+            return ["cpu"] * self.num_members
+        from convoy.model.device import deal_devices
+
+        return deal_devices(self.device, self.num_members, self.kernel)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -83,6 +94,7 @@ class LocalOptions:
 
         head_options(Config(engine=override(EngineConfig(), **self.engine))).check()
 
+        self.devices  # noqa: B018 - raises UsageError for what is not here
         offers = [MemberOffer(name, 1 << 62, head=name == self.names[0]) for name in self.names]
         place(spec, offers, self.spans)
 
@@ -187,7 +199,9 @@ class LocalCluster(Started):
             self.config_file(member.name).write_text(text)
 
     def _tables(self, name: str, address: Address, operator_key: bytes) -> dict[str, object]:
-        memory_gb = self._options.memory_gb
+        devices = self._options.devices
+        device = devices[self.names.index(name)]
+        memory_gb = self._options.memory_gb or _share_bytes(devices, device) / 1e9
         tables: dict[str, object] = {
             "cluster": {
                 "name": name,
@@ -200,7 +214,8 @@ class LocalCluster(Started):
             "model": {
                 "kernel": self._options.kernel,
                 "num_threads": self._options.threads,
-                "memory_gb": memory_gb or _free_memory_bytes() * 0.8 / len(self.names) / 1e9,
+                "memory_gb": memory_gb,
+                "device": device,
             },
             "engine": self._options.engine,
         }
@@ -216,7 +231,12 @@ def _free_ports(count: int) -> list[int]:
         return [sock.getsockname()[1] for sock in sockets]
 
 
-def _free_memory_bytes() -> int:
+def _share_bytes(devices: Sequence[str], device: str) -> float:
+    """Of what is free, what one of those that compute on ``device`` may take."""
+    if device != "cpu":
+        from convoy.model.device import device_memory_bytes
+
+        return device_memory_bytes(tuple(device.split(","))) / devices.count(device)
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    return float(psutil.virtual_memory().available) * 0.8 / devices.count(device)

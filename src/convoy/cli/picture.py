@@ -23,6 +23,9 @@ def print_picture(status: ClusterStatus) -> None:
     )
     print(f"route: {status.route}")
     print(f"kernel: {status.kernel}")
+    for stage in status.stages:
+        if stage.device not in {"", "cpu"} or status.kernel == "mixed":
+            print(f"device: {stage.member} on {stage.device or 'one that is gone'}, {stage.kernel}")
     print(f"level: {level_text(status)}")
     if status.standbys:
         print(f"standbys: {standbys_text(status.standbys)}")

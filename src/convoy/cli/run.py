@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from convoy.cli.config import DEFAULT_SERVE_PORT, Config, override
+from convoy.cli.device import DeviceFlag
 from convoy.cli.hub import local_model
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.members import LayersFlag
@@ -42,6 +43,7 @@ def run(
     raw: Annotated[bool, typer.Option("--raw", help="With --prompt: no chat template.")] = False,
     kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
     quantize: QuantizeFlag = None,
+    device: DeviceFlag = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,
     pin: PinFlag = False,
     engine: dict[str, int],
@@ -56,21 +58,26 @@ def run(
         raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
     model = local_model(Config(), model, quiet=as_json)
     source = ModelSource.resolve(model)
-    cores = share_cores(members) if pin else None
-    kernel = kernel_for(quantize, kernel)
-    options = LocalOptions(members, layers, kernel, threads, engine=engine, cores=cores)
+    options = LocalOptions(members, layers, kernel_for(quantize, kernel), threads, engine=engine)
+    options = replace(options, device=device or "auto", cores=share_cores(members) if pin else None)
     options.check(source.spec)  # what is wrong is said before anything is started
     asked = None if prompt is None else Asked(prompt, raw, max_tokens, temperature, seed).request(source)
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
         settings = _served_at(local.config(local.head), host, port)
-        try:
-            if asked is None:
-                serve_cluster(settings, model, as_json=as_json, watch=local.check_alive)
-            else:
-                _answer(local, settings, model, asked, as_json=as_json)
-        except ConvoyError as error:
-            raise local.explain(error) from error
+        _serve_or_answer(local, settings, model, asked, as_json=as_json)
+
+
+def _serve_or_answer(
+    local: LocalCluster, settings: Config, model: str, asked: GenerationRequest | None, *, as_json: bool
+) -> None:
+    try:
+        if asked is None:
+            serve_cluster(settings, model, as_json=as_json, watch=local.check_alive)
+        else:
+            _answer(local, settings, model, asked, as_json=as_json)
+    except ConvoyError as error:
+        raise local.explain(error) from error
 
 
 def _served_at(settings: Config, host: str, port: int) -> Config:

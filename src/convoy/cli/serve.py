@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,19 +84,16 @@ def serve(
     settings = with_discover(load_config(config), discover)
     chosen = _chosen(settings, model, quiet=as_json)
     http = override(settings.serve, host=host, port=port)
-    limits = override(settings.engine, **engine)
-    plan = override(settings.plan, recover_wait_s=recover_wait)
-    settings = override(settings, serve=http, engine=limits, plan=plan)
-    settings = computing(settings, quantize, device)
+    limits, plan = override(settings.engine, **engine), override(settings.plan, recover_wait_s=recover_wait)
+    settings = computing(override(settings, serve=http, engine=limits, plan=plan), quantize, device)
     head_options(settings).check()
     spec = _spec_of(chosen)  # what is wrong with it is said before who has the port
-    if config is None:
-        with LocalCluster(_alone_options(settings)) as local:
+    with ExitStack() as stack:
+        if config is None:
+            local = stack.enter_context(LocalCluster(_alone_options(settings)))
             settings = override(local.config(local.head), serve=http, engine=limits)
-            settings = with_layers(settings, layers, spec)
-            serve_cluster(settings, chosen, as_json=as_json, note=_alone(directory))
-    else:
-        serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json)
+        note = None if config is not None else _alone(directory)
+        serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json, note=note)
 
 
 def _alone_options(settings: Config) -> LocalOptions:

@@ -19,6 +19,7 @@ class Granted:
     weight_bytes: dict[str, int]
     num_blocks: tuple[int, ...]  # by cache group
     max_context: int
+    num_places: int = 1  # stages, of which the head's own counts once for each of its devices
 
     @property
     def members(self) -> set[str]:

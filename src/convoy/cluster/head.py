@@ -17,20 +17,19 @@ from convoy.cluster.granted import Granted, plan_digest
 from convoy.cluster.loaded import stage_options
 from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.options import HeadOptions
+from convoy.cluster.own_weights import OwnWeights
 from convoy.cluster.picture import describe_stages
 from convoy.cluster.planning import Planner, Proposal
 from convoy.cluster.prepare import Preparations
 from convoy.cluster.standbys import Standbys
 from convoy.cluster.status import StageStatus, StandbyStatus
-from convoy.cluster.supply import Supply
+from convoy.cluster.supply import Supply, doing
 from convoy.cluster.vetting import Vetting
 from convoy.engine.deadline import StepClock
 from convoy.engine.executor import Executor
 from convoy.engine.local import LocalExecutor
 from convoy.engine.pipeline import PipelineExecutor, PipelineOptions
 from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, PlanError, SpanError
-from convoy.model.digests import Hashing
-from convoy.model.hub import commit_of
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage
 from convoy.plan.blocks import Room, choose_blocks
@@ -55,8 +54,12 @@ class Head:
         options: HeadOptions,
         network: Network | None = None,
         watch: Callable[[], None] | None = None,
+        *,
+        own: OwnWeights | None = None,
     ) -> None:
         """``watch`` is called while waiting for peers; what it raises ends the bring-up.
+
+        ``own``: how its tensors come here, where ``source`` is not here whole.
 
         Raises `ConfigError` for options that make no sense.
         """
@@ -75,14 +78,14 @@ class Head:
             lost=self._lost,
             joined=self._joined,
         )
-        self._supply = Supply(source, Hashing(options.member.cache, options.member.num_threads or 0))
+        self._supply = Supply(source, options.member, own)
         self.planner = Planner(
             me,
             source,
             options,
             self.company.vetting,
             lambda: self._supply.manifest().digest,
-            hub="" if options.member.weights_from == "head" else commit_of(source.path),
+            hub=self._supply.hub,
         )
         self._preparations = Preparations(me.name, self.company, self.planner, options.load_wait_s)
         self.clock = StepClock(options.step_timeout_s)
@@ -127,7 +130,7 @@ class Head:
         def progress(done: int, total: int) -> None:
             self._watch()
             if on_load is not None:
-                on_load(f"{self.name} (digests)", done, total)
+                on_load(doing(self.name, "check"), done, total)
 
         self._supply.manifest(progress)
 
@@ -224,7 +227,8 @@ class Head:
         granted = self.granted  # one and the same for all: another may come meanwhile
         assert granted is not None, "stages() before bring_up()"
         levels = {name: self.vetting.level(name).text for name in granted.members}
-        return describe_stages(granted, self.name, self._me.roster, self.links, levels)
+        devices = {name: hello.device for name, hello in self.hellos().items()}
+        return describe_stages(granted, self.name, self._me.roster, self.links, levels, devices=devices)
 
     def sealed_bytes(self) -> int:
         """All that the head sent and received in sealed frames."""
@@ -254,6 +258,9 @@ class Head:
             if on_load is not None:
                 on_load(self.name, done, total)
 
+        self._supply.make_ready(
+            mine, watch, lambda what, *far: None if on_load is None else on_load(doing(self.name, what), *far)
+        )
         before, self._stage = self._stage, None
         return Stage.load(self._source, mine, options, progress, before=before)
 
@@ -266,7 +273,7 @@ class Head:
             self._options.load_wait_s,
             None
             if on_load is None
-            else (lambda peer, p: on_load(_of(peer, p), p.loaded_bytes, p.total_bytes)),
+            else (lambda peer, p: on_load(doing(peer, p.stage), p.loaded_bytes, p.total_bytes)),
         )
 
     # 4. activate
@@ -381,12 +388,3 @@ class Head:
     def prepare(self, name: str, then: Callable[[], None]) -> None:
         """``then``, once everybody has the weights for a plan with ``name``, whatever runs meanwhile."""
         self._preparations.joined(name, then)
-
-
-def _of(peer: str, progress: Progress) -> str:
-    """A member, and what it does before it loads."""
-    return {
-        "check": f"{peer} (digests)",
-        "fetch": f"{peer} (from the head)",
-        "hub": f"{peer} (from the hub)",
-    }.get(progress.stage, peer)

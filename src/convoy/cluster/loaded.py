@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from dataclasses import dataclass
 from functools import partial
 
-from convoy.cluster.options import PeerOptions
+from convoy.cluster.options import MemberOptions, PeerOptions
 from convoy.cluster.weights import Asker, Weights
-from convoy.engine.keeper import BlockKeeper
+from convoy.engine.hand_over import Failed
+from convoy.engine.keeper import MAX_REASON, BlockKeeper
 from convoy.engine.peer import StageLoop, StageRoute
-from convoy.errors import Incompatible, StepError
+from convoy.errors import ConvoyError, Incompatible, StepError
+from convoy.model.device import choose_devices
 from convoy.model.stage import Stage, StageOptions
 from convoy.transport.link import Link
-from convoy.wire.messages import Activate, Hello, Plan, StageAssignment
+from convoy.wire.messages import Activate, Hello, Plan, StageAssignment, StepFailed
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -46,8 +52,17 @@ class LoadedPlan:
         """None for the stage that owns the embedding: it starts each step."""
         return self.plan.stages[self.position - 1].member if self.position else None
 
-    def activate(self, activate: Activate, head: str, successor: Link) -> StageLoop:
-        """Make the pools and take the place in the ring. Raises `StepError` for what was not offered."""
+    def activate(
+        self,
+        activate: Activate,
+        head: str,
+        successor: Link,
+        failed: Failed = lambda _step, _error: None,
+    ) -> StageLoop:
+        """Make the pools and take the place in the ring. Raises `StepError` for what was not offered.
+
+        ``failed``: see `StageLoop`.
+        """
         stages = self.plan.stages
         self._check_head(head)
         # a count below 1 is refused with the pools, and makes no room for others
@@ -62,9 +77,10 @@ class LoadedPlan:
             predecessor=self.predecessor_name,
             last=stages[0].member == head and self.position == len(stages) - 1,
             activation_dtype=self.plan.activation_dtype,
+            overlaps=self.stage.overlaps,
         )
         self.successor = successor
-        self.loop = StageLoop(self.stage, route, successor)
+        self.loop = StageLoop(self.stage, route, successor, failed)
         return self.loop
 
     def _check_head(self, head: str) -> None:
@@ -100,25 +116,36 @@ def load_plan(
     ``weights`` finds the model, and gets for ``asker`` what is missing of it here. Raises `Incompatible`,
     `ModelError`, or `StepError` for stages that make no whole model.
     """
-    if plan.kernel not in hello.kernels or plan.activation_dtype not in hello.dtypes:
-        raise Incompatible(
-            f"the plan asks for {plan.kernel} and {plan.activation_dtype}, but {me} has "
-            f"{', '.join(hello.kernels)} and {', '.join(hello.dtypes)}"
-        )
     position = next((i for i, stage in enumerate(plan.stages) if stage.member == me), None)
     if position is None:
         raise Incompatible(f"the plan has no stage for {me}")
+    if len(plan.kernels) not in {0, len(plan.stages)}:
+        raise StepError(f"the plan names {len(plan.kernels)} kernels for {len(plan.stages)} stages")
+    kernel = plan.kernel_of(position)
+    if kernel not in hello.kernels or plan.activation_dtype not in hello.dtypes:
+        raise Incompatible(
+            f"the plan asks for {kernel} and {plan.activation_dtype}, but {me} has "
+            f"{', '.join(hello.kernels)} and {', '.join(hello.dtypes)}"
+        )
     found = weights.find(asker)
     source = found.source
     check_plan(plan, source.spec.num_layers, source.spec.max_context)
     weights.make_ready(asker, found, plan.stages[position])
-    stage_options = StageOptions(
-        kernel=plan.kernel, block_size=plan.block_size, num_threads=options.member.num_threads
-    )
+    chosen = stage_options(plan, position, options.member)
     progress = partial(asker.tell, "")
-    stage = Stage.load(source, plan.stages[position], stage_options, progress, before=before)
-    room = hello.memory_bytes - stage.weight_bytes
+    stage = Stage.load(source, plan.stages[position], chosen, progress, before=before)
+    room = stage.room_bytes(hello.memory_bytes)
     return LoadedPlan(plan, digest, stage, position, max(0, room))
+
+
+def stage_options(plan: Plan, position: int, member: MemberOptions) -> StageOptions:
+    """How the stage at ``position`` computes on this member. Raises `UsageError` as `choose_devices` does."""
+    return StageOptions(
+        kernel=plan.kernel_of(position),
+        block_size=plan.block_size,
+        device=",".join(choose_devices(member.device, member.kernel)),
+        num_threads=member.num_threads,
+    )
 
 
 def check_plan(plan: Plan, num_layers: int, max_context: int) -> None:
@@ -142,3 +169,10 @@ def check_plan(plan: Plan, num_layers: int, max_context: int) -> None:
         raise StepError("a stage in the middle of the plan owns the output, expected the first or the last")
     if not 1 <= plan.max_context <= max_context:
         raise StepError(f"the plan's context of {plan.max_context} tokens is not in [1, {max_context}]")
+
+
+def could_not_leave(head: Link, generation: int, step: int, error: ConvoyError) -> None:
+    """A step that a device ran, or could not: on the thread that waits for devices."""
+    _log.warning("step %d could not leave: %s", step, error.message)
+    with contextlib.suppress(ConvoyError):  # then the head's link ends too, and says so itself
+        head.send(StepFailed(step, error.message[:MAX_REASON]), generation=generation, step=step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import psutil
 
@@ -12,24 +12,33 @@ from convoy import __version__
 from convoy.cluster.options import MemberOptions
 from convoy.errors import Incompatible
 from convoy.model.bits import bits_digest
+from convoy.model.device import CUDA_KERNEL, HOST, choose_devices, describe_devices, device_memory_bytes
 from convoy.model.selfcheck import EXACT, available_kernels
 from convoy.wire.messages import Hello
 
 # Left to the operating system and to the buffers of a step.
 _MEMORY_SHARE = 0.8
+MIXED = "mixed"  # the kernel of a plan whose stages run several
+_DTYPES = ("float32", "bfloat16")  # in which hidden states may cross a link
 
 
 def make_hello(options: MemberOptions) -> Hello:
-    """Look at this machine once. The kernels are those whose self-check passed here, best first."""
-    kernels = available_kernels(options.kernel, num_threads=options.num_threads)
+    """Look at this machine once. The kernels are those whose self-check passed here, best first.
+
+    Raises `UsageError` for a device that is not here.
+    """
+    devices = choose_devices(options.device, options.kernel)
+    on_host = devices == (HOST,)
+    kernels = available_kernels(options.kernel, num_threads=options.num_threads) if on_host else [CUDA_KERNEL]
     return Hello(
         software=__version__,
-        dtypes=[options.activation_dtype],
+        dtypes=sorted(_DTYPES, key=lambda dtype: dtype != options.activation_dtype),
         kernels=kernels,
-        memory_bytes=_memory_bytes(options.memory_bytes),
+        memory_bytes=_memory_bytes(options.memory_bytes, devices),
         num_threads=options.num_threads or os.cpu_count() or 1,
         platform=f"{platform.system()}-{platform.machine()}",
         bits=bits_digest() if EXACT in kernels else "",
+        device=describe_devices(devices),
     )
 
 
@@ -43,28 +52,75 @@ def other_bits(hellos: Mapping[str, Hello], head: str, kernel: str) -> list[str]
     return sorted(name for name, hello in hellos.items() if hello.bits != hellos[head].bits)
 
 
-def _memory_bytes(granted: int) -> int:
-    """What the operator granted, at most what the machine has; 0 is most of what is free."""
+def _memory_bytes(granted: int, devices: tuple[str, ...]) -> int:
+    """What the operator granted, at most what the devices have; 0 is most of what is free."""
+    if devices != (HOST,):
+        free = device_memory_bytes(devices)
+        return min(granted, free) if granted else free
     memory = psutil.virtual_memory()
     return min(granted, int(memory.total)) if granted else int(memory.available * _MEMORY_SHARE)
 
 
-def agree_kernel(hellos: dict[str, Hello], head: str) -> str:
-    """The head's best kernel that every member can run. Raises `Incompatible`, naming who lacks it."""
-    for kernel in hellos[head].kernels:
+def agree_kernels(
+    hellos: Mapping[str, Hello], head: str, in_use: Collection[str] = frozenset()
+) -> dict[str, str]:
+    """The kernel of each member: one for all where that can be, else one for those on CUDA and one for hosts.
+
+    ``in_use`` are those of the plans before: what a host's kernel alone began, another would change. Raises
+    `Incompatible`, naming who lacks which.
+    """
+    on_cuda = [name for name, hello in hellos.items() if CUDA_KERNEL in hello.kernels]
+    on_hosts = [name for name in hellos if name not in on_cuda]
+    of_hosts = next((kernel for kernel in in_use if kernel != CUDA_KERNEL), None)
+    if in_use and CUDA_KERNEL not in in_use and of_hosts is not None:
+        _require(of_hosts, hellos)
+    elif on_cuda:
+        insists = next((name for name in on_hosts if hellos[name].kernels == [EXACT]), None)
+        if insists is not None:
+            raise _no_kernel(EXACT, insists, hellos)
+    chosen = dict.fromkeys(on_cuda, CUDA_KERNEL)
+    if on_hosts:
+        lead = head if head in on_hosts else on_hosts[0]
+        hosts = {name: hellos[name] for name in on_hosts}
+        if of_hosts is not None:
+            _require(of_hosts, hosts)
+        chosen |= dict.fromkeys(on_hosts, of_hosts or _shared(hosts, lead))
+    return chosen
+
+
+def can_take_part(hello: Hello, in_use: Collection[str]) -> bool:
+    """Whether a member runs one of the kernels ``in_use``, or any where none is or CUDA's is among them."""
+    return not in_use or CUDA_KERNEL in in_use or any(kernel in hello.kernels for kernel in in_use)
+
+
+def _require(kernel: str, hellos: Mapping[str, Hello]) -> None:
+    lacking = next((name for name, hello in hellos.items() if kernel not in hello.kernels), None)
+    if lacking is not None:  # another kernel would change the text of what runs
+        raise Incompatible(f"{lacking} cannot run the kernel {kernel}, which is in use")
+
+
+def _shared(hellos: Mapping[str, Hello], lead: str) -> str:
+    """The lead's best kernel that every member can run."""
+    for kernel in hellos[lead].kernels:
         if all(kernel in hello.kernels for hello in hellos.values()):
             return kernel
-    kernel = hellos[head].kernels[0]
+    raise _no_kernel(hellos[lead].kernels[0], lead, hellos)
+
+
+def _no_kernel(kernel: str, lead: str, hellos: Mapping[str, Hello]) -> Incompatible:
     lacking = next(name for name, hello in hellos.items() if kernel not in hello.kernels)
-    raise Incompatible(
-        f"{head} asks for the kernel {kernel}, but {lacking} can run {', '.join(hellos[lacking].kernels)}",
+    return Incompatible(
+        f"{lead} asks for the kernel {kernel}, but {lacking} can run {', '.join(hellos[lacking].kernels)}",
         hint='set kernel = "auto" in the [model] section on every member',
     )
 
 
-def check_dtype(hellos: dict[str, Hello], head: str) -> str:
-    """The activation dtype that all members share. Raises `Incompatible` naming both."""
-    wanted = hellos[head].dtypes[0]
+def agree_dtype(hellos: Mapping[str, Hello], head: str, kernels: Collection[str]) -> str:
+    """In which hidden states cross links: bfloat16 where a stage on CUDA rounds them so anyway.
+
+    Else what the head prefers. Raises `Incompatible` naming both.
+    """
+    wanted = "bfloat16" if CUDA_KERNEL in kernels else hellos[head].dtypes[0]
     for name, hello in hellos.items():
         if wanted not in hello.dtypes:
             raise Incompatible(

@@ -6,12 +6,13 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
 from convoy.cluster.attestation import Attestation
 from convoy.cluster.granted import plan_digest
-from convoy.cluster.loaded import LoadedPlan, load_plan
+from convoy.cluster.loaded import LoadedPlan, could_not_leave, load_plan
 from convoy.cluster.newest import SUPERSEDED, NewestPlan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
@@ -282,7 +283,7 @@ class Peer:
         if self._newest.supersedes(generation):
             raise StepError("a newer plan came before this one was active")
         successor = self._dial_successor(link, loaded.successor_name, generation)
-        loaded.activate(activate, link.peer, successor)
+        loaded.activate(activate, link.peer, successor, partial(could_not_leave, link, generation))
         loaded.keeper = BlockKeeper(loaded.stage, link, generation)
         if loaded.predecessor_name == link.peer:
             loaded.predecessor = link
@@ -378,6 +379,8 @@ class Peer:
         self._attestation.attester.model = ""
         if loaded is None:
             return
+        if loaded.loop is not None:
+            loaded.loop.close()
         loaded.stage.forget()
         self._kept = loaded.stage
         for link in loaded.neighbours():

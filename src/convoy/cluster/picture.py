@@ -14,14 +14,20 @@ from convoy.transport.member import Roster
 
 
 def describe_stages(
-    granted: Granted, head: str, roster: Roster, links: Mapping[str, Link], levels: Mapping[str, str]
+    granted: Granted,
+    head: str,
+    roster: Roster,
+    links: Mapping[str, Link],
+    levels: Mapping[str, str],
+    *,
+    devices: Mapping[str, str],
 ) -> list[StageStatus]:
     """In the ring's order, with a fresh round trip to each member that ``links`` has.
 
-    ``levels``: what was proved of each.
+    ``levels``: what was proved of each. ``devices``: of those that are here.
     """
     shown = []
-    for stage in granted.plan.stages:
+    for position, stage in enumerate(granted.plan.stages):
         name, link = stage.member, links.get(stage.member)
         status = StageStatus(
             member=name,
@@ -34,6 +40,8 @@ def describe_stages(
             weight_bytes=granted.weight_bytes[name],
             sees_token_ids=name in granted.placement.route.token_id_members,
             address=_address(roster, name),
+            device=devices.get(name, ""),
+            kernel=granted.plan.kernel_of(position),
         )
         shown.append(status if link is None else _with_link(status, link))
     return shown

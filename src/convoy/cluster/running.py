@@ -10,6 +10,7 @@ from convoy.cluster.head import Head, LoadProgress
 from convoy.cluster.muster import Arrival
 from convoy.cluster.offer import other_bits
 from convoy.cluster.options import HeadOptions
+from convoy.cluster.own_weights import OwnWeights
 from convoy.cluster.recovery import StageRecovery
 from convoy.cluster.renewal import Renewals
 from convoy.cluster.status import ClusterStatus
@@ -52,14 +53,15 @@ class RunningCluster:
         network: Network | None = None,
         watch: Callable[[], None] | None = None,
         on_arrival: Arrival | None = None,
+        own: OwnWeights | None = None,
     ) -> RunningCluster:
         """Bring the cluster up and pass one real token through every stage.
 
         ``on_arrival``: told of each peer that answers, who is missing still, and for how long they are waited
-        for. Raises what `Head.bring_up` raises.
+        for. ``own``: see `Head`. Raises what `Head.bring_up` raises.
         """
         tokenizer = Tokenizer(source)
-        head = Head(me, source, options, network, watch)
+        head = Head(me, source, options, network, watch, own=own)
         if on_arrival is not None:
             head.company.on_arrival = on_arrival
         granted = head.bring_up(on_load)
@@ -165,7 +167,7 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
     def limits_of(granted: Granted) -> SchedulerLimits:
         return options.limits(
             spec,
-            num_stages=len(granted.plan.stages),
+            num_stages=granted.num_places,
             num_blocks=granted.num_blocks,
             block_size=granted.plan.block_size,
         )

@@ -23,6 +23,8 @@ class StageStatus(msgspec.Struct, frozen=True):
     level: str = "none"  # what was proved of the member: none, self_signed or hardware
     link_id: str | None = None  # hex; None once the link is over
     head: bool = False  # the one that answers: it has no link to itself
+    device: str = "cpu"  # on what it computes, such as "cuda:0 (NVIDIA H200)"
+    kernel: str = ""
 
 
 class VerdictStatus(msgspec.Struct, frozen=True):

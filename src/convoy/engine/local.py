@@ -4,36 +4,45 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
-import numpy as np
 import torch
 
 from convoy.engine.executor import Kv, StepResult
 from convoy.engine.own_stage import own_stage
-from convoy.model.draw import Draw, draw_all
+from convoy.model.draw import Draw, Outcome
 from convoy.model.stage import Stage
 from convoy.model.tensors import tokens_from_bytes
 from convoy.wire.messages import Step
 
 
+class Outcomes(Protocol):
+    """Draws that are done, or that a device works on."""
+
+    def outcomes(self) -> tuple[Outcome, ...]: ...
+
+
 class LocalExecutor:
-    """A stage that owns the embedding, every layer and the output; a step runs when it is submitted."""
+    """A stage that owns the embedding, every layer and the output; a step starts when it is submitted.
 
-    depth = 1
+    On the host it is over then too. ``depth``: a step for each of several devices may be under way.
+    """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, depth: int = 1) -> None:
+        self.depth = depth
         self._stage = stage
-        self._results: deque[StepResult] = deque()
+        self._running: deque[tuple[int, Outcomes]] = deque()
 
     def submit(self, step: Step, draws: Sequence[Draw]) -> None:
         with own_stage(step.number):
-            hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
-            logits = self._stage.output(self._stage.select(step, hidden))
-            outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), draws)
-        self._results.append(StepResult(step.number, outcomes))
+            tokens = tokens_from_bytes(step.tokens)
+            hidden = self._stage.start(step, None, tokens, selects=True).wait()
+            self._running.append((step.number, self._stage.draw(hidden, draws)))
 
     def collect(self) -> StepResult:
-        return self._results.popleft()
+        number, drawing = self._running.popleft()
+        with own_stage(number):
+            return StepResult(number, drawing.outcomes())
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
         found: Kv = self._stage.read_blocks(start, end, blocks).numpy()

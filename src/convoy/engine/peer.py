@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from convoy.engine.drawing import answer_of, draw_of
 from convoy.engine.executor import MAX_IN_FLIGHT
+from convoy.engine.hand_over import Failed, HandOver
 from convoy.errors import HiddenError, StepError
-from convoy.model.draw import draw_all
+from convoy.model.draw import Draw, Outcome
 from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.inbox import weight_of_message
@@ -34,12 +34,20 @@ class StageRoute:
     activation_dtype: str = "float32"
     max_steps: int = MAX_IN_FLIGHT  # steps known but not yet run; a head never has more in flight
     max_waiting_bytes: int = 256 * 1024 * 1024  # of hidden states, and of compositions, that wait for another
+    overlaps: bool = False  # the stage computes on a device while this process goes on
 
 
 class StageLoop:
     """Owns the order of steps at one peer. Called from one thread."""
 
-    def __init__(self, stage: Stage, route: StageRoute, successor: Link) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        route: StageRoute,
+        successor: Link,
+        failed: Failed = lambda _step, _error: None,
+    ) -> None:
+        """``failed``: told, on another thread, of a step that could not leave a device."""
         self._stage = stage
         self._route = route
         self._successor = successor
@@ -49,6 +57,12 @@ class StageLoop:
         self._steps_bytes = 0
         self._next_step = 0
         self.finished_step = -1  # the last one that was run and sent on; read from other threads
+        self._hand_over = HandOver(f"leave {route.assignment.member}", failed) if route.overlaps else None
+
+    def close(self) -> None:
+        """The plan is over: nothing more is sent."""
+        if self._hand_over is not None:
+            self._hand_over.close()
 
     def accept_step(self, step: Step, generation: int) -> None:
         """A composition from the head. One of an old generation is dropped."""
@@ -110,31 +124,49 @@ class StageLoop:
             hidden = self._hidden.pop(step.number, None)
             self._hidden_bytes -= 0 if hidden is None else hidden.nbytes
             _require_fit(step, hidden)
-            self._run(step, hidden)
-            self.finished_step = step.number
+            # with a hidden state they come for layers that need them
+            tokens = tokens_from_bytes(step.tokens) if hidden is None or step.tokens else None
+            if self._hand_over is None:
+                self._run(step, hidden, tokens)
+            else:
+                self._start(self._hand_over, step, hidden, tokens)
 
-    def _run(self, step: Step, hidden: torch.Tensor | None) -> None:
-        # with a hidden state they come for layers that need them
-        tokens = tokens_from_bytes(step.tokens) if hidden is None or step.tokens else None
+    def _run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> None:
         out = self._stage.run(step, hidden=hidden, tokens=tokens)
         if self._route.assignment.output:
-            self._draw(step, out)
+            drawing = self._stage.draw(self._stage.select(step, out), self._draws(step))
+            self._send_drawn(step, drawing.outcomes())
             return
-        if self._route.last:
-            out = self._stage.select(step, out)
+        self._send(step, self._stage.select(step, out) if self._route.last else out)
+
+    def _start(
+        self, leaves: HandOver, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None
+    ) -> None:
+        """As `_run`, but what the device computes is waited for elsewhere."""
+        if self._route.assignment.output:
+            out = self._stage.start(step, hidden, tokens, selects=True).wait()
+            drawing = self._stage.draw(out, self._draws(step))
+            leaves.put(step.number, lambda: self._send_drawn(step, drawing.outcomes()))
+        else:
+            pending = self._stage.start(step, hidden, tokens, selects=self._route.last)
+            leaves.put(step.number, lambda: self._send(step, pending.wait()))
+
+    def _send(self, step: Step, out: torch.Tensor) -> None:
         self._successor.send_tensor(
-            to_wire(out),
+            to_wire(out, self._route.activation_dtype),
             generation=self._route.generation,
             step=step.number,
             boundary=self._route.assignment.end,
         )
+        self.finished_step = step.number
 
-    def _draw(self, step: Step, hidden: torch.Tensor) -> None:
-        logits = self._stage.output(self._stage.select(step, hidden))
-        draws = [draw_of(request, self._stage.vocab_size) for request in step.draws]
-        outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), draws)
+    def _draws(self, step: Step) -> list[Draw]:
+        return [draw_of(request, self._stage.vocab_size) for request in step.draws]
+
+    def _send_drawn(self, step: Step, outcomes: tuple[Outcome, ...]) -> None:
         drawn = Drawn(step.number, [answer_of(outcome) for outcome in outcomes])
         self._successor.send(drawn, generation=self._route.generation, step=step.number)
+        self.finished_step = step.number
 
 
 def _require_fit(step: Step, hidden: torch.Tensor | None) -> None:

@@ -18,17 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 import torch
 
 from convoy.engine.carrier import BlockCarrier
 from convoy.engine.deadline import StepClock
 from convoy.engine.drawing import outcome_of, request_of
 from convoy.engine.executor import Kv, StepResult
+from convoy.engine.hand_over import HandOver
 from convoy.engine.own_stage import own_stage
 from convoy.engine.send_guard import SendGuard
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
-from convoy.model.draw import Draw, draw_all
+from convoy.model.draw import Draw
 from convoy.model.stage import Stage
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.inbox import Inbox, weight_of
@@ -60,6 +60,7 @@ class PipelineOptions:
     step_timeout_s: float = 60.0
     activation_dtype: str = "float32"
     max_step_tokens: int = 512
+    overlaps: bool = False  # the head's stage computes on a device while this process goes on
 
 
 class PipelineExecutor:
@@ -96,6 +97,8 @@ class PipelineExecutor:
             str, ...
         ] = ()  # who failed first, or sent what no sound member sends; see `_blame`
         self._guard = SendGuard(self.clock.allowed_s)
+        self._leaving_guard = SendGuard(self.clock.allowed_s) if options.overlaps else self._guard
+        self._leaves = HandOver(f"leave {head}", self._could_not_leave) if options.overlaps else None
         self._carrier = BlockCarrier(
             stage,
             self._stages,
@@ -171,8 +174,8 @@ class PipelineExecutor:
                 )
                 hidden = self._stage.run(running.step, hidden=returned, tokens=tokens)
                 returned = self._stage.select(running.step, hidden)
-            logits = self._stage.output(returned).numpy().astype(np.float32, copy=False)
-            return StepResult(running.step.number, draw_all(logits, running.draws))
+            drawing = self._stage.draw(returned, running.draws)
+            return StepResult(running.step.number, drawing.outcomes())
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
         return self._carrier.read(start, end, blocks)
@@ -187,6 +190,9 @@ class PipelineExecutor:
 
     def close(self) -> None:
         self._guard.close()
+        self._leaving_guard.close()
+        if self._leaves is not None:
+            self._leaves.close()
         closed = LinkClosed("the engine was closed")
         self._arrivals.close(closed)
         self._carrier.end(closed)
@@ -228,16 +234,39 @@ class PipelineExecutor:
         return assignment.embed or not self._stage.token_id_layers.isdisjoint(own)
 
     def _start(self, step: Step) -> None:
-        hidden = self._stage.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
+        tokens = tokens_from_bytes(step.tokens)
+        if self._leaves is None:
+            self._send_hidden(step, self._stage.run(step, hidden=None, tokens=tokens), self._guard)
+            return
+        pending = self._stage.start(step, None, tokens)
+        self._leaves.put(step.number, lambda: self._send_waited(step, pending.wait()))
+
+    def _send_waited(self, step: Step, hidden: torch.Tensor) -> None:
+        """On the thread that waits for the device."""
+        try:
+            self._send_hidden(step, hidden, self._leaving_guard)
+        finally:
+            self._leaving_guard.end()
+
+    def _send_hidden(self, step: Step, hidden: torch.Tensor, guard: SendGuard) -> None:
         first_peer = self._stages[1]
         link = self._links[first_peer.member]
-        self._guard.begin(link)
+        guard.begin(link)
         link.send_tensor(
-            to_wire(hidden),
+            to_wire(hidden, self._options.activation_dtype),
             generation=self._options.generation,
             step=step.number,
             boundary=first_peer.start,
         )
+
+    def _could_not_leave(self, step: int, error: ConvoyError) -> None:
+        """On that thread too: links that end say so themselves, anything else is the head's own doing."""
+        if isinstance(error, LinkBroken | LinkClosed):
+            return
+        self._blame_head()
+        public = "the head could not run a step"
+        text = f"the head could not run step {step}: {error.message}"
+        self._arrivals.put_last(self, StageLost(text, hint=error.hint, public=public))
 
     def _await_return(self, step: Step) -> torch.Tensor | Drawn:
         while step.number not in self._returned:

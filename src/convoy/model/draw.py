@@ -47,6 +47,17 @@ class Outcome:
     error: ConvoyError | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Draws that are done; those that a device still works on have the same face (`gpu.drawing`)."""
+
+    done: tuple[Outcome, ...]
+
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """One for each draw, in their order."""
+        return self.done
+
+
 GREEDY = Draw(SamplingParams(temperature=0.0), choice=0, position=0)
 
 

@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError, StepError
+from convoy.model.draw import Draw, Drawing, draw_all
 from convoy.model.kv import BlockTable, StagedStep
-from convoy.model.library import LIBRARY
+from convoy.model.library import importing
 from convoy.model.linear import pad_rows
 from convoy.model.packed import KEY_BLOCK
 from convoy.model.rope import Rotations
 from convoy.model.selfcheck import CHECK_ROWS, EXACT, PLAIN, W8A8, check_heads, check_linears, check_rows
 from convoy.model.source import ModelSource
 from convoy.model.stage_kv import StageKv
+from convoy.model.tensors import HIDDEN_DTYPES
 from convoy.wire.messages import Row, StageAssignment, Step
 
 if TYPE_CHECKING:
@@ -40,6 +42,17 @@ class StageOptions:
     require_tags: bool = True
 
 
+@dataclass(frozen=True)
+class Computed:
+    """A result that is here; one of a device (`gpu.pending.Pending`) has the same face."""
+
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        return self.tensor
+
+
 class Stage:
     """The layers of one member. Not thread-safe: one thread runs its steps, in order.
 
@@ -47,13 +60,16 @@ class Stage:
     cuts or a replay.
     """
 
+    overlaps = False  # whether `start` returns before the result is there, as on a device
+    num_devices = 1
+
     def __init__(
         self, source: ModelSource, assignment: StageAssignment, options: StageOptions, modules: LoadedModules
     ) -> None:
         spec = source.spec
         self.assignment = assignment
         self.options = options
-        self.hidden_size = spec.hidden_size
+        self.hidden_size = spec.num_streams * spec.hidden_size  # of what crosses a boundary for each token
         self.vocab_size = spec.vocab_size
         self.token_id_layers = spec.token_id_layers
         self.weight_bytes = modules.weight_bytes
@@ -90,7 +106,7 @@ class Stage:
         """
         if options.device != "cpu":
             return _load_on_device(source, assignment, options, progress, before)
-        with LIBRARY:
+        with importing():
             from convoy.model.load import load_modules  # transformers, which takes seconds, and not before
             from convoy.model.loaded import LoadedModules
 
@@ -132,6 +148,10 @@ class Stage:
         every = [num_blocks] * len(self.block_bytes) if isinstance(num_blocks, int) else num_blocks
         self._kv.make(every)
 
+    def room_bytes(self, offered_bytes: int) -> int:
+        """What is left for K/V of ``offered_bytes`` of memory."""
+        return offered_bytes - self.weight_bytes
+
     @property
     def block_bytes(self) -> tuple[int, ...]:
         """What a block of each cache group takes here."""
@@ -144,7 +164,8 @@ class Stage:
     @property
     def takes_tokens(self) -> bool:
         """Whether a step's token ids must come here: for the embedding, or for layers that need them."""
-        return self.assignment.embed or self._modules.layer_inputs is not None
+        mine = self.assignment
+        return mine.embed or self._spec.needs_token_ids(mine.start, mine.end)
 
     @property
     def layers(self) -> Mapping[int, nn.Module]:
@@ -160,9 +181,9 @@ class Stage:
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
         """Apply the step and run its rows: [T, hidden_size] after this stage's layers.
 
-        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` (float32 [T, hidden_size]),
-        and ``tokens`` too where layers need them. Raises StepError for what makes no sense, before anything
-        is changed.
+        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` ([T, hidden_size], float32
+        or bfloat16), and ``tokens`` too where layers need them. Raises StepError for what makes no sense,
+        before anything is changed.
         """
         tables = self._kv.tables
         # a thread that has not computed yet takes over the process's thread count when it is asked for it
@@ -208,11 +229,27 @@ class Stage:
             logits = (logits / cap).tanh_().mul_(cap)
         return logits[:num_rows]
 
+    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> Drawing:
+        """Draw from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError for others."""
+        return Drawing(draw_all(self.output(hidden).numpy(), draws))
+
+    def start(
+        self,
+        step: Step,
+        hidden: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        *,
+        selects: bool = False,
+    ) -> Computed:
+        """As `run`; a device would not be waited for. With ``selects`` only rows for an output come."""
+        out = self.run(step, hidden, tokens)
+        return Computed(self.select(step, out) if selects else out)
+
     @torch.inference_mode()
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
         """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
 
-        Raises StepError for what this stage does not have, for more than `stage_kv.MAX_CARRIED_BYTES`, and
+        Raises StepError for what this stage does not have, for more than `span_kv.MAX_CARRIED_BYTES`, and
         where not all layers keep all of their K/V alike.
         """
         return self._kv.read_blocks(start, end, blocks)
@@ -229,7 +266,7 @@ class Stage:
         self._kv.write_blocks(start, blocks, tags, kv)
 
     def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """Of what `read_blocks` gives. Raises StepError for more than `stage_kv.MAX_CARRIED_BYTES`."""
+        """Of what `read_blocks` gives. Raises StepError for more than `span_kv.MAX_CARRIED_BYTES`."""
         return self._kv.carried_shape(num_layers, num_blocks)
 
     def _check_tokens(self, tokens: torch.Tensor | None, num_tokens: int) -> None:
@@ -244,16 +281,15 @@ class Stage:
             raise StepError("this stage does not own the embedding")
         rows: torch.Tensor = self._modules.embedding(tokens)
         scale = self._modules.embed_scale
-        rows = rows.to(torch.float32)
+        rows = rows.to(torch.float32).repeat(1, self._spec.num_streams)
         return rows if scale is None else rows * scale
 
     def _take(self, hidden: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-        if hidden is None or hidden.shape != (num_tokens, self.hidden_size) or hidden.dtype != torch.float32:
+        wanted = (num_tokens, self.hidden_size)
+        if hidden is None or hidden.shape != wanted or hidden.dtype not in HIDDEN_DTYPES:
             found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
-            raise StepError(
-                f"expected a float32 hidden state of [{num_tokens}, {self.hidden_size}], got {found}"
-            )
-        return hidden
+            raise StepError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
+        return hidden.float()
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         return pad_rows(x) if self.options.kernel != PLAIN else x
@@ -269,7 +305,7 @@ class Stage:
         ropes = self._rotations.look_up(
             modules.ropes.values(), torch.tensor(positions, dtype=torch.int64), max(positions)
         )
-        batch = self._kv.describe(staged.rows)
+        batch = self._kv.describe(staged.rows, self._rotations)
         batch |= {layer: batch[of] for layer, of in self._spec.kv_sources.items() if of in batch}
         arguments: dict[str, Any] = {"use_cache": False, "batch": batch}
         if self._spec.kv_sources:
@@ -278,8 +314,11 @@ class Stage:
         if modules.layer_inputs is not None and tokens is not None:
             inputs = modules.layer_inputs(self._padded(tokens))
         x = x[None]
+        ids = None if tokens is None or self._spec.layer_input_size else self._padded(tokens)
         for number, layer in modules.layers.items():
-            own = {"per_layer_input": inputs[number]} if number in inputs else {}
+            own: dict[str, Any] = {"per_layer_input": inputs[number]} if number in inputs else {}
+            if ids is not None and number in self.token_id_layers:
+                own["input_ids"] = ids
             x = layer(x, position_embeddings=ropes[modules.ropes[number]], **arguments, **own)
         return x[0]
 
@@ -310,20 +349,20 @@ def _load_on_device(
     before: Stage | None,
 ) -> Stage:
     try:
-        from convoy.model.gpu.stage import CudaStage  # Triton, where a device is wanted
+        from convoy.model.gpu.several import load_on_devices  # Triton, where a device is wanted
     except ImportError as error:
         raise ModelError(
             f"a stage on {options.device} needs Triton, which is not installed",
             hint="install the CUDA build of torch, which brings it",
         ) from error
-    stage = CudaStage.load(
+    stage = load_on_devices(
         *(source, assignment),
-        device=options.device,
+        devices=options.device.split(","),
         kernel=options.kernel,
         block_size=options.block_size,
         require_tags=options.require_tags,
         progress=progress,
         before=before,
     )
-    # a class by itself, with this one's face: derived from it, it could not be loaded from here
+    # classes by themselves, with this one's face: derived from it, they could not be loaded from here
     return cast("Stage", stage)

@@ -11,6 +11,7 @@ from convoy.errors import StepError
 from convoy.wire.tensor import WireTensor
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HIDDEN_DTYPES = frozenset({torch.float32, torch.bfloat16})  # in which a stage takes hidden states
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -29,7 +30,7 @@ def to_wire(tensor: torch.Tensor, dtype: str | None = None) -> WireTensor:
 
 
 def from_wire(tensor: WireTensor, *, hidden_size: int, dtype: str) -> torch.Tensor:
-    """A received hidden state as float32 [T, hidden_size]; shares the received memory where the dtype allows.
+    """A received hidden state [T, hidden_size] in ``dtype``; shares the received memory where that allows it.
 
     Raises StepError if the dtype, rank, width or byte count is not the expected one.
     """
@@ -43,11 +44,11 @@ def from_wire(tensor: WireTensor, *, hidden_size: int, dtype: str) -> torch.Tens
     if data.nbytes != expected:
         raise StepError(f"a hidden state came with {data.nbytes} bytes, expected {expected}")
     if not expected:
-        return torch.empty(tensor.shape[0], hidden_size)
+        return torch.empty(tensor.shape[0], hidden_size, dtype=torch_dtype)
     # torch warns about memory it may not write to; such bytes are copied once
     array = np.frombuffer(data, dtype=np.uint8)
     flat = torch.from_numpy(array if not data.readonly else array.copy()).view(torch_dtype)
-    return flat.view(tensor.shape[0], hidden_size).to(torch.float32)
+    return flat.view(tensor.shape[0], hidden_size)
 
 
 def tokens_from_bytes(data: bytes) -> torch.Tensor:

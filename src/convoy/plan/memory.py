@@ -9,6 +9,8 @@ from convoy.plan.partition import consecutive
 from convoy.plan.span import Span, layers_text
 from convoy.plan.spec import ModelSpec
 
+Kernels = Mapping[str, str]  # of each member, by name: in which form it holds weights and K/V
+
 RESERVE_TOKENS = 16  # one block: a stage without room for that cannot run a token
 
 
@@ -19,12 +21,12 @@ def stage_bytes(spec: ModelSpec, span: Span, dtype: str) -> int:
 
 
 def check_memory(
-    spec: ModelSpec, owners: Sequence[tuple[str, Span]], memory_bytes: Mapping[str, int], dtype: str
+    spec: ModelSpec, owners: Sequence[tuple[str, Span]], memory_bytes: Mapping[str, int], kernels: Kernels
 ) -> None:
     """Raise PlanError naming each stage that does not fit, with what it needs and what its member has."""
     refusals = []
     for index, (member, span) in enumerate(owners):
-        needed, offered = stage_bytes(spec, span, dtype), memory_bytes[member]
+        needed, offered = stage_bytes(spec, span, kernels[member]), memory_bytes[member]
         if needed > offered:
             need, have = _apart(needed, offered)
             layers = layers_text(span.start, span.end)
@@ -34,17 +36,17 @@ def check_memory(
 
 
 def fits(
-    spec: ModelSpec, owners: Sequence[tuple[str, Span]], memory_bytes: Mapping[str, int], dtype: str
+    spec: ModelSpec, owners: Sequence[tuple[str, Span]], memory_bytes: Mapping[str, int], kernels: Kernels
 ) -> bool:
     """Whether `check_memory` would pass."""
-    return all(stage_bytes(spec, span, dtype) <= memory_bytes[member] for member, span in owners)
+    return all(stage_bytes(spec, span, kernels[member]) <= memory_bytes[member] for member, span in owners)
 
 
 def relieve(
     spec: ModelSpec,
     owners: Sequence[tuple[str, Span]],
     memory_bytes: Mapping[str, int],
-    dtype: str,
+    kernels: Kernels,
     allowed: Callable[[Sequence[tuple[str, Span]]], bool] = lambda _owners: True,
 ) -> list[tuple[str, Span]]:
     """Shift layers, one at a time, from stages that do not fit to the member with most room left.
@@ -55,7 +57,7 @@ def relieve(
     """
     current = list(owners)
     for _ in range(spec.num_layers):
-        room = [memory_bytes[member] - stage_bytes(spec, span, dtype) for member, span in current]
+        room = [memory_bytes[member] - stage_bytes(spec, span, kernels[member]) for member, span in current]
         fullest = room.index(min(room))
         if room[fullest] >= 0 or current[fullest][1].end - current[fullest][1].start == 1:
             break

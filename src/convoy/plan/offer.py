@@ -16,3 +16,4 @@ class MemberOffer:
     head: bool = False
     level: Level = Level.NONE
     num_threads: int = 0  # that compute; 0: not known
+    kernel: str = "float32"  # in which form it holds weights and K/V, see `plan.kernels`

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from convoy.errors import PlanError, SpanError
 from convoy.plan.arrange import OutputOwner, Rest
-from convoy.plan.memory import check_memory
+from convoy.plan.kernels import form_of
+from convoy.plan.memory import Kernels, check_memory
 from convoy.plan.offer import MemberOffer
 from convoy.plan.route import Route, missing_layers
 from convoy.plan.sharing import check_rules, share
@@ -34,10 +35,16 @@ class Placement:
     spec: ModelSpec
     stages: tuple[StageAssignment, ...]
     head: str
-    dtype: str  # in which stages hold weights, K/V and hidden state
+    kernels: Mapping[str, str]  # of members: in which form they hold weights and K/V
     memory_bytes: Mapping[str, int]
     members: tuple[MemberOffer, ...] = ()
     rules: tuple[PlacementRule, ...] = ()  # all of them hold
+
+    @property
+    def hidden_dtype(self) -> str:
+        """In which hidden states cross links: as the narrowest stage holds them."""
+        used = {form_of(self.kernels[stage.member]).dtype for stage in self.stages}
+        return "bfloat16" if "bfloat16" in used else "float32"
 
     @property
     def route(self) -> Route:
@@ -50,8 +57,6 @@ def place(
     members: Sequence[MemberOffer],
     spans: Mapping[str, str] | None = None,
     rules: Sequence[PlacementRule] = (),
-    *,
-    dtype: str = "float32",
 ) -> Placement:
     """Give every member a stage.
 
@@ -62,16 +67,17 @@ def place(
     """
     head = _find_head(members)
     memory_bytes = {member.name: member.memory_bytes for member in members}
+    kernels = {member.name: member.kernel for member in members}
     given = _parse(spec, memory_bytes, spans or {})
-    rest = _share_rest(spec, members, given, rules, dtype)
+    rest = _share_rest(spec, members, given, rules, kernels)
     owners = sorted([*given.items(), *rest], key=lambda owner: (owner[1], owner[0]))
     _check_layers(spec, owners)
     _check_output(spec, owners, head)
     _check_cuts(spec, owners)
     check_rules(spec, members, owners, rules, given)
-    check_memory(spec, owners, memory_bytes, dtype)
+    check_memory(spec, owners, memory_bytes, kernels)
     stages = tuple(StageAssignment(name, s.start, s.end, s.embed, s.output) for name, s in owners)
-    return Placement(spec, stages, head, dtype, memory_bytes, tuple(members), tuple(rules))
+    return Placement(spec, stages, head, kernels, memory_bytes, tuple(members), tuple(rules))
 
 
 def _find_head(members: Sequence[MemberOffer]) -> str:
@@ -107,7 +113,7 @@ def _share_rest(
     members: Sequence[MemberOffer],
     given: Mapping[str, Span],
     rules: Sequence[PlacementRule],
-    dtype: str,
+    kernels: Kernels,
 ) -> list[tuple[str, Span]]:
     without = [member for member in members if member.name not in given]
     if not without:
@@ -117,7 +123,7 @@ def _share_rest(
     # reverse.
     without.sort(key=lambda member: member.head is not (start == 0))
     rest = Rest(start, end, _output_owner(spec, members, given, end))
-    return share(spec, without, rest, rules, dtype)
+    return share(spec, without, rest, rules, kernels)
 
 
 def _output_owner(

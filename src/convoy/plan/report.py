@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from convoy.plan.kernels import form_of
 from convoy.plan.offer import MemberOffer
 from convoy.plan.placement import Placement
 from convoy.plan.rules import breaches, keep_text, place_text, satisfies
@@ -19,6 +20,7 @@ class StageReport(msgspec.Struct, frozen=True):
     """One stage, with what it takes of its member's memory."""
 
     member: str
+    kernel: str  # in which form it holds weights and K/V
     head: bool
     span: str
     start: int  # half-open, as everywhere but in ``span``
@@ -83,7 +85,7 @@ class PlanReport(msgspec.Struct, frozen=True):
 
 def report(placement: Placement, left_out: Sequence[ExcludedReport] = ()) -> PlanReport:
     """The numbers of a placement, and who was ``left_out`` of it before it was made."""
-    spec, dtype, route = placement.spec, placement.dtype, placement.route
+    spec, dtype, route = placement.spec, placement.hidden_dtype, placement.route
     stages = [_stage(placement, stage) for stage in placement.stages]
     token_bytes = spec.boundary_bytes(dtype)
     hops = [HopReport(h.sender, h.receiver, h.boundary, h.all_rows, token_bytes) for h in route.hops]
@@ -91,7 +93,7 @@ def report(placement: Placement, left_out: Sequence[ExcludedReport] = ()) -> Pla
     return PlanReport(
         model=spec.name,
         family=spec.family,
-        dtype=dtype,
+        dtype=" and ".join(sorted({form_of(stage.kernel).dtype for stage in stages})),
         num_layers=spec.num_layers,
         max_context=spec.max_context,
         route=route.describe(),
@@ -132,12 +134,13 @@ def _rule(spec: ModelSpec, members: Sequence[MemberOffer], number: int, rule: Pl
 
 
 def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
-    spec, dtype = placement.spec, placement.dtype
+    spec, dtype = placement.spec, placement.kernels[stage.member]
     weights = spec.weight_bytes(stage.start, stage.end, embed=stage.embed, output=stage.output, dtype=dtype)
     kv_bytes = spec.kv_token_bytes(stage.start, stage.end, dtype)
     memory_bytes = placement.memory_bytes[stage.member]
     return StageReport(
         member=stage.member,
+        kernel=dtype,
         head=stage.member == placement.head,
         span=format_span(Span(stage.start, stage.end, stage.output), spec.num_layers),
         start=stage.start,

@@ -21,13 +21,14 @@ class Pending:
 
     @classmethod
     def copied(cls, tensor: torch.Tensor, stream: torch.cuda.Stream) -> Pending:
-        """It comes to the host as float32, over ``stream``: what the device does next runs meanwhile."""
-        wide = tensor.float()
-        host = torch.empty(wide.shape, pin_memory=bool(wide.numel()))
-        stream.wait_stream(torch.cuda.current_stream(wide.device))
+        """It comes to the host as it is, over ``stream``: what the device does next runs meanwhile."""
+        if not tensor.numel():
+            return cls(torch.empty(tensor.shape, dtype=tensor.dtype))
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(stream):
-            host.copy_(wide, non_blocking=True)
-        wide.record_stream(stream)
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
         return cls(host, stream.record_event())
 
     def wait(self) -> torch.Tensor:

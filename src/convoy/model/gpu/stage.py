@@ -1,71 +1,41 @@
 """A stage on a CUDA device: bfloat16 weights and K/V pools there, decode captured, prefill as it comes.
 
-It has the face of `model.stage.Stage`, which hands over to it. Hidden states cross the process as float32 on
-the host, like those of any stage; between the last layer and the output of one stage they stay on the device.
+It has the face of `model.stage.Stage`, which hands over to it. Hidden states leave it as it computes them, in
+bfloat16 on the host; between the last layer and the output of one stage they stay on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import nn
 
 from convoy.errors import ModelError, PlanError, StepError
+from convoy.model.device import CUDA_KERNEL, check_device
+from convoy.model.draw import Draw
 from convoy.model.gpu.batch import DeviceBatch, describe_rows, on_device
 from convoy.model.gpu.decoder import Decoder
+from convoy.model.gpu.drawing import PendingDraws, best_tokens, start_draws
+from convoy.model.gpu.face import Model
 from convoy.model.gpu.graphs import DecodeGraphs, GraphShape
 from convoy.model.gpu.pending import Pending, on_card
-from convoy.model.gpu.pools import DevicePools, LayerPool
+from convoy.model.gpu.pools import DevicePools
 from convoy.model.gpu.rope import make_rotation
 from convoy.model.gpu.weights import LoadProgress, StageWeights, load_weights, why_not_ours
-from convoy.model.kv import StagedStep
+from convoy.model.gpu.working import measure_working
+from convoy.model.kv import BlockTable, StagedStep
 from convoy.model.library import LIBRARY
 from convoy.model.source import ModelSource
-from convoy.wire.messages import StageAssignment, Step
+from convoy.model.tensors import HIDDEN_DTYPES
+from convoy.wire.messages import MAX_BATCH, Row, StageAssignment, Step
 
-KERNEL = "bf16"
+KERNEL = CUDA_KERNEL
 # to look for mistakes: no rounding to bfloat16, and the library's layers for every family
 CHECK_KERNEL = "plain-f32"
-_HIDDEN = frozenset({torch.float32, torch.bfloat16})
 _DTYPES = {KERNEL: torch.bfloat16, CHECK_KERNEL: torch.float32}
-
-
-class Model(Protocol):
-    """What a stage owns, on its device; `gpu.decoder.Decoder` or `gpu.library_layers.LibraryDecoder`."""
-
-    @property
-    def weight_bytes(self) -> int: ...
-
-    @property
-    def bytes_read(self) -> int: ...
-
-    @property
-    def layers(self) -> Mapping[int, nn.Module]: ...
-
-    @property
-    def owns_output(self) -> bool: ...
-
-    @property
-    def can_capture(self) -> bool: ...
-
-    @property
-    def takes_tokens(self) -> bool: ...
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
-
-    def run(
-        self,
-        x: torch.Tensor,
-        ids: torch.Tensor | None,
-        batch: DeviceBatch,
-        pools: Mapping[int, LayerPool],
-    ) -> torch.Tensor: ...
-
-    def logits(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -89,6 +59,9 @@ class CudaStage:
 
     Without ``captured``, from the next pools on, decodes run as prefills do, which is slower.
     """
+
+    overlaps = True
+    num_devices = 1
 
     def __init__(
         self,
@@ -121,6 +94,7 @@ class CudaStage:
         self._num_units = torch.cuda.get_device_properties(self.device).multi_processor_count
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._graphs: DecodeGraphs | None = None
+        self._working_bytes: int | None = None
 
     @classmethod
     def load(
@@ -200,6 +174,43 @@ class CudaStage:
             )
             self._graphs = DecodeGraphs(shape, self._run_decode)
 
+    def room_bytes(self, offered_bytes: int) -> int:
+        """What is left for K/V of ``offered_bytes``, or of what is free now, beside weights, graphs and what
+        a step needs: that is measured the first time, and K/V is forgotten then. Raises PlanError.
+        """
+        try:
+            with torch.cuda.device(self.device):
+                if self._working_bytes is None:
+                    self._working_bytes = measure_working(self)
+                torch.cuda.empty_cache()
+                free = torch.cuda.mem_get_info(self.device)[0]
+        except torch.cuda.OutOfMemoryError as error:
+            raise PlanError(
+                f"a step does not fit on {self.device} beside {self.weight_bytes} bytes of weights",
+                hint="give this member fewer layers",
+            ) from error
+        return min(offered_bytes - self.weight_bytes, free) - self._working_bytes
+
+    def capture(self, size: int) -> bool:
+        """Capture a decode of so many rows now; False where decodes are not captured."""
+        return self._graphs is not None and self._graphs.find(size) is not None
+
+    @torch.inference_mode()
+    def rehearse(self, num_tokens: int) -> None:
+        """Run layers and output once, over what is in block 0 of every pool."""
+        num_tokens = min(num_tokens, self._spec.max_context)
+        ids = np.zeros(num_tokens, np.int32)
+        x = torch.zeros(num_tokens, self.hidden_size, dtype=self._dtype, device=self.device)
+        if self._kv.layers:
+            table = BlockTable([[0] for _ in self.block_bytes])
+            host = describe_rows(
+                [(Row(0, 0, num_tokens, 0), table)], self._kv.num_groups, self.options.block_size
+            )
+            batch, tokens = on_device(host, ids, self._kv.shapes, self.device, self._num_units)
+            x = self._owned.run(x, tokens, batch, self._kv.layers)
+        if self._owned.owns_output:
+            best_tokens(self._owned.logits(x[:MAX_BATCH].contiguous()))
+
     @property
     def block_bytes(self) -> tuple[int, ...]:
         """What a block of each cache group takes here."""
@@ -233,14 +244,25 @@ class CudaStage:
         """Apply the step and run its rows: [T, hidden_size] after this stage's layers.
 
         The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` ([T, hidden_size], float32
-        or bfloat16, anywhere). The result is float32 on the host, or, where the output comes next here,
-        as it is on the device. Raises StepError for what makes no sense, before anything is changed.
+        or bfloat16, anywhere). The result is on the host, or, where the output comes next here, on the
+        device. Raises StepError for what makes no sense, before anything is changed.
         """
         return self.start(step, hidden, tokens).wait()
 
     @torch.inference_mode()
-    def start(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> Pending:
-        """As `run`, but without a wait for the device: the next step may start before the result is here."""
+    def start(
+        self,
+        step: Step,
+        hidden: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        *,
+        stays: bool = False,
+        selects: bool = False,
+    ) -> Pending:
+        """As `run`, but without a wait for the device: the next step may start before the result is here.
+
+        What ``stays`` is left on the device; with ``selects`` only rows that go on to an output come.
+        """
         tables = self._kv.tables
         staged = tables.stage(step)
         num_tokens = sum(row.num_tokens for row in step.rows)
@@ -249,7 +271,9 @@ class CudaStage:
         tables.commit(staged)
         with torch.cuda.device(self.device):
             found = self._compute(staged, hidden, ids)
-            return Pending.kept(found) if self._goes_on else Pending.copied(found, self._copies)
+            kept = stays or self._goes_on
+            found = self.select(step, found) if selects else found
+            return Pending.kept(found) if kept else Pending.copied(found, self._copies)
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
         """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
@@ -262,12 +286,18 @@ class CudaStage:
             raise StepError(f"a step of {end} tokens has a hidden state of {hidden.shape[0]} rows")
         if len(wanted) == end:
             return hidden
-        return hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64, device=hidden.device))
+        return hidden.index_select(0, on_card(torch.tensor(wanted, dtype=torch.int64), hidden.device))
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size] on the host."""
         with torch.inference_mode(), torch.cuda.device(self.device):
-            return Pending.copied(self.device_output(hidden), self._copies).wait()
+            return Pending.copied(self.device_output(hidden).float(), self._copies).wait()
+
+    @torch.inference_mode()
+    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> PendingDraws:
+        """Begin to draw from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError."""
+        with torch.cuda.device(self.device):
+            return start_draws(self.device_output(hidden), draws, self._copies)
 
     @torch.inference_mode()
     def device_output(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -284,7 +314,7 @@ class CudaStage:
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
         """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
 
-        Raises StepError for what this stage does not have, and for more than `pools.MAX_CARRIED_BYTES`.
+        Raises StepError for what this stage does not have, and for more than `span_kv.MAX_CARRIED_BYTES`.
         """
         return self._kv.read_blocks(start, end, blocks)
 
@@ -300,7 +330,7 @@ class CudaStage:
         self._kv.write_blocks(start, blocks, tags, kv)
 
     def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """Of what `read_blocks` gives. Raises StepError for more than `pools.MAX_CARRIED_BYTES`."""
+        """Of what `read_blocks` gives. Raises StepError for more than `span_kv.MAX_CARRIED_BYTES`."""
         return self._kv.carried_shape(num_layers, num_blocks)
 
     @property
@@ -350,22 +380,7 @@ class CudaStage:
 
     def _check_hidden(self, hidden: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
         wanted = (num_tokens, self.hidden_size)
-        if hidden is None or hidden.shape != wanted or hidden.dtype not in _HIDDEN:
+        if hidden is None or hidden.shape != wanted or hidden.dtype not in HIDDEN_DTYPES:
             found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
             raise StepError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
         return hidden
-
-
-def check_device(name: str) -> torch.device:
-    """``cuda`` or ``cuda:N`` with its number. Raises ModelError for a device that this machine lacks."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ModelError(f"device {name!r} is not known, expected cpu, cuda or cuda:N") from error
-    if device.type != "cuda":
-        raise ModelError(f"device {name!r} is not supported, expected cpu, cuda or cuda:N")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = device.index or 0
-    if index >= count:
-        raise ModelError(f"this machine has {count} CUDA devices, and {name!r} is asked for")
-    return torch.device("cuda", index)

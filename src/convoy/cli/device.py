@@ -1,0 +1,30 @@
+"""``--device``: on what a member computes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from convoy.cli.config import Config, override
+from convoy.cli.quantize import kernel_for
+
+DeviceFlag = Annotated[
+    str | None,
+    typer.Option(help="auto, cpu, cuda, cuda:N, or several cuda:N behind commas.  [default: auto]"),
+]
+
+
+def computing(settings: Config, quantize: str | None, device: str | None) -> Config:
+    """``settings`` with what these two flags say of the kernel and the device.
+
+    Raises `UsageError` for a kernel or device that makes no sense, or is not here.
+    """
+    model = settings.model
+    kernel = kernel_for(quantize, model.kernel)
+    wish = device or model.device
+    if wish != "auto":
+        from convoy.model.device import choose_devices  # torch, which takes seconds
+
+        choose_devices(wish, kernel)
+    return override(settings, model=override(model, kernel=kernel, device=wish))

@@ -1,0 +1,131 @@
+"""On what a member computes: this host, or CUDA devices of it; what is there, and how much memory it has."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import re
+
+import torch
+
+from convoy.errors import ModelError, UsageError
+
+HOST = "cpu"
+AUTO = "auto"
+# what stages on CUDA run: weights and K/V in bfloat16, our own attention (`model.gpu`)
+CUDA_KERNEL = "cuda-bf16"
+_MAX_DEVICES = 16
+# left to the driver, to kernels that are compiled later, and to whatever else uses the device
+_MEMORY_SHARE = 0.92
+_DEVICE = re.compile(r"(?:cpu|cuda(?::[0-9]{1,3})?)\Z", re.ASCII)
+
+
+def choose_devices(wish: str, kernel: str = AUTO) -> tuple[str, ...]:
+    """The devices for ``wish``: auto, cpu, cuda, cuda:N, or several cuda:N behind commas.
+
+    auto is the first CUDA device where there is one and no kernel of the host is asked for. Raises UsageError
+    for what is no device, what this machine lacks, and a ``kernel`` that does not run there.
+    """
+    if wish == AUTO:
+        on_host = kernel not in {AUTO, CUDA_KERNEL} or bool(why_no_cuda())
+        return (HOST,) if on_host else ("cuda:0",)
+    names = split_devices(wish)
+    if names == [HOST]:
+        if kernel == CUDA_KERNEL:
+            raise UsageError(f"kernel {kernel} does not run on cpu", hint='leave the kernel at "auto"')
+        return (HOST,)
+    if HOST in names:
+        raise UsageError(
+            f"device is {wish}, expected cpu or CUDA devices, not both in one member",
+            hint="start a member for each: a route may have stages on both",
+        )
+    if kernel not in {AUTO, CUDA_KERNEL}:
+        raise UsageError(
+            f"kernel {kernel} does not run on {wish}", hint='set device = "cpu", or kernel = "auto"'
+        )
+    return _require_cuda(wish, names)
+
+
+def deal_devices(wish: str, num_members: int, kernel: str = AUTO) -> list[str]:
+    """The device of each of several members on this machine.
+
+    More devices than members: several for each, side by side; fewer: they take them in turn. auto deals out
+    all that `choose_devices` might choose. Raises UsageError as that does.
+    """
+    if wish == AUTO:
+        on_host = choose_devices(AUTO, kernel) == (HOST,)
+        names = [HOST] if on_host else [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    else:
+        names = split_devices(wish)
+    if len(names) <= num_members:
+        dealt = [names[member % len(names)] for member in range(num_members)]
+    else:
+        cuts = [len(names) * member // num_members for member in range(num_members + 1)]
+        dealt = [",".join(names[a:b]) for a, b in itertools.pairwise(cuts)]
+    return [",".join(choose_devices(device, kernel)) for device in dealt]
+
+
+def split_devices(text: str) -> list[str]:
+    """The names behind commas, whether or not they are here. Raises UsageError for what names no device."""
+    names = [name.strip() for name in text.split(",")]
+    if len(names) > _MAX_DEVICES or not all(_DEVICE.match(name) for name in names):
+        raise UsageError(
+            f"device is {text[:80]!r}, expected auto, cpu, cuda, cuda:N, or at most {_MAX_DEVICES} cuda:N"
+        )
+    return names
+
+
+def why_no_cuda() -> str:
+    """Why no stage runs on CUDA here, or ""."""
+    if not torch.cuda.is_available():
+        built = "" if torch.version.cuda else " (this build of torch has no CUDA)"
+        return f"this machine has no CUDA device{built}"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    return ""
+
+
+def device_memory_bytes(devices: tuple[str, ...]) -> int:
+    """What CUDA devices have free together for a member, most of it."""
+    return int(sum(torch.cuda.mem_get_info(torch.device(name))[0] for name in devices) * _MEMORY_SHARE)
+
+
+def describe_devices(devices: tuple[str, ...]) -> str:
+    """As in the picture of a cluster: ``cpu``, or ``cuda:0 (NVIDIA H200)``."""
+    if devices == (HOST,):
+        return HOST
+    kinds = [torch.cuda.get_device_name(torch.device(name)) for name in devices]
+    if len(set(kinds)) == 1:
+        return f"{','.join(devices)} ({kinds[0]})"
+    return ", ".join(f"{name} ({kind})" for name, kind in zip(devices, kinds, strict=True))
+
+
+def check_device(name: str) -> torch.device:
+    """``cuda`` or ``cuda:N`` with its number. Raises ModelError for a device that this machine lacks."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"device {name!r} is not known, expected cpu, cuda or cuda:N") from error
+    if device.type != "cuda":
+        raise ModelError(f"device {name!r} is not supported, expected cpu, cuda or cuda:N")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index or 0
+    if index >= count:
+        raise ModelError(f"this machine has {count} CUDA devices, and {name!r} is asked for")
+    return torch.device("cuda", index)
+
+
+def _require_cuda(wish: str, names: list[str]) -> tuple[str, ...]:
+    reason = why_no_cuda()
+    if reason:
+        raise UsageError(
+            f"device is {wish}, and {reason}",
+            hint='set device = "cpu", or install a CUDA build of torch, which brings Triton',
+        )
+    count = torch.cuda.device_count()
+    numbers = [int(name.partition(":")[2] or 0) for name in names]
+    if max(numbers) >= count:
+        raise UsageError(f"device is {wish}, and this machine has {count} CUDA devices, from cuda:0 on")
+    if len(set(numbers)) < len(numbers):
+        raise UsageError(f"device is {wish}, which names a device twice")
+    return tuple(f"cuda:{number}" for number in numbers)

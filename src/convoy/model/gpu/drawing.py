@@ -1,0 +1,82 @@
+"""Drawing where the logits are: of a greedy row the device sends a number, of any other its logits.
+
+A step of 64 rows of a vocabulary of 128,256 has 33 MB of logits, which would take the host longer to copy and
+to look through than the device takes for all of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from convoy.errors import StepError
+from convoy.model.draw import Draw, Outcome, draw
+from convoy.model.gpu.pending import Pending, on_card
+from convoy.model.sampling import Sampled
+
+
+@dataclass(frozen=True)
+class PendingDraws:
+    """Outcomes that the device still works on."""
+
+    draws: Sequence[Draw]
+    vocab_size: int
+    greedy: tuple[int, ...]  # indices into ``draws``
+    found: Pending  # int64 [2, len(greedy)]: tokens, and how many logits are not finite
+    others: tuple[int, ...]
+    logits: Pending  # float32 [len(others), vocab_size]
+
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """One for each draw, in their order."""
+        done: dict[int, Outcome] = {}
+        tokens, num_bad = self.found.wait().tolist()
+        for index, token, bad in zip(self.greedy, tokens, num_bad, strict=True):
+            error = None
+            if bad:
+                error = StepError(f"{bad} of {self.vocab_size} logits are not finite, expected none")
+            done[index] = Outcome(Sampled(0 if bad else token), error=error)
+        rows = self.logits.wait().numpy()
+        for index, row in zip(self.others, rows, strict=True):
+            done[index] = draw(row, self.draws[index])
+        return tuple(done[index] for index in range(len(self.draws)))
+
+
+def start_draws(logits: torch.Tensor, draws: Sequence[Draw], copies: torch.cuda.Stream) -> PendingDraws:
+    """Begin ``draws`` of ``logits`` [len(draws), vocab_size] on a device. Raises StepError for others."""
+    if len(logits) != len(draws):
+        raise StepError(f"a step has {len(logits)} outputs and {len(draws)} draws")
+    greedy = tuple(index for index, one in enumerate(draws) if _is_greedy(one))
+    others = tuple(index for index in range(len(draws)) if index not in set(greedy))
+    found = torch.stack(best_tokens(_rows(logits, greedy)))
+    return PendingDraws(
+        *(draws, logits.shape[1]),
+        *(greedy, Pending.copied(found, copies)),
+        *(others, Pending.copied(_rows(logits, others).float(), copies)),
+    )
+
+
+def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row the token with the greatest logit, of equal ones the lowest, as NumPy's argmax has it.
+
+    And how many logits are not finite; where any is not, the token means nothing. int64 [rows] each.
+    """
+    num_bad = (~torch.isfinite(logits)).sum(-1)
+    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    if not logits.shape[0]:
+        return num_bad, num_bad
+    best = logits == logits.amax(-1, keepdim=True)
+    return torch.where(best, ids, logits.shape[1]).amin(-1).long(), num_bad
+
+
+def _is_greedy(one: Draw) -> bool:
+    params = one.params
+    plain = params.greedy and not params.reshapes and params.logprobs is None
+    return plain and one.score is None and not one.wants_logits
+
+
+def _rows(logits: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+    if len(chosen) == logits.shape[0]:
+        return logits
+    return logits.index_select(0, on_card(torch.tensor(chosen, dtype=torch.int64), logits.device))
