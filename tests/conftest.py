@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import pytest
 from hypothesis import settings
 
 MAX_WORKER_BYTES = 8 << 30  # many times what any file of tests was seen to need
+
+# Before torch is imported, here and in what tests start: two workers whose torch has a thread for each core spin
+# at each other's barriers, and a test takes ten times as long. Tests of several threads ask for them by number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 # to look for what those examples miss: --hypothesis-profile random --hypothesis-seed 7
