@@ -10,8 +10,8 @@ from hypothesis import settings
 
 MAX_WORKER_BYTES = 8 << 30  # many times what any file of tests was seen to need
 
-# Before torch is imported, here and in what tests start: two workers whose torch has a thread for each core spin
-# at each other's barriers, and a test takes ten times as long. Tests of several threads ask for them by number.
+# Before torch is imported, here and in what tests start: two workers whose torch has a thread for each core
+# spin at each other's barriers, and a test takes ten times as long. Tests of threads ask for a number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("repeatable", derandomize=True, deadline=None)
