@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,18 @@ import transformers
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.wire.messages import StageAssignment
-from support.quantised_models import Quantise, Written, mlx, write
+from support.quantised_models import (
+    Quantise,
+    Written,
+    awq,
+    compressed,
+    compressed_float8,
+    fp8,
+    gptq,
+    mlx,
+    mxfp4,
+    write,
+)
 from support.tiny_models import Chain, Prompt
 
 TOLERANCE = 2e-5
@@ -23,6 +35,21 @@ CASES: dict[str, tuple[str, Quantise]] = {
         "llama",
         mlx(4, 32, {"mlp.down_proj": 8, "q_proj": 3, "k_proj": 6, "v_proj": 5, "o_proj": 2}),
     ),
+    "mlx moe": ("qwen3_moe", mlx(4, 32)),
+    "mxfp4": ("gpt_oss", mxfp4),
+    "fp8 squares": ("llama", fp8((128, 128))),
+    "fp8 squares moe": ("qwen3_moe", fp8((32, 64))),
+    "fp8 rows": ("llama", fp8(None, "row")),
+    "fp8 matrix": ("llama", fp8(None, "matrix")),
+    "compressed int4": ("llama", compressed(4, 32)),
+    "compressed int4 zeros": ("llama", compressed(4, 64, symmetric=False)),
+    "compressed int4 order": ("llama", compressed(4, 32, shuffled=True)),
+    "compressed int8 rows": ("llama", compressed(8, None)),
+    "compressed fp8": ("llama", compressed_float8),
+    "gptq 4-bit": ("llama", gptq(4, 64)),
+    "gptq 4-bit order": ("llama", gptq(4, 32, shuffled=True)),
+    "gptq 8-bit v2": ("llama", gptq(8, 32, version="gptq_v2")),
+    "awq": ("llama", awq(32)),
 }
 
 
@@ -61,9 +88,9 @@ def chain(directory: Path, *cuts: int, kernel: str = "exact-f32") -> Chain:
 
 
 def library_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
     return logits

@@ -60,7 +60,11 @@ class Writer:
 
     def __init__(self, model: Any) -> None:
         self.config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-        self.state: State = {n: t.detach().clone().float() for n, t in model.state_dict().items()}
+        self.state: State = {}
+        for name, tensor in model.state_dict().items():
+            stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+            one_by_one = stacked and self.config["model_type"] != "gpt_oss"
+            self.state.update(_apart(name, tensor) if one_by_one else {name: tensor.detach().clone().float()})
         self.stored: State = {}
         self.dense: State = {}
 
@@ -83,6 +87,19 @@ class Writer:
         """What was not quantised, as it is."""
         self.stored.update(self.state)
         self.dense.update(self.state)
+
+
+def _apart(name: str, stack: torch.Tensor) -> State:
+    """Experts one by one, as checkpoints have them."""
+    prefix, _, kind = name.rpartition(".")
+    parts = {"gate_proj": stack.chunk(2, 1)[0], "up_proj": stack.chunk(2, 1)[1]}
+    if kind == "down_proj":
+        parts = {kind: stack}
+    return {
+        f"{prefix}.{e}.{part}.weight": experts[e].detach().clone().float()
+        for part, experts in parts.items()
+        for e in range(stack.shape[0])
+    }
 
 
 Quantise = Callable[[Writer], None]
@@ -171,6 +188,207 @@ def mlx(bits: int = 4, group: int = 64, own: Mapping[str, int] | None = None) ->
                 scales=torch.from_numpy(scales).to(torch.bfloat16),
                 biases=torch.from_numpy(biases).to(torch.bfloat16),
             )
+        _stack(writer.stored)
         writer.config["quantization"] = writer.config["quantization_config"] = settings
+
+    return quantise
+
+
+def _stack(stored: State) -> None:
+    """Experts one by one become MLX's stacks."""
+    experts: dict[str, list[torch.Tensor]] = {}
+    for name in [name for name in stored if ".experts." in name]:
+        prefix, _, rest = name.partition(".experts.")
+        experts.setdefault(f"{prefix}.switch_mlp.{rest.partition('.')[2]}", []).append(stored.pop(name))
+    stored.update({name: torch.stack(parts) for name, parts in experts.items()})
+
+
+def mxfp4(writer: Writer) -> None:
+    """As GPT-OSS comes: experts alone, [experts, rows, blocks, 16], and the exponents of blocks of 32."""
+    magnitudes = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for name in [n for n in writer.state if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        values = writer.state[name].numpy().transpose(0, 2, 1)
+        blocks = values.reshape(*values.shape[:2], -1, 32)
+        exponents = np.ceil(np.log2(np.abs(blocks).max(-1) / 6)).astype(np.int64)
+        scaled = blocks / 2.0 ** exponents[..., None]
+        codes = np.abs(np.abs(scaled)[..., None] - magnitudes).argmin(-1)
+        dense = (np.sign(scaled) * magnitudes[codes]) * 2.0 ** exponents[..., None]
+        codes = codes + 8 * (scaled < 0)
+        module = name.removesuffix("weight")
+        writer.stored[f"{module}_blocks"] = torch.from_numpy(
+            (codes[..., 0::2] + 16 * codes[..., 1::2]).astype(np.uint8)
+        )
+        writer.stored[f"{module}_scales"] = torch.from_numpy((exponents + 127).astype(np.uint8))
+        writer.dense[name] = torch.from_numpy(
+            np.ascontiguousarray(dense.reshape(values.shape).transpose(0, 2, 1).astype(np.float32))
+        )
+        del writer.state[name]
+    writer.config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens", "lm_head"],
+    }
+
+
+def float8(values: Array) -> tuple[torch.Tensor, Array]:
+    """Rounded to E4M3, and what that is."""
+    rounded = torch.from_numpy(values.astype(np.float32)).to(torch.float8_e4m3fn)
+    found: Array = rounded.float().numpy()
+    return rounded, found
+
+
+def fp8(block: tuple[int, int] | None, scale_shape: str = "block") -> Quantise:
+    """DeepSeek's squares; without ``block`` a scale for each row or for the matrix."""
+
+    def quantise(writer: Writer) -> None:
+        for name in writer.linears():
+            values = writer.state[name].numpy()
+            rows, width = values.shape
+            tile = block or ((1, width) if scale_shape == "row" else (rows, width))
+            grid = np.zeros((-(-rows // tile[0]), -(-width // tile[1])), np.float32)
+            dense = np.zeros(values.shape, np.float32)
+            stored = torch.zeros(values.shape, dtype=torch.float8_e4m3fn)
+            for i, j in np.ndindex(grid.shape):
+                part = np.s_[i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]]
+                grid[i, j] = np.abs(values[part]).max() / 448
+                stored[part], found = float8(values[part] / grid[i, j])
+                dense[part] = found * grid[i, j]
+            suffix = "weight_scale_inv" if block else "weight_scale"
+            scales = torch.from_numpy(grid if block or scale_shape == "row" else grid.reshape(()))
+            writer.put(name, dense, **{"weight": stored, suffix: scales, "input_scale": torch.tensor(1.0)})
+        settings: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+        writer.config["quantization_config"] = settings | (
+            {"weight_block_size": list(block)} if block else {}
+        )
+
+    return quantise
+
+
+def _grouped(values: Array, bits: int, group: int, *, symmetric: bool) -> tuple[Array, Array, Array, Array]:
+    """Codes from 0 on [rows, width], scales and zeros [rows, groups], and what they stand for."""
+    groups = values.reshape(values.shape[0], -1, group)
+    top = 2**bits - 1
+    if symmetric:
+        scales = np.abs(groups).max(-1) * 2 / top
+        zeros = np.full(scales.shape, 2 ** (bits - 1))
+    else:
+        low, high = np.minimum(groups.min(-1), 0), np.maximum(groups.max(-1), 0)
+        scales = (high - low) / top
+        zeros = np.clip(np.rint(-low / scales), 1, top).astype(np.int64)
+    scales = scales.astype(np.float16).astype(np.float32)
+    codes = np.clip(np.rint(groups / scales[..., None]) + zeros[..., None], 0, top).astype(np.int64)
+    dense = ((codes - zeros[..., None]) * scales[..., None]).reshape(values.shape)
+    return codes.reshape(values.shape), scales, zeros, dense
+
+
+def _words(codes: Array, bits: int) -> torch.Tensor:
+    return torch.from_numpy(pack(codes, bits).view(np.int32))
+
+
+def compressed(bits: int, group: int | None, *, symmetric: bool = True, shuffled: bool = False) -> Quantise:
+    """As llm-compressor packs whole numbers: ``group`` None is a scale for each row."""
+
+    def quantise(writer: Writer) -> None:
+        for name in writer.linears():
+            values = writer.state[name].numpy()
+            width = values.shape[1]
+            order = np.random.default_rng(5).permutation(width) if shuffled else np.arange(width)
+            codes, scales, zeros, dense = _grouped(
+                values[:, order], bits, group or width, symmetric=symmetric
+            )
+            back = np.argsort(order)
+            stored = {
+                "weight_packed": _words(codes[:, back], bits),
+                "weight_scale": torch.from_numpy(scales).to(torch.float16),
+                "weight_shape": torch.tensor(values.shape),
+            }
+            if not symmetric:
+                stored["weight_zero_point"] = _words(zeros.T, bits).T
+            if shuffled:
+                stored["weight_g_idx"] = torch.from_numpy((back // (group or width)).astype(np.int32))
+            writer.put(name, dense[:, back], **stored)
+        weights = {
+            "num_bits": bits,
+            "type": "int",
+            "symmetric": symmetric,
+            "strategy": "group" if group else "channel",
+            "group_size": group,
+        }
+        _compressed_config(writer, "pack-quantized", weights)
+
+    return quantise
+
+
+def compressed_float8(writer: Writer) -> None:
+    """The same tool's eight-bit floats, a scale for each row."""
+    fp8(None, "row")(writer)
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "group_size": None}
+    _compressed_config(writer, "float-quantized", weights)
+
+
+def _compressed_config(writer: Writer, form: str, weights: Mapping[str, Any]) -> None:
+    writer.config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": dict(weights)}},
+        "ignore": ["lm_head"],
+    }
+
+
+def gptq(bits: int, group: int, *, version: str = "gptq", shuffled: bool = False) -> Quantise:
+    """Inputs packed in words; zeros less one in the first version; ``shuffled`` is "act order"."""
+
+    def quantise(writer: Writer) -> None:
+        for name in writer.linears():
+            values = writer.state[name].numpy()
+            width = values.shape[1]
+            order = np.random.default_rng(6).permutation(width) if shuffled else np.arange(width)
+            back = np.argsort(order)
+            codes, scales, zeros, dense = _grouped(values[:, order], bits, group, symmetric=False)
+            writer.put(
+                name,
+                dense[:, back],
+                qweight=_words(codes[:, back], bits).T,
+                qzeros=_words(zeros.T - (1 if version == "gptq" else 0), bits),
+                scales=torch.from_numpy(scales.T.copy()).to(torch.float16),
+                g_idx=torch.from_numpy((back // group).astype(np.int32)),
+            )
+        writer.config["quantization_config"] = {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": group,
+            "desc_act": shuffled,
+            "sym": False,
+            "checkpoint_format": version,
+        }
+
+    return quantise
+
+
+def awq(group: int) -> Quantise:
+    """Outputs packed in words, at places in an order of their own."""
+    places = [0, 2, 4, 6, 1, 3, 5, 7]  # of the word, from the lowest on: which of eight outputs stands there
+
+    def words(codes: Array) -> torch.Tensor:
+        return _words(codes.reshape(codes.shape[0], -1, 8)[:, :, places].reshape(codes.shape), 4)
+
+    def quantise(writer: Writer) -> None:
+        for name in writer.linears():
+            values = writer.state[name].numpy()
+            codes, scales, zeros, dense = _grouped(values, 4, group, symmetric=False)
+            writer.put(
+                name,
+                dense,
+                qweight=words(codes.T),
+                qzeros=words(zeros.T),
+                scales=torch.from_numpy(scales.T.copy()).to(torch.float16),
+            )
+        writer.config["quantization_config"] = {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": group,
+            "zero_point": True,
+            "version": "gemm",
+        }
 
     return quantise

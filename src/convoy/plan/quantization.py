@@ -12,6 +12,12 @@ from convoy.plan.config import ConfigReader
 MLX = "mlx"
 METHODS: dict[str, str] = {
     MLX: "MLX affine, 2 to 8 bits",
+    "mxfp4": "4-bit floats with a power of two for each block (GPT-OSS)",
+    "fp8": "8-bit floats with a scale for each square, row or matrix",
+    "fbgemm_fp8": "8-bit floats with a scale for each row",
+    "compressed-tensors": "what llm-compressor writes",
+    "gptq": "GPTQ",
+    "awq": "AWQ, packed for gemm",
 }
 _KEYS = ("quantization_config", "quantization", "compression_config")
 

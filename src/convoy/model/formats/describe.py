@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from convoy.model.checkpoint import StoredTensor
+from convoy.model.formats.columns import describe_awq, describe_gptq
+from convoy.model.formats.compressed import describe_compressed
+from convoy.model.formats.fp8 import describe_fp8
 from convoy.model.formats.mlx import describe_mlx
+from convoy.model.formats.mxfp4 import describe_mxfp4
 from convoy.model.formats.unpacking import StoredLayout
 from convoy.plan.config import ConfigReader
 from convoy.plan.quantization import MLX, Quantization, read_quantization
 
 _DESCRIBE: dict[str, Callable[[Quantization, Mapping[str, StoredTensor]], StoredLayout]] = {
     MLX: describe_mlx,
+    "mxfp4": describe_mxfp4,
+    "fp8": describe_fp8,
+    "fbgemm_fp8": describe_fp8,
+    "compressed-tensors": describe_compressed,
+    "gptq": describe_gptq,
+    "awq": describe_awq,
 }
 
 
