@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from convoy.cli.device import DeviceFlag
 from convoy.cli.output import (
     EXIT_FAILURE,
     JsonFlag,
@@ -36,6 +37,7 @@ def verify(
     ] = "all",
     prompts: Annotated[str, typer.Option(help="How many prompts, or a file with one on each line.")] = "4",
     tokens: Annotated[int, typer.Option(min=1, max=256, help="To decode behind each prompt.")] = 6,
+    device: DeviceFlag = "cpu",
     threads: Annotated[int | None, typer.Option(min=1, help="That compute.  [default: torch's]")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -43,15 +45,17 @@ def verify(
     max_cuts = _max_cuts(cuts)
     from convoy.evaluate.verify import VerifyOptions
     from convoy.evaluate.verify import verify as run
+    from convoy.model.device import CUDA_KERNEL, choose_devices
     from convoy.model.selfcheck import choose_kernel, why_not_exact
     from convoy.model.source import ModelSource
 
     source = ModelSource.resolve(model)
     asked = _prompts(source, prompts, tokens)
-    chosen = choose_kernel(kernel, threads)
-    if kernel == "auto" and (reason := why_not_exact(threads)):
+    device = ",".join(choose_devices(device or "cpu", kernel))
+    chosen = choose_kernel(kernel, threads) if device == "cpu" else CUDA_KERNEL
+    if device == "cpu" and kernel == "auto" and (reason := why_not_exact(threads)):
         print_note(f"kernel {chosen}: {reason}")
-    options = VerifyOptions(chosen, max_cuts, num_tokens=tokens, num_threads=threads)
+    options = VerifyOptions(chosen, max_cuts, num_tokens=tokens, num_threads=threads, device=device)
     report(run(source, asked, options, _show_progress), as_json=as_json)
 
 
@@ -123,8 +127,14 @@ def _row(found: Certificate, result: LayoutResult) -> tuple[object, ...]:
         *(_number(distance) for distance in result.from_unsplit.values()),
         None if result.library is None else _number(result.library.greatest),
         f"{result.layers_once}/{found.num_layers}",
-        "equal" if result.tokens_equal else "DIFFER",
+        _tokens(result),
     )
+
+
+def _tokens(result: LayoutResult) -> str:
+    if not result.tokens_equal:
+        return "DIFFER"
+    return f"equal, {result.near_ties} near ties" if result.near_ties else "equal"
 
 
 def _limits(found: Certificate) -> list[str]:

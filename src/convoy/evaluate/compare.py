@@ -51,13 +51,26 @@ class Expected:
                 near, wrong = near + close, wrong + (not close)
         return near, wrong
 
+    def others_than_unsplit(self, run: Run, limits: Limits) -> tuple[int, int]:
+        """Of the tokens drawn in ``run`` those that the unsplit stage did not draw: near ties, and others."""
+        near = wrong = 0
+        expected, prompt = self.tokens[run.prompt], self._prompts[run.prompt]
+        for place, (token, other) in enumerate(zip(run.tokens, expected, strict=False), len(prompt) - 1):
+            if token != other:
+                row = self.unsplit[run.prompt][place]
+                margin = float(row[other] - row[token])
+                close = margin <= 2 * limits.grown(limits.unsplit, float(row.abs().max()))
+                near, wrong = near + close, wrong + (not close)
+        return near, wrong + (len(run.tokens) not in {0, len(expected)})
+
 
 class Comparison:
     """The runs of one layout against what is expected."""
 
     def __init__(self, expected: Expected, limits: Limits) -> None:
         self.from_unsplit = dict.fromkeys(WAYS, 0.0)
-        self.tokens_equal = True
+        self.tokens_equal = True  # but for near ties
+        self.num_near_ties = 0  # tokens that the unsplit stage would draw by less than the limits
         self._expected = expected
         self._limits = limits
         self._library: list[list[torch.Tensor]] = [[] for _ in expected.tokens]  # by prompt, [n] each
@@ -69,8 +82,9 @@ class Comparison:
         self.from_unsplit[run.way] = max(self.from_unsplit[run.way], _greatest(unsplit))
         library = self._expected.library[run.prompt][places]
         self._library[run.prompt].append(_distances(run.logits, library))
-        if run.tokens and run.tokens != self._expected.tokens[run.prompt]:
-            self.tokens_equal = False
+        near, wrong = self._expected.others_than_unsplit(run, self._limits)
+        self.num_near_ties += near
+        self.tokens_equal = self.tokens_equal and not wrong
 
     def library_distance(self) -> Distance | None:
         """None where nothing ran."""

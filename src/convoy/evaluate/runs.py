@@ -24,14 +24,18 @@ class Run:
     tokens: tuple[int, ...] = ()  # drawn, where this way draws
 
 
-def alone(chain: StageChain, prompts: Prompts, num_tokens: int) -> Iterator[Run]:
-    """Each prompt by itself in one row, and then ``num_tokens`` greedy tokens, one a step."""
+def alone(chain: StageChain, prompts: Prompts, num_tokens: int, told: Prompts | None = None) -> Iterator[Run]:
+    """Each prompt by itself in one row, and then ``num_tokens`` greedy tokens, one a step.
+
+    ``told``: tokens to go on with behind each prompt, whatever is drawn, so that one near tie is one.
+    """
     for index, prompt in enumerate(prompts):
         (logits,) = chain.run([(index, prompt)], len(prompt))
         yield Run("one piece", index, 0, logits)
         tokens, steps = [_best(logits)], []
         while len(tokens) < num_tokens:
-            (last,) = chain.run([(index, tokens[-1:])], len(prompt))
+            said = tokens if told is None else told[index]
+            (last,) = chain.run([(index, [said[len(tokens) - 1]])], len(prompt))
             steps.append(last)
             tokens.append(_best(last))
         chain.release(index)
@@ -47,10 +51,13 @@ def chunked(chain: StageChain, texts: Prompts, chunk: int) -> Iterator[Run]:
         yield Run("chunks", index, 0, torch.cat(parts))
 
 
-def batched(chain: StageChain, prompts: Prompts, num_tokens: int) -> Iterator[Run]:
+def batched(
+    chain: StageChain, prompts: Prompts, num_tokens: int, told: Prompts | None = None
+) -> Iterator[Run]:
     """All prompts, of unequal lengths, in the same steps.
 
-    One more joins at each step, every other one in chunks, while those before it decode.
+    One more joins at each step, every other one in chunks, while those before it decode. See `alone` of
+    ``told``.
     """
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     drawn: list[list[int]] = [[] for _ in prompts]
@@ -65,7 +72,8 @@ def batched(chain: StageChain, prompts: Prompts, num_tokens: int) -> Iterator[Ru
                 rows.append((index, waiting[index][:size]))
                 del waiting[index][:size]
             elif len(drawn[index]) < num_tokens:
-                rows.append((index, drawn[index][-1:]))
+                said = drawn[index] if told is None else told[index]
+                rows.append((index, [said[len(drawn[index]) - 1]]))
         for (index, _), logits in zip(rows, chain.run(rows, longest), strict=True):
             found[index].append(logits)
             if not waiting[index]:

@@ -9,7 +9,7 @@ logits of all positions, twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain as joined
 
@@ -36,6 +36,7 @@ class VerifyOptions:
     num_tokens: int = 6
     chunks: tuple[int, ...] = CHUNKS
     num_threads: int | None = None
+    device: str = "cpu"  # decodes there are not captured: layers are counted as they are called
 
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
@@ -91,7 +92,11 @@ class _Bench:
         self._prompts = [list(prompt) for prompt in prompts]
         self._options = options
         self._stage_options = StageOptions(
-            kernel=options.kernel, num_threads=options.num_threads, require_tags=False
+            kernel=options.kernel,
+            device=options.device,
+            captured=False,
+            num_threads=options.num_threads,
+            require_tags=False,
         )
         self._load = load
         self._stages: list[Stage] = []
@@ -113,7 +118,7 @@ class _Bench:
         failures: list[str] = []
         try:
             chain = self._join(layout)
-            for run in self._runs(chain, expected.texts):
+            for run in self._runs(chain, expected):
                 comparison.add(run)
         except ConvoyError as error:
             failures.append(error.message)
@@ -129,16 +134,17 @@ class _Bench:
             library=comparison.library_distance(),
             layers_once=0 if chain is None else spec.num_layers - len(wrong),
             tokens_equal=comparison.tokens_equal,
+            near_ties=comparison.num_near_ties,
             failures=failures + comparison.failures(library_version()),
             duration_s=time.monotonic() - started,
         )
 
-    def _runs(self, chain: StageChain, texts: Sequence[Sequence[int]]) -> Iterator[Run]:
-        options = self._options
+    def _runs(self, chain: StageChain, expected: Expected) -> Iterator[Run]:
+        options, texts, told = self._options, expected.texts, expected.tokens
         return joined(
-            alone(chain, self._prompts, options.num_tokens),
+            alone(chain, self._prompts, options.num_tokens, told),
             *(chunked(chain, texts, chunk) for chunk in options.chunks),
-            batched(chain, self._prompts, options.num_tokens),
+            batched(chain, self._prompts, options.num_tokens, told),
         )
 
     def _join(self, layout: Layout) -> StageChain:

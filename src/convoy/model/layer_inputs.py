@@ -5,7 +5,8 @@ One table and one projection a layer, so that a layer's values do not depend on 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -59,3 +60,11 @@ def _linear(weight: torch.Tensor, *, packed: bool) -> nn.Module:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach().to(torch.float32).contiguous(), requires_grad=False)
     return linear
+
+
+def takes_shared_kv(layers: Iterable[nn.Module]) -> bool:
+    """Whether a step's layers hand K and V on in a dictionary of the caller's.
+
+    Some releases of the library (5.17) want it of every layer of such a family, whether others read it or not.
+    """
+    return any("shared_kv_states" in inspect.signature(type(layer).forward).parameters for layer in layers)

@@ -32,12 +32,15 @@ if TYPE_CHECKING:
 class StageOptions:
     """How a stage computes. ``num_threads`` is set for the whole process, at load; None leaves torch's.
 
-    Without ``require_tags`` it takes rows that name no prefix, from whoever runs one stage by itself.
+    ``device``: cpu, or CUDA devices behind commas; decodes there are captured as graphs unless ``captured``
+    is off, which is slower. Without ``require_tags`` it takes rows that name no prefix, from whoever runs one
+    stage by itself.
     """
 
     kernel: str = EXACT
     block_size: int = 16  # tokens
     device: str = "cpu"
+    captured: bool = True
     num_threads: int | None = None
     require_tags: bool = True
 
@@ -361,6 +364,7 @@ def _load_on_device(
         kernel=options.kernel,
         block_size=options.block_size,
         require_tags=options.require_tags,
+        captured=options.captured,
         progress=progress,
         before=before,
     )

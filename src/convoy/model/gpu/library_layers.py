@@ -8,7 +8,6 @@ may wait for the device, which a captured graph cannot.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +22,7 @@ from convoy.model.gpu.batch import DeviceBatch, GroupBatch
 from convoy.model.gpu.pointwise import store
 from convoy.model.gpu.pools import LayerPool
 from convoy.model.gpu.weights import LoadProgress
+from convoy.model.layer_inputs import takes_shared_kv
 from convoy.model.load import load_modules
 from convoy.model.loaded import LoadedModules
 from convoy.model.rope import RopeUse, Rotation, Rotations
@@ -78,11 +78,7 @@ class LibraryDecoder:
         self._modules = modules
         self._dtype = dtype
         self._kv_sources = dict(source.spec.kv_sources)
-        # some releases of the library want it of every such layer, whether anybody reads it or not
-        self._shares = any(
-            "shared_kv_states" in inspect.signature(type(layer).forward).parameters
-            for layer in modules.layers.values()
-        )
+        self._shares = takes_shared_kv(modules.layers.values())
         self.bytes_read = modules.bytes_read
         _move(modules, device, dtype)
         self.weight_bytes = modules.weight_bytes

@@ -31,6 +31,7 @@ def load_on_devices(
     kernel: str,
     block_size: int,
     require_tags: bool,
+    captured: bool = True,
     progress: LoadProgress | None = None,
     before: object = None,
 ) -> CudaStage | SeveralStages:
@@ -46,6 +47,7 @@ def load_on_devices(
             kernel=kernel,
             block_size=block_size,
             require_tags=require_tags,
+            captured=captured,
             progress=progress,
             before=kept,
         )
@@ -60,6 +62,7 @@ def load_on_devices(
                 kernel=kernel,
                 block_size=block_size,
                 require_tags=require_tags,
+                captured=captured,
                 progress=progress,
                 before=of_device.get(str(check_device(device))),
             )

@@ -46,6 +46,7 @@ class DeviceOptions:
     kernel: str
     block_size: int  # tokens
     require_tags: bool
+    captured: bool = True
     num_threads: None = None
 
     @property
@@ -79,7 +80,7 @@ class CudaStage:
         self.bytes_read = model.bytes_read
         self.options = options
         self.device = options.device
-        self.captured = model.can_capture
+        self.captured = options.captured and model.can_capture
         self._model: Model | None = model
         self._dtype = options.dtype
         self._source = (source.digest, source.path)
@@ -106,6 +107,7 @@ class CudaStage:
         kernel: str,
         block_size: int,
         require_tags: bool,
+        captured: bool = True,
         progress: LoadProgress | None = None,
         before: object = None,
     ) -> CudaStage:
@@ -120,7 +122,7 @@ class CudaStage:
         if block_size < 1 or block_size & (block_size - 1):
             raise ModelError(f"block size {block_size} is not a power of two, as {device} needs it")
         kept = before.give_up_weights(source, chosen) if isinstance(before, CudaStage) else None
-        options = DeviceOptions(chosen, kernel, block_size, require_tags)
+        options = DeviceOptions(chosen, kernel, block_size, require_tags, captured)
         try:
             with torch.cuda.device(chosen), torch.inference_mode():
                 model: Model
