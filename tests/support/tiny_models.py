@@ -57,6 +57,24 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 20,
 }
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+_QWEN_3_5: dict[str, Any] = {
+    **_COMMON,
+    **_ODD,
+    "head_dim": 16,
+    "num_key_value_heads": 2,
+    "full_attention_interval": 3,
+    "linear_key_head_dim": 40,
+    "linear_value_head_dim": 56,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
 _DEEPSEEK: dict[str, Any] = {
     **_COMMON,
     "hidden_size": 40,
@@ -74,6 +92,36 @@ _DEEPSEEK: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
+}
+_DEEPSEEK_V4: dict[str, Any] = {
+    **_COMMON,
+    "num_hidden_layers": 6,
+    "layer_types": [
+        "sliding_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+        "sliding_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 12},
+    "mlp_layer_types": ["hash_moe", "hash_moe", *["moe"] * 4],
+    "hidden_size": 40,
+    "moe_intermediate_size": 24,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "q_lora_rank": 12,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 20,
+    "o_groups": 2,
+    "o_lora_rank": 12,
+    "index_n_heads": 8,
+    "index_head_dim": 8,
+    "index_topk": 6,
+    "hc_mult": 3,
+    "pad_token_id": None,
 }
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "odd": ("Llama", {**_COMMON, **_ODD, "num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -117,6 +165,34 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [
                 f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")
             ],
+        },
+    ),
+    "qwen3_5": ("Qwen3_5Text", {**_QWEN_3_5, "tie_word_embeddings": True}),
+    "qwen3_5 nested": (
+        "Qwen3_5",
+        {
+            "text_config": {
+                **_QWEN_3_5,
+                "layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"],
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "depth": 1,
+                "num_heads": 2,
+                "out_hidden_size": 40,
+                "num_position_embeddings": 16,
+            },
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        {
+            **_QWEN_3_5,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 20,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
         },
     ),
     "phi3": (
@@ -238,9 +314,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {**_PLAIN, "head_dim": 16}),
     "smollm3": ("SmolLM3", {**_PLAIN, "pad_token_id": 0}),
     "deepseek_v3": ("DeepseekV3", {**_DEEPSEEK}),
+    "deepseek_v4": ("DeepseekV4", _DEEPSEEK_V4),
     "deepseek_v3 flat": ("DeepseekV3", {**_DEEPSEEK, "q_lora_rank": None, "rope_interleave": False}),
 }
-_CONFIGS = {"Gemma3Text": "Gemma3", "Gemma4Text": "Gemma4"}  # whose models are named after the family alone
+_CONFIGS = {
+    "Gemma3Text": "Gemma3",
+    "Gemma4Text": "Gemma4",
+    "Qwen3_5Text": "Qwen3_5",
+    "Qwen3_5MoeText": "Qwen3_5Moe",
+}  # whose models are named after the family alone
 
 
 def build_config(kind: str) -> Any:
@@ -258,12 +340,18 @@ def build_model(kind: str) -> Any:
     model = getattr(transformers, f"{_CONFIGS.get(family, family)}For{head}")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or parameter.ndim == 1:
+            if name.endswith("A_log"):
+                # a state that forgets all but a token is all but zero by chance, and its norm all rounding
+                parameter.uniform_(-5, -1)
+            elif name.endswith("bias") or parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
             else:
-                parameter.normal_(std=parameter.shape[1] ** -0.5)
+                fan_in = parameter[0].numel() if "conv1d" in name else parameter.shape[1]
+                parameter.normal_(std=fan_in**-0.5)
         for name, buffer in model.named_buffers():
-            if name in model.state_dict():
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort()[:, : buffer.shape[1]])
+            elif name in model.state_dict():
                 buffer.add_(0.1 * torch.randn(buffer.shape))
     return model
 

@@ -10,10 +10,14 @@ from convoy.plan.cost import TokenCost
 
 @dataclass(frozen=True, slots=True)
 class GroupLimits:
-    """The blocks of one cache group. A table has at most ``ring`` of them; None: as many as it takes."""
+    """The blocks of one cache group. A table has at most ``ring`` of them; None: as many as it takes.
+
+    A block has one place for every ``stride`` tokens.
+    """
 
     num_blocks: int
     ring: int | None = None
+    stride: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,8 @@ class SchedulerLimits:
     @property
     def shares_prefixes(self) -> bool:
         """Whether sequences may share blocks."""
-        return self.prefix_cache and len(self.groups) == 1 and self.groups[0].ring is None
+        first = self.groups[0]
+        return self.prefix_cache and len(self.groups) == 1 and first.ring is None and first.stride == 1
 
     @property
     def max_chunks(self) -> int:

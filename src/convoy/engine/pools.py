@@ -21,6 +21,7 @@ class BlockPools:
     def __init__(self, groups: SequenceOf[GroupLimits], block_size: int) -> None:
         self.block_size = block_size
         self._rings = [group.ring for group in groups]
+        self._spans = [block_size * group.stride for group in groups]  # tokens of a block
         self._pools = [BlockPool(group.num_blocks, block_size) for group in groups]
 
     @property
@@ -42,24 +43,26 @@ class BlockPools:
     def max_tokens(self) -> int:
         """How many tokens a sequence may have that has every block to itself."""
         room = [
-            pool.num_blocks * self.block_size
-            for pool, ring in zip(self._pools, self._rings, strict=True)
+            pool.num_blocks * span
+            for pool, ring, span in zip(self._pools, self._rings, self._spans, strict=True)
             if ring is None or pool.num_blocks < ring
         ]
         return min(room, default=sys.maxsize)
 
     def needed(self, num_tokens: int) -> list[int]:
         """How many blocks of each group a sequence of ``num_tokens`` has."""
-        whole = -(-num_tokens // self.block_size)
-        return [whole if ring is None else min(whole, ring) for ring in self._rings]
+        whole = [-(-num_tokens // span) for span in self._spans]
+        pairs = zip(whole, self._rings, strict=True)
+        return [count if ring is None else min(count, ring) for count, ring in pairs]
 
     def missing(self, sequence: Sequence, num_tokens: int) -> list[int]:
         """How many blocks of each group it lacks for ``num_tokens``; empty where it lacks none."""
         tables = sequence.tables
         if not tables:
             return self.needed(num_tokens)
-        for table, ring in zip(tables, self._rings, strict=True):  # most rows find that they lack nothing
-            if len(table) * self.block_size < num_tokens and len(table) != ring:
+        # most rows find that they lack nothing
+        for table, ring, span in zip(tables, self._rings, self._spans, strict=True):
+            if len(table) * span < num_tokens and len(table) != ring:
                 break
         else:
             return []
@@ -88,10 +91,12 @@ class BlockPools:
     def num_writable(self, sequence: Sequence, spared: int) -> int:
         """How many positions it may write without taking the last ``spared`` free blocks of any group."""
         room = sys.maxsize
-        for pool, ring, table in zip(self._pools, self._rings, sequence.tables, strict=True):
+        for pool, ring, span, table in zip(
+            self._pools, self._rings, self._spans, sequence.tables, strict=True
+        ):
             count = len(table) + max(0, pool.num_free - spared)
             if ring is None or count < ring:
-                room = min(room, count * self.block_size)
+                room = min(room, count * span)
         return room
 
     def release(self, sequence: Sequence) -> None:

@@ -88,8 +88,9 @@ class StageChain:
     def _grants(self, sequence: int, num_tokens: int, max_row_tokens: int) -> Iterator[BlockGrant]:
         tables = self._tables.setdefault(sequence, [[] for _ in self._free])
         for index, (table, free) in enumerate(zip(tables, self._free, strict=True)):
-            ring = self._spec.cache_groups[index].ring_blocks(self._block_size, max_row_tokens)
-            wanted = -(-num_tokens // self._block_size)
+            group = self._spec.cache_groups[index]
+            ring = group.ring_blocks(self._block_size, max_row_tokens)
+            wanted = group.num_blocks(num_tokens, self._block_size)
             missing = (wanted if ring is None else min(wanted, ring)) - len(table)
             if missing > 0:
                 blocks = [free.pop() for _ in range(missing)]

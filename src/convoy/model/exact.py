@@ -19,6 +19,7 @@ from convoy.model.experts import (
     ExactRouter,
     GatedShare,
     activation_name,
+    exact_sigmoid,
     is_experts,
 )
 from convoy.model.linear import PackedLinear
@@ -33,17 +34,19 @@ _PLAIN_ATTENTION = {
         *("Phi3", "Gemma3", "GptOss", "Arcee", "Gemma", "Granite", "Mixtral", "SeedOss"),
     )
 }
+# The same, with a gate beside each head's query, for what the head gives
+_GATED_ATTENTION = {"Qwen3_5Attention", "Qwen3_5MoeAttention"}
 # Each row over its root mean square, times the weight
 _PLAIN_NORM = {
     f"{family}RMSNorm"
     for family in (
         *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe"),
         *("Phi3", "Gemma4", "GptOss", "DeepseekV3", "Apertus", "Arcee", "Ernie4_5", "Glm", "Glm4", "Glm4Moe"),
-        *("Granite", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Qwen2Moe", "SeedOss", "SmolLM3"),
+        *("DeepseekV4", "Granite", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Qwen2Moe", "SeedOss", "SmolLM3"),
     )
 }
 # The same, times one more than the weight
-_OFFSET_NORM = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm"}
+_OFFSET_NORM = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 
 
 class RowNorm(nn.Module):
@@ -99,6 +102,7 @@ class ExactAttention(nn.Module):
         self._rotary_dim = rotary_dim
         self._head_dim: int = attention.head_dim
         self.qkv, self._num_heads = _joined_qkv(attention)
+        self.gate = _pack(_query_part(attention, 1)) if _is_gated(attention) else None
         self._num_kv_heads = (self.qkv.out_features // self._head_dim - self._num_heads) // 2
         self._scaling = float(attention.scaling)
         self.out = _pack(attention.o_proj)
@@ -132,8 +136,10 @@ class ExactAttention(nn.Module):
         turned = heads * cos
         turned.add_(self._rolled(heads).mul_(sin))
         query, kv = turned[:, : self._num_heads], turned[:, self._num_heads :]
-        out = attend(query, kv, batch[self.layer_idx], sinks=self.sinks)
-        return self.out(out.view(1, out.shape[0], -1)), None
+        out = attend(query, kv, batch[self.layer_idx], sinks=self.sinks).view(1, len(turned), -1)
+        if self.gate is not None:
+            out = exact_sigmoid(self.gate(hidden_states)).mul_(out)
+        return self.out(out), None
 
     def _rolled(self, heads: torch.Tensor) -> torch.Tensor:
         """With the halves of the rotary part exchanged."""
@@ -150,7 +156,7 @@ def make_layer_exact(layer: nn.Module, rotary_dim: int) -> ExactAttention | None
     """
     attention: ExactAttention | None = None
     for name, part in list(layer.named_modules()):
-        if type(part).__name__ in _PLAIN_ATTENTION:
+        if type(part).__name__ in _PLAIN_ATTENTION | _GATED_ATTENTION:
             attention = ExactAttention(part, rotary_dim)
             layer.set_submodule(name, attention)
         elif _is_mlp(part):
@@ -192,10 +198,27 @@ def _joined_qkv(attention: Any) -> tuple[PackedLinear, int]:
     if hasattr(attention, "qkv_proj"):
         joined = attention.qkv_proj
         return _pack(joined), attention.o_proj.in_features // attention.head_dim
-    parts = [attention.q_proj, attention.k_proj, attention.v_proj]
+    query = _query_part(attention, 0) if _is_gated(attention) else attention.q_proj
+    parts = [query, attention.k_proj, attention.v_proj]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     num_heads = parts[0].out_features // attention.head_dim
     return PackedLinear(torch.cat([part.weight for part in parts]), bias), num_heads
+
+
+def _is_gated(attention: nn.Module) -> bool:
+    return type(attention).__name__ in _GATED_ATTENTION
+
+
+def _query_part(attention: Any, part: int) -> nn.Linear:
+    """Of a linear that makes each head's query (0) and behind it the head's gate (1)."""
+    both = attention.q_proj
+    weight = both.weight.unflatten(0, (-1, 2, attention.head_dim))[:, part].flatten(0, 1)
+    linear = nn.Linear(both.in_features, len(weight), bias=both.bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if both.bias is not None:
+        bias = both.bias.unflatten(0, (-1, 2, attention.head_dim))[:, part].flatten()
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
 
 
 def _pack(linear: nn.Linear, activation: str | None = None) -> PackedLinear:

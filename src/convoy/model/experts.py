@@ -76,6 +76,21 @@ class _ClampedExpert(_GatedExpert):
         return out
 
 
+class _LimitedExpert(_GatedExpert):
+    """down(silu(gate) * up), gate and up clamped before: DeepSeek V4's."""
+
+    def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, *, limit: float) -> None:
+        super().__init__(gate, up, down)
+        self._limit = limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] to the same shape."""
+        gate = self.gate(x).clamp_(max=self._limit)
+        up = self.up(x).clamp_(min=-self._limit, max=self._limit)
+        out: torch.Tensor = self.down(up.mul_(gate * exact_sigmoid(gate)))
+        return out
+
+
 class ExactRouter(nn.Module):
     """Scores every expert for each row and chooses the best, with the scoring of the library's own router."""
 
@@ -159,14 +174,19 @@ def _choose_by_group(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.T
 
 ROUTERS: dict[str, Callable[[ExactRouter, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
     **dict.fromkeys(
-        ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "MixtralTopKRouter", "OlmoeTopKRouter"), _choose_of_all
+        (
+            *("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "MixtralTopKRouter", "OlmoeTopKRouter"),
+            "Qwen3_5MoeTopKRouter",
+        ),
+        _choose_of_all,
     ),
     "GptOssTopKRouter": _choose_then_weigh,
     **dict.fromkeys(("DeepseekV3TopkRouter", "Glm4MoeTopkRouter"), _choose_by_group),
 }
 
 
-GATED_SHARE = {"Qwen2MoeSparseMoeBlock"}
+_LIMITED_EXPERTS = {"DeepseekV4Experts"}
+GATED_SHARE = {"Qwen2MoeSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock"}
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -201,6 +221,8 @@ def _expert(experts: Any, number: int) -> nn.Module:
     out = PackedLinear(down, down_bias)
     if not own_gate:
         return _GatedExpert(gate, up, out)
+    if type(experts).__name__ in _LIMITED_EXPERTS:
+        return _LimitedExpert(gate, up, out, limit=float(experts.limit))
     if not (hasattr(experts, "alpha") and hasattr(experts, "limit")):
         raise _no_exact_form(experts)
     return _ClampedExpert(gate, up, out, alpha=float(experts.alpha), limit=float(experts.limit))

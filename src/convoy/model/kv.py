@@ -27,10 +27,11 @@ class GroupBlocks:
     num_blocks: int
     window: int | None = None  # positions that a row looks back on, its own included; None: all
     recurrent: bool = False  # a block is a sequence's whole state, and nothing is written over
+    stride: int = 1  # positions that share one place in a block
 
     @property
     def is_full(self) -> bool:
-        return self.window is None and not self.recurrent
+        return self.window is None and not self.recurrent and self.stride == 1
 
 
 @dataclass(slots=True)
@@ -201,7 +202,7 @@ class BlockTables:
             if not 0 <= block < num_blocks:
                 raise StepError(f"a grant names block {block}, but the pool has {num_blocks}")
         blocks = table.blocks[grant.group]
-        if table.written > len(blocks) * self._block_size and grant.blocks:
+        if table.written > len(blocks) * self._span(grant.group) and grant.blocks:
             raise StepError(f"sequence {grant.sequence} went round its ring, which cannot grow any more")
         num_shared = self._adopt(grant, table, staged)
         blocks.extend(grant.blocks)
@@ -261,8 +262,12 @@ class BlockTables:
             )
         if end > self._max_context:
             raise StepError(f"a row ends at position {end}, beyond the context of {self._max_context}")
-        for group, blocks in zip(self._groups, table.blocks, strict=True):
-            self._check_room(row, table, group, len(blocks) * self._block_size)
+        for index, (group, blocks) in enumerate(zip(self._groups, table.blocks, strict=True)):
+            self._check_room(row, table, group, len(blocks) * self._span(index))
+
+    def _span(self, group: int) -> int:
+        """Positions of one block."""
+        return self._block_size * self._groups[group].stride
 
     def _check_room(self, row: Row, table: BlockTable, group: GroupBlocks, capacity: int) -> None:
         """Whether what the row writes, and what it looks back on, stands in ``capacity`` positions."""

@@ -53,11 +53,11 @@ class LatentAttention(nn.Module):
         """[1, T, hidden]"""
         x, rope = hidden_states[0], position_embeddings
         fixed, turning = torch.split(self._queries(x), self._sizes, dim=-1)
-        query = torch.cat((_each_head(fixed, self.key_up), self._turn(turning, rope)), dim=-1)
+        query = torch.cat((each_head(fixed, self.key_up), self._turn(turning, rope)), dim=-1)
         latent, turning = torch.split(self.kv_a_proj_with_mqa(x), [self._rank, self._sizes[1]], dim=-1)
         kept = torch.cat((self.kv_a_layernorm(latent)[:, None], self._turn(turning[:, None], rope)), dim=-1)
         out = attend(query * self._scaling, kept, batch[self.layer_idx])
-        return self.o_proj(_each_head(out, self.value_up).reshape(1, len(x), -1)), None
+        return self.o_proj(each_head(out, self.value_up).reshape(1, len(x), -1)), None
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
         """[T, heads, nope + rope]"""
@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _each_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def each_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[T, heads, in] with [heads, in, out] to [T, heads, out].
 
     In matmuls of always the same number of rows, so that a row's bits do not depend on how many there are.

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from convoy.errors import ModelError
 from convoy.model.attention import ATTENTION_NAME, packed_attention
-from convoy.model.checkpoint import StoredTensor, map_tensor
+from convoy.model.delta import DELTA, GatedDeltaNet
 from convoy.model.exact import RowNorm, make_layer_exact, make_output_exact
 from convoy.model.latent import LATENT, LatentAttention
 from convoy.model.layer_inputs import LayerInputs
@@ -25,6 +25,7 @@ from convoy.model.owned import LAYER_INPUT_NAMES
 from convoy.model.reading import LoadProgress, Part, Reading
 from convoy.model.rope import RopeUse
 from convoy.model.source import ModelSource
+from convoy.model.streams import STREAMS, StreamJoin, StreamLayer
 from convoy.wire.messages import StageAssignment
 
 _PORTION_BYTES = 128 << 20  # of float32; less than a layer of most models, so that one is built at a time
@@ -74,7 +75,7 @@ def load_modules(
 
 def _portions(source: ModelSource, part: Part) -> Iterator[Part]:
     """What is built at a time: the ends, then as few layers as are worth it."""
-    if not source.spec.token_id_layers.isdisjoint(part.layers):
+    if source.spec.layer_input_size and part.layers:
         yield part  # what these layers take beside is made for all of them at once
         return
     if part.embed or part.output or not part.layers:
@@ -159,8 +160,8 @@ def _check_rope(source: ModelSource, parameters: dict[str, Any]) -> None:
 
 def _build(source: ModelSource, part: Part, config: Any, state: dict[str, torch.Tensor]) -> nn.Module:
     whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    takes_ids = not source.spec.token_id_layers.isdisjoint(part.layers)
-    keep_embedding = part.embed or takes_ids or (part.output and source.spec.tied_embeddings)
+    looks_up = source.spec.layer_input_size > 0 and bool(part.layers)
+    keep_embedding = part.embed or looks_up or (part.output and source.spec.tied_embeddings)
 
     class OwnedPart(whole):  # type: ignore[misc, valid-type]
         """The model's own class without what this stage does not own: those modules never get memory."""
@@ -178,7 +179,7 @@ def _build(source: ModelSource, part: Part, config: Any, state: dict[str, torch.
             if not keep_embedding:
                 self.model.embed_tokens = nn.Identity()
             if not part.output:
-                self.model.norm, self.lm_head = nn.Identity(), nn.Identity()
+                self.model.norm, self.model.hc_head, self.lm_head = (nn.Identity() for _ in range(3))
 
     with _library_to_ourselves():
         try:
@@ -244,11 +245,9 @@ def _take_modules(
     decoder, output, config = model.model, model.lm_head, model.config
     layers = {i: layer for i, layer in enumerate(decoder.layers) if not isinstance(layer, nn.Identity)}
     _check_heads(source, layers)
-    ropes = {
-        i: _make_layer(layer, i, decoder.rotary_emb, config, packed=packed) for i, layer in layers.items()
-    }
+    ropes = {i: _make_layer(layers, i, decoder.rotary_emb, config, packed=packed) for i in list(layers)}
     embedding: Any = getattr(decoder.embed_tokens, "weight", None)
-    scale, norm = _embed_scale(decoder, config), decoder.norm
+    scale, norm = _embed_scale(decoder, config), _final_norm(decoder, packed=packed)
     if isinstance(output, nn.Identity):
         norm = output = None
     elif packed:
@@ -272,6 +271,13 @@ def _take_modules(
     )
     _own_memory(modules)
     return modules
+
+
+def _final_norm(decoder: Any, *, packed: bool) -> Any:
+    """With what makes one hidden state of several, where there are several."""
+    norm = decoder.norm
+    head = getattr(decoder, "hc_head", None)
+    return norm if head is None or isinstance(norm, nn.Identity) else StreamJoin(head, norm, packed=packed)
 
 
 def _embed_scale(decoder: Any, config: Any) -> float | None:
@@ -303,11 +309,19 @@ def _check_heads(source: ModelSource, layers: Mapping[int, nn.Module]) -> None:
                 )
 
 
-def _make_layer(layer: nn.Module, number: int, rotary: Any, config: Any, *, packed: bool) -> RopeUse:
-    """Which rotation the layer takes; it is made exact if ``packed``."""
+def _make_layer(
+    layers: dict[int, nn.Module], number: int, rotary: Any, config: Any, *, packed: bool
+) -> RopeUse:
+    """Which rotation layer ``number`` takes; it is made exact if ``packed``."""
+    layer: Any = layers[number]
+    if type(layer).__name__ in STREAMS:
+        layers[number] = StreamLayer(layer, packed=packed)
+        return RopeUse(layer.self_attn.rope_layer_type)
     for name, part in list(layer.named_modules()):
         if type(part).__name__ in LATENT:
             layer.set_submodule(name, LatentAttention(part))
+        elif type(part).__name__ in DELTA:
+            layer.set_submodule(name, GatedDeltaNet(part, packed=packed))
     by_type = isinstance(getattr(rotary, "rope_type", None), dict)
     layer_type = str(config.layer_types[number]) if by_type else None
     if not packed:

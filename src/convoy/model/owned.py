@@ -22,17 +22,17 @@ def owned_tensors(
     """Those of ``layers``, and of embedding and output where owned, in the order of the checkpoint.
 
     Whoever owns the output of a model with tied embeddings needs the embedding's matrix too, and so does who
-    has layers that take token ids.
+    has layers that look token ids up.
     """
     spec = source.spec
     prefixes = [f"model.layers.{layer}." for layer in layers]
-    takes_ids = not spec.token_id_layers.isdisjoint(layers)
-    if embed or takes_ids or (output and spec.tied_embeddings):
+    looks_up = spec.layer_input_size > 0 and not spec.token_id_layers.isdisjoint(layers)
+    if embed or looks_up or (output and spec.tied_embeddings):
         prefixes.append("model.embed_tokens.")
-    if takes_ids:
+    if looks_up:
         prefixes += [f"{name}." for name in LAYER_INPUT_NAMES]
     if output:
-        prefixes.append("model.norm.")
+        prefixes += ["model.norm.", "model.hc_head."]
         if not spec.tied_embeddings:
             prefixes.append("lm_head.")
     unused = tuple(
@@ -48,8 +48,21 @@ def owned_tensors(
     ]
 
 
+# DeepSeek V4's files have names of their own; those within a layer are the library's to understand
+_OTHER_NAMES = {
+    "embed.": "model.embed_tokens.",
+    "head.": "lm_head.",
+    "norm.": "model.norm.",
+    "hc_head_": "model.hc_head.hc_",
+    "layers.": "model.layers.",
+}
+
+
 def decoder_name(name: str) -> str:
     """The name that a tensor has in the decoder by itself, where it lies in a model of more than text."""
+    for prefix, known in _OTHER_NAMES.items():
+        if name.startswith(prefix):
+            return known + name.removeprefix(prefix)
     for prefix in ("model.language_model.", "language_model.model."):
         if name.startswith(prefix):
             return f"model.{name.removeprefix(prefix)}"

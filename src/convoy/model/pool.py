@@ -72,6 +72,21 @@ class ApartPool:
         return keys, self._values.index_select(0, runs).view(-1, run_rows, self._value_dim)
 
 
+class RowPool:
+    """Rows of one layer that are no keys: [num_rows, width], float32."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        self._rows = _zeros(num_rows, width)
+
+    def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Put ``values`` [N, width] at ``rows`` [N]."""
+        self._rows.index_copy_(0, rows, torch.nan_to_num(values))
+
+    def read(self, rows: torch.Tensor) -> torch.Tensor:
+        """[.., width] of ``rows`` [..]."""
+        return self._rows.index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
+
+
 def make_pool(shape: HeadShape) -> KvPool | ApartPool:
     """The pool of one layer with these heads."""
     if shape.is_joined:

@@ -61,7 +61,7 @@ def check_heads(groups: Iterable[CacheGroup]) -> None:
     """Check attention with the heads of these cache groups, on 1 and the current number of threads."""
     threads = sorted({1, torch.get_num_threads()})
     with torch.inference_mode(), _threads_restored():
-        for shape in {_head_shape(group) for group in groups if group.kind != "recurrent"}:
+        for shape in {_head_shape(group) for group in groups if group.attends}:
             _check_attention(shape, threads)
 
 

@@ -68,11 +68,20 @@ class _Pools:
     """What pools with rings for so many sequences, and at most so many blocks each, come to."""
 
     def __init__(self, groups: Sequence[CacheGroup], demand: BlockDemand) -> None:
-        self._most = demand.most
+        self._most, self._max_batch = demand.most, demand.max_batch
+        self._strides = [group.stride for group in groups]
         self.rings = [group.ring_blocks(demand.block_size, demand.max_row_tokens) for group in groups]
 
     def counts(self, num_rings: int, most: int) -> list[int]:
-        return [most if ring is None else min(most, num_rings * ring) for ring in self.rings]
+        pairs = zip(self.rings, self._strides, strict=True)
+        return [
+            self._spread(most, stride) if ring is None else min(most, num_rings * ring)
+            for ring, stride in pairs
+        ]
+
+    def _spread(self, most: int, stride: int) -> int:
+        """Of rows for ``stride`` tokens each fewer do; a sequence's last block may be all but empty."""
+        return most if stride == 1 else min(most, -(-most // stride) + self._max_batch)
 
     def rings_fit(self, room: Room, num_rings: int) -> bool:
         """In half of the room."""

@@ -31,8 +31,8 @@ def stage_cost(spec: ModelSpec, start: int, end: int, *, output: bool) -> int:
 
 
 def output_cost(spec: ModelSpec) -> int:
-    """Elements of the final norm and `lm_head`."""
-    return (spec.vocab_size + 1) * spec.hidden_size
+    """Elements of the final norm and `lm_head`, and of what stands before them."""
+    return (spec.vocab_size + 1) * spec.hidden_size + spec.joining_elements
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class TokenCost:
         """In multiplications: q.k and p.v for each key, one for each weight of the layers."""
         weights = max(1, sum(spec.layer_elements))
         per_key = ((g, g.num_heads * (g.head_dim + g.value_dim) / weights) for g in spec.cache_groups)
-        return cls(tuple((cost * len(g.layers), g.window) for g, cost in per_key if g.kind != "recurrent"))
+        seen = {"kv", "latent", "entries"}
+        return cls(
+            tuple((cost * len(g.layers) / g.stride, g.window) for g, cost in per_key if g.kind in seen)
+        )
 
     def of_chunk(self, start: int, num_tokens: int) -> float:
         """Of ``num_tokens`` from position ``start``, in tokens without attention."""

@@ -19,6 +19,7 @@ MAX_WIDTH = 1 << 20  # hidden, intermediate and attention widths
 MAX_VOCABULARY = 1 << 22
 MAX_CONTEXT = 1 << 27
 MAX_EXPERTS = 1 << 14
+MAX_STREAMS = 64  # hidden states of a token
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,15 @@ class Family:
 
     model_type: str
     defaults: Mapping[str, object] = field(default_factory=dict)  # what a key means that is not written
-    heads: str = "alike"  # in all layers; "by layer type"; "latent": expanded from one latent a token
+    # "alike" in all layers; "by layer type"; "latent": expanded from one latent a token; "compressed": one
+    # key a token within a window, and beyond it one for several
+    heads: str = "alike"
     qkv: str = "apart"  # "joined": one linear for q, k and v
     qkv_bias: bool | None = False  # None: the key attention_bias decides
     out_bias: bool = False  # whether attention_bias reaches o_proj too
     qk_norm: bool = False  # RMS norms over each head's query and key
+    gated: bool = False  # the query's linear also makes a gate for what attention gives
+    recurrent: bool = False  # layers of type "linear_attention" are gated delta nets
     sinks: bool = False  # a logit of each query head that takes part in the softmax and has no value
     window: str | None = None  # "always", "if used", "after a layer" or "by layer type": who slides
     full_every: int = 0  # without layer_types, every so manieth layer looks back on everything
@@ -94,6 +99,48 @@ _DEEPSEEK_V3: dict[str, object] = {
     "v_head_dim": 128,
     "first_k_dense_replace": 3,
 }
+_QWEN_3_5: dict[str, object] = {
+    "vocab_size": 248_320,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32_768,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_QWEN_3_5_MOE = _QWEN_3_5 | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "num_experts": 256,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+_DEEPSEEK_V4: dict[str, object] = {
+    "vocab_size": 129_280,
+    "hidden_size": 4096,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "q_lora_rank": 1024,
+    "num_experts_per_tok": 6,
+    "n_routed_experts": 256,
+    "max_position_embeddings": 1_048_576,
+    "hc_mult": 4,
+    "sliding_window": 128,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+}
 _QWEN_2: dict[str, object] = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES: dict[str, Family] = {
@@ -124,6 +171,24 @@ FAMILIES: dict[str, Family] = {
             qk_norm=True,
             window="if used",
             experts="qwen3_moe",
+        ),
+        *(
+            Family(
+                model_type,
+                defaults,
+                qkv_bias=None,
+                out_bias=True,
+                qk_norm=True,
+                gated=True,
+                recurrent=True,
+                full_every=4,
+                full_every_key="full_attention_interval",
+                experts=experts,
+            )
+            for model_type, defaults, experts in (
+                ("qwen3_5_text", _QWEN_3_5, None),
+                ("qwen3_5_moe_text", _QWEN_3_5_MOE, "qwen3_5_moe"),
+            )
         ),
         Family(
             "phi3", {"original_max_position_embeddings": 4096}, qkv="joined", mlp="joined", window="always"
@@ -175,6 +240,7 @@ FAMILIES: dict[str, Family] = {
             experts="gpt_oss",
         ),
         Family("deepseek_v3", _DEEPSEEK_V3, heads="latent", experts="deepseek_v3"),
+        Family("deepseek_v4", _DEEPSEEK_V4, heads="compressed", experts="deepseek_v4"),
         # What is no more than embedding, layers and norm runs as it is.
         Family("apertus", counted=True),
         Family("arcee", counted=True),
@@ -212,11 +278,11 @@ FAMILIES: dict[str, Family] = {
 # What does not fit a stage, and why
 _UNFIT: dict[str, str] = {
     "its layers keep recurrent state": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 "
-    "lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next "
+    "lfm2_moe mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_next "
     "recurrent_gemma rwkv xlstm zamba zamba2",
     "its decoder is not an embedding, layers with rotary positions, and a norm": "biogpt bloom codegen "
     "falcon gpt2 gpt_bigcode gpt_neo gpt_neox gptj mpt opt persimmon phi xglm",
-    "several hidden states go from layer to layer": "deepseek_v4 gemma3n_text",
+    "several hidden states go from layer to layer": "gemma3n_text",
     "its layers look back on chunks, not on windows": "llama4_text",
     "its layers look back on tokens of their choice": "deepseek_v32 glm_moe_dsa",
 }

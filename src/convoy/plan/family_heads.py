@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from convoy.plan.cache import CacheGroup, CacheKind
+from convoy.plan.cache import STATE_TILE, CacheGroup, CacheKind
+from convoy.plan.compressed import Compression, compressed_groups, read_compressions
 from convoy.plan.config import ConfigReader
-from convoy.plan.family import MAX_CONTEXT, MAX_WIDTH, Family
+from convoy.plan.family import MAX_CONTEXT, MAX_LAYERS, MAX_WIDTH, Family
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,31 @@ class LayerHeads:
     window: int | None = None  # tokens that it looks back on, its own included; None: all of them
     kv_source: int | None = None  # the layer whose K and V it reads; None: it has its own
     kind: CacheKind = "kv"
+    num_taps: int = 0  # of a delta net, whose heads are those of keys and values
+    compression: Compression | None = None  # of what is behind the window
+
+    @property
+    def mixed_width(self) -> int:
+        """Of what a delta net's convolution goes over: queries, keys and values."""
+        return 2 * self.num_kv_heads * self.head_dim + self.num_heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """What a delta net keeps of a sequence, as `model.delta_batch` has it; 0 for attention."""
+        if self.kind != "recurrent":
+            return 0
+        past = (self.num_taps - 1) * self.mixed_width
+        state = self.num_heads * self.head_dim * self.value_dim
+        kept = self.num_kv_heads * self.head_dim + self.num_heads * (self.value_dim + 2)
+        return past + state + STATE_TILE * kept
 
 
 def read_heads(
     reader: ConfigReader, family: Family, num_layers: int, hidden_size: int
 ) -> tuple[LayerHeads, ...]:
     """The attention of every layer. Raises ModelError, with both numbers, for heads that do not fit."""
+    if family.heads == "compressed":
+        return _compressed_heads(reader, num_layers)
     windows = _windows(reader, family, num_layers)
     latent = family.heads == "latent"
     alike = _latent_heads(reader) if latent else _heads(reader, family, hidden_size)
@@ -36,18 +56,23 @@ def read_heads(
     if family.heads == "by layer type":
         layers = _heads_by_layer(reader, layers)
         layers = _shared(reader, layers)
+    if family.recurrent:
+        delta = _delta_heads(reader)
+        kinds = _kinds_of_layers(reader, family, num_layers, (FULL, LINEAR))
+        layers = [delta if kind == LINEAR else layer for kind, layer in zip(kinds, layers, strict=True)]
     return tuple(layers)
 
 
 def cache_groups(layers: Sequence[LayerHeads]) -> tuple[CacheGroup, ...]:
-    """The layers that keep K and V, by what they retain: full attention first, then windows by size."""
+    """The layers that keep K and V, by what they retain: full attention, windows by size, then states."""
     groups: dict[LayerHeads, list[int]] = {}
     for number, layer in enumerate(layers):
         if layer.kv_source is None:
-            groups.setdefault(layer, []).append(number)
-    return tuple(
+            groups.setdefault(replace(layer, compression=None), []).append(number)
+    compressions = [layer.compression for layer in layers]
+    attending = tuple(
         CacheGroup(
-            name="full" if heads.window is None else f"window-{heads.window}",
+            name=_group_name(heads),
             window=heads.window,
             layers=tuple(numbers),
             num_heads=heads.num_heads,
@@ -55,9 +80,23 @@ def cache_groups(layers: Sequence[LayerHeads]) -> tuple[CacheGroup, ...]:
             head_dim=heads.head_dim,
             value_dim=heads.value_dim,
             kind=heads.kind,
+            state_elements=heads.state_elements,
+            num_taps=heads.num_taps,
         )
-        for heads, numbers in sorted(groups.items(), key=lambda item: (item[0].window or 0, item[1]))
+        for heads, numbers in sorted(groups.items(), key=_group_order)
     )
+    return attending + compressed_groups(compressions, layers[0].num_heads, layers[0].head_dim)
+
+
+def _group_name(heads: LayerHeads) -> str:
+    if heads.kind == "recurrent":
+        return "state"
+    return "full" if heads.window is None else f"window-{heads.window}"
+
+
+def _group_order(group: tuple[LayerHeads, list[int]]) -> tuple[bool, int, list[int]]:
+    heads, numbers = group
+    return heads.kind == "recurrent", heads.window or 0, numbers
 
 
 def forbidden_cuts(layers: Sequence[LayerHeads]) -> Mapping[int, str]:
@@ -106,6 +145,33 @@ def _latent_heads(reader: ConfigReader) -> LayerHeads:
     _check_head_dim(reader, "qk_rope_head_dim", rotary, 1)
     latent = reader.count("kv_lora_rank", most=MAX_WIDTH)
     return LayerHeads(num_heads, 1, latent + rotary, latent, kind="latent")
+
+
+def _delta_heads(reader: ConfigReader) -> LayerHeads:
+    """A gated delta net's: one state of keys by values for each head of values."""
+    num_keys = reader.count("linear_num_key_heads", most=MAX_WIDTH)
+    num_values = reader.count("linear_num_value_heads", most=MAX_WIDTH)
+    if num_values % num_keys:
+        raise reader.wrong(
+            "linear_num_value_heads", num_values, f"a multiple of linear_num_key_heads = {num_keys}"
+        )
+    key_dim = reader.count("linear_key_head_dim", most=MAX_WIDTH // num_keys)
+    value_dim = reader.count("linear_value_head_dim", most=MAX_WIDTH // num_values)
+    num_taps = reader.count("linear_conv_kernel_dim", most=MAX_LAYERS)
+    if num_taps < 2:
+        raise reader.wrong("linear_conv_kernel_dim", num_taps, "2 or more")
+    return LayerHeads(num_values, num_keys, key_dim, value_dim, kind="recurrent", num_taps=num_taps)
+
+
+def _compressed_heads(reader: ConfigReader, num_layers: int) -> tuple[LayerHeads, ...]:
+    """One key a token, which is its value too; behind the window, what layers make of several tokens."""
+    num_heads = reader.count("num_attention_heads", most=MAX_WIDTH)
+    head_dim = reader.count("head_dim", most=MAX_WIDTH)
+    _check_head_dim(reader, "head_dim", head_dim, num_heads)
+    _check_divides(reader, "o_groups", reader.count("o_groups", most=MAX_WIDTH), num_heads)
+    window = reader.count("sliding_window", most=MAX_CONTEXT)
+    alike = LayerHeads(num_heads, 1, head_dim, head_dim, window, kind="latent")
+    return tuple(replace(alike, compression=made) for made in read_compressions(reader, num_layers))
 
 
 def _heads_by_layer(reader: ConfigReader, layers: Sequence[LayerHeads]) -> list[LayerHeads]:
@@ -190,19 +256,29 @@ def _windows(reader: ConfigReader, family: Family, num_layers: int) -> list[int 
 
 
 def _windows_by_type(reader: ConfigReader, family: Family, num_layers: int) -> list[int | None]:
-    kinds = _layer_types(reader, num_layers)
-    if kinds is None:
-        every = family.full_every
-        if family.full_every_key:
-            every = reader.count(family.full_every_key, most=MAX_CONTEXT, default=every)
-        kinds = tuple(SLIDING if (layer + 1) % every else FULL for layer in range(num_layers))
+    kinds = _kinds_of_layers(reader, family, num_layers, (FULL, SLIDING))
     if family.heads == "by layer type":
         kinds = (*kinds[:-1], FULL)  # the loader makes the last layer a full one whatever is written
     window = reader.count("sliding_window", most=MAX_CONTEXT) if SLIDING in kinds else None
     return [window if kind == SLIDING else None for kind in kinds]
 
 
-def _layer_types(reader: ConfigReader, num_layers: int) -> tuple[str, ...] | None:
+def _kinds_of_layers(
+    reader: ConfigReader, family: Family, num_layers: int, known: tuple[str, str]
+) -> tuple[str, ...]:
+    """As layer_types says, or else every so manieth is full and the rest are of the other ``known`` kind."""
+    kinds = _layer_types(reader, num_layers, known)
+    if kinds is not None:
+        return kinds
+    every = family.full_every
+    if family.full_every_key:
+        every = reader.count(family.full_every_key, most=MAX_CONTEXT, default=every)
+    return tuple(known[1] if (layer + 1) % every else FULL for layer in range(num_layers))
+
+
+def _layer_types(
+    reader: ConfigReader, num_layers: int, known: tuple[str, str] = (FULL, SLIDING)
+) -> tuple[str, ...] | None:
     kinds = reader.words("layer_types")
     if kinds is None:
         return None
@@ -211,6 +287,6 @@ def _layer_types(reader: ConfigReader, num_layers: int) -> tuple[str, ...] | Non
             "layer_types", f"{len(kinds)} entries", f"num_hidden_layers = {num_layers} entries"
         )
     for kind in kinds:
-        if kind not in {FULL, SLIDING}:
-            raise reader.wrong("layer_types", kind, "full_attention or sliding_attention")
+        if kind not in known:
+            raise reader.wrong("layer_types", kind, " or ".join(known))
     return kinds

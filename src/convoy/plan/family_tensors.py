@@ -6,20 +6,36 @@ Experts stand as one tensor for all, as the library holds them; checkpoints may 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+from convoy.plan.compressed import Compression, hashed_layers
 from convoy.plan.config import ConfigReader
-from convoy.plan.family import MAX_EXPERTS, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family
+from convoy.plan.family import MAX_EXPERTS, MAX_LAYERS, MAX_STREAMS, MAX_VOCABULARY, MAX_WIDTH, Family
 from convoy.plan.family_heads import LayerHeads
 
 Shape = tuple[int, ...]
 Tensors = Iterator[tuple[str, Shape]]
 
 
+@dataclass(frozen=True)
+class Streams:
+    """Hidden states of a token between layers; what joins them before the output, in weight elements; and the
+    layers with a table of the experts for each token id.
+    """
+
+    num: int = 1
+    joining_elements: int = 0
+    hashed: frozenset[int] = frozenset()
+    table_elements: int = 0
+
+
 def layer_tensors(
     reader: ConfigReader, family: Family, number: int, heads: LayerHeads, hidden_size: int
 ) -> Tensors:
     """Name and shape of each weight of layer ``number``. Raises ModelError for what cannot be true."""
-    attention = _latent_attention if family.heads == "latent" else _attention
+    attention = _ATTENTION.get(family.heads, _attention)
+    if heads.kind == "recurrent":
+        attention = _delta_net
     yield from attention(reader, family, heads, hidden_size)
     yield "input_layernorm.weight", (hidden_size,)
     yield "post_attention_layernorm.weight", (hidden_size,)
@@ -40,6 +56,17 @@ def per_layer_input(reader: ConfigReader, family: Family) -> tuple[int, int]:
     )
 
 
+def read_streams(reader: ConfigReader, family: Family, num_layers: int, hidden: int) -> Streams:
+    """What there is of several hidden states a token, and of experts chosen by its id."""
+    if family.heads != "compressed":
+        return Streams()
+    num, hashed = reader.count("hc_mult", most=MAX_STREAMS), hashed_layers(reader, num_layers)
+    chosen = reader.count("num_experts_per_tok", most=MAX_EXPERTS)
+    # numbers of experts are 64 bits wide, two elements of float32
+    table = 2 * chosen * reader.count("vocab_size", most=MAX_VOCABULARY)
+    return Streams(num, num * num * hidden + num + 1, hashed, table)
+
+
 def _linear(name: str, outputs: int, inputs: int, *, bias: bool = False) -> Tensors:
     yield f"{name}.weight", (outputs, inputs)
     if bias:
@@ -53,7 +80,7 @@ def _attention(reader: ConfigReader, family: Family, heads: LayerHeads, hidden: 
     if family.qkv == "joined":
         yield from _linear("self_attn.qkv_proj", query + 2 * key, hidden, bias=bias)
     else:
-        yield from _linear("self_attn.q_proj", query, hidden, bias=bias)
+        yield from _linear("self_attn.q_proj", query * (2 if family.gated else 1), hidden, bias=bias)
         if own:
             yield from _linear("self_attn.k_proj", key, hidden, bias=bias)
         if own and not (heads.window is None and reader.flag("attention_k_eq_v")):
@@ -84,6 +111,51 @@ def _latent_attention(reader: ConfigReader, family: Family, heads: LayerHeads, h
     yield "self_attn.kv_a_layernorm.weight", (latent,)
     yield from _linear("self_attn.kv_b_proj", heads.num_heads * (fixed + value), latent)
     yield from _linear("self_attn.o_proj", hidden, heads.num_heads * value, bias=bias)
+
+
+def _delta_net(reader: ConfigReader, family: Family, heads: LayerHeads, hidden: int) -> Tensors:  # noqa: ARG001 - as `_attention`
+    value = heads.num_heads * heads.value_dim
+    yield "linear_attn.dt_bias", (heads.num_heads,)
+    yield "linear_attn.A_log", (heads.num_heads,)
+    yield "linear_attn.conv1d.weight", (heads.mixed_width, 1, heads.num_taps)
+    yield "linear_attn.norm.weight", (heads.value_dim,)
+    yield from _linear("linear_attn.out_proj", hidden, value)
+    yield from _linear("linear_attn.in_proj_qkv", heads.mixed_width, hidden)
+    yield from _linear("linear_attn.in_proj_z", value, hidden)
+    yield from _linear("linear_attn.in_proj_b", heads.num_heads, hidden)
+    yield from _linear("linear_attn.in_proj_a", heads.num_heads, hidden)
+
+
+def _compressed_attention(reader: ConfigReader, family: Family, heads: LayerHeads, hidden: int) -> Tensors:  # noqa: ARG001 - as `_attention`
+    query, dim = heads.num_heads * heads.head_dim, heads.head_dim
+    rank, made = reader.count("q_lora_rank", most=MAX_WIDTH), heads.compression
+    groups, between = reader.count("o_groups", most=MAX_WIDTH), reader.count("o_lora_rank", most=MAX_WIDTH)
+    yield "self_attn.sinks", (heads.num_heads,)
+    yield from _linear("self_attn.q_a_proj", rank, hidden)
+    yield "self_attn.q_a_norm.weight", (rank,)
+    yield from _linear("self_attn.q_b_proj", query, rank)
+    yield from _linear("self_attn.kv_proj", dim, hidden)
+    yield "self_attn.kv_norm.weight", (dim,)
+    yield from _linear("self_attn.o_a_proj", groups * between, query // groups)
+    yield from _linear("self_attn.o_b_proj", hidden, groups * between)
+    if made is None:
+        return
+    yield from _compressor("self_attn.compressor", made, dim, hidden)
+    if made.kind == "sparse":
+        name = "self_attn.compressor.indexer"
+        yield from _compressor(name, made, made.index_dim, hidden)
+        yield from _linear(f"{name}.q_b_proj", made.index_heads * made.index_dim, rank)
+        yield from _linear(f"{name}.scorer.weights_proj", made.index_heads, hidden)
+
+
+def _compressor(name: str, made: Compression, dim: int, hidden: int) -> Tensors:
+    yield f"{name}.position_bias", (made.rate, made.series * dim)
+    yield from _linear(f"{name}.kv_proj", made.series * dim, hidden)
+    yield from _linear(f"{name}.gate_proj", made.series * dim, hidden)
+    yield f"{name}.kv_norm.weight", (dim,)
+
+
+_ATTENTION = {"latent": _latent_attention, "compressed": _compressed_attention}
 
 
 def _mlp(reader: ConfigReader, family: Family, number: int, heads: LayerHeads, hidden: int) -> Tensors:  # noqa: ARG001 - as the experts'
@@ -125,6 +197,16 @@ def _qwen3_moe(reader: ConfigReader, family: Family, number: int, heads: LayerHe
     yield from _linear("mlp.gate", count, hidden)
     between = reader.count("moe_intermediate_size", most=MAX_WIDTH)
     yield from _expert_stacks("mlp.experts", count, between, hidden)
+
+
+def _shared_moe(reader: ConfigReader, family: Family, number: int, heads: LayerHeads, hidden: int) -> Tensors:  # noqa: ARG001 - one form for all
+    count = _num_experts(reader, "num_experts")
+    yield from _linear("mlp.gate", count, hidden)
+    between = reader.count("moe_intermediate_size", most=MAX_WIDTH)
+    yield from _expert_stacks("mlp.experts", count, between, hidden)
+    shared = reader.count("shared_expert_intermediate_size", most=MAX_WIDTH)
+    yield from _gated("mlp.shared_expert", shared, hidden)
+    yield from _linear("mlp.shared_expert_gate", 1, hidden)
 
 
 def _gpt_oss(reader: ConfigReader, family: Family, number: int, heads: LayerHeads, hidden: int) -> Tensors:  # noqa: ARG001 - one form for all
@@ -179,10 +261,31 @@ def _deepseek_v3(
     yield from _gated("mlp.shared_experts", shared, hidden)
 
 
+def _deepseek_v4(
+    reader: ConfigReader, family: Family, number: int, heads: LayerHeads, hidden: int  # noqa: ARG001 - as others'
+) -> Tensors:
+    """The experts, and what mixes the streams before attention and before them."""
+    count = _num_experts(reader, "n_routed_experts", "num_local_experts")
+    between = reader.count("moe_intermediate_size", most=MAX_WIDTH)
+    yield from _linear("mlp.gate", count, hidden)
+    if number not in hashed_layers(reader, reader.count("num_hidden_layers", most=MAX_LAYERS)):
+        yield "mlp.gate.e_score_correction_bias", (count,)
+    yield from _expert_stacks("mlp.experts", count, between, hidden)
+    yield from _gated("mlp.shared_experts", between, hidden, bias=reader.flag("mlp_bias"))
+    streams = reader.count("hc_mult", most=MAX_STREAMS)
+    weights = (2 + streams) * streams
+    for name in ("attn_hc", "ffn_hc"):
+        yield f"{name}.fn", (weights, streams * hidden)
+        yield f"{name}.base", (weights,)
+        yield f"{name}.scale", (3,)
+
+
 _FeedForward = Callable[[ConfigReader, Family, int, LayerHeads, int], Tensors]
 _EXPERTS: dict[str, _FeedForward] = {
     "qwen3_moe": _qwen3_moe,
+    "qwen3_5_moe": _shared_moe,
     "gpt_oss": _gpt_oss,
     "gemma4": _gemma4,
     "deepseek_v3": _deepseek_v3,
+    "deepseek_v4": _deepseek_v4,
 }

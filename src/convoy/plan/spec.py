@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from convoy.errors import ModelError
-from convoy.plan.cache import DTYPE_BYTES, CacheGroup, dtype_bytes
+from convoy.plan.cache import CacheGroup, dtype_bytes
 from convoy.plan.config import ConfigReader
 from convoy.plan.family import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family, read_family
-from convoy.plan.family_heads import LayerHeads, cache_groups, forbidden_cuts, read_heads
-from convoy.plan.family_tensors import layer_tensors, per_layer_input
+from convoy.plan.family_heads import cache_groups, forbidden_cuts, read_heads
+from convoy.plan.family_tensors import layer_tensors, per_layer_input, read_streams
+from convoy.plan.kernels import DTYPE_BYTES, form_of
+from convoy.plan.weights import LayerWeights, Shape, layer_weights
 
 _LAYER_TENSOR = re.compile(r"model\.layers\.([0-9]{1,6})\.", re.ASCII)
 
@@ -29,16 +30,17 @@ class ModelSpec:
     max_context: int  # tokens
     tied_embeddings: bool  # the output reuses the embedding matrix, so both owners need it
     stored_dtype: str  # of the checkpoint, as config.json claims; "float32" where it does not
-    layer_elements: tuple[int, ...]  # weight elements of each layer
+    layers: tuple[LayerWeights, ...]
     cache_groups: tuple[CacheGroup, ...]
     can_rewind: bool = True  # rows may write over the last positions: not so where state is recurrent
     num_streams: int = 1  # hidden states that cross a boundary for each token
+    joining_elements: int = 0  # weight elements that make one of them, where the output is
     token_id_layers: frozenset[int] = field(default_factory=frozenset)  # layers that need token ids
     layer_input_size: int = 0  # of the input of its own that each of these layers makes from token ids
     forbidden_cuts: Mapping[int, str] = field(
         default_factory=dict
     )  # first layer after the cut -> why not there
-    is_packed: bool = False  # whether linears are held as exact mode packs them
+    experts_per_token: int = 0  # in each layer that has any
     kv_sources: Mapping[int, int] = field(default_factory=dict)  # layer without K/V -> whose it reads
 
     @classmethod
@@ -57,15 +59,28 @@ class ModelSpec:
         hidden_size = reader.count("hidden_size", most=MAX_WIDTH)
         heads = read_heads(reader, family, num_layers, hidden_size)
         input_size, input_vocabulary = per_layer_input(reader, family)
+        streams = read_streams(reader, family, num_layers, hidden_size)
         stored = reader.word("dtype") or reader.word("torch_dtype") or "float32"
         if stored not in DTYPE_BYTES:
             raise reader.wrong("dtype", stored, f"one of {', '.join(sorted(DTYPE_BYTES))}")
-        # each layer's part of the table that token ids index, and of the projection beside it
-        beside = input_size * (input_vocabulary + hidden_size)
         if family.counted:
-            elements = _counted_elements(name, family, num_layers, shapes)
+            tensors = _counted_tensors(name, family, num_layers, shapes)
         else:
-            elements = _layer_elements(reader, family, heads, hidden_size)
+            tensors = [
+                [*layer_tensors(reader, family, number, layer, hidden_size)]
+                for number, layer in enumerate(heads)
+            ]
+        if input_size:
+            for own in tensors:
+                own.append(("per_layer_projection.weight", (input_size, hidden_size)))
+        tables = [
+            input_size * input_vocabulary + (streams.table_elements if layer in streams.hashed else 0)
+            for layer in range(num_layers)
+        ]
+        layers = tuple(
+            layer_weights(own, hidden_size, looked_up=table)
+            for own, table in zip(tensors, tables, strict=True)
+        )
         return cls(
             name=name,
             family=family.model_type,
@@ -75,9 +90,13 @@ class ModelSpec:
             max_context=_max_context(reader),
             tied_embeddings=reader.flag("tie_word_embeddings"),
             stored_dtype=stored,
-            layer_elements=tuple(count + beside for count in elements),
+            layers=layers,
+            experts_per_token=_experts_per_token(reader, layers),
             cache_groups=cache_groups(heads),
-            token_id_layers=frozenset(range(num_layers) if input_size else ()),
+            can_rewind=not family.recurrent,
+            num_streams=streams.num,
+            joining_elements=streams.joining_elements,
+            token_id_layers=frozenset(range(num_layers)) if input_size else streams.hashed,
             layer_input_size=input_size,
             forbidden_cuts=forbidden_cuts(heads),
             kv_sources={i: layer.kv_source for i, layer in enumerate(heads) if layer.kv_source is not None},
@@ -98,42 +117,44 @@ class ModelSpec:
         """Of the first cache group; others may differ."""
         return self.cache_groups[0].head_dim
 
-    def packed(self) -> ModelSpec:
-        """The same model as exact mode holds it."""
-        return replace(self, is_packed=True)
+    @property
+    def layer_elements(self) -> tuple[int, ...]:
+        """Weight elements of each layer."""
+        return tuple(layer.elements for layer in self.layers)
 
     def layer_bytes(self, layer: int, dtype: str) -> int:
         """Weight bytes of one layer."""
-        return self.layer_elements[layer] * dtype_bytes(dtype)
+        return self.layers[layer].num_bytes(dtype)
 
     def embed_bytes(self, dtype: str) -> int:
         """Bytes of the embedding matrix, [vocab_size, hidden_size]."""
         return self.vocab_size * self.hidden_size * dtype_bytes(dtype)
 
     def output_bytes(self, dtype: str) -> int:
-        """Bytes of the final norm and `lm_head`, by itself; see `weight_bytes` for tied embeddings."""
-        return (self.vocab_size + 1) * self.hidden_size * dtype_bytes(dtype)
+        """Bytes of the final norm and `lm_head`, and of what joins several streams before them.
+
+        By itself; see `weight_bytes` for tied embeddings.
+        """
+        beside = self.hidden_size + self.joining_elements
+        return form_of(dtype).linear_bytes(self.vocab_size, self.hidden_size) + beside * dtype_bytes(dtype)
 
     def weight_bytes(self, start: int, end: int, *, embed: bool, output: bool, dtype: str) -> int:
         """Weight bytes of layers [start, end) with what else is owned.
 
-        A tied matrix counts once where embedding and output sit together, else at each of them. A packed one
-        cannot be looked up by row: then the embedding lies beside it, in the dtype of the file. Layers that
-        need token ids need the embedding with them, and a norm.
+        ``dtype`` is one, or a kernel, which says more (`plan.kernels`). A tied matrix counts once where
+        embedding and output sit together, else at each of them. A packed one cannot be looked up by row: then
+        the embedding lies beside it, in the dtype of the file. Layers that make an input of token ids need
+        the embedding with them, and a norm.
         """
-        total = sum(self.layer_elements[start:end]) * dtype_bytes(dtype)
-        if self.needs_token_ids(start, end):
+        total = sum(layer.num_bytes(dtype) for layer in self.layers[start:end])
+        if self.needs_embedding(start, end):
             embed = True
             total += self.layer_input_size * dtype_bytes(dtype)
-        if embed:
-            total += self.embed_bytes(dtype)
         if output:
             total += self.output_bytes(dtype)
         if embed and output and self.tied_embeddings:
-            total -= self.embed_bytes(dtype)
-            if self.is_packed:
-                total += self.embed_bytes(self.stored_dtype)
-        return total
+            return total + (self.embed_bytes(self.stored_dtype) if form_of(dtype).packed else 0)
+        return total + (self.embed_bytes(dtype) if embed else 0)
 
     def kv_token_bytes(self, start: int, end: int, dtype: str) -> int:
         """K/V bytes of one token over layers [start, end), while it is inside every window."""
@@ -150,6 +171,10 @@ class ModelSpec:
     def needs_token_ids(self, start: int, end: int) -> bool:
         """Whether a stage of layers [start, end) needs token ids, embedding apart."""
         return any(start <= layer < end for layer in self.token_id_layers)
+
+    def needs_embedding(self, start: int, end: int) -> bool:
+        """Whether its layers look token ids up in the embedding."""
+        return self.layer_input_size > 0 and self.needs_token_ids(start, end)
 
 
 def _max_context(reader: ConfigReader) -> int:
@@ -171,24 +196,23 @@ def _max_context(reader: ConfigReader) -> int:
     return min(longest, original or ConfigReader(rope, reader.model).count(key, most=MAX_CONTEXT))
 
 
-def _counted_elements(
-    name: str, family: Family, num_layers: int, shapes: Mapping[str, tuple[int, ...]] | None
-) -> list[int]:
+def _counted_tensors(
+    name: str, family: Family, num_layers: int, shapes: Mapping[str, Shape] | None
+) -> list[list[tuple[str, Shape]]]:
     if shapes is None:
         raise ModelError(f"{name}: a model of type {family.model_type} is planned from its weight files")
-    elements = [0] * num_layers
+    tensors: list[list[tuple[str, Shape]]] = [[] for _ in range(num_layers)]
     for tensor, shape in shapes.items():
         match = _LAYER_TENSOR.match(tensor)
         # layers beyond the last belong to a drafter; frequencies are made anew
         if match and int(match[1]) < num_layers and not tensor.endswith("rotary_emb.inv_freq"):
-            elements[int(match[1])] += math.prod(shape)
-    return elements
+            tensors[int(match[1])].append((tensor[match.end() :], shape))
+    return tensors
 
 
-def _layer_elements(
-    reader: ConfigReader, family: Family, heads: tuple[LayerHeads, ...], hidden_size: int
-) -> list[int]:
-    return [
-        sum(math.prod(shape) for _, shape in layer_tensors(reader, family, number, layer, hidden_size))
-        for number, layer in enumerate(heads)
-    ]
+def _experts_per_token(reader: ConfigReader, layers: Sequence[LayerWeights]) -> int:
+    """The library has three words for it; where none is written, all experts are taken to be used."""
+    most = max((layer.num_experts for layer in layers), default=0)
+    words = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
+    written = [word for word in words if reader.has(word)]
+    return reader.count(written[0], most=most) if most and written else most
