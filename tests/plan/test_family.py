@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from convoy.errors import ModelError
+from convoy.plan.cache import CacheGroup
 from convoy.plan.spec import ModelSpec
 from support.tiny_models import KINDS, build_config
 
@@ -32,6 +33,8 @@ GEMMA_4 = GEMMA_3 | {
     "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 0,
 }
+
+QWEN_3_5 = GEMMA_3 | {"model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 
 def spec_of(config: dict[str, Any], **changes: Any) -> ModelSpec:
@@ -59,6 +62,9 @@ def test_bytes_heads_and_windows_are_those_of_the_librarys_model(kind: str, tmp_
     assert whole == 4 * (sum(p.numel() for p in model.parameters()) + buffers)
     for group in spec.cache_groups:
         for number in group.layers:
+            if group.kind == "recurrent":
+                check_state(group, model.model.layers[number].linear_attn)
+                continue
             attention = model.model.layers[number].self_attn
             if "sliding_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
                 assert attention.sliding_window == group.window
@@ -71,9 +77,18 @@ def test_bytes_heads_and_windows_are_those_of_the_librarys_model(kind: str, tmp_
     readers = {
         number
         for number, layer in enumerate(model.model.layers)
-        if getattr(layer.self_attn, "is_kv_shared_layer", False)
+        if getattr(getattr(layer, "self_attn", None), "is_kv_shared_layer", False)
     }
     assert readers == spec.kv_sources.keys()
+
+
+def check_state(group: CacheGroup, net: Any) -> None:
+    assert (group.num_heads, group.num_kv_heads) == (net.num_v_heads, net.num_k_heads)
+    assert (group.head_dim, group.value_dim) == (net.head_k_dim, net.head_v_dim)
+    assert group.num_taps == net.conv_kernel_size
+    past, state = 3 * net.conv_dim, net.num_v_heads * net.head_k_dim * net.head_v_dim
+    token = net.key_dim + net.value_dim + 2 * net.num_v_heads
+    assert group.state_elements == past + state + 16 * token
 
 
 @pytest.mark.parametrize(
@@ -83,6 +98,8 @@ def test_bytes_heads_and_windows_are_those_of_the_librarys_model(kind: str, tmp_
         ("gemma2", {}),
         ("gemma4_text", {}),
         ("gpt_oss", {}),
+        ("qwen3_5_text", {}),
+        ("qwen3_5_moe_text", {"num_hidden_layers": 4}),
         ("qwen3_moe", {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 16, "vocab_size": 9}),
         ("phi3", {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 16, "vocab_size": 9}),
         ("deepseek_v3", {"num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 16, "vocab_size": 9}),
@@ -155,6 +172,16 @@ def test_a_context_ends_where_every_position_would_turn_otherwise() -> None:
     assert spec_of(GEMMA_3, rope_parameters=long).max_context == 256
 
 
+def test_a_model_with_states_keeps_the_same_for_any_length_and_cannot_go_back() -> None:
+    spec = ModelSpec.from_config({"model_type": "qwen3_5_text"}, "tiny")
+    full, state = spec.cache_groups
+    assert full.layers == tuple(range(3, 32, 4))
+    assert (state.kind, state.layers) == ("recurrent", tuple(n for n in range(32) if n % 4 != 3))
+    assert not spec.can_rewind
+    one, many = (spec.kv_bytes(0, 3, length, "float32") for length in (1, 30_000))
+    assert one == many == 3 * state.block_bytes(0, 1, 16, "float32")
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "expected"),
     [
@@ -167,6 +194,9 @@ def test_a_context_ends_where_every_position_would_turn_otherwise() -> None:
         (GEMMA_4, {"num_kv_shared_layers": 6, "layer_types": ["sliding_attention"] * 7}, "no layer before"),
         (GEMMA_4, {"enable_moe_block": True}, "no num_experts"),
         (GEMMA_3, {"model_type": "deepseek_v3"}, "num_key_value_heads = 2"),
+        (QWEN_3_5, {"linear_num_value_heads": 3}, "linear_num_value_heads = 3"),
+        (QWEN_3_5, {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1"),
+        (QWEN_3_5, {"layer_types": ["sliding_attention"] * 7}, "expected full_attention or linear_attention"),
         (GEMMA_3, {"model_type": "qwen3_moe", "mlp_only_layers": 3}, "mlp_only_layers = 3"),
         (GEMMA_3, {"model_type": "qwen3_moe", "num_experts": 0}, "num_experts = 0"),
     ],
