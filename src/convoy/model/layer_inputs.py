@@ -65,6 +65,6 @@ def _linear(weight: torch.Tensor, *, packed: bool) -> nn.Module:
 def takes_shared_kv(layers: Iterable[nn.Module]) -> bool:
     """Whether a step's layers hand K and V on in a dictionary of the caller's.
 
-    Some releases of the library (5.17) want it of every layer of such a family, whether others read it or not.
+    Some releases of the library (5.17) want it of every layer of such a family, read or not.
     """
     return any("shared_kv_states" in inspect.signature(type(layer).forward).parameters for layer in layers)

@@ -13,6 +13,7 @@ from torch import nn
 from convoy.errors import ModelError, StepError
 from convoy.model.draw import Draw, Drawing, draw_all
 from convoy.model.kv import BlockTable, StagedStep
+from convoy.model.layer_inputs import takes_shared_kv
 from convoy.model.library import importing
 from convoy.model.linear import pad_rows
 from convoy.model.packed import KEY_BLOCK
@@ -79,6 +80,7 @@ class Stage:
         self.bytes_read = modules.bytes_read
         self._source = (source.digest, source.path)
         self._modules = modules
+        self._shares = takes_shared_kv(modules.layers.values())
         self._rotations = Rotations(modules.rotary, spec.max_context)
         self._spec = spec
         self._kv = StageKv(
@@ -311,7 +313,7 @@ class Stage:
         batch = self._kv.describe(staged.rows, self._rotations)
         batch |= {layer: batch[of] for layer, of in self._spec.kv_sources.items() if of in batch}
         arguments: dict[str, Any] = {"use_cache": False, "batch": batch}
-        if self._spec.kv_sources:
+        if self._shares:
             arguments["shared_kv_states"] = {}  # filled by the layers whose K and V others read
         inputs = {}
         if modules.layer_inputs is not None and tokens is not None:
