@@ -20,6 +20,9 @@ KINDS = [
     "phi3",
     "phi4",
     "qwen3_moe",
+    "qwen3_5",
+    "qwen3_5 nested",
+    "qwen3_5_moe",
     "gemma2",
     "gemma3",
     "gemma3 capped",
@@ -107,13 +110,12 @@ def test_a_stage_reads_and_holds_what_the_plan_says(models: Models, kind: str) -
     source = models.source(kind)
     num_layers = source.spec.num_layers
     limits = [0, *allowed_cuts(models, kind)[:2], num_layers]
-    for kernel in ("exact-f32", "plain-f32"):
-        spec = source.spec.packed() if kernel == "exact-f32" else source.spec
+    for kernel in ("exact-f32", "plain-f32", "w8a8"):
         for start, end in [(0, num_layers), *itertools.pairwise(limits)]:
             ends = {"embed": start == 0, "output": end == num_layers}
             stage = Stage.load(source, StageAssignment("a", start, end, **ends), StageOptions(kernel=kernel))
             assert stage.bytes_read == source.spec.weight_bytes(start, end, **ends, dtype="float32")
-            assert stage.weight_bytes == spec.weight_bytes(start, end, **ends, dtype="float32")
+            assert stage.weight_bytes == source.spec.weight_bytes(start, end, **ends, dtype=kernel)
 
 
 def test_layers_whose_rows_feel_each_other_are_refused_with_what_to_do() -> None:
