@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from convoy.cluster.fetch import MAX_ASKED, PIECE_BYTES, Fetches, Want, pieces_of
-from convoy.cluster.options import PeerOptions
+from convoy.cluster.options import MemberOptions, PeerOptions
 from convoy.cluster.rights import FROM_HEAD, FROM_PEER, FROM_PREDECESSOR
 from convoy.cluster.supply import Supply
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, StepError
-from convoy.model.digests import Hashing
 from convoy.model.manifest import Manifest
 from convoy.model.source import ModelSource
 from convoy.transport.link import Link, Received, ReceivedMessage
@@ -67,7 +66,7 @@ class Ends:
 
 @pytest.fixture(scope="module")
 def supply() -> Supply:
-    return Supply(ModelSource.resolve("demo-mini"), Hashing())
+    return Supply(ModelSource.resolve("demo-mini"), MemberOptions())
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +128,7 @@ def test_a_head_hands_out_nothing_but_what_its_manifest_lists(
 
 
 def test_drawn_weights_are_handed_out_by_nobody() -> None:
-    supply = Supply(ModelSource.resolve("synthetic:llama-250m"), Hashing())
+    supply = Supply(ModelSource.resolve("synthetic:llama-250m"), MemberOptions())
     manifest = supply.manifest()
     norm = manifest.tensors["model.norm.weight"]
     assert supply._answer(Fetch(0, manifest.digest, norm.digest, 0, 1)).error

@@ -58,10 +58,10 @@ def test_a_newcomers_weights_come_while_the_others_go_on(tmp_path: Path) -> None
     supply: Any = cluster.running.head._supply
     answer = supply._answer
 
-    def held(fetch: Fetch) -> Piece:
+    def held(fetch: Fetch, *more: object) -> Piece:
         asked.set()
         assert go_on.wait(60)
-        piece: Piece = answer(fetch)
+        piece: Piece = answer(fetch, *more)
         return piece
 
     supply._answer = held

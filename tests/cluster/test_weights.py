@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from convoy.cluster.head import Head
-from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
 from convoy.cluster.supply import Supply
 from convoy.engine.generation import generate
 from convoy.engine.request import GenerationRequest
 from convoy.errors import PeerRefused
-from convoy.model.digests import Hashing
 from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
 from convoy.transport.network import MemoryNetwork
@@ -151,11 +150,11 @@ def test_what_came_before_a_member_ended_is_not_fetched_again(model: Path, tmp_p
     supply: Any = head._supply
     answer, answered, ended = supply._answer, [], threading.Event()
 
-    def end_in_the_midst(fetch: Fetch) -> Piece:
+    def end_in_the_midst(fetch: Fetch, *more: object) -> Piece:
         answered.append(fetch)
         if len(answered) == 10:
             assert ended.wait(30)
-        piece: Piece = answer(fetch)
+        piece: Piece = answer(fetch, *more)
         return piece
 
     supply._answer = end_in_the_midst
@@ -219,7 +218,7 @@ def test_a_file_that_changes_at_the_head_after_it_was_hashed_is_found_out(own: P
 
 def test_a_file_that_was_cut_short_at_the_head_is_named_with_the_tensor(own: Path) -> None:
     source = ModelSource.resolve(str(own))
-    supply = Supply(source, Hashing())
+    supply = Supply(source, MemberOptions())
     manifest = supply.manifest()
     last = max(source.tensors.values(), key=lambda tensor: tensor.offset)
     with last.path.open("r+b") as file:

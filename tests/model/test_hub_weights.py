@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from convoy.errors import HubUnreachable, ModelError
@@ -70,7 +71,7 @@ def fetch(hub: FakeHub, parts: list[Part]) -> list[Part]:
 def cut_in_shards(directory: Path) -> None:
     """One shard for each layer, and one for all else."""
     tensors = load_file(directory / "model.safetensors")
-    shards: dict[str, dict[str, object]] = {}
+    shards: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         place = name.split(".")[2] if ".layers." in name else "rest"
         shards.setdefault(f"model-{place}.safetensors", {})[name] = tensor

@@ -37,7 +37,7 @@ from convoy.plan.route import Route
 from convoy.transport.link import Link, Received
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
-from convoy.wire.messages import Activate, Activated, Hello, Plan, Progress, Ready
+from convoy.wire.messages import Activate, Activated, Hello, Plan, Ready
 
 _log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from convoy.model.checkpoint import StoredTensor
 from convoy.model.digests import Hashing, make_manifest, tensor_digests
 from convoy.model.manifest import MAX_MANIFEST_BYTES, Manifest
 from convoy.model.owned import owned_tensors
-from convoy.model.parts import Part, PartFile, is_whole, verify
-from convoy.model.received import ReceivedModel
+from convoy.model.parts import Part, PartFile
+from convoy.model.received import ReceivedModel, Verified
 from convoy.model.source import ModelSource, needs_no_files
 from convoy.transport.link import Link
 from convoy.wire.messages import Plan, Progress, StageAssignment
@@ -72,7 +72,7 @@ class Weights:
         self._hashing = Hashing(options.member.cache, options.member.num_threads or 0)
         self._manifest: Manifest | None = None  # the last one that was needed
         self._lock = threading.Lock()
-        self._right: set[str] = set()  # parts that this process has seen to be right
+        self._verified = Verified()
 
     def find(self, asker: Asker) -> Found:
         """The model of a plan: known by its configuration and what its tensors are.
@@ -84,6 +84,7 @@ class Weights:
             return self._find(asker)
 
     def _find(self, asker: Asker) -> Found:
+        self._check_signed(asker.plan)
         own = self._own_source(asker.plan.model)
         found = self._described(asker) if own is None else Found(own)
         if found.source.digest != asker.plan.model_digest:
@@ -93,6 +94,15 @@ class Weights:
                 hint="copy the same model directory to both members",
             )
         return found
+
+    def _check_signed(self, plan: Plan) -> None:
+        signed = self._options.member.signed
+        if signed is not None and plan.manifest != signed:
+            raise Incompatible(
+                f"the plan's model {plan.model} has the manifest {plan.manifest[:12] or '(none)'}, and the "
+                f"operator signed {signed[:12]}, which alone {self._me} may run",
+                hint="run the model that was signed, or have this one signed: `convoy manifest sign`",
+            )
 
     def make_ready(self, asker: Asker, found: Found, mine: StageAssignment) -> None:
         """Every tensor that ``mine`` owns is here, and is the one of the manifest. Raises as `find` does."""
@@ -179,7 +189,7 @@ class Weights:
     def _get(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part], hub: str | None) -> None:
         """``hub``: what the plan says of one, for tensors; None for a file, which the head alone sends."""
         with received.open(asker.watch):
-            missing = self._missing(asker, parts)
+            missing = self._verified.missing(parts, partial(_paced(asker.tell), "check"))
             if missing:
                 received.require_room(missing)
                 if hub is not None:
@@ -190,22 +200,7 @@ class Weights:
                 wrong = self._fetch(asker, received, again) if again else []
                 if wrong:
                     raise _wrong(asker, received, wrong[0])
-            self._right.update(part.digest for part in parts)
-
-    def _missing(self, asker: Asker, parts: Sequence[Part]) -> list[Part]:
-        """Those that are not here, or no more as they came."""
-        unsure = [part for part in parts if part.digest not in self._right and is_whole(part)]
-        total, done, tell = sum(part.num_bytes for part in unsure), 0, _paced(asker.tell)
-
-        def count(num_bytes: int) -> None:
-            nonlocal done
-            done += num_bytes
-            tell("check", done, total)
-
-        for part in unsure:
-            if not verify(part, count):
-                _log.warning("%s of %s was changed on disk, and is fetched anew", part.name, asker.plan.model)
-        return [part for part in parts if not is_whole(part)]
+            self._verified.add(parts)
 
     def _fetch(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part]) -> list[Part]:
         """Get ``parts``; returns those that went on from an earlier try and came to nothing."""

@@ -154,7 +154,7 @@ def _fill(
     first: PartFile, others: Sequence[Part], chunks: Iterator[bytes], count: Callable[[int], None]
 ) -> list[Part]:
     """Share ``chunks`` out, in order; returns the parts that came to something else."""
-    held = _Held(chunks, count)
+    held = Held(chunks, count)
     wrong = [] if _fill_one(first, held) else [first.part]
     for part in others:
         with PartFile(part) as file:
@@ -164,10 +164,12 @@ def _fill(
     return wrong
 
 
-class _Held:
+class Held:
     """Chunks of any size, taken in other sizes."""
 
-    def __init__(self, chunks: Iterator[bytes], count: Callable[[int], None]) -> None:
+    def __init__(
+        self, chunks: Iterator[bytes], count: Callable[[int], None] = lambda _num_bytes: None
+    ) -> None:
         self._chunks = chunks
         self._count = count
         self._left = memoryview(b"")
@@ -181,7 +183,7 @@ class _Held:
         return taken
 
 
-def _fill_one(file: PartFile, held: _Held) -> bool:
+def _fill_one(file: PartFile, held: Held) -> bool:
     while file.left:
         taken = held.take(file.left)
         if not taken:

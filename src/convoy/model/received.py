@@ -10,6 +10,7 @@ How a part gets its name is in `model.parts`. No name in here is one that a peer
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,44 @@ from pathlib import Path
 from convoy.errors import ModelError
 from convoy.model.checkpoint import StoredTensor
 from convoy.model.manifest import Manifest, TensorEntry, start_tensor_digest
-from convoy.model.parts import Part, PartFile, alone_in, explained, is_whole, require_room
+from convoy.model.parts import Part, PartFile, alone_in, explained, is_whole, require_room, verify
 from convoy.model.source import ModelSource, read_config
+
+_log = logging.getLogger(__name__)
 
 FOLDER = "models"
 _MANIFEST = "manifest.json"
 _TENSORS = "tensors"
+
+
+class Verified:
+    """The parts that this process has seen to be right: none is hashed twice."""
+
+    def __init__(self) -> None:
+        self._digests: set[str] = set()
+
+    def missing(self, parts: Iterable[Part], tell: Callable[[int, int], None]) -> list[Part]:
+        """Those that are not here, or no more as they came: then they are removed, and the log says so.
+
+        ``tell`` hears of (hashed, total) bytes. Raises ModelError for one that cannot be read.
+        """
+        parts = list(parts)
+        unsure = [part for part in parts if part.digest not in self._digests and is_whole(part)]
+        total, done = sum(part.num_bytes for part in unsure), 0
+
+        def count(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            tell(done, total)
+
+        for part in unsure:
+            if not verify(part, count):
+                _log.warning("%s was changed on disk, and is fetched anew", part.name)
+        return [part for part in parts if not is_whole(part)]
+
+    def add(self, parts: Iterable[Part]) -> None:
+        """They have just come, and were compared."""
+        self._digests.update(part.digest for part in parts)
 
 
 class ReceivedModel:

@@ -1,0 +1,100 @@
+"""A head that has not the whole model: its own tensors come from a hub, as its stage needs them.
+
+Only a manifest that the operator signed makes that possible: who has not read all bytes cannot say what the
+others' tensors are. Members get theirs from the hub too; for one that cannot, the head reads through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from convoy.errors import ModelError
+from convoy.model.hub_weights import Held, HubWeights
+from convoy.model.manifest import Manifest
+from convoy.model.owned import owned_tensors
+from convoy.model.received import ReceivedModel, Verified
+from convoy.model.source import ModelSource
+from convoy.wire.messages import StageAssignment
+
+Tell = Callable[[str, int, int], None]  # "check" or "hub", bytes done, bytes in all
+
+
+class OwnWeights:
+    """``make_ready`` is for the thread that loads; any thread may have a `HubReader`."""
+
+    def __init__(self, received: ReceivedModel, source: ModelSource, hub: HubWeights) -> None:
+        self._received = received
+        self._source = source
+        self._hub = hub
+        self._verified = Verified()
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._received.manifest
+
+    @property
+    def hub(self) -> str:
+        """``org/name@commit``."""
+        return f"{self._hub.commit.repo}@{self._hub.commit.commit}"
+
+    def make_ready(self, mine: StageAssignment, watch: Callable[[], None], tell: Tell) -> None:
+        """Every tensor that ``mine`` owns is here, and is the one of the manifest.
+
+        What ``watch`` and ``tell`` raise ends it. Raises ModelError naming file and tensor.
+        """
+        owned = owned_tensors(self._source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
+        parts = list({part.digest: part for part in (self._received.tensor(t.name) for t in owned)}.values())
+
+        def say(what: str) -> Callable[[int, int], None]:
+            return lambda done, total: tell(what, done, total)
+
+        with self._received.open(watch):
+            missing = self._verified.missing(parts, say("check"))
+            if missing:
+                self._received.require_room(missing)
+                for part in self._hub.fetch(missing, say("hub"), watch):
+                    raise ModelError(
+                        f"{self.hub} has not the bytes of {part.name} that the signed manifest lists",
+                        hint="sign the manifest of that commit: `convoy manifest sign org/name@commit`",
+                    )
+            self._verified.add(parts)
+
+    def reader(self) -> HubReader:
+        """For pieces of tensors that are not here."""
+        return HubReader(self._hub)
+
+
+@dataclass(slots=True)
+class _At:
+    """How far a tensor was read."""
+
+    name: str
+    start: int
+    held: Held
+
+
+class HubReader:
+    """Pieces of tensors from a hub, without a file here. One thread asks, for one piece behind the other."""
+
+    def __init__(self, hub: HubWeights) -> None:
+        self._hub = hub
+        self._at: _At | None = None
+
+    def read(self, name: str, start: int, num_bytes: int, total: int) -> bytes:
+        """Bytes [start, start + num_bytes) of a tensor that has ``total``. Raises ModelError."""
+        at = self._at
+        if at is None or (at.name, at.start) != (name, start):
+            at = _At(name, start, Held(self._hub.stream(name, start, total - start)))
+        self._at = None
+        data = b"".join(_pieces(at.held, num_bytes))
+        if len(data) != num_bytes:
+            raise ModelError(f"the hub sent {len(data)} of {num_bytes} bytes of {name}")
+        self._at = _At(name, start + num_bytes, at.held)
+        return data
+
+
+def _pieces(held: Held, num_bytes: int) -> Iterator[memoryview]:
+    while num_bytes and (taken := held.take(num_bytes)):
+        num_bytes -= len(taken)
+        yield taken
