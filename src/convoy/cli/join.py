@@ -21,6 +21,7 @@ from convoy.cli.config import Config, load_config, override
 from convoy.cli.device import DeviceFlag, computing
 from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
+from convoy.cli.hub import SignedFlag, WeightsFromFlag, weights_from
 from convoy.cli.member import load_member, peer_options, watched_roster
 from convoy.cli.newcomer import Newcomer, Tell
 from convoy.cli.output import JsonFlag, print_json_line, print_note
@@ -73,6 +74,8 @@ def join(
     ] = None,
     model: ModelFlag = None,
     cache: CacheFlag = None,
+    weights: WeightsFromFlag = None,
+    signed: SignedFlag = None,
     exit_with_head: Annotated[bool, typer.Option(help="End when the head goes.")] = False,
     standby: StandbyFlag = None,
     until_stdin_closes: StdinFlag = False,
@@ -88,7 +91,8 @@ def join(
     newcomer = Newcomer(Home(directory), name, address, port, standby)
     file = _file(token, config, newcomer, _teller(as_json))
     settings = _with_flags(with_discover(load_config(file), discover), standby, port)
-    settings = computing(override(settings, model=override(settings.model, cache=cache)), None, device)
+    asked = override(settings.model, cache=cache, weights_from=weights_from(weights), signed=signed)
+    settings = computing(override(settings, model=asked), None, device)
     me = load_member(settings)
     if token is None:
         _check_asked(newcomer, file, me, _teller(as_json))

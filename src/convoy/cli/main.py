@@ -30,6 +30,7 @@ from convoy.cli import (
     identity,
     invite,
     join,
+    manifest,
     plan,
     roster,
     serve,
@@ -84,7 +85,13 @@ def convoy(
 
 for verb in (demo.demo, run_verb.run, session.session, serve.serve, join.join, invite.invite, plan.plan):
     app.command()(verb)
-for name, group in {"identity": identity, "roster": roster, "attest": attest, "bench": bench}.items():
+for name, group in {
+    "identity": identity,
+    "roster": roster,
+    "manifest": manifest,
+    "attest": attest,
+    "bench": bench,
+}.items():
     app.add_typer(group.app, name=name)
 for verb in (doctor.doctor, status.status, chat.chat):
     app.command()(verb)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from convoy.cli.config import DEFAULT_SPECULATE, Config
 from convoy.cli.files import read_bytes
 from convoy.cli.output import print_note
+from convoy.cli.signed import signed_model
 from convoy.errors import ConvoyError, RosterError
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def load_policy(file: Path | None) -> Policy:
 def member_options(config: Config) -> MemberOptions:
     from convoy.cluster.options import MemberOptions
 
-    model = config.model
+    model, signed = config.model, signed_model(config)
     return MemberOptions(
         memory_bytes=int(model.memory_gb * 1e9),
         num_threads=model.num_threads,
@@ -108,6 +109,7 @@ def member_options(config: Config) -> MemberOptions:
         cache=model.cache or default_cache(),
         weights_from=model.weights_from,
         hub=model.hub,
+        signed=None if signed is None else signed.digest,
     )
 
 

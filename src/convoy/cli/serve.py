@@ -12,7 +12,7 @@ from convoy.cli.config import Config, load_config, override
 from convoy.cli.device import DeviceFlag, computing
 from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
-from convoy.cli.hub import local_model
+from convoy.cli.hub import Opened, SignedFlag, WeightsFromFlag, open_model, weights_from
 from convoy.cli.invite import AutoApproveFlag, InviteAddressFlag
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.member import head_options, load_head, serve_options, watched_roster
@@ -73,6 +73,8 @@ def serve(
     directory: DirectoryFlag = DEFAULT_HOME,
     discover: DiscoverFlag = None,
     quantize: QuantizeFlag = None,
+    weights: WeightsFromFlag = None,
+    signed: SignedFlag = None,
     device: DeviceFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -82,12 +84,14 @@ def serve(
         asked.check(model)
         config = asked.let_in(as_json=as_json)
     settings = with_discover(load_config(config), discover)
+    source = override(settings.model, weights_from=weights_from(weights), signed=signed)
+    settings = override(settings, model=source)
     chosen = _chosen(settings, model, quiet=as_json)
     http = override(settings.serve, host=host, port=port)
     limits, plan = override(settings.engine, **engine), override(settings.plan, recover_wait_s=recover_wait)
     settings = computing(override(settings, serve=http, engine=limits, plan=plan), quantize, device)
     head_options(settings).check()
-    spec = _spec_of(chosen)  # what is wrong with it is said before who has the port
+    spec = chosen.source.spec  # what is wrong with it is said before who has the port
     with ExitStack() as stack:
         if config is None:
             local = stack.enter_context(LocalCluster(_alone_options(settings)))
@@ -107,18 +111,12 @@ def _alone(directory: Path) -> str:
     return f"no --config: this machine serves alone{others}"
 
 
-def _chosen(settings: Config, model: str | None, *, quiet: bool) -> str:
+def _chosen(settings: Config, model: str | None, *, quiet: bool) -> Opened:
     """The model that was named, on this machine."""
     named = model or settings.model_name()
     if named is None:
         raise UsageError("no model was named", hint="convoy serve MODEL, or name in the [model] section")
-    return local_model(settings, named, quiet=quiet)
-
-
-def _spec_of(model: str) -> ModelSpec:
-    from convoy.model.source import ModelSource
-
-    return ModelSource.resolve(model).spec
+    return open_model(settings, named, quiet=quiet)
 
 
 def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> Config:
@@ -151,7 +149,7 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
 
 def serve_cluster(
     settings: Config,
-    model: str,
+    model: str | Opened,
     *,
     as_json: bool,
     watch: Callable[[], None] | None = None,
@@ -205,7 +203,7 @@ def _serve(cluster: RunningCluster, options: ServeOptions, *, as_json: bool, not
 
 def start_cluster(
     settings: Config,
-    model: str,
+    model: str | Opened,
     *,
     quiet: bool,
     me: Membership | None = None,
@@ -222,19 +220,20 @@ def start_cluster(
     from convoy.model.source import ModelSource
 
     me = me or load_head(settings)
-    source = ModelSource.resolve(model)
+    opened = Opened(ModelSource.resolve(model)) if isinstance(model, str) else model
     peers = [member.name for member in me.roster.members if member.name != me.name]
     if peers and not quiet:
         print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s")
     with loading_bars(quiet=quiet) as on_load:
         cluster = RunningCluster.start(
             me,
-            source,
+            opened.source,
             head_options(settings),
             on_load,
             network=network,
             watch=watch,
             on_arrival=None if quiet else _say_arrival,
+            own=opened.own,
         )
     _say_why_not_exact(settings, cluster)
     for name, verdict in cluster.head.vetting.excluded.items():
