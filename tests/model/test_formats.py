@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from convoy.evaluate.library_model import library_logits as judge_logits
+from convoy.model.checkpoint import map_tensor
+from convoy.model.digests import Hashing, make_manifest
+from convoy.model.formats.read import read_tensor
+from convoy.model.manifest import Manifest
+from convoy.model.owned import owned_tensors
+from convoy.model.parts import Part, PartFile
+from convoy.model.received import ReceivedModel
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.wire.messages import StageAssignment
@@ -108,3 +117,100 @@ def test_quantised_weights_give_the_logits_of_what_they_stand_for(
     cut = chain(checkpoints[case].quantised, 1, 2)
     head, tail = cut.run((0, tokens[:33]))[0], cut.run((0, tokens[33:]))[0]
     assert torch.equal(torch.cat((head, tail)), whole)
+
+
+@pytest.mark.parametrize("case", ["mlx tied", "mxfp4", "fp8 squares", "compressed int4", "gptq 4-bit", "awq"])
+def test_a_stage_reads_its_own_bytes_and_takes_what_the_plan_said(
+    checkpoints: Checkpoints, case: str
+) -> None:
+    source = ModelSource.resolve(str(checkpoints[case].quantised))
+    stage = Stage.load(source, StageAssignment("a", 1, 2, False, False), StageOptions())
+    own = [t for name, t in source.tensors.items() if ".layers.1." in name and not name.endswith("_shape")]
+    assert stage.bytes_read == sum(t.num_bytes for t in own if not t.name.endswith("input_scale"))
+    planned = source.spec.weight_bytes(1, 2, embed=False, output=False, dtype="exact-f32")
+    assert stage.weight_bytes == planned
+    ends = Stage.load(source, StageAssignment("a", 0, 0, True, True), StageOptions())
+    planned = source.spec.weight_bytes(0, 0, embed=True, output=True, dtype="exact-f32")
+    assert ends.weight_bytes == planned
+
+
+@pytest.mark.parametrize("case", ["mlx tied", "mxfp4", "compressed int4 zeros", "awq"])
+def test_a_member_without_files_gets_the_tensors_as_they_are_stored(
+    checkpoints: Checkpoints, prompt: Prompt, tmp_path: Path, case: str
+) -> None:
+    source = ModelSource.resolve(str(checkpoints[case].quantised))
+    manifest = make_manifest(source, Hashing())
+    received = ReceivedModel(tmp_path, Manifest.decode(manifest.encoded, manifest.digest))
+    with received.open(lambda: None):
+        config = received.file("config.json")
+        put(config, (source.path / "config.json").read_bytes())
+        found = received.source("received", config)
+        assert found.digest == source.digest
+        for tensor in owned_tensors(found, {1}, embed=False, output=False):
+            put(
+                received.tensor(tensor.name),
+                map_tensor(source.tensors[tensor.name]).reshape(-1).view(torch.uint8),
+            )
+    (whole,) = chain(source.path).run((0, prompt(40)))
+    parts = chain(source.path, 1, 2)
+    assignment = StageAssignment("m1", 1, 2, False, False)
+    middle = Stage.load(found, assignment, StageOptions(require_tags=False))
+    (logits,) = Chain([parts.stages[0], middle, parts.stages[2]]).run((0, prompt(40)))
+    assert torch.equal(logits, whole)
+
+
+def put(part: Part, data: bytes | torch.Tensor) -> None:
+    with PartFile(part) as file:
+        file.write(data if isinstance(data, bytes) else data.numpy().tobytes())
+        assert file.finish()
+
+
+def test_mxfp4_is_what_the_library_unpacks(checkpoints: Checkpoints) -> None:
+    source = ModelSource.resolve(str(checkpoints["mxfp4"].quantised))
+    for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.2.mlp.experts.down_proj"):
+        blocks, scales = (map_tensor(source.tensors[f"{name}_{kind}"]) for kind in ("blocks", "scales"))
+        expected = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert torch.equal(read_tensor(source, name), expected)
+
+
+def test_a_tensor_is_unpacked_in_pieces_of_any_size(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = [ModelSource.resolve(str(checkpoints[case].quantised)) for case in CASES]
+    names = ["model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.experts.down_proj"]
+    wanted = [(s, name) for s in sources for name in names if name in s.layout.made]
+    at_once = [read_tensor(source, name) for source, name in wanted]
+    monkeypatch.setattr("convoy.model.formats.unpacking._PIECE_ELEMENTS", 5 * 192)
+    for (source, name), whole in zip(wanted, at_once, strict=True):
+        assert torch.equal(read_tensor(source, name), whole)
+
+
+def test_the_certificates_judge_has_the_unpacked_weights(checkpoints: Checkpoints, prompt: Prompt) -> None:
+    tokens = prompt(40)
+    written = checkpoints["mlx moe"]
+    (judged,) = judge_logits(ModelSource.resolve(str(written.quantised)), [tokens])
+    assert (judged - library_logits(written.dense, tokens)).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("case", ["mlx tied", "awq", "fp8 squares"])
+def test_a_device_gets_the_unpacked_weights_rounded_once(checkpoints: Checkpoints, case: str) -> None:
+    weights = pytest.importorskip("convoy.model.gpu.weights")
+    loaded = [
+        weights.load_weights(
+            ModelSource.resolve(str(path)),
+            StageAssignment("a", 0, 3, True, True),
+            torch.device("cpu"),
+            None,
+        )
+        for path in (checkpoints[case].quantised, checkpoints[case].dense)
+    ]
+    ours, dense = ([*one.layers[1].tensors(), one.embedding, one.head] for one in loaded)
+    assert all(torch.equal(a, b) for a, b in zip(ours, dense, strict=True))
+    assert loaded[0].bytes_read < loaded[1].bytes_read
+
+
+def test_eight_bit_linears_are_made_of_the_unpacked_weights(checkpoints: Checkpoints, prompt: Prompt) -> None:
+    tokens = prompt(40)
+    expected = library_logits(checkpoints["mlx 4-bit"].dense, tokens)
+    (found,) = chain(checkpoints["mlx 4-bit"].quantised, kernel="w8a8").run((0, tokens))
+    assert 0 < (found - expected).abs().mean() < 0.1 * expected.abs().mean()

@@ -52,7 +52,6 @@ class Written:
 
     quantised: Path
     dense: Path
-    original: Path  # before it was quantised
 
 
 class Writer:
@@ -121,16 +120,18 @@ def library_model(kind: str) -> Any:
 
 
 def write(root: Path, kind: str, quantise: Quantise) -> Written:
-    """Both forms of one model, and the original, under ``root``."""
-    model = library_model(kind)
-    model.save_pretrained(root / "original")
-    writer = Writer(model)
+    """Both forms of one of `MODELS`, under ``root``."""
+    return save_written(root, Writer(library_model(kind)), quantise)
+
+
+def save_written(root: Path, writer: Writer, quantise: Quantise) -> Written:
+    """Quantise what ``writer`` has, and save both forms under ``root``."""
     quantise(writer)
     writer.rest()
     plain = {k: v for k, v in writer.config.items() if k not in {"quantization", "quantization_config"}}
     _save(root / "dense", plain, writer.dense)
     _save(root / "quantised", writer.config, writer.stored)
-    return Written(root / "quantised", root / "dense", root / "original")
+    return Written(root / "quantised", root / "dense")
 
 
 def _save(directory: Path, config: Mapping[str, Any], state: State) -> None:
@@ -189,6 +190,7 @@ def mlx(bits: int = 4, group: int = 64, own: Mapping[str, int] | None = None) ->
                 biases=torch.from_numpy(biases).to(torch.bfloat16),
             )
         _stack(writer.stored)
+        writer.config["dtype"] = "bfloat16"  # of scales, biases and what is looked up
         writer.config["quantization"] = writer.config["quantization_config"] = settings
 
     return quantise

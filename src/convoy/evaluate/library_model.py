@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from convoy.errors import ModelError
+from convoy.model.formats.read import read_tensor
 from convoy.model.library import LIBRARY
+from convoy.model.owned import decoder_name
 from convoy.model.source import ModelSource
-from convoy.model.synthetic import draw_tensor
 
 LIBRARY_DTYPE = torch.float32
 
@@ -32,13 +33,16 @@ def library_logits(
     """Float32 logits [T, vocabulary] of each text, which runs alone, whole, without a cache.
 
     The library's own modules and eager attention, in float32. The model is in memory while this runs, once.
-    Raises ModelError where the library cannot load it.
+    Quantised weights are unpacked here, not by the library, which for most formats wants a GPU and a package
+    by others; tests compare what is unpacked with the formats' own descriptions and tools. Raises ModelError
+    where the library cannot load it.
     """
     model = _load(source)
     found = []
     for index, text in enumerate(texts):
         on_text(index)
-        logits: torch.Tensor = model(torch.tensor([list(text)]), use_cache=False).logits[0]
+        with _quiet():
+            logits: torch.Tensor = model(torch.tensor([list(text)]), use_cache=False).logits[0]
         found.append(logits.to(torch.float32).clone())
     return found
 
@@ -54,8 +58,8 @@ def _load(source: ModelSource) -> Any:
         }
         try:
             with _quiet():
-                if source.seed is not None:
-                    return _drawn(source, options)
+                if source.seed is not None or source.layout.made:
+                    return _from_ours(source, options)
                 model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                     str(source.path), trust_remote_code=False, **options
                 )
@@ -64,13 +68,21 @@ def _load(source: ModelSource) -> Any:
         return model.eval()
 
 
-def _drawn(source: ModelSource, options: dict[str, Any]) -> Any:
+def _from_ours(source: ModelSource, options: dict[str, Any]) -> Any:
+    """From tensors that we draw or unpack."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    assert source.seed is not None
-    config = transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
-    state = {name: draw_tensor(tensor, source.seed) for name, tensor in source.tensors.items()}
+    if source.seed is None:
+        config = transformers.AutoConfig.from_pretrained(
+            str(source.path), local_files_only=True, trust_remote_code=False
+        ).get_text_config()
+    else:
+        config = transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    names = source.layout.shapes(source.tensors)
+    state = {decoder_name(name): read_tensor(source, name) for name in names}
     whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return whole.from_pretrained(None, config=config, state_dict=state, **options).eval()
 

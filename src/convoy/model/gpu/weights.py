@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 import torch
 
 from convoy.errors import ModelError
-from convoy.model.checkpoint import StoredTensor, map_tensor
+from convoy.model.checkpoint import map_tensor
+from convoy.model.formats.read import unpack_into
 from convoy.model.gpu.draw import draw_into
 from convoy.model.source import ModelSource
 from convoy.model.synthetic import draw_tensor, drawn_key
@@ -166,35 +167,46 @@ class _Loader:
 
     def _joined(self, names: list[str]) -> torch.Tensor:
         """The tensors over each other."""
-        parts = [self._stored(name) for name in names]
-        if len({part.shape[1:] for part in parts}) > 1:
-            shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise ModelError(f"{self._source.name}: {names[0]} and its like have the shapes {shapes}")
-        num_rows = sum(part.shape[0] for part in parts)
-        whole = torch.empty(num_rows, *parts[0].shape[1:], dtype=DTYPE, device=self._device)
+        shapes = [self._shape(name) for name in names]
+        if len({shape[1:] for shape in shapes}) > 1:
+            listed = ", ".join(str(list(shape)) for shape in shapes)
+            raise ModelError(f"{self._source.name}: {names[0]} and its like have the shapes {listed}")
+        num_rows = sum(shape[0] for shape in shapes)
+        whole = torch.empty(num_rows, *shapes[0][1:], dtype=DTYPE, device=self._device)
         done = 0
-        for part in parts:
-            self._fill(whole[done : done + part.shape[0]], part)
-            done += part.shape[0]
+        for name, shape in zip(names, shapes, strict=True):
+            self._fill(whole[done : done + shape[0]], name)
+            done += shape[0]
         return whole
 
-    def _stored(self, name: str) -> StoredTensor:
-        stored = self._source.tensors.get(name)
-        if stored is None:
+    def _shape(self, name: str) -> tuple[int, ...]:
+        described = self._source.layout.made.get(name) or self._source.tensors.get(name)
+        if described is None:
             raise ModelError(
                 f"{self._source.name}: the checkpoint has no tensor {name}",
                 hint="a shard is missing or the directory is of another model",
             )
-        return stored
+        return described.shape
 
-    def _fill(self, target: torch.Tensor, stored: StoredTensor) -> None:
-        seed = self._source.seed
+    def _fill(self, target: torch.Tensor, name: str) -> None:
+        whole = self._source.layout.made.get(name)
+        if whole is None:
+            self._fill_plain(target, name)
+        else:
+            unpack_into(target, self._source, name)
+            self._count(sum(part.num_bytes for part in whole.parts.values()))
+
+    def _fill_plain(self, target: torch.Tensor, name: str) -> None:
+        seed, stored = self._source.seed, self._source.tensors[name]
         if seed is None:
             target.copy_(map_tensor(stored))
         elif len(stored.shape) == 2:
             draw_into(target, drawn_key(stored, seed), math.sqrt(3 / stored.shape[1]) / 2**31)
         else:
             target.copy_(draw_tensor(stored, seed))
-        self.bytes_read += stored.num_bytes
+        self._count(stored.num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.bytes_read += num_bytes
         if self._progress is not None:
             self._progress(self.bytes_read, self._total)
