@@ -11,7 +11,9 @@ import httpx
 import pytest
 
 from convoy.cli.local import LocalCluster, LocalOptions
-from support.fake_hub import COMMIT, FakeHub
+from convoy.cli.main import run
+from convoy.crypto.identity import OperatorKey
+from support.fake_hub import COMMIT, REPO, FakeHub
 from support.odd_models import make_odd_llama
 
 WAIT_S = 150.0
@@ -58,18 +60,32 @@ def test_a_cluster_where_only_the_head_has_the_files_starts_and_answers(tmp_path
 
 
 @pytest.mark.slow
-def test_a_head_fetches_a_model_from_a_hub_and_its_peer_gets_its_layers_from_the_head(tmp_path: Path) -> None:
+def test_a_cluster_runs_a_model_of_a_hub_that_was_signed_and_nobody_fetches_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = OperatorKey.generate()
+    key.save(tmp_path / "operator")
+    monkeypatch.setattr(OperatorKey, "generate", lambda: key)
     hub = FakeHub(make_odd_llama(tmp_path / "odd"))
     with LocalCluster(LocalOptions(2, ["0:2,output", "3:4"], num_threads=1)) as local:
         for name in local.names:
             file = local.config_file(name)
-            more = f'[model]\ncache = "{tmp_path / name}"\nhub = "{hub.url}"\n'
+            more = f'[model]\ncache = "{tmp_path / name}"\nhub = "{hub.url}"\nsigned = "{tmp_path}/signed"\n'
             file.write_text(file.read_text().replace("[model]\n", more))
-        local.start("beta", "join", "--config", str(local.config_file("beta")), "--until-stdin-closes")
         file = local.config_file(local.head)
-        local.start(local.head, "serve", f"somebody/odd@{COMMIT}", "--config", str(file), "--json")
-        answer = asked(url_of(local), model="somebody/odd", prompt="abc", max_tokens=12, temperature=0)
+        sign = ["manifest", "sign", f"{REPO}@{COMMIT}", "--operator", str(tmp_path / "operator")]
+        elsewhere = tmp_path / "elsewhere.toml"
+        elsewhere.write_text(f'[model]\ncache = "{tmp_path / "elsewhere"}"\nhub = "{hub.url}"\n')
+        assert run([*sign, "--out", str(tmp_path / "signed"), "--config", str(elsewhere), "--json"]) == 0
+        hub.served.clear()
+        local.start("beta", "join", "--config", str(local.config_file("beta")), "--until-stdin-closes")
+        local.start(local.head, "serve", REPO, "--config", str(file), "--json")
+        answer = asked(url_of(local), model=REPO, prompt="abc", max_tokens=12, temperature=0)
         assert len(answer["choices"][0]["text"]) > 3
-    assert not list((tmp_path / "beta").rglob("*.safetensors")), "the hub was asked by the head alone"
-    assert list((tmp_path / "beta").glob("models/*/tensors/*"))
+        alone = f"{local.log_file('beta').read_text()}{local.log_file(local.head).read_text()}"
+        assert "the head is asked" not in alone
+        for name in local.names:
+            held = [path.stat().st_size for path in (tmp_path / name).glob("models/*/tensors/*")]
+            assert 0 < sum(held) < 0.8 * (hub.directory / "model.safetensors").stat().st_size
+            assert not list((tmp_path / name).rglob("*.safetensors"))
     hub.close()
