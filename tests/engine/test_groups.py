@@ -27,6 +27,8 @@ BLOCK, CHUNK = 4, 10
 FULL = CacheGroup("full", None, (0,), 2, 1, 8, 8)
 NEAR = CacheGroup("window-7", 7, (1, 2), 2, 1, 8, 8)
 FAR = CacheGroup("window-18", 18, (3,), 2, 1, 8, 8)
+ENTRIES = CacheGroup("entries-3", None, (5,), 2, 1, 8, 8, kind="entries", row_elements=9, stride=3)
+PENDING = CacheGroup("pending-6", 6, (5,), 2, 1, 8, 8, kind="pending", row_elements=18)
 STATE = CacheGroup("state", None, (4,), 0, 0, 0, 0, kind="recurrent", state_elements=9)
 LIMITS = SchedulerLimits(
     groups=(), block_size=BLOCK, max_batch=5, max_step_tokens=24, prefill_chunk=CHUNK, max_waiting=64
@@ -37,7 +39,8 @@ Slot = tuple[int, int, int]  # group, block, offset
 def limits_of(groups: list[CacheGroup], counts: list[int], **changes: int) -> SchedulerLimits:
     row = max(CHUNK, changes.get("max_drafts", MAX_DRAFT) + 1)
     made = tuple(
-        GroupLimits(count, group.ring_blocks(BLOCK, row)) for group, count in zip(groups, counts, strict=True)
+        GroupLimits(count, group.ring_blocks(BLOCK, row), group.stride)
+        for group, count in zip(groups, counts, strict=True)
     )
     return replace(LIMITS, groups=made, **changes)  # type: ignore[arg-type]
 
@@ -49,7 +52,7 @@ class Stages:
         self._groups = groups
         self.tables = BlockTables(
             [
-                GroupBlocks(group.num_blocks, of.window, of.kind == "recurrent")
+                GroupBlocks(group.num_blocks, of.window, of.kind == "recurrent", of.stride)
                 for group, of in zip(limits.groups, groups, strict=True)
             ],
             block_size=BLOCK,
@@ -80,12 +83,16 @@ class Stages:
             return
 
         def slot(position: int) -> Slot:
-            return group, blocks[position // BLOCK % len(blocks)], position % BLOCK
+            place = position // stride
+            return group, blocks[place // BLOCK % len(blocks)], place % BLOCK
 
-        for position in range(row.start, len(tokens)):
-            self._held[slot(position)] = tuple(tokens[: position + 1])
+        stride = self._groups[group].stride
+        last = [position for position in range(len(tokens)) if position % stride == stride - 1]
+        for position in last:
+            if position >= row.start:
+                self._held[slot(position)] = tuple(tokens[: position + 1])
         first = 0 if window is None else max(0, row.start - window + 1)
-        for position in range(first, len(tokens)):
+        for position in (position for position in last if position >= first):
             assert self._held[slot(position)] == tuple(tokens[: position + 1]), "K/V of another prefix"
 
 
@@ -140,6 +147,7 @@ MODELS = {
     "little room for rings": ([FULL, NEAR, FAR], [40, 21, 30]),
     "one window": ([NEAR], [25]),
     "two windows": ([NEAR, FAR], [24, 26]),
+    "entries of several tokens": ([NEAR, ENTRIES, PENDING], [25, 14, 20]),
     "a state beside full attention": ([FULL, STATE], [30, 3]),
     "all of them": ([NEAR, FULL, STATE], [14, 34, 4]),
 }
@@ -246,6 +254,7 @@ def test_over_several_groups_no_prefix_is_shared() -> None:
         ([NEAR], [4], 16),
         ([FULL, NEAR], [20, 3], 12),
         ([FULL, STATE], [20, 1], 80),
+        ([NEAR, ENTRIES], [5, 7], 84),
     ],
 )
 def test_the_longest_sequence_is_bounded_by_full_tables_and_by_rings_that_are_cut_short(

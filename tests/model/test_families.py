@@ -32,6 +32,7 @@ KINDS = [
     "gemma4 e",
     "deepseek_v3",
     "deepseek_v3 flat",
+    "deepseek_v4",
 ]
 AS_THEY_ARE = sorted(kind for kind in FAMILIES if FAMILIES[kind].counted)
 

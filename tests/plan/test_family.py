@@ -55,20 +55,23 @@ def test_bytes_heads_and_windows_are_those_of_the_librarys_model(kind: str, tmp_
     spec = ModelSpec.from_config(json.loads((tmp_path / "config.json").read_text()), "tiny", shapes)
     beside = spec.layer_input_size * (105 + spec.hidden_size)  # what each layer has outside of itself
     for number, layer in enumerate(model.model.layers):
-        elements = sum(tensor.numel() for tensor in layer.state_dict().values())
+        elements = sum(tensor.nbytes for tensor in layer.state_dict().values()) // 4
         assert spec.layer_elements[number] == elements + beside, f"layer {number}"
     whole = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype="float32")
-    buffers = sum(tensor.numel() for name, tensor in model.named_buffers() if name in model.state_dict())
-    assert whole == 4 * (sum(p.numel() for p in model.parameters()) + buffers)
+    buffers = sum(tensor.nbytes for name, tensor in model.named_buffers() if name in model.state_dict())
+    assert whole == sum(p.nbytes for p in model.parameters()) + buffers
     for group in spec.cache_groups:
         for number in group.layers:
             if group.kind == "recurrent":
                 check_state(group, model.model.layers[number].linear_attn)
                 continue
             attention = model.model.layers[number].self_attn
+            if group.kind in {"entries", "pending"}:
+                check_compressor(group, attention.compressor)
+                continue
             if "sliding_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
                 assert attention.sliding_window == group.window
-            if group.kind == "latent":
+            if group.kind == "latent" and kind != "deepseek_v4":
                 assert attention.kv_a_proj_with_mqa.out_features == group.head_dim
                 assert attention.kv_lora_rank == group.value_dim
                 continue
@@ -91,6 +94,17 @@ def check_state(group: CacheGroup, net: Any) -> None:
     assert group.state_elements == past + state + 16 * token
 
 
+def check_compressor(group: CacheGroup, compressor: Any) -> None:
+    series = compressor.kv_proj.out_features // compressor.head_dim
+    indexer = getattr(compressor, "indexer", None)
+    width = compressor.head_dim + (0 if indexer is None else indexer.head_dim)
+    if group.kind == "entries":
+        assert (group.window, group.stride, group.row_elements) == (None, compressor.compress_rate, width)
+    else:
+        assert (group.window, group.stride) == (series * compressor.compress_rate, 1)
+        assert group.row_elements == 2 * series * width
+
+
 @pytest.mark.parametrize(
     ("family", "required"),
     [
@@ -102,6 +116,7 @@ def check_state(group: CacheGroup, net: Any) -> None:
         ("qwen3_5_moe_text", {"num_hidden_layers": 4}),
         ("qwen3_moe", {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 16, "vocab_size": 9}),
         ("phi3", {"num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 16, "vocab_size": 9}),
+        ("deepseek_v4", {"num_hidden_layers": 6}),
         ("deepseek_v3", {"num_hidden_layers": 4, "hidden_size": 8, "intermediate_size": 16, "vocab_size": 9}),
     ],
 )
@@ -119,7 +134,7 @@ def test_what_is_not_written_is_what_the_library_takes_for_it(family: str, requi
     assert spec.tied_embeddings == config.tie_word_embeddings
     beside = spec.layer_input_size * (getattr(config, "vocab_size_per_layer_input", 0) + spec.hidden_size)
     for number, layer in enumerate(model.model.layers):
-        elements = sum(tensor.numel() for tensor in layer.state_dict().values())
+        elements = sum(tensor.nbytes for tensor in layer.state_dict().values()) // 4
         assert spec.layer_elements[number] == elements + beside, f"layer {number}"
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from convoy.model.compressed import CompressedAttention, linear_of
 from convoy.model.exact import ExactNorm, RowNorm
-from convoy.model.experts import add_columns, exact_sigmoid
+from convoy.model.experts import ExactRouter, add_columns, exact_sigmoid
 from convoy.model.rope import Rotation
 from convoy.model.routed import RoutedExperts
 
@@ -61,7 +61,7 @@ class StreamMixer(nn.Module):
         self._eps = float(connection.hc_eps)
         self._num_rounds: int = connection.hc_sinkhorn_iters
         self.norm = RowNorm(None, connection.input_norm.eps)
-        self.fn = linear_of(connection.fn, packed=packed)
+        self.fn = StreamWeights(connection.fn, packed=packed)
         self.base: torch.Tensor = connection.base
         self.scale: torch.Tensor = connection.scale
 
@@ -91,6 +91,19 @@ class StreamMixer(nn.Module):
         return mix
 
 
+class StreamWeights(ExactRouter):
+    """Few outputs that say how much of a stream goes where: 8 bits leave them alone, as they do routers."""
+
+    def __init__(self, weight: torch.Tensor, *, packed: bool) -> None:
+        nn.Module.__init__(self)
+        self.weigh = linear_of(weight, packed=packed)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """[T, streams * hidden] to [T, outputs]"""
+        weights: torch.Tensor = self.weigh(x)
+        return weights
+
+
 class StreamJoin(nn.Module):
     """Makes one state of the last layer's streams, and norms it."""
 
@@ -99,7 +112,7 @@ class StreamJoin(nn.Module):
         self._num_streams: int = head.hc_mult
         self._eps = float(head.eps)
         self.input_norm = RowNorm(None, head.input_norm.eps)
-        self.fn = linear_of(head.hc_fn, packed=packed)
+        self.fn = StreamWeights(head.hc_fn, packed=packed)
         self.base: torch.Tensor = head.hc_base
         self.scale: torch.Tensor = head.hc_scale
         self.norm = ExactNorm(norm)

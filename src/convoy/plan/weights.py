@@ -15,9 +15,10 @@ from typing import Literal
 from convoy.plan.kernels import DTYPE_BYTES, form_of
 
 Shape = tuple[int, ...]
-# scores of experts, which `model.quantized` does not round; MLA's expansion, which is in no linear there
+# scores of experts, which `model.quantized` does not round; MLA's expansion and what each group of DeepSeek
+# V4's heads gives, which are in no linear there
 _ROUTER = re.compile(r"(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.weight\Z")
-_NO_LINEAR = ("kv_b_proj.weight", "conv1d.weight", "table.weight")
+_NO_LINEAR = ("kv_b_proj.weight", "o_a_proj.weight", "conv1d.weight", "table.weight")
 _EXPERT = re.compile(r"\bexperts\.([0-9]+)\.")
 _STACK = re.compile(r"\bexperts\.[a-z_]+\Z")
 
