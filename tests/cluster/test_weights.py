@@ -19,6 +19,7 @@ from convoy.cluster.supply import Supply
 from convoy.engine.generation import generate
 from convoy.engine.request import GenerationRequest
 from convoy.errors import PeerRefused
+from convoy.model.cache import list_cache
 from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
 from convoy.transport.network import MemoryNetwork
@@ -122,6 +123,7 @@ def test_a_member_without_files_gets_its_own_layers_alone_and_answers_the_same(
     assert got == owned
     assert sorted(path.name for path in folder.iterdir()) == [
         ".lock",
+        ".use",
         "config.json",
         "manifest.json",
         "tensors",
@@ -138,7 +140,9 @@ def test_a_second_start_gets_nothing_twice(model: Path, tmp_path: Path) -> None:
         with started(model, with_cache(tmp_path / "cache")) as (cluster, heard):
             fetched = [who for who, _, _ in heard if who == "beta (from the head)"]
             assert bool(fetched) == (times == 0)
+            assert [one.in_use for one in list_cache(tmp_path / "cache")] == [True]
             assert len(answer_of(cluster)) == 12
+    assert [one.in_use for one in list_cache(tmp_path / "cache")] == [False]
 
 
 def test_what_came_before_a_member_ended_is_not_fetched_again(model: Path, tmp_path: Path) -> None:

@@ -53,12 +53,12 @@ def local_model(settings: Config, named: str, *, quiet: bool) -> str:
 
     Raises ModelError where they cannot be had.
     """
-    from convoy.model.hub import Hub
+    from convoy.model.hub import FOLDER, Hub
 
     name = _hub_name(named)
     if name is None:
         return named
-    hub = Hub(_cache(settings) / "hub", settings.model.hub)
+    hub = Hub(_cache(settings) / FOLDER, settings.model.hub)
     with loading_bars(quiet=quiet) as on_load:
         commit, directory = hub.download(name, on_load)
     if not quiet:

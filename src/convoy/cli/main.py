@@ -24,6 +24,7 @@ from convoy import __version__
 from convoy.cli import (
     attest,
     bench,
+    cache,
     chat,
     demo,
     doctor,
@@ -93,7 +94,7 @@ for name, group in {
     "bench": bench,
 }.items():
     app.add_typer(group.app, name=name)
-for verb in (doctor.doctor, status.status, chat.chat):
+for verb in (doctor.doctor, status.status, chat.chat, cache.cache):
     app.command()(verb)
 app.command("eval")(eval_verb.evaluate)
 app.command()(verify.verify)

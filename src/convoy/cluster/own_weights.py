@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from convoy.errors import ModelError
+from convoy.model.cache import InUse
 from convoy.model.hub_weights import Held, HubWeights
 from convoy.model.manifest import Manifest
 from convoy.model.owned import owned_tensors
@@ -28,6 +29,7 @@ class OwnWeights:
         self._source = source
         self._hub = hub
         self._verified = Verified()
+        self._in_use = InUse(received.folder)
 
     @property
     def manifest(self) -> Manifest:
@@ -59,6 +61,10 @@ class OwnWeights:
                         hint="sign the manifest of that commit: `convoy manifest sign org/name@commit`",
                     )
             self._verified.add(parts)
+
+    def close(self) -> None:
+        """Nothing is loaded any more: what was got may be removed."""
+        self._in_use.close()
 
     def reader(self) -> HubReader:
         """For pieces of tensors that are not here."""

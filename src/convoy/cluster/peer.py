@@ -106,6 +106,7 @@ class Peer:
             listener.close()
             self._inbox.close()
             self._attestation.close()
+            self._weights.close()
             for link in tuple(self._links):
                 link.close("the peer is shutting down")
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from convoy.cluster.options import MemberOptions
 from convoy.cluster.own_weights import HubReader, OwnWeights, Tell
 from convoy.errors import ConvoyError, ModelError
+from convoy.model.cache import InUse
 from convoy.model.digests import Hashing, HashProgress, make_manifest
 from convoy.model.hub import commit_of
 from convoy.model.manifest import Manifest
@@ -55,6 +56,7 @@ class Supply:
         self._making = threading.Lock()
         self._manifest: Manifest | None = None
         self._places: dict[str, _Place] = {}
+        self._in_use = InUse(source.path) if commit_of(source.path) else None
         self._lock = threading.Lock()
         self._asked: dict[Link, Inbox[Fetch | None]] = {}
         self._closed = False
@@ -117,6 +119,9 @@ class Supply:
             asked = list(self._asked.values())
         for one in asked:
             one.close(None)
+        for held in (self._in_use, self._own):
+            if held is not None:
+                held.close()
 
     def _serve(self, link: Link, asked: Inbox[Fetch | None]) -> None:
         """Until the link is over."""

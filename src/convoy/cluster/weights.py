@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from convoy.cluster.fetch import Fetches, Want, pieces_of
 from convoy.cluster.from_hub import FromHub
 from convoy.cluster.options import PeerOptions
 from convoy.errors import Incompatible, ModelError, StepError
+from convoy.model.cache import InUse
 from convoy.model.checkpoint import StoredTensor
 from convoy.model.digests import Hashing, make_manifest, tensor_digests
 from convoy.model.manifest import MAX_MANIFEST_BYTES, Manifest
@@ -73,6 +75,7 @@ class Weights:
         self._manifest: Manifest | None = None  # the last one that was needed
         self._lock = threading.Lock()
         self._verified = Verified()
+        self._in_use: InUse | None = None
 
     def find(self, asker: Asker) -> Found:
         """The model of a plan: known by its configuration and what its tensors are.
@@ -162,6 +165,18 @@ class Weights:
         self._get(asker, received, [config], None)
         return Found(received.source(model, config), received)
 
+    def close(self) -> None:
+        """Nothing is loaded any more: what was got may be removed."""
+        if self._in_use is not None:
+            self._in_use.close()
+
+    def _hold(self, folder: Path) -> None:
+        """As long as this process may load from it again, nobody removes it."""
+        if self._in_use is None or self._in_use.folder != folder:
+            held, self._in_use = self._in_use, InUse(folder)
+            if held is not None:
+                held.close()
+
     def _listed(self, asker: Asker) -> Manifest:
         """The manifest that the plan names: kept from earlier, or the head's, which must have its digest."""
         digest, cache = asker.plan.manifest, self._options.member.cache
@@ -189,6 +204,7 @@ class Weights:
     def _get(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part], hub: str | None) -> None:
         """``hub``: what the plan says of one, for tensors; None for a file, which the head alone sends."""
         with received.open(asker.watch):
+            self._hold(received.folder)
             missing = self._verified.missing(parts, partial(_paced(asker.tell), "check"))
             if missing:
                 received.require_room(missing)

@@ -27,6 +27,7 @@ from convoy.model.parts import Part, PartFile, alone_in, is_whole, require_room
 
 HubProgress = Callable[[str, int, int], None]  # file, bytes that are here, bytes in all
 
+FOLDER = "hub"  # of a cache
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}"
 _FORM = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>{_REVISION}))?", re.ASCII)

@@ -61,18 +61,6 @@ def alone_in(folder: Path, watch: Callable[[], None]) -> Iterator[None]:
         os.close(descriptor)  # which gives the lock back, as the end of the process does
 
 
-def is_in_use(folder: Path) -> bool:
-    """Whether a process is `alone_in` this folder now."""
-    try:
-        descriptor = os.open(folder / ".lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        return not _locked(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def require_room(folder: Path, parts: Iterable[Part]) -> None:
     """Raises ModelError, with both numbers, where the disk has not the room for ``parts``."""
     needed = sum(part.num_bytes - (_size(_half(part)) or 0) for part in parts)
