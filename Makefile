@@ -17,7 +17,7 @@ help:
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm  install a software TPM (apt-get), then enrol it and demand it of real members"
 	@echo "make test-chaos  kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
-	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way (an hour)"
+	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way"
 	@echo "make test-long  the tests that are marked long"
 	@echo "make check   lint, format, types, architecture"
 	@echo "make bench   measure the hop between two members"
@@ -48,8 +48,10 @@ demo: setup
 	@$(BIN)/convoy demo
 
 # Two at a time: much of it is waiting for processes. A file stays with one worker, so that its fixtures are made once.
-# A worker that is killed is not replaced: its test has failed by name, and with a new one pytest-xdist would wait for ever.
-PARALLEL := --numprocesses 2 --dist loadfile --max-worker-restart 0
+# Files come in the order of their names: by the number of their tests, those of few and long ones would come last, and
+# one worker would wait for the other. A worker that is killed is not replaced: its test has failed by name, and with
+# a new one pytest-xdist would wait for ever.
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: setup
 	@$(BIN)/python -m pytest -m 'not long' $(PARALLEL)
@@ -67,9 +69,9 @@ SECONDS ?= 600
 test-chaos: setup
 	@$(BIN)/python -m pytest -o faulthandler_timeout=0 -o 'python_files=chaos_*.py' tests/chaos --chaos-seconds $(SECONDS) $(if $(SEED),--chaos-seed $(SEED))
 
-# Named like those above: files are verify_*.
+# Named like those above: files are verify_*. It is one file, so its tests are shared out one by one.
 test-verify: setup
-	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' tests/evaluate
+	@$(BIN)/python -m pytest -o 'python_files=verify_*.py' $(PARALLEL) --dist worksteal tests/evaluate
 
 # Those of the tests that would make `make test` longer than ten minutes.
 test-long: setup

@@ -139,6 +139,7 @@ def until(condition: Callable[[], Any]) -> None:
         time.sleep(0.01)  # a server says this by no event
 
 
+@pytest.mark.long
 def test_who_comes_and_who_is_lost_are_a_line_each_with_the_time() -> None:
     with LocalCluster(LocalOptions(num_members=3, num_threads=1)) as local:
         file = local.config_file("alpha")

@@ -53,6 +53,7 @@ def test_solo_pinned_is_one_process_with_one_request(bench: Bench, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_loop_tells_the_engine_and_the_hops_apart_from_the_stages(bench: Bench, tmp_path: Path) -> None:
     model = f"synthetic:{write_config(tmp_path)}"
     shown = bench("loop", model, "--context", "20", "--windows", "1", "--tokens", "4", *QUICK)
@@ -105,6 +106,7 @@ def test_fair_measures_running_streams_while_a_long_prompt_is_read(bench: Bench,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_spec_says_the_same_text_with_guesses_and_without_over_a_longer_wire(
     bench: Bench, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def test_recover_kills_a_peer_and_finds_the_same_text(bench: Bench, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_soak_watches_every_process_idle_and_busy(bench: Bench, tmp_path: Path) -> None:
     model = f"synthetic:{write_config(tmp_path)}"
     shown = bench("soak", model, "--requests", "30", "--first", "15", "--idle", "0.1", *QUICK)

@@ -124,6 +124,7 @@ def assert_both_hold_stages(answer: dict[str, Any]) -> None:
     assert {stage["member"] for stage in answer["status"]["stages"]} == {"alpha", "beta"}
 
 
+@pytest.mark.long
 def test_members_with_wrong_addresses_in_the_roster_meet_by_discovery_alone(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:

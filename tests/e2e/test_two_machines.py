@@ -142,6 +142,7 @@ def test_two_machines_join_by_invitation_with_one_command_each(tmp_path: Path) -
                 assert token not in Path(f"/proc/{process.process.pid}/cmdline").read_text()
 
 
+@pytest.mark.long
 def test_the_operator_compares_the_codes_and_says_yes(tmp_path: Path) -> None:
     serve = ("serve", "demo-mini", "--invite", "--name", "alpha", "--json")
     with two_machines() as (first, second), running(first, tmp_path / "a", *serve) as head:

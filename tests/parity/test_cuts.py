@@ -134,6 +134,7 @@ CHUNKS = (256, 1, 7, 64)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_cut_of_the_demo_model_into_two_or_three_equals_the_whole(demo: ModelSource) -> None:
     prompts = prompts_for(demo, FEW_LENGTHS)
     expected = alone(demo, FEW_LENGTHS, FEW_TOKENS)
