@@ -163,6 +163,12 @@ class HeadOptions:
         """Tokens guessed at once: none where a wrong guess cannot be taken back or may change the text."""
         return self.speculate if spec.can_rewind and (exact or self.guess_inexact) else 0
 
+    def why_no_guesses(self, spec: ModelSpec, kernel: str) -> str:
+        """Where `num_guesses` is 0 although more were asked for."""
+        if not spec.can_rewind:
+            return "this model's layers keep a state, from which a wrong guess could not be taken back"
+        return f"with kernel {kernel} that may change a text"
+
     def drafter(self, spec: ModelSpec, *, exact: bool) -> LookupDrafter | None:
         """Who guesses, or nobody. ``exact``: the kernel is."""
         num_guesses = self.num_guesses(spec, exact=exact)

@@ -67,8 +67,9 @@ class RunningCluster:
         granted = head.bring_up(on_load)
         exact = granted.plan.kernel == EXACT
         num_guesses = options.num_guesses(source.spec, exact=exact)
-        if num_guesses < options.speculate and not exact:
-            _log.info("no token is guessed ahead: with kernel %s that may change a text", granted.plan.kernel)
+        if num_guesses < options.speculate:
+            why = options.why_no_guesses(source.spec, granted.plan.kernel)
+            _log.info("no token is guessed ahead: %s", why)
         engine = _engine_over(head, granted, tokenizer, options)
         running = cls(head, engine, tokenizer, source, num_guesses)
         try:

@@ -124,7 +124,7 @@ class _Tiles:
         ).view(batch.num_tiles, shape.num_key_heads, 2 * STATE_TILE, STATE_TILE)
         repeat = shape.num_heads // shape.num_key_heads
         query, key, products = (part.repeat_interleave(repeat, dim=1) for part in (query, key, products))
-        seen, known = products.mul_(torch.cat((between, between), dim=2)).split(STATE_TILE, dim=2)
+        seen, known = torch.split(products.mul_(torch.cat((between, between), dim=2)), STATE_TILE, dim=2)
         inverse = _inverse((known * share).flatten(0, 1), batch.num_filled)
         solved = torch.bmm(inverse, torch.cat((value, key * grown), dim=-1).mul_(share).flatten(0, 1))
         self.seen = seen.flatten(0, 1).contiguous()
