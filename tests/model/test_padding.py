@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from convoy.model.linear import pad_rows, padded_count
+from convoy.model.linear import LEAST_ROWS, pad_rows, padded_count
 
 
-def test_few_counts_serve_all_and_none_is_far_or_alone() -> None:
+def test_few_counts_serve_all_and_none_is_far_or_too_small() -> None:
     counts = {num_rows: padded_count(num_rows) for num_rows in range(1, 1025)}
     assert len(set(counts.values())) <= 64
-    assert counts[1] == 2
+    assert counts[1] == LEAST_ROWS
     for num_rows, padded in counts.items():
-        assert num_rows <= padded <= max(2, num_rows * 9 // 8)
+        assert num_rows <= padded <= max(LEAST_ROWS, num_rows * 9 // 8)
         assert padded_count(padded) == padded
 
 

@@ -24,7 +24,7 @@ from convoy.model.pool import KvPool
 from convoy.model.selfcheck import least_tile_rows
 from convoy.wire.messages import Row
 
-_LABEL = b"convoy bits v1"  # another computation gets another label
+_LABEL = b"convoy bits v2"  # another computation gets another label
 _LINEARS = ((256, 704, None), (704, 256, None), (1024, 96, None), (40, 105, "silu"), (256, 64, "gelu_new"))
 _ROW_COUNTS = (1, 7, 64)
 _HEADS = ((4, 2, 64), (2, 1, 128))

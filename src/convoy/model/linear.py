@@ -16,7 +16,11 @@ from convoy.errors import SelfCheckError
 _PACK_ROWS = 256
 # oneDNN adds a row's products one after the other, and what rounding loses grows with the length of such a
 # run. Two runs half as long, added at the end, come as near to the truth as the blocked kernels of torch.
-_MIN_SPLIT = 128
+# Longer ones it splits itself, and a second call would cost a sixth of the memory's rate.
+_MIN_SPLIT, _MAX_SPLIT = 128, 640
+# Rows that a call gets at least. oneDNN reads weights faster for 4 to 6 rows than for fewer: for 2, 5 and 6
+# rows 0.37, 0.60 and 0.60 of what a core can read (bench/METHODOLOGY.md, `convoy bench floor`).
+LEAST_ROWS = 5
 # Activations that oneDNN applies to its accumulators, tails included, with one code path for all elements:
 # ATen's own take a vector path or a scalar path by the element's place, and the two differ in bits.
 FUSED_ACTIVATIONS = {"silu": ("swish", ""), "swish": ("swish", ""), "relu": ("relu", "")} | {
@@ -47,11 +51,11 @@ def padded_count(num_rows: int) -> int:
     """How many rows the packed linears are given for ``num_rows``: eight counts between powers of two.
 
     oneDNN makes and keeps code for every count of rows that it meets: a megabyte for a layer's linears, and
-    milliseconds of a step. Padding adds less than an eighth. A lone row may take another kernel, so it gets
-    company.
+    milliseconds of a step. Padding adds less than an eighth to more than `LEAST_ROWS`. A lone row may take
+    another kernel, and few rows take a slower one, so they get company.
     """
     step = max(1, 1 << max(0, num_rows.bit_length() - 4))
-    return max(2, -(-num_rows // step) * step)
+    return max(LEAST_ROWS, -(-num_rows // step) * step)
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +79,8 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         dense = weight.detach().to(torch.float32).contiguous()
         # An activation comes with the last sum, so a linear that has one is not split.
-        self._half = self.in_features // 2 if activation is None and self.in_features >= _MIN_SPLIT else 0
+        is_split = activation is None and _MIN_SPLIT <= self.in_features <= _MAX_SPLIT
+        self._half = self.in_features // 2 if is_split else 0
         parts = [dense[:, : self._half], dense[:, self._half :]] if self._half else [dense]
         self._packed = [
             torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), _PACK_ROWS) for part in parts
@@ -97,8 +102,12 @@ class PackedLinear(nn.Module):
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """(x W^T + b) * factor, for ``factor`` of the result's shape; without an activation of its own."""
-        y: torch.Tensor = self(x)
-        return y.mul_(factor)
+        if self._half:
+            y: torch.Tensor = self(x)
+            return y.mul_(factor)
+        linear = torch.ops.mkldnn._linear_pointwise
+        product: torch.Tensor = linear.binary(x, factor, self._packed[0], self._bias, "mul")
+        return product
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weight [out_features, in_features] and the bias, unpacked again."""

@@ -86,6 +86,11 @@ class Int8Linear(PackedLinear):
             y.add_(self._bias)
         return _activate(y, self.activation).view(*x.shape[:-1], self.out_features)
 
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """(x W^T + b) * factor, for ``factor`` of the result's shape."""
+        y: torch.Tensor = self(x)
+        return y.mul_(factor)
+
 
 def quantize_linears(module: nn.Module) -> nn.Module:
     """Round every packed linear in ``module`` to 8 bits, one by one; routers stay as they are.

@@ -12,7 +12,7 @@ from torch import nn
 from convoy.errors import SelfCheckError, UsageError
 from convoy.model.attention import LayerBatch, attend
 from convoy.model.kv import BlockTable
-from convoy.model.linear import PackedLinear, packed_available, w8a8_available
+from convoy.model.linear import LEAST_ROWS, PackedLinear, packed_available, pad_rows, w8a8_available
 from convoy.model.packed import KEY_BLOCK, SAFE_ROWS, HeadShape, describe_group
 from convoy.model.pool import make_pool
 from convoy.plan.cache import CacheGroup
@@ -22,7 +22,7 @@ EXACT, PLAIN = "exact-f32", "plain-f32"
 W8A8 = "w8a8"  # exact mode's layers with 8-bit linears, see `model.quantized`
 # (in, out): wide, narrow, odd and tiny; a stage checks its own shapes besides, when it is loaded
 _SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256))
-_ROW_COUNTS = (2, 3, 17, 64)
+_ROW_COUNTS = (LEAST_ROWS, LEAST_ROWS + 1, 17, 64)  # fewer are padded, see `linear.padded_count`
 _CHECK_TOKENS = 281  # enough for every size of tile
 _FEWEST_ROWS = 4
 CHECK_ROWS = 70  # that a stage's layers are run on
@@ -170,8 +170,11 @@ def _check_linear(linear: PackedLinear, threads: list[int]) -> None:
         for rows in _ROW_COUNTS:
             start = 1 + rows % 5
             _same(f"{name} with {rows} rows", expected[start : start + rows], linear(x[start : start + rows]))
-        pair = linear(x[7:8].expand(2, -1))
-        _same(f"{name} with a lone row", expected[7:8], pair[:1])
+        _same(f"{name} with a lone row", expected[7:8], linear(pad_rows(x[7:8]))[:1])
+        if linear.activation is None:
+            few = slice(3, 3 + LEAST_ROWS)
+            product = linear.times(x[few], expected[few] - 1)
+            _same(f"{name} times a factor", linear.times(x, expected - 1)[few], product)
 
 
 def _check_elementwise(threads: list[int]) -> None:
