@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from convoy.errors import ModelError
 from convoy.model.formats.read import read_tensor
-from convoy.model.library import LIBRARY
+from convoy.model.library import LIBRARY, quiet
 from convoy.model.owned import decoder_name
 from convoy.model.source import ModelSource
 
@@ -41,7 +40,7 @@ def library_logits(
     found = []
     for index, text in enumerate(texts):
         on_text(index)
-        with _quiet():
+        with quiet():
             logits: torch.Tensor = model(torch.tensor([list(text)]), use_cache=False).logits[0]
         found.append(logits.to(torch.float32).clone())
     return found
@@ -57,7 +56,7 @@ def _load(source: ModelSource) -> Any:
             "local_files_only": True,
         }
         try:
-            with _quiet():
+            with quiet():
                 if source.seed is not None or source.layout.made:
                     return _from_ours(source, options)
                 model: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -85,20 +84,3 @@ def _from_ours(source: ModelSource, options: dict[str, Any]) -> Any:
     state = {decoder_name(name): read_tensor(source, name) for name in names}
     whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return whole.from_pretrained(None, config=config, state_dict=state, **options).eval()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No output of the library's: what is wrong comes as an error."""
-    import transformers
-
-    log = transformers.utils.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()  # type: ignore[no-untyped-call]
-    log.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()  # type: ignore[no-untyped-call]

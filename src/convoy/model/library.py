@@ -41,3 +41,20 @@ def importing() -> Iterator[None]:
             return
         with collector_at_rest():
             yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No output of the library's: what is wrong comes as an error."""
+    import transformers
+
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()  # type: ignore[no-untyped-call]
+    log.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()  # type: ignore[no-untyped-call]

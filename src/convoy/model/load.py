@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +18,7 @@ from convoy.model.delta import DELTA, GatedDeltaNet
 from convoy.model.exact import RowNorm, make_layer_exact, make_output_exact
 from convoy.model.latent import LATENT, LatentAttention
 from convoy.model.layer_inputs import LayerInputs
-from convoy.model.library import LIBRARY
+from convoy.model.library import LIBRARY, quiet
 from convoy.model.loaded import LoadedModules
 from convoy.model.owned import LAYER_INPUT_NAMES
 from convoy.model.reading import LoadProgress, Part, Reading
@@ -181,7 +180,7 @@ def _build(source: ModelSource, part: Part, config: Any, state: dict[str, torch.
             if not part.output:
                 self.model.norm, self.model.hc_head, self.lm_head = (nn.Identity() for _ in range(3))
 
-    with _library_to_ourselves():
+    with LIBRARY, quiet():
         try:
             model, report = OwnedPart.from_pretrained(
                 None,
@@ -209,27 +208,6 @@ def _check_report(source: ModelSource, report: dict[str, Any]) -> None:
             f"{source.name}: the checkpoint has no tensor {missing[0]}{more}",
             hint="a shard is missing or the directory is of another model",
         )
-
-
-@contextmanager
-def _library_to_ourselves() -> Iterator[None]:
-    """One load at a time, and no output from it."""
-    with LIBRARY, _silence():
-        yield
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    log = transformers.utils.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()  # type: ignore[no-untyped-call]
-    log.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _take_modules(
