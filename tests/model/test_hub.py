@@ -19,6 +19,7 @@ from convoy.model.hub import Hub, HubName
 from convoy.model.source import ModelSource
 from support.fake_hub import COMMIT, FakeHub
 from support.odd_models import make_odd_llama
+from support.small_disk import mounted_small_disk
 from support.waiting import wait_until
 
 NOWHERE = "http://127.0.0.1:9"
@@ -148,6 +149,23 @@ def test_half_a_file_that_is_another_is_fetched_anew(hub: FakeHub, model: Path, 
     (directory / "model.safetensors.part").write_bytes(b"other" * 100)
     assert cached.download(NAME)[1] == directory
     assert (directory / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted_small_disk(tmp_path / "small") as folder:
+        yield folder
+
+
+def test_a_disk_that_fills_up_meanwhile_is_named_with_the_file_and_what_came_stays(
+    hub: FakeHub, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1 << 40))
+    full = r"model\.safetensors\.part cannot be written for model\.safetensors: no space left on device"
+    with pytest.raises(ModelError, match=full) as error:
+        Hub(small_disk / "cache", hub.url).download(NAME)
+    assert "what came so far stays" in (error.value.hint or "")
+    assert next(small_disk.rglob("model.safetensors.part")).stat().st_size > 50_000
 
 
 def test_a_full_disk_is_said_with_both_numbers_before_a_byte_comes(

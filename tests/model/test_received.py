@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from convoy.errors import ModelError
 from convoy.model.manifest import FileEntry, Manifest, TensorEntry, start_tensor_digest
 from convoy.model.parts import Part, PartFile, is_whole, verify
 from convoy.model.received import ReceivedModel
+from support.small_disk import mounted_small_disk
 
 DATA = bytes(range(256)) * 1000
 START = start_tensor_digest("U8", (len(DATA),))
@@ -115,14 +114,8 @@ def test_a_model_that_does_not_fit_is_refused_before_a_byte_comes(received: Rece
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 128 KiB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = [shutil.which("mount") or "/bin/mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("a small file system needs root, and may not be had in a container")
-    yield folder
-    subprocess.run([shutil.which("umount") or "/bin/umount", str(folder)], check=True)
+    with mounted_small_disk(tmp_path / "small") as folder:
+        yield folder
 
 
 def test_a_disk_that_fills_up_is_named_with_the_tensor_and_what_came_stays(small_disk: Path) -> None:

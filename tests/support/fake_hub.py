@@ -12,6 +12,11 @@ COMMIT = "5f" * 20
 REPO = "somebody/odd"
 
 
+class _Quiet(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A client that went away is none."""
+
+
 class FakeHub:
     """Serves the files of ``directory`` as ``somebody/odd``; ``asked`` are the files that were downloaded."""
 
@@ -39,7 +44,7 @@ class FakeHub:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self._server = _Quiet(("127.0.0.1", 0), Answer)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -20,13 +21,14 @@ from convoy.model.latent import LATENT, LatentAttention
 from convoy.model.layer_inputs import LayerInputs
 from convoy.model.library import LIBRARY, quiet
 from convoy.model.loaded import LoadedModules
-from convoy.model.owned import LAYER_INPUT_NAMES
+from convoy.model.owned import LAYER_INPUT_NAMES, decoder_name
 from convoy.model.reading import LoadProgress, Part, Reading
 from convoy.model.rope import RopeUse
 from convoy.model.source import ModelSource
 from convoy.model.streams import STREAMS, StreamJoin, StreamLayer
 from convoy.wire.messages import StageAssignment
 
+_MAX_REASON = 300
 _PORTION_BYTES = 128 << 20  # of float32; less than a layer of most models, so that one is built at a time
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
@@ -122,7 +124,7 @@ def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:
 
 
 def _read_config(source: ModelSource) -> Any:
-    if source.seed is not None:
+    if source.seed is not None or source.is_one_file:
         return transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
     return transformers.AutoConfig.from_pretrained(
         str(source.path), local_files_only=True, trust_remote_code=False
@@ -133,8 +135,9 @@ def _config(source: ModelSource, part: Part) -> Any:
     try:
         with LIBRARY:
             config = _read_config(source).get_text_config()
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise ModelError(f"{source.name}: config.json is not accepted: {error}") from error
+    except (ValueError, KeyError, OSError, TypeError, StrictDataclassError) as error:
+        why = " ".join(str(error).split())
+        raise ModelError(f"{source.name}: config.json is not accepted: {why[:_MAX_REASON]}") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what is read is unpacked
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -200,12 +203,14 @@ def _build(source: ModelSource, part: Part, config: Any, state: dict[str, torch.
 
 def _check_report(source: ModelSource, report: dict[str, Any]) -> None:
     for name, found, expected in sorted(report["mismatched_keys"]):
-        raise ModelError(f"{source.name}: {name} has shape {list(found)}, expected {list(expected)}")
+        stored = next((t for t in source.tensors.values() if decoder_name(t.name) == name), None)
+        place = source.name if stored is None else stored.path
+        raise ModelError(f"{place}: {name} has shape {list(found)}, expected {list(expected)}")
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
-            f"{source.name}: the checkpoint has no tensor {missing[0]}{more}",
+            f"{source.path}: the checkpoint has no tensor {missing[0]}{more}",
             hint="a shard is missing or the directory is of another model",
         )
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from convoy.errors import ModelError
 from convoy.model.checkpoint import StoredTensor, file_bytes, read_headers
+from convoy.model.coherence import check_tensors
 from convoy.model.formats.describe import describe_stored
+from convoy.model.formats.gguf import open_gguf
 from convoy.model.formats.unpacking import StoredLayout
 from convoy.model.synthetic import CONFIGS, PREFIX, Synthetic, describe_tensors, is_synthetic_name
 from convoy.plan.config import ConfigReader
@@ -55,6 +57,8 @@ class ModelSource:
         name = _name_of(directory.resolve())
         if name_or_path in BUNDLED:
             directory, name = _BUNDLED_DIRECTORY / name_or_path, name_or_path
+        if directory.suffix == ".gguf" and directory.is_file():
+            return cls._of_gguf(directory.resolve())
         if not directory.is_dir():
             raise ModelError(
                 f"no model at {name_or_path}",
@@ -72,7 +76,20 @@ class ModelSource:
         """A model whose stored tensors are known, wherever they lie. Raises ModelError as `resolve` does."""
         layout = describe_stored(config, tensors, name)
         spec = ModelSpec.from_config(config, name, layout.shapes(tensors))
+        check_tensors(config, spec.num_layers, tensors, layout)
         return cls(name, path, config, spec, digest_of(config, tensors), tensors, layout=layout)
+
+    @classmethod
+    def _of_gguf(cls, path: Path) -> ModelSource:
+        model = open_gguf(path)
+        spec = ModelSpec.from_config(model.config, path.stem, model.layout.shapes(model.tensors))
+        digest = digest_of(model.config, model.tensors)
+        return cls(path.stem, path, model.config, spec, digest, model.tensors, layout=model.layout)
+
+    @property
+    def is_one_file(self) -> bool:
+        """Whether ``path`` is a file that holds all there is, its configuration too."""
+        return self.path.suffix == ".gguf" and self.seed is None
 
     @classmethod
     def _drawn(cls, synthetic: Synthetic) -> ModelSource:
