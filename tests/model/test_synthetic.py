@@ -21,6 +21,7 @@ from convoy.model.synthetic import Synthetic, draw_tensor
 from convoy.model.text import TextStream, Tokenizer
 from convoy.wire.messages import StageAssignment
 from support.synthetic import SYNTHETIC, write_config
+from support.tiny_models import build_config
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -210,3 +211,10 @@ def test_the_configuration_s_own_end_of_text_counts(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["eos_token_id"] == [299]
     assert Tokenizer(ModelSource.resolve(f"synthetic:{path}")).eos_ids == {256, 299}
     assert SYNTHETIC["vocab_size"] == 301
+
+
+def test_a_model_that_needs_tables_by_token_id_cannot_be_drawn(tmp_path: Path) -> None:
+    config = {**build_config("deepseek_v4").to_dict(), "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="tables of experts by token id, which cannot be drawn"):
+        ModelSource.resolve(f"synthetic:{tmp_path / 'config.json'}")

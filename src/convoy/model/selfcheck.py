@@ -60,8 +60,12 @@ def check_linears(parts: Iterable[nn.Module]) -> None:
 def check_heads(groups: Iterable[CacheGroup]) -> None:
     """Check attention with the heads of these cache groups, on 1 and the current number of threads."""
     threads = sorted({1, torch.get_num_threads()})
+    known = list(groups)
+    shapes = {_head_shape(group) for group in known if group.attends}
+    # second keys, by which entries are chosen
+    dims = {group.row_elements - group.head_dim for group in known if group.kind == "entries"} - {0}
     with torch.inference_mode(), _threads_restored():
-        for shape in {_head_shape(group) for group in groups if group.attends}:
+        for shape in shapes | {_shape(2, 1, dim) for dim in dims}:
             _check_attention(shape, threads)
 
 

@@ -144,6 +144,11 @@ def describe_tensors(config: Mapping[str, object], spec: ModelSpec) -> dict[str,
             f"{spec.name}: config.json says vocab_size = {spec.vocab_size}, "
             f"expected at least {MIN_VOCABULARY}: a token for each byte and {MIN_VOCABULARY - 256} for turns"
         )
+    if spec.num_streams > 1:
+        raise ModelError(
+            f"{spec.name}: {spec.family} has tables of experts by token id, which cannot be drawn",
+            hint="use a directory with its weights",
+        )
     width = spec.hidden_size
     shapes = {"model.embed_tokens.weight": (spec.vocab_size, width), "model.norm.weight": (width,)}
     if not spec.tied_embeddings:
