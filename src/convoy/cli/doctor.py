@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -68,15 +69,20 @@ def _print(name: str, finding: Finding) -> None:
 def _checks(path: Path | None) -> Iterator[Check]:
     """In the order in which one thing needs another; each reads what those before it found."""
     from convoy.cluster.finding import Check
+    from convoy.cluster.machine_check import check_speed
 
     yield from _machine_checks()
     if path is None:
+        yield Check("speed", check_speed, "measuring this machine ...")
         yield from _extra_checks(Config())
         return
     patient = Patient(path)
     yield Check("config", patient.read_config)
     if patient.config is None:
         return
+    given = patient.config.model
+    own = partial(check_speed, given.kernel, given.num_threads, given.device)
+    yield Check("speed", own, "measuring this machine ...")
     yield from _extra_checks(patient.config)
     yield from _member_checks(patient, patient.config)
     yield from _network_checks(patient, patient.config)

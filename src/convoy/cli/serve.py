@@ -45,8 +45,11 @@ ConfigFlag = Annotated[
 RecoverWaitFlag = Annotated[
     float | None, typer.Option(min=0, help="Seconds that a lost member may take to return.  [default: 60]")
 ]
-
-
+HostFlag = Annotated[str | None, typer.Option(help="HTTP address.")]
+PortFlag = Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")]
+InviteFlag = Annotated[
+    bool, typer.Option("--invite", help="First let one machine in; makes what a first machine needs.")
+]
 InvitePortFlag = Annotated[
     int | None,
     typer.Option(min=0, max=65535, help="With --invite: port to listen on.  [default: 7778, or any]"),
@@ -59,13 +62,11 @@ def serve(
     model: ModelArgument = None,
     config: ConfigFlag = None,
     layers: LayersFlag = None,
-    host: Annotated[str | None, typer.Option(help="HTTP address.")] = None,
-    port: Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")] = None,
+    host: HostFlag = None,
+    port: PortFlag = None,
     engine: dict[str, int],
     recover_wait: RecoverWaitFlag = None,
-    invite: Annotated[
-        bool, typer.Option("--invite", help="First let one machine in; makes what a first machine needs.")
-    ] = False,
+    invite: InviteFlag = False,
     auto_approve: AutoApproveFlag = False,
     address: InviteAddressFlag = None,
     name: Annotated[str | None, typer.Option(help="With --invite: a first machine's name.")] = None,
@@ -91,13 +92,12 @@ def serve(
     limits, plan = override(settings.engine, **engine), override(settings.plan, recover_wait_s=recover_wait)
     settings = computing(override(settings, serve=http, engine=limits, plan=plan), quantize, device)
     head_options(settings).check()
-    spec = chosen.source.spec  # what is wrong with it is said before who has the port
     with ExitStack() as stack:
         if config is None:
             local = stack.enter_context(LocalCluster(_alone_options(settings)))
             settings = override(local.config(local.head), serve=http, engine=limits)
         note = None if config is not None else _alone(directory)
-        serve_cluster(with_layers(settings, layers, spec), chosen, as_json=as_json, note=note)
+        serve_cluster(with_layers(settings, layers, chosen.source.spec), chosen, as_json=as_json, note=note)
 
 
 def _alone_options(settings: Config) -> LocalOptions:

@@ -90,6 +90,27 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
         yield ok(f"exact mode holds, with bits {digest}; on members that show the same, texts are the same")
 
 
+def check_speed(
+    kernel: str = "auto", num_threads: int | None = None, device: str = "auto"
+) -> Iterator[Finding]:
+    """What this machine reads and multiplies, in the form in which `convoy plan` takes it."""
+    from convoy.model.device import CUDA_KERNEL, HOST, choose_devices
+    from convoy.model.selfcheck import EXACT, PLAIN, why_not_exact
+    from convoy.model.speed import measure_speed
+
+    place = choose_devices(device, kernel)[0]
+    if place != HOST:
+        kernel = CUDA_KERNEL
+    elif kernel == "auto":
+        kernel = PLAIN if why_not_exact(num_threads) else EXACT
+    speed = measure_speed(kernel, num_threads, place)
+    read, multiplied = speed.read_bytes_per_s / 1e9, speed.flop_per_s / 1e9
+    yield ok(
+        f"{place} reads {read:.1f} GB/s and multiplies {multiplied:.0f} GFLOP/s under {kernel}: elsewhere, "
+        f"`convoy plan --speed NAME={read:.1f},{multiplied:.0f}`"
+    )
+
+
 def check_ciphers(measure_s: float = _MEASURE_S) -> Iterator[Finding]:
     """Which ciphers links may use here, and how fast each seals on one core."""
     offered = local_ciphers()

@@ -14,10 +14,9 @@ from convoy.errors import Incompatible
 from convoy.model.bits import bits_digest
 from convoy.model.device import CUDA_KERNEL, HOST, choose_devices, describe_devices, device_memory_bytes
 from convoy.model.selfcheck import EXACT, available_kernels
+from convoy.plan.memory import MEMORY_SHARE
 from convoy.wire.messages import Hello
 
-# Left to the operating system and to the buffers of a step.
-_MEMORY_SHARE = 0.8
 MIXED = "mixed"  # the kernel of a plan whose stages run several
 _DTYPES = ("float32", "bfloat16")  # in which hidden states may cross a link
 
@@ -58,7 +57,7 @@ def _memory_bytes(granted: int, devices: tuple[str, ...]) -> int:
         free = device_memory_bytes(devices)
         return min(granted, free) if granted else free
     memory = psutil.virtual_memory()
-    return min(granted, int(memory.total)) if granted else int(memory.available * _MEMORY_SHARE)
+    return min(granted, int(memory.total)) if granted else int(memory.available * MEMORY_SHARE)
 
 
 def agree_kernels(

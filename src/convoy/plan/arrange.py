@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from convoy.plan.cost import balanced, equals, output_cost
+from convoy.plan.cost import balanced, equals, layer_costs, output_cost
 from convoy.plan.offer import MemberOffer
 from convoy.plan.partition import consecutive, shares
 from convoy.plan.rules import room
@@ -73,7 +73,7 @@ def wanted_runs(spec: ModelSpec, order: Sequence[MemberOffer], rest: Rest) -> li
     if equals(order):
         owners = owners_of(order, consecutive(counts, rest.start), rest.output)
         extras = [output_cost(spec) if span.output else 0 for _, span in owners]
-        counts = balanced(spec.layer_elements[rest.start : rest.end], extras)
+        counts = balanced(layer_costs(spec)[rest.start : rest.end], extras)
     return consecutive(counts, rest.start)
 
 

@@ -2,7 +2,7 @@
 
 Both what a decode reads and what a prefill multiplies grow with the weights that a token passes through, so
 a stage's time is taken to be proportional to their number: its layers', and `lm_head`'s where the output is.
-The embedding is looked up, a row for each token, and counts for nothing.
+Of experts those count that a token goes to. What is looked up, a row for each token, counts for nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ def equals(members: Sequence[MemberOffer]) -> bool:
 
 def stage_cost(spec: ModelSpec, start: int, end: int, *, output: bool) -> int:
     """Weight elements that a token passes through in layers [start, end), and in the output if owned."""
-    return sum(spec.layer_elements[start:end]) + (output_cost(spec) if output else 0)
+    return sum(layer_costs(spec)[start:end]) + (output_cost(spec) if output else 0)
+
+
+def layer_costs(spec: ModelSpec) -> list[int]:
+    """Of each layer. A token passes few of the experts, though all of them lie in memory."""
+    return [round(layer.used_elements(spec.experts_per_token)) for layer in spec.layers]
 
 
 def output_cost(spec: ModelSpec) -> int:
@@ -47,7 +52,7 @@ class TokenCost:
     @classmethod
     def of(cls, spec: ModelSpec) -> TokenCost:
         """In multiplications: q.k and p.v for each key, one for each weight of the layers."""
-        weights = max(1, sum(spec.layer_elements))
+        weights = max(1, sum(layer_costs(spec)))
         per_key = ((g, g.num_heads * (g.head_dim + g.value_dim) / weights) for g in spec.cache_groups)
         seen = {"kv", "latent", "entries"}
         return cls(

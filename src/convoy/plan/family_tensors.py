@@ -28,6 +28,10 @@ class Streams:
     hashed: frozenset[int] = frozenset()
     table_elements: int = 0
 
+    def table_of(self, layer: int) -> int:
+        """Elements of a layer's table."""
+        return self.table_elements if layer in self.hashed else 0
+
 
 def layer_tensors(
     reader: ConfigReader, family: Family, number: int, heads: LayerHeads, hidden_size: int
@@ -262,7 +266,11 @@ def _deepseek_v3(
 
 
 def _deepseek_v4(
-    reader: ConfigReader, family: Family, number: int, heads: LayerHeads, hidden: int  # noqa: ARG001 - as others'
+    reader: ConfigReader,
+    family: Family,  # noqa: ARG001 - as the others'
+    number: int,
+    heads: LayerHeads,  # noqa: ARG001 - as the others'
+    hidden: int,
 ) -> Tensors:
     """The experts, and what mixes the streams before attention and before them."""
     count = _num_experts(reader, "n_routed_experts", "num_local_experts")

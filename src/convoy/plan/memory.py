@@ -11,6 +11,7 @@ from convoy.plan.spec import ModelSpec
 
 Kernels = Mapping[str, str]  # of each member, by name: in which form it holds weights and K/V
 
+MEMORY_SHARE = 0.8  # of what is free: the rest is for the system and for what a step needs, `plan.working`
 RESERVE_TOKENS = 16  # one block: a stage without room for that cannot run a token
 
 

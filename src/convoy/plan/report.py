@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 import msgspec
 
+from convoy.errors import PlanError
+from convoy.plan.blocks import BlockDemand, Room, choose_blocks
 from convoy.plan.kernels import form_of
 from convoy.plan.offer import MemberOffer
 from convoy.plan.placement import Placement
+from convoy.plan.rates import RatesReport
 from convoy.plan.rules import breaches, keep_text, place_text, satisfies
 from convoy.plan.span import Span, format_span
 from convoy.plan.spec import ModelSpec
+from convoy.plan.working import working_bytes
 from convoy.trust.policy import PlacementRule
 from convoy.wire.messages import StageAssignment
 
@@ -30,6 +34,7 @@ class StageReport(msgspec.Struct, frozen=True):
     weight_bytes: int
     kv_bytes_per_token: int
     memory_bytes: int
+    working_bytes: int  # that a step takes at most, beside weights and K/V
     max_kv_tokens: int  # of a sequence, that fit beside the weights; windows keep their window
     sees_token_ids: bool
 
@@ -62,6 +67,25 @@ class RuleReport(msgspec.Struct, frozen=True):
     excluded: list[ExcludedReport]
 
 
+class GroupReport(msgspec.Struct, frozen=True):
+    """A cache group and its pool, alike on every member. ``ring``: the most blocks of a sequence, if any."""
+
+    name: str
+    num_layers: int
+    num_blocks: int
+    ring: int | None
+    block_bytes: int  # of one block, over all members
+
+
+class BlocksReport(msgspec.Struct, frozen=True):
+    """What the pools will come to; ``tightest`` is the member that has room for no more."""
+
+    block_size: int  # tokens
+    groups: list[GroupReport]
+    tightest: str
+    is_all_wanted: bool  # as many as a full batch of full contexts needs
+
+
 class PlanReport(msgspec.Struct, frozen=True):
     """A whole plan. ``peers_seeing_token_ids`` is empty in the default layout."""
 
@@ -81,9 +105,19 @@ class PlanReport(msgspec.Struct, frozen=True):
     max_kv_tokens: int  # of the tightest member
     rules: list[RuleReport] = []  # those of the policy; all of them hold
     left_out: list[ExcludedReport] = []  # members below the policy's minimum, which get no stage
+    standbys: list[str] = []  # who waits for the loss of another, with no stage until then
+    blocks: BlocksReport | None = None
+    rates: RatesReport | None = None
 
 
-def report(placement: Placement, left_out: Sequence[ExcludedReport] = ()) -> PlanReport:
+def report(
+    placement: Placement,
+    left_out: Sequence[ExcludedReport] = (),
+    *,
+    standbys: Sequence[str] = (),
+    blocks: BlocksReport | None = None,
+    rates: RatesReport | None = None,
+) -> PlanReport:
     """The numbers of a placement, and who was ``left_out`` of it before it was made."""
     spec, dtype, route = placement.spec, placement.hidden_dtype, placement.route
     stages = [_stage(placement, stage) for stage in placement.stages]
@@ -107,6 +141,43 @@ def report(placement: Placement, left_out: Sequence[ExcludedReport] = ()) -> Pla
         max_kv_tokens=min(stage.max_kv_tokens for stage in stages),
         rules=rule_reports(spec, placement.members, placement.rules),
         left_out=list(left_out),
+        standbys=list(standbys),
+        blocks=blocks,
+        rates=rates,
+    )
+
+
+def report_blocks(placement: Placement, demand: BlockDemand) -> BlocksReport:
+    """As the head will choose them once all have loaded. Raises PlanError where not one of each fits."""
+    groups = placement.spec.cache_groups
+    rooms = {}
+    for stage in placement.stages:
+        kernel = placement.kernels[stage.member]
+        run = stage.start, stage.end
+        weights = placement.spec.weight_bytes(*run, embed=stage.embed, output=stage.output, dtype=kernel)
+        sizes = [group.block_bytes(*run, demand.block_size, kernel) for group in groups]
+        rooms[stage.member] = Room(placement.memory_bytes[stage.member] - weights, sizes)
+    choice = choose_blocks(groups, rooms, demand)
+    if not choice.most:
+        raise PlanError(
+            f"{choice.tightest} has no memory for one K/V block of each group beside its weights",
+            hint="give that member fewer layers or more memory",
+        )
+    sizes = [sum(room.block_bytes[index] for room in rooms.values()) for index in range(len(groups))]
+    return BlocksReport(
+        block_size=demand.block_size,
+        groups=[
+            GroupReport(
+                group.name,
+                len(group.layers),
+                count,
+                group.ring_blocks(demand.block_size, demand.max_row_tokens),
+                size,
+            )
+            for group, count, size in zip(groups, choice.num_blocks, sizes, strict=True)
+        ],
+        tightest=choice.tightest,
+        is_all_wanted=choice.most >= demand.most,
     )
 
 
@@ -150,6 +221,7 @@ def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
         weight_bytes=weights,
         kv_bytes_per_token=kv_bytes,
         memory_bytes=memory_bytes,
+        working_bytes=working_bytes(spec, stage.start, stage.end, output=stage.output),
         max_kv_tokens=_kv_tokens(spec, stage, memory_bytes - weights, dtype),
         sees_token_ids=stage.member in placement.route.token_id_members,
     )

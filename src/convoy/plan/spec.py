@@ -10,7 +10,7 @@ from convoy.errors import ModelError
 from convoy.plan.cache import CacheGroup, dtype_bytes
 from convoy.plan.config import ConfigReader
 from convoy.plan.family import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family, read_family
-from convoy.plan.family_heads import cache_groups, forbidden_cuts, read_heads
+from convoy.plan.family_heads import LayerHeads, cache_groups, forbidden_cuts, read_heads
 from convoy.plan.family_tensors import layer_tensors, per_layer_input, read_streams
 from convoy.plan.kernels import DTYPE_BYTES, form_of
 from convoy.plan.weights import LayerWeights, Shape, layer_weights
@@ -58,29 +58,12 @@ class ModelSpec:
         num_layers = reader.count("num_hidden_layers", most=MAX_LAYERS)
         hidden_size = reader.count("hidden_size", most=MAX_WIDTH)
         heads = read_heads(reader, family, num_layers, hidden_size)
-        input_size, input_vocabulary = per_layer_input(reader, family)
+        input_size, _ = per_layer_input(reader, family)
         streams = read_streams(reader, family, num_layers, hidden_size)
         stored = reader.word("dtype") or reader.word("torch_dtype") or "float32"
         if stored not in DTYPE_BYTES:
             raise reader.wrong("dtype", stored, f"one of {', '.join(sorted(DTYPE_BYTES))}")
-        if family.counted:
-            tensors = _counted_tensors(name, family, num_layers, shapes)
-        else:
-            tensors = [
-                [*layer_tensors(reader, family, number, layer, hidden_size)]
-                for number, layer in enumerate(heads)
-            ]
-        if input_size:
-            for own in tensors:
-                own.append(("per_layer_projection.weight", (input_size, hidden_size)))
-        tables = [
-            input_size * input_vocabulary + (streams.table_elements if layer in streams.hashed else 0)
-            for layer in range(num_layers)
-        ]
-        layers = tuple(
-            layer_weights(own, hidden_size, looked_up=table)
-            for own, table in zip(tensors, tables, strict=True)
-        )
+        layers = _read_layers(reader, family, heads, hidden_size, shapes)
         return cls(
             name=name,
             family=family.model_type,
@@ -194,6 +177,30 @@ def _max_context(reader: ConfigReader) -> int:
     key = "original_max_position_embeddings"
     original = reader.optional_count(key, most=MAX_CONTEXT)  # before what stands beside the factors
     return min(longest, original or ConfigReader(rope, reader.model).count(key, most=MAX_CONTEXT))
+
+
+def _read_layers(
+    reader: ConfigReader,
+    family: Family,
+    heads: Sequence[LayerHeads],
+    hidden_size: int,
+    shapes: Mapping[str, Shape] | None,
+) -> tuple[LayerWeights, ...]:
+    if family.counted:
+        tensors = _counted_tensors(reader.model, family, len(heads), shapes)
+    else:
+        tensors = [
+            [*layer_tensors(reader, family, number, layer, hidden_size)] for number, layer in enumerate(heads)
+        ]
+    streams = read_streams(reader, family, len(heads), hidden_size)
+    input_size, vocabulary = per_layer_input(reader, family)
+    projection = [("per_layer_projection.weight", (input_size, hidden_size))] if input_size else []
+    return tuple(
+        layer_weights(
+            [*own, *projection], hidden_size, looked_up=input_size * vocabulary + streams.table_of(i)
+        )
+        for i, own in enumerate(tensors)
+    )
 
 
 def _counted_tensors(

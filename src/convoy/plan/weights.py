@@ -78,9 +78,9 @@ class LayerWeights:
         """That one token is multiplied with, where it goes to ``chosen`` of the experts."""
         return self.each.elements + self.experts.elements * self._share(chosen)
 
-    def read_bytes(self, word: str, chosen: int, num_tokens: int = 1) -> float:
+    def read_bytes(self, word: str, chosen: int, num_tokens: float = 1) -> float:
         """That a step of so many tokens reads, whose experts are taken to be drawn apart from each other."""
-        reached = 1 - (1 - self._share(chosen)) ** num_tokens
+        reached = 1 - math.pow(1 - self._share(chosen), num_tokens)
         return self.each.num_bytes(word) + self.experts.num_bytes(word) * reached
 
     def _share(self, chosen: int) -> float:

@@ -1,0 +1,77 @@
+"""How fast this machine reads memory and multiplies: what `plan.rates` predicts from. Well under a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from convoy.model.device import CUDA_KERNEL, HOST, check_device
+from convoy.model.linear import PackedLinear
+from convoy.model.quantized import Int8Linear
+from convoy.model.selfcheck import EXACT, W8A8
+from convoy.plan.rates import Speed
+
+_READ_ELEMENTS = {HOST: 32 << 20, "cuda": 256 << 20}  # more than a cache holds
+_WIDTH = {HOST: 1024, "cuda": 8192}
+_ROWS = {HOST: 256, "cuda": 2048}
+_MEASURE_S = 0.12
+
+
+def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOST) -> Speed:
+    """The best of some passes over a large buffer, and of some products of a prefill's size.
+
+    ``kernel`` says in which numbers is multiplied. Threads are those that a stage would have. Raises
+    ModelError for a device that is not here, SelfCheckError for a kernel that does not run here.
+    """
+    chosen = torch.device(HOST) if device == HOST else check_device(device)
+    kind = chosen.type
+    with torch.inference_mode(), _threads(num_threads):
+        buffer = torch.ones(_READ_ELEMENTS[kind], device=chosen)  # of zeros there may be one page
+        read_s = _best_s(buffer.amax, chosen)
+        num_bytes = buffer.nbytes
+        del buffer
+        width, rows = _WIDTH[kind], _ROWS[kind]
+        linear = _linear(kernel, torch.full((width, width), 0.5, device=chosen))
+        x = torch.ones(rows, width, device=chosen, dtype=_dtype(kernel))
+        product_s = _best_s(lambda: linear(x), chosen)
+    return Speed(num_bytes / read_s, 2 * rows * width * width / product_s)
+
+
+def _linear(kernel: str, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    if kernel == EXACT:
+        return PackedLinear(weight, None)
+    if kernel == W8A8:
+        return Int8Linear(weight, None)
+    held = weight.to(_dtype(kernel))
+    return lambda x: nn.functional.linear(x, held)
+
+
+def _dtype(kernel: str) -> torch.dtype:
+    return torch.bfloat16 if kernel == CUDA_KERNEL else torch.float32
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of at least three runs: whatever else the machine does only makes them longer."""
+    best, until_s, count = float("inf"), time.perf_counter() + _MEASURE_S, 0
+    while count < 3 or time.perf_counter() < until_s:
+        began_s = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best, count = min(best, time.perf_counter() - began_s), count + 1
+    return max(best, 1e-9)
+
+
+@contextmanager
+def _threads(num_threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
