@@ -14,6 +14,7 @@ from convoy.model.source import ModelSource
 from support.cluster import running_cluster
 from support.odd_models import make_odd_llama
 from support.tiny_models import build_model
+from support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +37,11 @@ def test_a_split_model_says_what_the_whole_says(source: ModelSource, spans: dict
         whole = generate(cluster.engine, request).token_ids
     with running_cluster(source, 2, spans=spans) as cluster:
         assert generate(cluster.engine, request).token_ids == whole
+
+
+def test_an_empty_step_passes_layers_that_take_token_ids(source: ModelSource) -> None:
+    with running_cluster(source, 2, spans={"alpha": "0:0,output", "beta": "1:6"}) as cluster:
+        before = cluster.engine.stats().steps
+        cluster.engine.wake()
+        wait_until(lambda: cluster.engine.stats().steps > before)
+        assert cluster.engine.stats().recoveries == 0

@@ -124,8 +124,9 @@ class StageLoop:
             hidden = self._hidden.pop(step.number, None)
             self._hidden_bytes -= 0 if hidden is None else hidden.nbytes
             _require_fit(step, hidden)
-            # with a hidden state they come for layers that need them
-            tokens = tokens_from_bytes(step.tokens) if hidden is None or step.tokens else None
+            # with a hidden state they come for layers that need them, which have none of an empty step
+            ids = hidden is None or step.tokens or not step.rows
+            tokens = tokens_from_bytes(step.tokens) if ids else None
             if self._hand_over is None:
                 self._run(step, hidden, tokens)
             else:
