@@ -14,6 +14,7 @@ from convoy.cluster.fetch import MAX_ASKED, PIECE_BYTES, Fetches, Want, pieces_o
 from convoy.cluster.options import MemberOptions, PeerOptions
 from convoy.cluster.rights import FROM_HEAD, FROM_PEER, FROM_PREDECESSOR
 from convoy.cluster.supply import Supply
+from convoy.cluster.weights import Asker, Weights
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, StepError
 from convoy.model.manifest import Manifest
 from convoy.model.source import ModelSource
@@ -197,6 +198,14 @@ def _answered(ends: Ends, answers: list[Piece], *wants: Want) -> Iterator[tuple[
 
     threading.Thread(target=answer, daemon=True).start()
     return ends.pull("a" * 64, *wants)
+
+
+def test_who_waits_for_its_turn_notices_that_its_link_ended(by_hand: Ends) -> None:
+    weights = Weights("beta", PeerOptions(MEMBER))
+    weights._lock.acquire()
+    threading.Timer(0.3, by_hand.close).start()
+    with pytest.raises(LinkBroken, match="ended while its weights were got ready"):
+        weights.find(Asker(PLAN, by_hand.to_head, lambda: None))
 
 
 PLAN = Plan(

@@ -292,6 +292,7 @@ HOSTILE: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("no metadata", _set("__metadata__", to=[]), "names no session"),
     ("another version", _set("__metadata__", "version", to="2"), "another version"),
     ("another model", _set("__metadata__", "model_digest", to="e" * 64), "another model"),
+    ("other weights", _set("__metadata__", "manifest", to="e" * 64), "other weights: expected the manifest"),
     ("a layer is missing", lambda header: header.pop("layers.1.v") and None, r"layers\.1\.v is missing"),
     ("a layer too many", lambda header: header.update({"layers.2.k": header["layers.1.k"]}), "not those of"),
     ("no tokens", lambda header: header.pop("tokens") and None, "tokens is missing"),

@@ -108,6 +108,11 @@ class Head:
         return {name: link for name, (link, _) in self.company.present().items()}
 
     @property
+    def manifest(self) -> str:
+        """The digest of the model's manifest."""
+        return self._supply.manifest().digest
+
+    @property
     def name(self) -> str:
         return self._me.name
 

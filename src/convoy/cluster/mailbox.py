@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from convoy.cluster.advance import Advance
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PeerUnreachable
 from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage
@@ -56,13 +57,11 @@ class Mailbox:
         missing = set(peers)
         answers: dict[str, M] = {}
         deadline = time.monotonic() + timeout_s
-        reached: dict[tuple[str, str], int] = {}
+        advance = Advance()
         while missing:
             peer, message = self._next(deadline, missing, kind, timeout_s)
             if isinstance(message, Progress):
-                what = peer, message.stage
-                if message.stage and message.loaded_bytes > reached.get(what, -1):
-                    reached[what] = message.loaded_bytes
+                if message.stage and advance.is_further(peer, message):
                     deadline = time.monotonic() + timeout_s
                 if on_progress is not None:
                     on_progress(peer, message)

@@ -341,7 +341,7 @@ class Peer:
                 self._drop_plan()
             self._tell("refused", error.message)
             answer = Refuse(item.generation, error.message[:MAX_REASON], (error.hint or "")[:MAX_REASON])
-        if self._head is None:
+        if self._head is None or self._stopping:  # its links end in a moment, which says more than a refusal
             return
         try:
             self._head.send(answer, generation=item.generation, step=item.step)

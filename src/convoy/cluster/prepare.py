@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from convoy.cluster.advance import Advance
 from convoy.cluster.company import Company
 from convoy.cluster.loaded import check_plan
 from convoy.cluster.planning import Planner
@@ -89,7 +90,7 @@ class Preparations:
         self._changed = threading.Condition()
         self._asked: dict[int, set[str]] = {}  # who is to prepare, by generation
         self._answers: dict[tuple[int, str], str] = {}
-        self._loaded_bytes: dict[tuple[int, str], int] = {}  # the most that each was said to have
+        self._advance: dict[int, Advance] = {}  # of those who prepare, by generation
         self._over: deque[int] = deque(maxlen=_MAX_OVER)  # of these somebody may still say something
         self._num_told = 0
 
@@ -104,8 +105,7 @@ class Preparations:
         with self._changed:
             is_asked = link.peer in self._asked.get(message.generation, ())
             if isinstance(message, Progress):
-                if is_asked and message.loaded_bytes > self._loaded_bytes.get(key, -1):
-                    self._loaded_bytes[key] = message.loaded_bytes
+                if is_asked and self._advance[message.generation].is_further(link.peer, message):
                     self._num_told += 1
             elif is_asked:  # what nobody asked for is not kept
                 self._answers[key] = message.error
@@ -134,7 +134,7 @@ class Preparations:
     def _prepare(self, plan: Plan, name: str, then: Callable[[], None]) -> None:
         names = {stage.member for stage in plan.stages} - {self._me}
         with self._changed:
-            self._asked[plan.generation] = names
+            self._asked[plan.generation], self._advance[plan.generation] = names, Advance()
         try:
             for link in self._company.require(sorted(names)).values():
                 link.send(Prepare(plan))
@@ -173,6 +173,6 @@ class Preparations:
     def _forget(self, generation: int) -> None:
         with self._changed:
             self._over.append(generation)
+            del self._advance[generation]
             for name in self._asked.pop(generation):
                 self._answers.pop((generation, name), None)
-                self._loaded_bytes.pop((generation, name), None)

@@ -103,6 +103,7 @@ class RunningCluster:
             head_dim=group.head_dim,
             vocab_size=spec.vocab_size,
             max_context=granted.max_context,
+            manifest=self.head.manifest,
             keeps_kv=len(spec.cache_groups) == 1 and group.is_full and group.is_carried,
         )
         return Session(self.engine, model, params=params, salt=salt, timeout_s=timeout_s)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Literal
 from convoy.cluster.fetch import Fetches, Want, pieces_of
 from convoy.cluster.from_hub import FromHub
 from convoy.cluster.options import PeerOptions
-from convoy.errors import Incompatible, ModelError, StepError
+from convoy.errors import Incompatible, LinkBroken, ModelError, StepError
 from convoy.model.cache import InUse
 from convoy.model.checkpoint import StoredTensor
 from convoy.model.digests import Hashing, make_manifest, tensor_digests
@@ -38,6 +38,7 @@ Doing = Literal["", "check", "fetch", "hub"]  # empty: loading
 Tell = Callable[[Doing, int, int], None]
 _CONFIG = "config.json"
 _PACE_S = 0.2
+_LOOK_UP_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,15 @@ class Asker:
     link: Link
     watch: Callable[[], None]
 
+    def check(self) -> None:
+        """Raises what ``watch`` does, and `LinkBroken` once the head's link is over: then nobody waits."""
+        self.watch()
+        if self.link.is_over:
+            raise LinkBroken("the link to the head ended while its weights were got ready")
+
     def tell(self, what: Doing, done: int, total: int) -> None:
         """Say to the head how many bytes are done, and of how many. Raises what a link raises."""
-        self.watch()
+        self.check()
         generation = self.plan.generation
         self.link.send(Progress(generation, done, total, what), generation=generation)
 
@@ -83,8 +90,18 @@ class Weights:
         Raises `ModelError` where it cannot be had, `Incompatible` where it is another one here, and what
         fetching raises.
         """
-        with self._lock:
+        with self._turn(asker):
             return self._find(asker)
+
+    @contextmanager
+    def _turn(self, asker: Asker) -> Iterator[None]:
+        """One thread at a time; who waits looks up whether it is still wanted."""
+        while not self._lock.acquire(timeout=_LOOK_UP_S):
+            asker.check()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _find(self, asker: Asker) -> Found:
         self._check_signed(asker.plan)
@@ -110,7 +127,7 @@ class Weights:
     def make_ready(self, asker: Asker, found: Found, mine: StageAssignment) -> None:
         """Every tensor that ``mine`` owns is here, and is the one of the manifest. Raises as `find` does."""
         owned = owned_tensors(found.source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
-        with self._lock:
+        with self._turn(asker):
             if found.received is None:
                 self._check(asker, found.source, owned)
             else:
@@ -138,7 +155,6 @@ class Weights:
         manifest = self._listed(asker)
 
         def progress(done: int, total: int) -> None:
-            asker.watch()
             asker.tell("check", done, total)
 
         difference = manifest.first_difference(tensor_digests(source, owned, self._hashing, progress))
@@ -191,26 +207,26 @@ class Weights:
         digest, name = asker.plan.manifest, "the manifest"
         first = [Want(digest, name, 0, None)]
         data, total = bytearray(), 0
-        for _, piece in self.fetches.pull(asker.link, digest, first, asker.watch):
+        for _, piece in self.fetches.pull(asker.link, digest, first, asker.check):
             data += piece.data
             total = piece.total_bytes
         if total > MAX_MANIFEST_BYTES:
             raise StepError(f"the head's manifest has {total} bytes, expected at most {MAX_MANIFEST_BYTES}")
         rest = pieces_of(digest, name, len(data), total)
-        for _, piece in self.fetches.pull(asker.link, digest, rest, asker.watch):
+        for _, piece in self.fetches.pull(asker.link, digest, rest, asker.check):
             data += piece.data
         return bytes(data)
 
     def _get(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part], hub: str | None) -> None:
         """``hub``: what the plan says of one, for tensors; None for a file, which the head alone sends."""
-        with received.open(asker.watch):
+        with received.open(asker.check):
             self._hold(received.folder)
             missing = self._verified.missing(parts, partial(_paced(asker.tell), "check"))
             if missing:
                 received.require_room(missing)
                 if hub is not None:
                     tell = _paced(asker.tell)
-                    missing = self._from_hub.get(hub, missing, partial(tell, "hub"), asker.watch)
+                    missing = self._from_hub.get(hub, missing, partial(tell, "hub"), asker.check)
                 again = self._fetch(asker, received, missing)
                 # An earlier try, by a machine that crashed perhaps, left other bytes than it counted.
                 wrong = self._fetch(asker, received, again) if again else []
@@ -226,7 +242,7 @@ class Weights:
 
         def wants() -> Iterator[Want]:
             for part in parts:
-                files.append(stack.enter_context(PartFile(part)))
+                files.append(stack.enter_context(PartFile(part, lambda _num_bytes: asker.check())))
                 yield from pieces_of(part.digest, part.name, files[-1].resumed, part.num_bytes)
 
         def finish_whole() -> None:
@@ -240,7 +256,7 @@ class Weights:
                 file.close()
 
         with ExitStack() as stack:
-            for want, piece in self.fetches.pull(asker.link, received.manifest.digest, wants(), asker.watch):
+            for want, piece in self.fetches.pull(asker.link, received.manifest.digest, wants(), asker.check):
                 finish_whole()
                 assert files[0].part.digest == want.part, "pieces come in the order of the parts"
                 files[0].write(piece.data)

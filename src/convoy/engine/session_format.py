@@ -1,6 +1,7 @@
 """What stands in a saved session: a safetensors file with tokens, sampling state and K/V by layer.
 
-    __metadata__            format, version, model, model_digest, kernel, num_prompt, choice, params (JSON)
+    __metadata__            format, version, model, model_digest, manifest, kernel, num_prompt, choice,
+                            params (JSON)
     tokens                  I64 [tokens]
     layers.N.k, layers.N.v  F32 [positions, kv_heads, head_dim], of all layers or of none
     sha256                  U8 [32]: over every byte of the file before it, and the last of it
@@ -36,7 +37,10 @@ _SIZES = {"I64": 8, "F32": 4, "U8": 1}
 
 @dataclass(frozen=True, slots=True)
 class SessionModel:
-    """What a session must know of the model. ``keeps_kv``: whether its K/V may stand in a file at all."""
+    """What a session must know of the model. ``keeps_kv``: whether its K/V may stand in a file at all.
+
+    ``manifest``: the digest that covers its weights' values too; empty where nobody hashed them.
+    """
 
     name: str
     digest: str
@@ -47,6 +51,7 @@ class SessionModel:
     vocab_size: int
     max_context: int
     keeps_kv: bool
+    manifest: str = ""
 
     @property
     def position_bytes(self) -> int:
@@ -129,6 +134,12 @@ class SavedSession:
                 f"{self._model.name}",
                 hint="load it with the model that it was saved with",
             )
+        if metadata.get("manifest") != self._model.manifest:
+            raise SessionError(
+                f"the session is of other weights: expected the manifest {self._model.manifest[:12]} of "
+                f"{self._model.name}",
+                hint="load it with the very files that it was saved with",
+            )
         if not isinstance(metadata.get("kernel"), str):
             _refuse("its header names no kernel")
         self._metadata = metadata
@@ -206,6 +217,7 @@ def _metadata(model: SessionModel, state: SavedState) -> dict[str, str]:
         "version": _VERSION,
         "model": model.name,
         "model_digest": model.digest,
+        "manifest": model.manifest,
         "kernel": model.kernel,
         "num_prompt": str(state.num_prompt),
         "choice": str(state.choice),

@@ -1,7 +1,7 @@
 """The digests of this machine's own files: computed on several threads, and remembered for the next start.
 
-What is remembered is keyed by a file's path, size, time of change and inode. It says nothing of bytes that
-another member sent: those are hashed as they come, whatever a file here says.
+What is remembered is keyed by a file's path, size, both times of change and inode. It says nothing of bytes
+that another member sent: those are hashed as they come, whatever a file here says.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CHUNK_BYTES = 1 << 20
 _LOOK_UP_S = 0.2
 _SETTLED_NS = 2 * 10**9  # a file changed so lately may change again within one tick of its clock
 _MAX_REMEMBERED_BYTES = 64 << 20
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class Hashing:
 
     cache: Path | None = None
     num_threads: int = 0
+    now_ns: Callable[[], int] = field(default=time.time_ns, compare=False)
     known: dict[Path, tuple[list[int], dict[str, str]]] = field(default_factory=dict, compare=False)
 
     @property
@@ -194,7 +195,11 @@ class _Remembered:
         whole = {**self.digests, **fresh}
         self._hashing.known[self._path] = (self._key, whole)
         cache = self._hashing.cache
-        if cache is None or not fresh or time.time_ns() - self._key[1] < _SETTLED_NS:
+        if (
+            cache is None
+            or not fresh
+            or self._hashing.now_ns() - max(self._key[1], self._key[3]) < _SETTLED_NS
+        ):
             return
         with contextlib.suppress(OSError, ModelError):
             if _key(self._path) == self._key:  # otherwise it changed while it was hashed
@@ -235,4 +240,5 @@ def _key(path: Path) -> list[int]:
         status = path.stat()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {(error.strerror or 'unreadable').lower()}") from error
-    return [status.st_size, status.st_mtime_ns, status.st_ino]
+    # the time of the last change of any kind as well: the other can be set back, by `cp -p` or by hand
+    return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns]

@@ -44,6 +44,7 @@ _LABEL = b"convoy tensor v1"
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,6})\.", re.ASCII)
 _MAX_DIMENSIONS = 8
+_MAX_REASON = 300
 _NOWHERE = Path()
 
 
@@ -99,7 +100,7 @@ class Manifest:
         try:
             described = json.loads(data)
             if described["version"] != _VERSION:
-                raise ValueError(f"version {described['version']!r}")
+                raise ValueError(f"version {str(described['version'])[:16]!r}, expected {_VERSION}")
             manifest = cls(
                 {name: _tensor_entry(name, entry) for name, entry in described["tensors"].items()},
                 {name: _file_entry(name, entry) for name, entry in described["files"].items()},
@@ -113,7 +114,8 @@ class Manifest:
             FrameError,
             ModelError,
         ) as error:
-            raise ModelError(f"the manifest {digest[:12]} describes no model: {error}") from error
+            why = str(error)[:_MAX_REASON]  # it may quote what came
+            raise ModelError(f"the manifest {digest[:12]} describes no model: {why}") from error
         if manifest.digest != digest:
             raise ModelError(f"the manifest {digest[:12]} is not in the one form that there is")
         return manifest
