@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from zlib import crc32
+
 import pytest
 
 from convoy.cli import main
+from convoy.model.linear import w8a8_available
 from convoy.model.selfcheck import EXACT, PLAIN, W8A8
 from support.tiny_models import KINDS, Models
+
+# over a tile, under a block, and one token; their chunks reach over blocks and windows
+SOME = ["--prompts", "3", "--tokens", "4", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -16,16 +22,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_family_has_its_certificate(models: Models, kind: str) -> None:
-    assert main.run(["verify", str(models.directory(kind)), "--kernel", EXACT, "--threads", "1"]) == 0
+    assert main.run(["verify", str(models.directory(kind)), "--kernel", EXACT, *SOME]) == 0
 
 
-@pytest.mark.parametrize("kernel", [PLAIN, W8A8])
+# one of the two by its name: how linears are computed is the same for all families
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_family_has_its_certificate_under_other_kernels(models: Models, kind: str, kernel: str) -> None:
-    few = ["--cuts", "1", "--prompts", "2", "--threads", "1"]
-    assert main.run(["verify", str(models.directory(kind)), "--kernel", kernel, *few]) == 0
+def test_a_family_has_its_certificate_under_another_kernel(models: Models, kind: str) -> None:
+    kernel = (PLAIN, W8A8)[crc32(kind.encode()) % 2]
+    if kernel == W8A8 and not w8a8_available():
+        pytest.skip("this build of torch has no 8-bit linears")
+    assert main.run(["verify", str(models.directory(kind)), "--kernel", kernel, "--cuts", "1", *SOME]) == 0
 
 
 @pytest.mark.parametrize("model", ["demo-mini", "demo"])
 def test_a_bundled_model_has_its_certificate(model: str) -> None:
-    assert main.run(["verify", model, "--threads", "1"]) == 0
+    assert main.run(["verify", model, *SOME]) == 0
