@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -28,6 +29,22 @@ SIZES: dict[str, Any] = {
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**SIZES, "tie_word_embeddings": False}),
+    "llama3": (
+        "Llama",
+        {
+            **SIZES,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 32.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "qwen2": ("Qwen2", {**SIZES, "head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 64}),
     "tied": ("Llama", {**SIZES, "tie_word_embeddings": True}),
     "qwen3_moe": (
         "Qwen3Moe",
@@ -394,3 +411,90 @@ def awq(group: int) -> Quantise:
         }
 
     return quantise
+
+
+GGUF_NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(root: Path, writer: Writer, kind: str, tokenizer: Mapping[str, Any] | None = None) -> Written:
+    """As llama.cpp's converter and its quantiser do, through their own package; ``kind`` for all matrices."""
+    architecture, config = writer.config["model_type"], writer.config
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / "model.gguf"
+    file = gguf.GGUFWriter(path, architecture)
+    file.add_context_length(config["max_position_embeddings"])
+    file.add_embedding_length(config["hidden_size"])
+    file.add_block_count(config["num_hidden_layers"])
+    file.add_feed_forward_length(config["intermediate_size"])
+    file.add_head_count(config["num_attention_heads"])
+    file.add_head_count_kv(config["num_key_value_heads"])
+    file.add_key_length(config["head_dim"])
+    file.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    file.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    if config["rope_parameters"]["rope_type"] == "llama3":
+        file.add_tensor("rope_freqs.weight", _llama3_factors(config))
+    if tokenizer is not None:
+        file.add_tokenizer_model("gpt2")
+        file.add_tokenizer_pre("llama-bpe")
+        file.add_token_list(tokenizer["tokens"])
+        file.add_token_types([1] * len(tokenizer["tokens"]))
+        file.add_token_merges(tokenizer["merges"])
+        file.add_eos_token_id(tokenizer["eos"])
+    for name, tensor in list(writer.state.items()):
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        _put_gguf(file, writer, name, tensor.numpy(), kind)
+    file.write_header_to_file()
+    file.write_kv_data_to_file()
+    file.write_tensors_to_file()
+    file.close()
+    _save(root / "dense", config, writer.dense)
+    return Written(path, root / "dense")
+
+
+def _put_gguf(file: Any, writer: Writer, name: str, values: Array, kind: str) -> None:
+    parts = name.split(".")
+    theirs = GGUF_NAMES.get(name) or f"blk.{parts[2]}.{GGUF_NAMES['.'.join(parts[3:-1])]}.{parts[-1]}"
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(parts[-2])
+    chosen = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+    packed = gguf.quants.quantize(values, chosen)
+    dense = gguf.quants.dequantize(packed, chosen)
+    writer.dense[name] = torch.from_numpy(dense.astype(np.float32).copy())
+    if writer.config["model_type"] == "llama" and heads is not None:
+        # rows of the two halves of each head in turn
+        count = writer.config[heads]
+        packed = packed.reshape(count, 2, -1, packed.shape[-1]).swapaxes(1, 2).reshape(packed.shape)
+    file.add_tensor(theirs, packed, raw_dtype=chosen)
+
+
+def _llama3_factors(config: Mapping[str, Any]) -> Array:
+    """As llama.cpp's converter computes them."""
+    rope, dim = config["rope_parameters"], config["head_dim"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    old = rope["original_max_position_embeddings"]
+    factors = []
+    for place in range(0, dim, 2):
+        length = 2 * np.pi * rope["rope_theta"] ** (place / dim)
+        if length < old / high:
+            factors.append(1.0)
+        elif length > old / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (old / length - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)

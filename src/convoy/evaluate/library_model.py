@@ -57,7 +57,7 @@ def _load(source: ModelSource) -> Any:
         }
         try:
             with quiet():
-                if source.seed is not None or source.layout.made:
+                if source.seed is not None or source.layout.made or source.is_one_file:
                     return _from_ours(source, options)
                 model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                     str(source.path), trust_remote_code=False, **options
@@ -72,7 +72,7 @@ def _from_ours(source: ModelSource, options: dict[str, Any]) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if source.seed is None:
+    if source.seed is None and not source.is_one_file:
         config = transformers.AutoConfig.from_pretrained(
             str(source.path), local_files_only=True, trust_remote_code=False
         ).get_text_config()

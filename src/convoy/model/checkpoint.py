@@ -105,6 +105,8 @@ def _weight_files(directory: Path) -> list[Path]:
         return [directory / SINGLE]
     others = sorted(p.name for p in directory.glob("*") if p.suffix in {".bin", ".pt", ".pth", ".gguf"})
     hint = f"{others[0]} is not read: convert the weights to safetensors" if others else None
+    if others and others[0].endswith(".gguf"):
+        hint = f"name the file itself: {directory / others[0]}"
     raise ModelError(f"{directory} has no weights, expected model.safetensors", hint=hint)
 
 

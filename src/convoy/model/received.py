@@ -77,7 +77,10 @@ class ReceivedModel:
         """A file beside the weights. Raises ModelError if the model has none by that name."""
         entry = self.manifest.files.get(name)
         if entry is None:
-            raise ModelError(f"the manifest {self.manifest.digest[:12]} has no {name}")
+            raise ModelError(
+                f"the manifest {self.manifest.digest[:12]} has no {name}",
+                hint="a GGUF file is not sent: give every member the file, `convoy join --model FILE`",
+            )
         return Part(name, self.folder / name, entry.num_bytes, entry.digest)
 
     def tensor(self, name: str) -> Part:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from convoy.errors import ModelError, RequestError
 from convoy.model.chat import ChatTemplate
+from convoy.model.formats.gguf import gguf_package
 from convoy.model.library import LIBRARY
 from convoy.model.source import ModelSource
 from convoy.model.stop import StopFilter
@@ -135,6 +136,8 @@ def _load(source: ModelSource) -> Any:
 
         with LIBRARY:
             return byte_tokenizer(source.spec.vocab_size)
+    if source.is_one_file:
+        return _load_gguf(source)
     # tokenizer.json says all there is to say; AutoTokenizer would rebuild it by the model's type, which
     # may lie
     has_file = (source.path / "tokenizer.json").is_file()
@@ -157,6 +160,24 @@ def _load(source: ModelSource) -> Any:
             f"{source.name}: its tokeniser is {type(pretrained).__name__}, expected one with a tokenizer.json"
         )
     return pretrained
+
+
+def _load_gguf(source: ModelSource) -> Any:
+    """The tokeniser that a GGUF file describes, built anew by the library."""
+    gguf_package()
+    try:
+        with LIBRARY:
+            import transformers
+
+            loader: Any = transformers.AutoTokenizer
+            return loader.from_pretrained(
+                source.path.parent,
+                gguf_file=source.path.name,
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+    except Exception as error:  # the library raises anything at all for a broken file
+        raise ModelError(f"{source.path}: no usable tokeniser in it: {_first_line(error)}") from error
 
 
 def _renderer(pretrained: Any, template: str) -> Any:
