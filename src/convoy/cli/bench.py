@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from convoy.cli import bench_fair, bench_hop, bench_recover, bench_soak, bench_spec, throughput
+from convoy.cli import (
+    bench_device,
+    bench_fair,
+    bench_floor,
+    bench_hop,
+    bench_recover,
+    bench_soak,
+    bench_spec,
+    throughput,
+)
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -14,7 +23,15 @@ def bench() -> None:
     """Measure sealing, and what one and two members reach."""
 
 
-for verb in (throughput.solo, throughput.loop, throughput.batch, throughput.prefill, bench_fair.fair):
+for verb in (throughput.solo, throughput.loop, throughput.batch, throughput.prefill, bench_floor.floor):
     app.command()(verb)
-for verb in (bench_hop.hop, bench_hop.comms, bench_recover.recover, bench_spec.spec, bench_soak.soak):
+for verb in (
+    bench_fair.fair,
+    bench_device.device,
+    bench_hop.hop,
+    bench_hop.comms,
+    bench_recover.recover,
+    bench_spec.spec,
+    bench_soak.soak,
+):
     app.command()(verb)

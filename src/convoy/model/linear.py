@@ -47,7 +47,7 @@ def w8a8_available() -> bool:
     return hasattr(operators, "qlinear_prepack") and hasattr(operators, "qlinear_pointwise")
 
 
-def padded_count(num_rows: int) -> int:
+def padded_count(num_rows: int, least: int = LEAST_ROWS) -> int:
     """How many rows the packed linears are given for ``num_rows``: eight counts between powers of two.
 
     oneDNN makes and keeps code for every count of rows that it meets: a megabyte for a layer's linears, and
@@ -55,12 +55,12 @@ def padded_count(num_rows: int) -> int:
     another kernel, and few rows take a slower one, so they get company.
     """
     step = max(1, 1 << max(0, num_rows.bit_length() - 4))
-    return max(LEAST_ROWS, -(-num_rows // step) * step)
+    return max(least, -(-num_rows // step) * step)
 
 
-def pad_rows(x: torch.Tensor) -> torch.Tensor:
+def pad_rows(x: torch.Tensor, least: int = LEAST_ROWS) -> torch.Tensor:
     """[T, ...] followed by copies of its last row, up to `padded_count`."""
-    missing = padded_count(x.shape[0]) - x.shape[0]
+    missing = padded_count(x.shape[0], least) - x.shape[0]
     return torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) if missing else x
 
 

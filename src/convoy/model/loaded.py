@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from convoy.model.layer_inputs import LayerInputs
@@ -63,6 +64,23 @@ class LoadedModules:
             quantize_linears(self.layer_inputs)
         if self.output is not None:
             self.output = quantize_linears(self.output)
+
+    @property
+    def linears(self) -> list[PackedLinear]:
+        """All of them, in the order of the layers, `lm_head` last; without exact mode's layers none."""
+        parts = [*self.layers.values(), *(part for part in (self.output,) if part is not None)]
+        return [m for part in parts for m in part.modules() if isinstance(m, PackedLinear)]
+
+    @property
+    def step_bytes(self) -> int:
+        """Of `weight_bytes` those that a step reads which meets every expert: all but what is looked up."""
+        if self.embedding is None:
+            return self.weight_bytes
+        lookup: torch.Tensor = self.embedding.weight
+        output = getattr(self.output, "weight", None)
+        # a tied matrix that is stored once is read as `lm_head`
+        tied = isinstance(output, torch.Tensor) and output.data_ptr() == lookup.data_ptr()
+        return self.weight_bytes - (0 if tied else lookup.nbytes)
 
     @property
     def weight_bytes(self) -> int:

@@ -15,7 +15,7 @@ from convoy.model.draw import Draw, Drawing, draw_all
 from convoy.model.kv import BlockTable, StagedStep
 from convoy.model.layer_inputs import takes_shared_kv
 from convoy.model.library import importing
-from convoy.model.linear import pad_rows
+from convoy.model.linear import PackedLinear, pad_rows
 from convoy.model.packed import KEY_BLOCK
 from convoy.model.rope import Rotations
 from convoy.model.selfcheck import CHECK_ROWS, EXACT, PLAIN, W8A8, check_heads, check_linears, check_rows
@@ -25,7 +25,7 @@ from convoy.model.tensors import HIDDEN_DTYPES
 from convoy.wire.messages import Row, StageAssignment, Step
 
 if TYPE_CHECKING:
-    from convoy.model.load import LoadProgress
+    from convoy.model.reading import LoadProgress
     from convoy.model.loaded import LoadedModules
 
 
@@ -77,6 +77,7 @@ class Stage:
         self.vocab_size = spec.vocab_size
         self.token_id_layers = spec.token_id_layers
         self.weight_bytes = modules.weight_bytes
+        self.step_bytes = modules.step_bytes
         self.bytes_read = modules.bytes_read
         self._source = (source.digest, source.path)
         self._modules = modules
@@ -176,6 +177,11 @@ class Stage:
     def layers(self) -> Mapping[int, nn.Module]:
         """The layers here, by their number in the whole model."""
         return self._modules.layers
+
+    @property
+    def linears(self) -> Sequence[PackedLinear]:
+        """Of the layers, and `lm_head` last; without exact mode's layers none."""
+        return self._modules.linears
 
     def apply(self, step: Step) -> None:
         """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""
@@ -297,7 +303,10 @@ class Stage:
         return hidden.float()
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        return pad_rows(x) if self.options.kernel != PLAIN else x
+        if self.options.kernel == PLAIN:
+            return x
+        # 8-bit linears are as quick for few rows; a lone row's norm may be split between threads
+        return pad_rows(x, 2) if self.options.kernel == W8A8 else pad_rows(x)
 
     def _run_layers(
         self, x: torch.Tensor, staged: StagedStep, tokens: torch.Tensor | None = None

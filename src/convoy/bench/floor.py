@@ -1,0 +1,217 @@
+"""How near a decode step comes to what the memory allows.
+
+The floor of a step is the bytes of weights that it reads over the rate at which this machine, with the same
+threads, reads memory and does next to nothing with it. A virtual machine's memory is faster and slower by the
+second, so every step has a read of its own beside it, and is compared with that one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from convoy.bench.bare import BLOCK_SIZE, num_blocks, whole
+from convoy.bench.clock import Deadline
+from convoy.model.draw import GREEDY, draw_all
+from convoy.model.linear import PackedLinear, padded_count
+from convoy.model.selfcheck import choose_kernel
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.wire.messages import BlockGrant, Row, Step
+
+READ_BYTES = 256 << 20
+_WARM_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FloorRow:
+    """Steps of ``concurrent`` decodes. ``of_floor``: the median of floor over time, step by step."""
+
+    kernel: str
+    concurrent: int
+    context_tokens: int  # of each at the end
+    step_bytes: int
+    read_gb_per_s: float
+    floor_ms: float
+    step_ms: float
+    tokens_per_s: float
+    of_floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRow:
+    """All linears of one shape, one after the other, at the rows that ``concurrent`` decodes give them."""
+
+    kernel: str
+    concurrent: int
+    inputs: int
+    outputs: int
+    number: int
+    ms: float
+    gb_per_s: float
+    of_read: float
+
+
+@dataclass(frozen=True, slots=True)
+class FloorOptions:
+    """What is measured; `context` tokens of prompt, then ``steps`` decodes of each count."""
+
+    concurrent: tuple[int, ...]
+    context: int
+    steps: int
+
+    @property
+    def max_tokens(self) -> int:
+        """Of one sequence: all counts go on with the same ones."""
+        return self.context + len(self.concurrent) * (self.steps + _WARM_STEPS)
+
+
+class MemoryRead:
+    """The sum over a buffer that no cache holds, which torch's threads share."""
+
+    def __init__(self, deadline: Deadline, num_bytes: int = READ_BYTES) -> None:
+        self._numbers = torch.ones(num_bytes // 4)
+        self._deadline = deadline
+
+    def beside(self, run: Callable[[], None], times: int) -> tuple[list[float], list[float]]:
+        """The seconds of each run, and the bytes/s of the read before it. Raises ConvoyError when late."""
+        seconds, rates = [], []
+        for _ in range(times):
+            self._deadline.left_s()
+            started_s = time.perf_counter()
+            self._numbers.sum()
+            between_s = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - between_s)
+            rates.append(self._numbers.nbytes / (between_s - started_s))
+        return seconds, rates
+
+
+class Decodes:
+    """Sequences that decode side by side, greedily, on a stage that holds the whole model."""
+
+    def __init__(self, stage: Stage, options: FloorOptions) -> None:
+        self._stage, self._number = stage, 0
+        per_sequence, most = num_blocks(options.max_tokens), max(options.concurrent)
+        stage.make_pools(per_sequence * most)
+        self._grants = [
+            BlockGrant(sequence, group, list(range(sequence * per_sequence, (sequence + 1) * per_sequence)))
+            for sequence in range(most)
+            for group in range(len(stage.block_bytes))
+        ]
+        self._tokens = [0] * most
+        self.lengths = [0] * most
+
+    def read(self, num_tokens: int) -> None:
+        """Every sequence's prompt, one after the other: random tokens."""
+        drawn = torch.Generator().manual_seed(1)
+        for sequence in range(len(self._tokens)):
+            prompt = torch.randint(self._stage.vocab_size, (num_tokens,), generator=drawn)
+            self._run([sequence], prompt, num_tokens)
+
+    def step(self, count: int) -> None:
+        """A token for the first ``count`` sequences."""
+        self._run(range(count), torch.tensor(self._tokens[:count]), 1)
+
+    def _run(self, sequences: Sequence[int], tokens: torch.Tensor, each: int) -> None:
+        rows = [Row(sequence, self.lengths[sequence], each, 1) for sequence in sequences]
+        encoded = tokens.numpy().astype("<u4").tobytes()
+        step = Step(self._number, [], self._grants, rows, encoded)
+        hidden = self._stage.run(step, hidden=None, tokens=tokens)
+        logits = self._stage.output(self._stage.select(step, hidden))
+        outcomes = draw_all(logits.numpy().astype(np.float32, copy=False), [GREEDY] * len(rows))
+        for sequence, outcome in zip(sequences, outcomes, strict=True):
+            self._tokens[sequence] = outcome.sampled.token_id
+            self.lengths[sequence] += each
+        self._number, self._grants = self._number + 1, []
+
+
+def load_whole(source: ModelSource, kernel: str, num_threads: int | None) -> Stage:
+    """The model as one stage that asks for no prefix tags. Raises as `Stage.load`."""
+    options = StageOptions(
+        kernel=choose_kernel(kernel, num_threads),
+        block_size=BLOCK_SIZE,
+        num_threads=num_threads,
+        require_tags=False,
+    )
+    return Stage.load(source, whole(source)[0], options)
+
+
+def measure_floor(
+    stage: Stage, options: FloorOptions, read: MemoryRead, say: Callable[[str], None]
+) -> tuple[list[FloorRow], list[LinearRow]]:
+    """Steps of each count, then every shape's linears. Raises ConvoyError at the deadline."""
+    decodes = Decodes(stage, options)
+    decodes.read(options.context)
+    rows = []
+    for count in options.concurrent:
+        row = _steps(stage, decodes, count, options.steps, read)
+        say(f"{row.kernel}, {count} at once: {row.step_ms:g} ms, {row.of_floor:.0%} of the floor")
+        rows.append(row)
+    shapes: dict[tuple[int, int], list[PackedLinear]] = {}
+    for linear in stage.linears:
+        shapes.setdefault((linear.in_features, linear.out_features), []).append(linear)
+    kernel = stage.options.kernel
+    profile = [
+        _linears(kernel, count, linears, read) for count in options.concurrent for linears in shapes.values()
+    ]
+    return rows, profile
+
+
+@torch.inference_mode()
+def _steps(stage: Stage, decodes: Decodes, count: int, steps: int, read: MemoryRead) -> FloorRow:
+    for _ in range(_WARM_STEPS):
+        decodes.step(count)
+    seconds, rates = read.beside(lambda: decodes.step(count), steps)
+    step_s, rate = statistics.median(seconds), statistics.median(rates)
+    return FloorRow(
+        kernel=stage.options.kernel,
+        concurrent=count,
+        context_tokens=decodes.lengths[0],
+        step_bytes=stage.step_bytes,
+        read_gb_per_s=round(rate / 1e9, 2),
+        floor_ms=round(1000 * stage.step_bytes / rate, 3),
+        step_ms=round(1000 * step_s, 3),
+        tokens_per_s=round(count / step_s, 2),
+        of_floor=round(_share(stage.step_bytes, seconds, rates), 3),
+    )
+
+
+@torch.inference_mode()
+def _linears(kernel: str, count: int, linears: Sequence[PackedLinear], read: MemoryRead) -> LinearRow:
+    x = torch.randn(padded_count(count), linears[0].in_features)
+
+    def run() -> None:
+        for linear in linears:
+            linear(x)
+
+    run()
+    seconds, rates = read.beside(run, 7)
+    num_bytes = sum(linear.weight_bytes for linear in linears)
+    took_s = statistics.median(seconds)
+    return LinearRow(
+        *(kernel, count, linears[0].in_features, linears[0].out_features, len(linears)),
+        ms=round(1000 * took_s, 3),
+        gb_per_s=round(num_bytes / took_s / 1e9, 2),
+        of_read=round(_share(num_bytes, seconds, rates), 3),
+    )
+
+
+def _share(num_bytes: int, seconds: Iterable[float], rates: Iterable[float]) -> float:
+    return statistics.median(num_bytes / rate / took for took, rate in zip(seconds, rates, strict=True))
+
+
+def floor_ratios(rows: Sequence[FloorRow]) -> dict[str, float]:
+    """Those whose rows are there: what the issue of speed asks of each kernel."""
+    ms = {(row.kernel, row.concurrent): row.step_ms for row in rows}
+    ratios = {f"{row.kernel}_of_floor": row.of_floor for row in rows if row.concurrent == 1}
+    for kernel in dict.fromkeys(row.kernel for row in rows):
+        for count in (4, 16):
+            if {(kernel, 1), (kernel, count)} <= ms.keys():
+                ratios[f"{kernel}_step_{count}_over_1"] = round(ms[kernel, count] / ms[kernel, 1], 3)
+    return ratios
