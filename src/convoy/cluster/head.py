@@ -79,14 +79,8 @@ class Head:
             joined=self._joined,
         )
         self._supply = Supply(source, options.member, own)
-        self.planner = Planner(
-            me,
-            source,
-            options,
-            self.company.vetting,
-            lambda: self._supply.manifest().digest,
-            hub=self._supply.hub,
-        )
+        vetting, supply = self.company.vetting, self._supply
+        self.planner = Planner(me, source, options, vetting, lambda: self.manifest, hub=supply.hub)
         self._preparations = Preparations(me.name, self.company, self.planner, options.load_wait_s)
         self.clock = StepClock(options.step_timeout_s)
         self._standbys = Standbys()
