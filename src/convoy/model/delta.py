@@ -96,13 +96,12 @@ def _run(tokens: torch.Tensor, layer: DeltaLayer) -> torch.Tensor:
     if len(batch.kept_tokens):
         added = tokens[:, shape.key_width :].index_select(0, batch.kept_tokens)
         pool.kept.index_copy_(0, batch.kept_slots, added)
-    found = _scan(_Tiles(tiles, batch), batch, pool)
-    found = found.view(batch.num_tiles, shape.num_heads, STATE_TILE, shape.value_dim).transpose(1, 2)
+    found = _scan(_Tiles(tiles, batch), batch, pool).transpose(1, 2)
     return found.reshape(-1, shape.value_width).index_select(0, batch.token_places)
 
 
 class _Tiles:
-    """What of all tiles does not depend on the states; each is [tiles * heads, ..]."""
+    """What of all tiles does not depend on the states; each is [tiles, heads, ..]."""
 
     def __init__(self, tiles: torch.Tensor, batch: DeltaBatch) -> None:
         shape = batch.shape
@@ -127,36 +126,35 @@ class _Tiles:
         seen, known = torch.split(products.mul_(torch.cat((between, between), dim=2)), STATE_TILE, dim=2)
         inverse = _inverse((known * share).flatten(0, 1), batch.num_filled)
         solved = torch.bmm(inverse, torch.cat((value, key * grown), dim=-1).mul_(share).flatten(0, 1))
-        self.seen = seen.flatten(0, 1).contiguous()
-        self.written = solved[..., : shape.value_dim]
-        reading = solved[..., shape.value_dim :]
-        self.readers = torch.cat(((query * grown).flatten(0, 1), reading), dim=1)
-        self.writers = (key * rest).transpose(2, 3).flatten(0, 1).contiguous()
-        self.left = grown[..., -1:, :].flatten(0, 1)
+        solved = solved.view(batch.num_tiles, shape.num_heads, STATE_TILE, -1)
+        self.seen = seen.contiguous()
+        self.written, reading = torch.split(solved, [shape.value_dim, shape.key_dim], dim=-1)
+        self.readers = torch.cat((query * grown, reading), dim=2)
+        self.writers = (key * rest).transpose(2, 3).contiguous()
+        self.left = grown[:, :, -1:]
 
 
 def _scan(tiles: _Tiles, batch: DeltaBatch, pool: DeltaPool) -> torch.Tensor:
-    """Each row's tiles one after the other, all rows at once: [tiles * heads, tokens, value_dim]."""
-    heads = batch.shape.num_heads
-    states = pool.states.index_select(0, batch.slots)
-    if len(batch.no_state):
-        states.index_fill_(0, batch.no_state, 0.0)
-    states = states.flatten(0, 1)
-    outs = []
+    """Each row's tiles one after the other, all rows at once: [tiles, heads, tokens, value_dim]."""
+    # in place: to gather the states of a batch of decodes would cost more than to use them
+    states = [pool.states[slot] for slot in batch.slots]
+    for state, begins in zip(states, batch.begins, strict=True):
+        if begins:
+            state.zero_()
+    found = torch.empty_like(tiles.written)
     for scan in batch.scans:
-        first, count, whole = scan.first_tile * heads, scan.num_rows * heads, scan.num_whole * heads
-        read = torch.bmm(tiles.readers[first : first + count], states[:count])
-        written = tiles.written[first : first + count] - read[:, STATE_TILE:]
-        outs.append(torch.bmm(tiles.seen[first : first + count], written).add_(read[:, :STATE_TILE]))
-        if whole:
-            added = torch.bmm(tiles.writers[first : first + whole], written[:whole])
-            states[:whole].mul_(tiles.left[first : first + whole]).add_(added)
-    if len(batch.moved):
-        states = states.view(-1, heads, *states.shape[1:])
-        pool.states.index_copy_(
-            0, batch.slots.index_select(0, batch.moved), states.index_select(0, batch.moved)
-        )
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+        part = slice(scan.first_tile, scan.first_tile + scan.num_rows)
+        readers = tiles.readers[part]
+        read = readers.new_empty(*readers.shape[:3], batch.shape.value_dim)
+        for row in range(scan.num_rows):
+            torch.bmm(readers[row], states[row], out=read[row])
+        written = tiles.written[part] - read[:, :, STATE_TILE:]
+        seen = torch.bmm(tiles.seen[part].flatten(0, 1), written.flatten(0, 1))
+        torch.add(seen.view_as(written), read[:, :, :STATE_TILE], out=found[part])
+        for row in range(scan.num_whole):
+            tile = scan.first_tile + row
+            states[row].mul_(tiles.left[tile]).add_(torch.bmm(tiles.writers[tile], written[row]))
+    return found
 
 
 def _inverse(below: torch.Tensor, num_filled: int) -> torch.Tensor:

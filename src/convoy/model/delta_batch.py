@@ -99,9 +99,8 @@ class DeltaBatch:
     old_slots: torch.Tensor  # the same, of `DeltaPool.kept`
     kept_tokens: torch.Tensor  # of [T]: those of tiles that are not full yet
     kept_slots: torch.Tensor  # the same, of `DeltaPool.kept`
-    slots: torch.Tensor  # [rows], in the order of the scans
-    no_state: torch.Tensor  # of [rows]: those whose first tile is the sequence's first
-    moved: torch.Tensor  # of [rows]: those that fill a tile, so that their state changes
+    slots: tuple[int, ...]  # of each row, in the order of the scans
+    begins: tuple[bool, ...]  # the same: whether the row's first tile is the sequence's first
     scans: tuple[Scan, ...]
 
 
@@ -196,9 +195,8 @@ def describe_delta(rows: Sequence[tuple[Row, BlockTable]], group: int, shape: De
         old_slots=_join(_kept_slots(*old) for old in olds),
         kept_tokens=_join(np.arange(start, end) - span.start + span.offset for span, start, end in parts),
         kept_slots=_join(_kept_slots(*part) for part in parts),
-        slots=_tensor([span.slot for span in order]),
-        no_state=_tensor([rank for rank, span in enumerate(order) if not span.first_tile]),
-        moved=_tensor([rank for rank, span in enumerate(order) if span.num_whole]),
+        slots=tuple(span.slot for span in order),
+        begins=tuple(not span.first_tile for span in order),
         scans=scans,
     )
 
