@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,3 +218,74 @@ def test_a_level_that_makes_no_sense_is_wrong_usage(folder: Path, level: str, me
     done = run_convoy(["plan", "odd", "--level", level], folder)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def planned(folder: Path, *flags: str) -> Any:
+    done = run_convoy(["plan", "odd", "--speed", "10,100", "--json", *flags], folder)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_standby_gets_no_stage_and_is_named(folder: Path) -> None:
+    plan = planned(folder, "--members", "3", "--standby", "gamma")
+    assert [stage["member"] for stage in plan["stages"]] == ["alpha", "beta"]
+    assert plan["standbys"] == ["gamma"]
+    for name, why in (("zeta", "expected a member: alpha, beta"), ("alpha", "which is the head")):
+        done = run_convoy(["plan", "odd", "--standby", name], folder)
+        assert done.returncode == 2
+        assert f"--standby is {name}, {why}" in done.stderr
+
+
+def test_rounded_weights_take_less_memory_in_a_plan_too(folder: Path) -> None:
+    plain, rounded = planned(folder), planned(folder, "--quantize", "int8")
+    assert {stage["kernel"] for stage in rounded["stages"]} == {"w8a8"}
+    assert rounded["weight_bytes"] < 0.7 * plain["weight_bytes"]
+
+
+def test_blocks_are_those_of_each_cache_group(folder: Path) -> None:
+    config = CONFIG | {
+        "model_type": "gemma3_text",
+        "sliding_window": 32,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full") * 2],
+    }
+    (folder / "odd" / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    blocks = planned(folder)["blocks"]
+    full, window = blocks["groups"]
+    assert (full["name"], full["ring"], full["num_layers"]) == ("full", None, 2)
+    assert (window["name"], window["num_layers"]) == ("window-32", 4)
+    assert full["num_blocks"] == 32 * 128 // 16, "a full batch of full contexts"
+    assert blocks["is_all_wanted"]
+    shown = run_convoy(["plan", "odd", "--speed", "10,100"], folder).stdout
+    assert "as many as are wanted; beside weights and K/V a step takes up to" in shown
+
+
+def test_rates_follow_from_what_the_flags_say(folder: Path) -> None:
+    flags = ["--members", "alpha=1,beta=1", "--round-trip", "50"]
+    rates = planned(folder, *flags)["rates"]
+    assert rates["decode"]["tokens_per_s"] == pytest.approx(20, rel=0.01)
+    assert rates["decode"]["limit"].startswith("the hop from")
+    assert rates["assumed"] == ["wires that carry 100 MB/s"]
+    shown = run_convoy(["plan", "odd", "--speed", "beta=0.001,100", "--speed", "10,100", *flags], folder)
+    line = next(line for line in shown.stdout.splitlines() if "prefill" in line)
+    assert line.endswith("limited by beta's memory bandwidth")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--speed", "fast"),
+        ("--speed", "10"),
+        ("--speed", "-1,5"),
+        ("--speed", "zeta=1,1"),
+        ("--round-trip", "0"),
+        ("--round-trip", "alpha,zeta=1"),
+        ("--round-trip", "alpha=1"),
+    ],
+)
+def test_a_speed_or_round_trip_that_makes_no_sense_is_wrong_usage(
+    folder: Path, flag: str, value: str
+) -> None:
+    done = run_convoy(["plan", "odd", flag, value, *(["--speed", "1,1"] if "trip" in flag else [])], folder)
+    assert done.returncode == 2
+    assert f"{flag} " in done.stderr
+    assert value in done.stderr

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from convoy.model.device import CUDA_KERNEL, HOST, check_device
+from convoy.model.int4 import Int4Linear
 from convoy.model.linear import PackedLinear
 from convoy.model.quantized import Int8Linear
-from convoy.model.selfcheck import EXACT, W8A8
+from convoy.model.selfcheck import EXACT, W4A16, W8A8
 from convoy.plan.rates import Speed
 
 _READ_ELEMENTS = {HOST: 32 << 20, "cuda": 256 << 20}  # more than a cache holds
@@ -46,6 +47,8 @@ def _linear(kernel: str, weight: torch.Tensor) -> Callable[[torch.Tensor], torch
         return PackedLinear(weight, None)
     if kernel == W8A8:
         return Int8Linear(weight, None)
+    if kernel == W4A16:
+        return Int4Linear(weight, None)
     held = weight.to(_dtype(kernel))
     return lambda x: nn.functional.linear(x, held)
 

@@ -18,7 +18,9 @@ class Form:
 
     ``packed``: linears are laid out for the kernel, and cannot be looked up by row. ``bits``: of a rounded
     weight, 0 where they are not rounded; then there is a scale of ``scale_bytes`` for each ``group`` of
-    weights that are multiplied into one output, or for all of them where it is 0.
+    weights that are multiplied into one output, or for all of them where it is 0. A matrix whose outputs are
+    no multiple of ``outputs``, or whose inputs are none of ``group``, is rounded as ``otherwise`` says, and
+    so is `lm_head`.
     """
 
     dtype: str
@@ -26,11 +28,15 @@ class Form:
     bits: int = 0
     group: int = 0
     scale_bytes: int = 4
+    outputs: int = 1
+    otherwise: str = ""  # another form's word
 
-    def linear_bytes(self, outputs: int, inputs: int) -> int:
-        """Of a matrix of [outputs, inputs], without a bias."""
+    def linear_bytes(self, outputs: int, inputs: int, *, head: bool = False) -> int:
+        """Of a matrix of [outputs, inputs], without a bias; ``head``: it is `lm_head`."""
         if not self.bits:
             return outputs * inputs * DTYPE_BYTES[self.dtype]
+        if self.otherwise and (head or outputs % self.outputs or inputs % self.group):
+            return form_of(self.otherwise).linear_bytes(outputs, inputs)
         groups = -(-inputs // self.group) if self.group else 1
         return outputs * (-(-inputs * self.bits // 8) + groups * self.scale_bytes)
 
@@ -40,6 +46,8 @@ FORMS: dict[str, Form] = {
     "exact-f32": Form("float32", packed=True),
     "plain-f32": Form("float32"),
     "w8a8": Form("float32", packed=True, bits=8),
+    # as `model.int4` does it: a scale and a middle in bfloat16
+    "w4a16": Form("float32", packed=True, bits=4, group=32, scale_bytes=4, outputs=16, otherwise="w8a8"),
     "cuda-bf16": Form("bfloat16"),
 }
 

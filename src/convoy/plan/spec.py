@@ -119,7 +119,9 @@ class ModelSpec:
         By itself; see `weight_bytes` for tied embeddings.
         """
         beside = self.hidden_size + self.joining_elements
-        return form_of(dtype).linear_bytes(self.vocab_size, self.hidden_size) + beside * dtype_bytes(dtype)
+        return form_of(dtype).linear_bytes(
+            self.vocab_size, self.hidden_size, head=True
+        ) + beside * dtype_bytes(dtype)
 
     def weight_bytes(self, start: int, end: int, *, embed: bool, output: bool, dtype: str) -> int:
         """Weight bytes of layers [start, end) with what else is owned.
