@@ -167,17 +167,17 @@ SPEC = {
 
 def test_nobody_guesses_where_state_cannot_be_rewound_or_nobody_asked() -> None:
     spec = ModelSpec.from_config(SPEC, "tiny")
-    assert HeadOptions(speculate=8).drafter(spec, exact=True) is not None
-    assert HeadOptions(speculate=8).drafter(replace(spec, can_rewind=False), exact=True) is None
-    assert HeadOptions(speculate=0).drafter(spec, exact=True) is None
+    assert HeadOptions(speculate=8).drafter(spec, steady=True) is not None
+    assert HeadOptions(speculate=8).drafter(replace(spec, can_rewind=False), steady=True) is None
+    assert HeadOptions(speculate=0).drafter(spec, steady=True) is None
 
 
 def test_under_a_kernel_that_is_not_exact_nobody_guesses_unless_asked_for_it() -> None:
     spec = ModelSpec.from_config(SPEC, "tiny")
-    assert HeadOptions(speculate=8).drafter(spec, exact=False) is None
+    assert HeadOptions(speculate=8).drafter(spec, steady=False) is None
     asked = HeadOptions(speculate=8, guess_inexact=True)
-    assert asked.drafter(spec, exact=False) is not None
-    assert replace(asked, speculate=0).drafter(spec, exact=False) is None
+    assert asked.drafter(spec, steady=False) is not None
+    assert replace(asked, speculate=0).drafter(spec, steady=False) is None
 
 
 @pytest.mark.parametrize("length", [-1, MAX_DRAFT + 1])

@@ -91,7 +91,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
     name: Name | None = None
     path: Path | None = None
-    kernel: Literal["auto", "exact-f32", "plain-f32", "w8a8"] = "auto"
+    kernel: Literal["auto", "exact-f32", "plain-f32", "w8a8", "w4a16"] = "auto"
     device: Name = "auto"
     activation_dtype: Literal["float32"] = "float32"
     num_threads: Count | None = None

@@ -9,17 +9,20 @@ import typer
 from convoy.errors import UsageError
 
 QuantizeFlag = Annotated[
-    str | None, typer.Option(help="int8: 8-bit weights and activations on CPU, rounded at load.")
+    str | None,
+    typer.Option(help="int8: 8-bit weights and activations on CPU; int4: 4-bit weights. Rounded at load."),
 ]
-KERNELS = "auto, exact-f32, plain-f32 or w8a8"
+KERNELS = "auto, exact-f32, plain-f32, w8a8 or w4a16"
+_KERNEL_OF = {"int8": "w8a8", "int4": "w4a16"}
 
 
 def kernel_for(quantize: str | None, kernel: str) -> str:
     """The kernel that ``--quantize`` asks for, or ``kernel`` without it. Raises UsageError."""
     if quantize is None:
         return kernel
-    if quantize != "int8":
-        raise UsageError(f"--quantize is {quantize}, expected int8")
-    if kernel not in {"auto", "w8a8"}:
-        raise UsageError(f"--quantize int8 runs the kernel w8a8, and {kernel} is asked for")
-    return "w8a8"
+    if quantize not in _KERNEL_OF:
+        raise UsageError(f"--quantize is {quantize}, expected int8 or int4")
+    wanted = _KERNEL_OF[quantize]
+    if kernel not in {"auto", wanted}:
+        raise UsageError(f"--quantize {quantize} runs the kernel {wanted}, and {kernel} is asked for")
+    return wanted

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.config import load_config
+from convoy.cli.device import computing
 from convoy.cli.home import config_file
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, counted, format_bytes, print_json, print_note
+from convoy.cli.quantize import KERNELS, QuantizeFlag, kernel_for
 from convoy.cli.serve import start_cluster
 from convoy.errors import ConvoyError, IdentityError, RequestError, SessionError, UsageError
 
@@ -55,11 +57,12 @@ def session(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.  [default: 0, or as saved]")] = None,
     seed: Annotated[int | None, typer.Option(help="[default: 0, or as saved]")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template.")] = False,
-    kernel: Annotated[str, typer.Option(help="auto, exact-f32 or plain-f32.")] = "auto",
+    kernel: Annotated[str, typer.Option(help=f"{KERNELS}.")] = "auto",
+    quantize: QuantizeFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a prompt, and keep the conversation in a file."""
-    turn = Turn(prompt, load, save, max_tokens, temperature, seed, raw, quiet=as_json)
+    turn = Turn(prompt, load, save, max_tokens, temperature, seed, raw, quiet=as_json, quantize=quantize)
     turn.check()
     secret = session_key(key, make=load is None)
     turn.check_files(secret)
@@ -67,7 +70,7 @@ def session(
         config = config_file(None)
         if config is not None and not as_json:
             print_note(f"as the head of {config}; --members 1 is this machine alone")
-    _start(turn, secret, model, config, LocalOptions(members or 1, layers, kernel))
+    _start(turn, secret, model, config, LocalOptions(members or 1, layers, kernel_for(quantize, kernel)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class Turn:
     seed: int | None
     raw: bool
     quiet: bool
+    quantize: str | None = None
 
     def check(self) -> None:
         """Raises UsageError for what makes no sense together."""
@@ -188,7 +192,8 @@ def _start(turn: Turn, key: bytes | None, model: str, config: Path | None, optio
     source = ModelSource.resolve(model)
     turn.check_model(source)
     if config is not None:
-        _run(turn, key, start_cluster(load_config(config), model, quiet=turn.quiet))
+        settings = computing(load_config(config), turn.quantize, None)
+        _run(turn, key, start_cluster(settings, model, quiet=turn.quiet))
         return
     options.check(source.spec)
     with LocalCluster(options) as local:

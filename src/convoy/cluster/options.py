@@ -73,8 +73,9 @@ class HeadOptions:
     ``micro_batches`` are steps in flight, 0: as many as stages; ``prefill_window`` chunks of one prompt in
     flight, 0: as many as micro-batches. With ``level_chunks`` a chunk gets shorter as attention grows.
     ``max_batch`` 1 runs one sequence at a time. ``speculate`` is how many tokens are guessed at once, at
-    most; 0: none. Guesses change no text where the kernel is exact; elsewhere a row's numbers depend on how
-    many rows are beside it, and nobody guesses without ``guess_inexact``.
+    most; 0: none. Guesses change no text where a row's bits are its own, in exact mode and with rounded
+    linears; elsewhere they depend on how many rows are beside it, and nobody guesses without
+    ``guess_inexact``.
     With ``share_across_keys`` requests share K/V of a common prefix whoever asks.
     ``step_timeout_s``: how long a step may take as long as none was measured. ``recover_wait_s``: how long a
     lost member that nobody can stand in for may take to come back; with all that is loaded meanwhile,
@@ -159,9 +160,9 @@ class HeadOptions:
             cost=TokenCost.of(spec) if self.level_chunks else None,
         )
 
-    def num_guesses(self, spec: ModelSpec, *, exact: bool) -> int:
+    def num_guesses(self, spec: ModelSpec, *, steady: bool) -> int:
         """Tokens guessed at once: none where a wrong guess cannot be taken back or may change the text."""
-        return self.speculate if spec.can_rewind and (exact or self.guess_inexact) else 0
+        return self.speculate if spec.can_rewind and (steady or self.guess_inexact) else 0
 
     def why_no_guesses(self, spec: ModelSpec, kernel: str) -> str:
         """Where `num_guesses` is 0 although more were asked for."""
@@ -169,7 +170,7 @@ class HeadOptions:
             return "this model's layers keep a state, from which a wrong guess could not be taken back"
         return f"with kernel {kernel} that may change a text"
 
-    def drafter(self, spec: ModelSpec, *, exact: bool) -> LookupDrafter | None:
-        """Who guesses, or nobody. ``exact``: the kernel is."""
-        num_guesses = self.num_guesses(spec, exact=exact)
+    def drafter(self, spec: ModelSpec, *, steady: bool) -> LookupDrafter | None:
+        """Who guesses, or nobody. ``steady``: the kernel gives a row the same bits beside any others."""
+        num_guesses = self.num_guesses(spec, steady=steady)
         return LookupDrafter(num_guesses) if num_guesses else None

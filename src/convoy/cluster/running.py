@@ -20,7 +20,7 @@ from convoy.engine.session import Session
 from convoy.engine.session_format import SessionModel
 from convoy.errors import ConvoyError
 from convoy.model.params import SamplingParams
-from convoy.model.selfcheck import EXACT
+from convoy.model.selfcheck import STEADY
 from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
 from convoy.transport.membership import Membership
@@ -65,8 +65,7 @@ class RunningCluster:
         if on_arrival is not None:
             head.company.on_arrival = on_arrival
         granted = head.bring_up(on_load)
-        exact = granted.plan.kernel == EXACT
-        num_guesses = options.num_guesses(source.spec, exact=exact)
+        num_guesses = options.num_guesses(source.spec, steady=granted.plan.kernel in STEADY)
         if num_guesses < options.speculate:
             why = options.why_no_guesses(source.spec, granted.plan.kernel)
             _log.info("no token is guessed ahead: %s", why)
@@ -185,7 +184,7 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
         tokenizer,
         limits_of(granted),
         EngineOptions(granted.max_context, share_across_keys=options.share_across_keys),
-        options.drafter(spec, exact=granted.plan.kernel == EXACT),
+        options.drafter(spec, steady=granted.plan.kernel in STEADY),
         recovery=recovery,
     )
     head.company.on_gone = recovery.lost

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from convoy.model.int4 import rounded_to_4
 from convoy.model.layer_inputs import LayerInputs
 from convoy.model.linear import PackedLinear
-from convoy.model.quantized import quantize_linears
+from convoy.model.quantized import replace_linears, rounded_to_8
 from convoy.model.rope import RopeUse
 from convoy.wire.messages import StageAssignment
 
@@ -56,14 +57,15 @@ class LoadedModules:
         if held != (assignment.embed, assignment.output):
             self.embedding = self.norm = self.output = None
 
-    def quantize(self) -> None:
-        """Round all packed linears to 8 bits; what was rounded before stays as it is."""
+    def quantize(self, bits: int = 8) -> None:
+        """Round all packed linears to 8 bits, or to 4 but for `lm_head`; what was rounded before stays."""
+        rounded = rounded_to_4 if bits == 4 else rounded_to_8
         for layer in self.layers.values():
-            quantize_linears(layer)
+            replace_linears(layer, rounded)
         if self.layer_inputs is not None:
-            quantize_linears(self.layer_inputs)
+            replace_linears(self.layer_inputs, rounded)
         if self.output is not None:
-            self.output = quantize_linears(self.output)
+            self.output = replace_linears(self.output, rounded_to_8)
 
     @property
     def linears(self) -> list[PackedLinear]:

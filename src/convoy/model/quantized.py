@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ _ZERO = 128
 _NOTHING = torch.zeros(())
 # Sums of products of two numbers up to 127 stay below 2^31 for so many inputs.
 MAX_INPUTS = (2**31 - 1) // (_GREATEST * _GREATEST)
-# Made of operators that give a number the same bits wherever it stands in a tensor: see `_activate`.
+# Made of operators that give a number the same bits wherever it stands in a tensor: see `activate`.
 INT8_ACTIVATIONS = frozenset({"silu", "swish", "relu", "gelu", "gelu_pytorch_tanh", "gelu_new"})
 _GELU_SLOPE, _GELU_CUBE = 0.7978845608028654, 0.044715
 
@@ -137,7 +138,7 @@ class Int8Linear(PackedLinear):
         y.mul_(greatest)
         if self._bias is not None:
             y.add_(self._bias)
-        return _activate(y, self.activation).view(*x.shape[:-1], self.out_features)
+        return activate(y, self.activation).view(*x.shape[:-1], self.out_features)
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """(x W^T + b) * factor, for ``factor`` of the result's shape."""
@@ -160,33 +161,40 @@ class Int8Mlp(nn.Module):
         """[..., rows, hidden] to the same shape."""
         both = self.gate_up(x)
         gate, up = both[..., : self._width], both[..., self._width :]
-        down: torch.Tensor = self.down(_activate(gate, self._activation).mul_(up))
+        down: torch.Tensor = self.down(activate(gate, self._activation).mul_(up))
         return down
 
 
-def quantize_linears(module: nn.Module) -> nn.Module:
-    """Round every packed linear in ``module`` to 8 bits, one by one; routers stay as they are.
+def replace_linears(module: nn.Module, rounded: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
+    """Replace every part of ``module`` for which ``rounded`` has another; routers stay as they are.
 
     An expert is chosen by numbers close together, from a matrix of next to no weight. Returns what takes the
     place of ``module``.
     """
-    if isinstance(module, PackedLinear):
-        return module if isinstance(module, Int8Linear) else _rounded(module)
-    if isinstance(module, ExactMlp):
-        return Int8Mlp(module)
+    other = rounded(module)
+    if other is not None:
+        return other
     for name, child in module.named_children():
         if not isinstance(child, ExactRouter):
-            setattr(module, name, quantize_linears(child))
+            setattr(module, name, replace_linears(child, rounded))
     return module
+
+
+def rounded_to_8(module: nn.Module) -> nn.Module | None:
+    """For `replace_linears`: 8-bit linears; what was rounded before stays as it is."""
+    if type(module) is PackedLinear:
+        return _rounded(module)
+    return Int8Mlp(module) if isinstance(module, ExactMlp) else None
 
 
 def _rounded(linear: PackedLinear) -> Int8Linear:
     return Int8Linear(*linear.dense(), linear.activation)
 
 
-def _activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
-    """In place. ATen's own activations differ in bits between a tensor's vectors and its tail; `exp` and
-    single multiplications do not.
+def activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
+    """An activation of `INT8_ACTIVATIONS`, in place, which gives a number the same bits wherever it stands.
+
+    ATen's own differ in bits between a tensor's vectors and its tail; `exp` and single products do not.
     """
     if activation is None:
         return y

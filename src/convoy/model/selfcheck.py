@@ -11,6 +11,7 @@ from torch import nn
 
 from convoy.errors import SelfCheckError, UsageError
 from convoy.model.attention import LayerBatch, attend
+from convoy.model.int4 import int4_available
 from convoy.model.kv import BlockTable
 from convoy.model.linear import LEAST_ROWS, PackedLinear, packed_available, pad_rows, w8a8_available
 from convoy.model.packed import KEY_BLOCK, SAFE_ROWS, HeadShape, describe_group
@@ -20,8 +21,12 @@ from convoy.wire.messages import Row
 
 EXACT, PLAIN = "exact-f32", "plain-f32"
 W8A8 = "w8a8"  # exact mode's layers with 8-bit linears, see `model.quantized`
+W4A16 = "w4a16"  # with 4-bit ones, see `model.int4`
+ROUNDED = {W8A8: 8, W4A16: 4}  # bits of a weight
+KERNELS = (EXACT, PLAIN, W8A8, W4A16)
+STEADY = frozenset({EXACT, *ROUNDED})  # where a row's bits depend on its own sequence alone
 # (in, out): wide, narrow, odd and tiny; a stage checks its own shapes besides, when it is loaded
-_SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256))
+_SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256), (256, 2048))
 _ROW_COUNTS = (LEAST_ROWS, LEAST_ROWS + 1, 17, 64)  # fewer are padded, see `linear.padded_count`
 _CHECK_TOKENS = 281  # enough for every size of tile
 _FEWEST_ROWS = 4
@@ -109,12 +114,14 @@ def choose_kernel(requested: str, num_threads: int | None = None) -> str:
 
     Raises SelfCheckError if exact mode was asked for by name and does not hold, UsageError for a wrong name.
     """
-    if requested not in {"auto", EXACT, PLAIN, W8A8}:
-        raise UsageError(f"kernel {requested!r} is not known, expected auto, {EXACT}, {PLAIN} or {W8A8}")
-    if requested in {EXACT, W8A8}:
+    if requested not in {"auto", *KERNELS}:
+        known = f"auto, {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
+        raise UsageError(f"kernel {requested!r} is not known, expected {known}")
+    if requested in {EXACT, *ROUNDED}:
         check_exact(num_threads)
-    if requested == W8A8 and not w8a8_available():
-        raise SelfCheckError("this build of torch has no 8-bit oneDNN linears", hint='set kernel = "auto"')
+    if requested in ROUNDED and requested not in _rounded_here():
+        bits = ROUNDED[requested]
+        raise SelfCheckError(f"this build of torch has no {bits}-bit linears", hint='set kernel = "auto"')
     if requested == "auto":
         return PLAIN if why_not_exact(num_threads) else EXACT
     return requested
@@ -132,12 +139,19 @@ def why_not_exact(num_threads: int | None = None) -> str:
 def available_kernels(requested: str, num_threads: int | None = None) -> list[str]:
     """What this machine can run under the wish ``requested``, best first. Raises as `choose_kernel`.
 
-    8-bit linears come last: they are used where the head asks for them by name.
+    Rounded linears come last: they are used where the head asks for them by name.
     """
     kernel = choose_kernel(requested, num_threads)
     if requested != "auto" or kernel != EXACT:
         return [kernel]
-    return [EXACT, PLAIN, *([W8A8] if w8a8_available() else [])]
+    return [EXACT, PLAIN, *_rounded_here()]
+
+
+def _rounded_here() -> list[str]:
+    """4-bit linears have 8-bit ones beside them."""
+    if not w8a8_available():
+        return []
+    return [W8A8, W4A16] if int4_available() else [W8A8]
 
 
 @contextmanager

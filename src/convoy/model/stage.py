@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,15 +19,24 @@ from convoy.model.library import importing
 from convoy.model.linear import PackedLinear, pad_rows
 from convoy.model.packed import KEY_BLOCK
 from convoy.model.rope import Rotations
-from convoy.model.selfcheck import CHECK_ROWS, EXACT, PLAIN, W8A8, check_heads, check_linears, check_rows
+from convoy.model.selfcheck import (
+    CHECK_ROWS,
+    EXACT,
+    KERNELS,
+    PLAIN,
+    ROUNDED,
+    check_heads,
+    check_linears,
+    check_rows,
+)
 from convoy.model.source import ModelSource
 from convoy.model.stage_kv import StageKv
 from convoy.model.tensors import HIDDEN_DTYPES
 from convoy.wire.messages import Row, StageAssignment, Step
 
 if TYPE_CHECKING:
-    from convoy.model.reading import LoadProgress
     from convoy.model.loaded import LoadedModules
+    from convoy.model.reading import LoadProgress
 
 
 @dataclass(frozen=True)
@@ -116,15 +126,18 @@ class Stage:
             from convoy.model.load import load_modules  # transformers, which takes seconds, and not before
             from convoy.model.loaded import LoadedModules
 
-        if options.kernel not in {EXACT, PLAIN, W8A8}:
-            raise ModelError(f"kernel {options.kernel!r} is not known, expected {EXACT}, {PLAIN} or {W8A8}")
+        if options.kernel not in KERNELS:
+            raise ModelError(
+                f"kernel {options.kernel!r} is not known, expected {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
+            )
         if options.block_size < 1 or KEY_BLOCK % options.block_size:
             raise ModelError(f"block size {options.block_size} does not divide {KEY_BLOCK}")
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
         kept = None if before is None else before.give_up(source, options)
         packed = options.kernel != PLAIN
-        finish = LoadedModules.quantize if options.kernel == W8A8 else None
+        bits = ROUNDED.get(options.kernel)
+        finish = None if bits is None else partial(LoadedModules.quantize, bits=bits)
         modules = load_modules(source, assignment, packed=packed, progress=progress, kept=kept, finish=finish)
         if packed and modules.bytes_read:
             check_linears(modules.parts())
@@ -305,8 +318,8 @@ class Stage:
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         if self.options.kernel == PLAIN:
             return x
-        # 8-bit linears are as quick for few rows; a lone row's norm may be split between threads
-        return pad_rows(x, 2) if self.options.kernel == W8A8 else pad_rows(x)
+        # rounded linears are quickest for few rows; a lone row's norm may be split between threads
+        return pad_rows(x, 2) if self.options.kernel in ROUNDED else pad_rows(x)
 
     def _run_layers(
         self, x: torch.Tensor, staged: StagedStep, tokens: torch.Tensor | None = None
