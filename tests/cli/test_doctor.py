@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,6 +73,8 @@ def test_without_a_configuration_it_looks_at_the_machine_alone(tmp_path: Path) -
         "memory",
         "disk",
     }
+    speed = next(line for line in lines if line.split()[1] == "speed")
+    assert re.search(r"reads [\d.]+ GB/s and multiplies \d+ GFLOP/s .* --speed NAME=[\d.]+,\d+`$", speed)
     assert not any("roster of" in line for line in lines)
     assert lines[-1].endswith("0 to mend")
     assert done.returncode == 0
