@@ -9,8 +9,8 @@ from convoy.errors import SelfCheckError
 from convoy.model.int4 import GROUP, Int4Linear, int4_available, int4_weight, round_to_4_bits
 from convoy.model.linear import PackedLinear
 from convoy.model.quantized import INT8_ACTIVATIONS, Int8Linear
-from convoy.model.selfcheck import W4A16, available_kernels, choose_kernel
-from support.tiny_models import Models, Threads
+from convoy.model.selfcheck import STEADY, W4A16, W8A8, available_kernels, choose_kernel
+from support.tiny_models import Models, Prompt, Threads
 
 pytestmark = pytest.mark.skipif(not int4_available(), reason="this build of torch has no 4-bit linears")
 SHAPES = ((64, 64), (32, 16), (96, 48), (1024, 80), (352, 128))
@@ -70,6 +70,23 @@ def test_a_stage_has_4_bits_where_the_shape_fits_and_8_in_its_output(models: Mod
     assert all(isinstance(linear, Int4Linear | Int8Linear) for linear in layers)
     assert any(isinstance(linear, Int4Linear) for linear in layers)
     assert not any(type(linear) is PackedLinear for linear in layers)
+
+
+@pytest.mark.parametrize("kernel", [W8A8, W4A16])
+def test_guesses_may_be_checked_as_one_row_because_chunks_change_no_bit(
+    models: Models, prompt: Prompt, threads: Threads, kernel: str
+) -> None:
+    assert kernel in STEADY
+    tokens = prompt(40)
+    threads(1)
+    chain = models.chain("even", kernel=kernel)
+    (whole,) = chain.run((0, tokens))
+    for sequence, sizes in enumerate(([9, 1, 30], [1, 8, 31]), start=1):
+        parts, start = [], 0
+        for size in sizes:
+            parts += chain.run((sequence, tokens[start : start + size]))
+            start += size
+        assert torch.equal(torch.cat(parts), whole), sizes
 
 
 def test_it_is_offered_last_and_only_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
