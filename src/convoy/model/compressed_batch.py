@@ -202,8 +202,7 @@ def _chunk(
 
     # entries first, then what is partly hidden
     order = np.argsort(np.where(of_entries, 0, np.where(hidden.any(axis=(1, 2)), 1, 2)), kind="stable")
-    back = np.empty_like(order)
-    back[order] = np.arange(len(order))
+    back = np.argsort(order)
     num_masked = int((of_entries | hidden.any(axis=(1, 2))).sum())
     tile, block, of_entries = tile[order], block[order], of_entries[order]
     blocks = _pool_blocks(tiles.row[tile], block, of_entries, windows, entries)

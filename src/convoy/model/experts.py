@@ -132,9 +132,10 @@ class GatedShare(nn.Module):
 
 def add_columns(x: torch.Tensor) -> torch.Tensor:
     """[rows, columns, ...] added over the columns, one after the other."""
-    total = x[:, 0]
-    for column in range(1, x.shape[1]):
-        total = total + x[:, column]
+    columns = x.unbind(1)
+    total = columns[0]
+    for number, column in enumerate(columns[1:]):
+        total = total.add_(column) if number else total + column
     return total
 
 

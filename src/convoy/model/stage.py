@@ -18,6 +18,7 @@ from convoy.model.layer_inputs import takes_shared_kv
 from convoy.model.library import importing
 from convoy.model.linear import PackedLinear, pad_rows
 from convoy.model.packed import KEY_BLOCK
+from convoy.model.pages import ask_huge_pages
 from convoy.model.rope import Rotations
 from convoy.model.selfcheck import (
     CHECK_ROWS,
@@ -140,6 +141,7 @@ class Stage:
         finish = None if bits is None else partial(LoadedModules.quantize, bits=bits)
         modules = load_modules(source, assignment, packed=packed, progress=progress, kept=kept, finish=finish)
         if packed and modules.bytes_read:
+            ask_huge_pages(weight for linear in modules.linears for weight in linear.packed)
             check_linears(modules.parts())
             check_heads(source.spec.cache_groups)
         stage = cls(source, assignment, options, modules)

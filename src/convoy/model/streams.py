@@ -83,11 +83,11 @@ class StreamMixer(nn.Module):
     def _balanced(self, mix: torch.Tensor) -> torch.Tensor:
         """A softmax of each row, then rows and columns that sum to 1 (Sinkhorn and Knopp, 1967)."""
         mix = (mix - mix.amax(-1, keepdim=True)).exp_()
-        mix = mix / _row_sums(mix) + self._eps
-        mix = mix / (add_columns(mix)[:, None] + self._eps)
+        mix.div_(_row_sums(mix)).add_(self._eps)
+        mix.div_(_column_sums(mix) + self._eps)
         for _ in range(self._num_rounds - 1):
-            mix = mix / (_row_sums(mix) + self._eps)
-            mix = mix / (add_columns(mix)[:, None] + self._eps)
+            mix.div_(_row_sums(mix) + self._eps)
+            mix.div_(_column_sums(mix) + self._eps)
         return mix
 
 
@@ -131,6 +131,10 @@ def _mixed(streams: torch.Tensor, post: torch.Tensor, mix: torch.Tensor, out: to
     for number in range(streams.shape[1]):
         total = total + mix[:, number, :, None] * streams[:, number, None]
     return total
+
+
+def _column_sums(mix: torch.Tensor) -> torch.Tensor:
+    return add_columns(mix)[:, None]
 
 
 def _row_sums(mix: torch.Tensor) -> torch.Tensor:

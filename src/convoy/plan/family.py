@@ -240,7 +240,13 @@ FAMILIES: dict[str, Family] = {
             experts="gpt_oss",
         ),
         Family("deepseek_v3", _DEEPSEEK_V3, heads="latent", experts="deepseek_v3"),
-        Family("deepseek_v4", _DEEPSEEK_V4, heads="compressed", experts="deepseek_v4"),
+        Family(
+            "deepseek_v4",
+            _DEEPSEEK_V4,
+            heads="compressed",
+            experts="deepseek_v4",
+            refused_keys=("quantization_config", "quantization"),
+        ),
         # What is no more than embedding, layers and norm runs as it is.
         Family("apertus", counted=True),
         Family("arcee", counted=True),
