@@ -95,10 +95,6 @@ class Hub:
             fetch.all(_parts(name, pinned, directory, self._shards(name, pinned, directory)))
         return pinned.commit, directory
 
-    def pin(self, name: HubName) -> HubCommit:
-        """The commit that ``name`` is now, and nothing of its files. Raises as `download` does."""
-        return HubCommit(name.repo, self._pin(name).commit, self._endpoint)
-
     def directory(self, name: HubName, commit: str) -> Path:
         """Where that commit's files lie, or would."""
         return self._folder / f"models--{name.repo.replace('/', '--')}" / "snapshots" / commit
