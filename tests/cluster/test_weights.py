@@ -180,6 +180,29 @@ def test_what_came_before_a_member_ended_is_not_fetched_again(model: Path, tmp_p
     assert fetched == whole - kept
 
 
+def test_half_a_tensor_is_gone_on_with_through_the_link(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with started(model, with_cache(tmp_path / "cache")) as (cluster, _):
+        expected = answer_of(cluster)
+    victim = max((tmp_path / "cache").rglob("tensors/*"), key=lambda path: path.stat().st_size)
+    data = victim.read_bytes()
+    victim.unlink()
+    victim.with_name(f"{victim.name}.part").write_bytes(data[:1000])
+    asked: list[Fetch] = []
+    answer = Supply._answer
+
+    def counted(self: Supply, fetch: Fetch, *more: Any) -> Piece:
+        asked.append(fetch)
+        return answer(self, fetch, *more)
+
+    monkeypatch.setattr(Supply, "_answer", counted)
+    with started(model, with_cache(tmp_path / "cache")) as (cluster, heard):
+        assert answer_of(cluster) == expected
+    assert [(fetch.start, fetch.num_bytes) for fetch in asked] == [(1000, len(data) - 1000)]
+    assert ("beta (from the head)", len(data), len(data)) in heard
+
+
 def test_other_layers_are_added_to_those_that_are_here(model: Path, tmp_path: Path) -> None:
     with started(model, with_cache(tmp_path / "cache")) as (_, heard):
         first = max(done for who, done, _ in heard if who == "beta (from the head)")

@@ -240,9 +240,14 @@ class Weights:
         again: list[Part] = []
         total, done, tell = sum(part.num_bytes for part in parts), 0, _paced(asker.tell)
 
+        def count(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+
         def wants() -> Iterator[Want]:
             for part in parts:
                 files.append(stack.enter_context(PartFile(part, lambda _num_bytes: asker.check())))
+                count(files[-1].resumed)
                 yield from pieces_of(part.digest, part.name, files[-1].resumed, part.num_bytes)
 
         def finish_whole() -> None:
@@ -260,7 +265,7 @@ class Weights:
                 finish_whole()
                 assert files[0].part.digest == want.part, "pieces come in the order of the parts"
                 files[0].write(piece.data)
-                done += len(piece.data)
+                count(len(piece.data))
                 finish_whole()
                 tell("fetch", done, total)
             finish_whole()
