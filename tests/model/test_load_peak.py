@@ -71,7 +71,8 @@ def write_model(path: Path, family: str) -> ModelSpec:
     import transformers
 
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+        loader: Any = transformers.AutoModelForCausalLM
+        model = loader.from_config(transformers.AutoConfig.from_pretrained(path))
     tensors = {
         name: torch.full(tensor.shape, 0.01, dtype=torch.bfloat16)
         for name, tensor in model.state_dict().items()
