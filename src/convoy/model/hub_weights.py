@@ -26,6 +26,8 @@ from convoy.model.parts import Part, PartFile
 
 Watch = Callable[[], None]
 
+_TRIES = 3  # in a row without a byte: a member has somebody else to ask
+
 
 @dataclass(frozen=True, slots=True)
 class _Run:
@@ -96,7 +98,8 @@ class HubWeights:
             count(resumed)
             left = first.left + sum(part.num_bytes for part in run.parts[1:])
             start = run.offset + resumed
-            wrong = _fill(first, run.parts[1:], self.commit.stream(run.file, start, start + left), count)
+            chunks = self.commit.stream(run.file, start, start + left, tries=_TRIES)
+            wrong = _fill(first, run.parts[1:], chunks, count)
         if resumed and first.part in wrong:  # perhaps the earlier try's half was: now it is gone
             wrong.remove(first.part)
             count(-first.part.num_bytes)
