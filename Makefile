@@ -12,7 +12,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint 
 
 help:
 	@echo "make demo    set up, then run the bundled model over two sealed processes"
-	@echo "make test    set up, then run every test (under 10 minutes on 2 cores)"
+	@echo "make test    set up, then run the tests (under 10 minutes on 2 cores)"
 	@echo "make test-survival  set up, then lose members of real clusters in every way and compare the text"
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm  install a software TPM (apt-get), then enrol it and demand it of real members"
