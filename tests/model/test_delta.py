@@ -68,7 +68,7 @@ def by_the_book(net: Qwen3_5GatedDeltaNet, hidden: torch.Tensor) -> torch.Tensor
     mixed = torch.cat((torch.zeros(3, SHAPE.mixed_width), x @ weights["in_proj_qkv.weight"].T))
     mixed = torch.stack([(mixed[t : t + 4] * weights["conv1d.weight"][:, 0].T).sum(0) for t in range(len(x))])
     mixed = torch.nn.functional.silu(mixed)
-    query, key, value = mixed.split([80, 80, 224], dim=-1)
+    query, key, value = torch.split(mixed, [80, 80, 224], dim=-1)
     query, key = (part.view(-1, 2, 40).repeat_interleave(2, dim=1) for part in (query, key))
     query, key = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key))
     share = (x @ weights["in_proj_b.weight"].T).sigmoid()
@@ -85,7 +85,8 @@ def by_the_book(net: Qwen3_5GatedDeltaNet, hidden: torch.Tensor) -> torch.Tensor
         out * (out.square().mean(-1, keepdim=True) + net.layer_norm_epsilon).rsqrt() * weights["norm.weight"]
     )
     gate = torch.nn.functional.silu(x @ weights["in_proj_z.weight"].T)
-    return (out.flatten(1) * gate) @ weights["out_proj.weight"].T
+    result: torch.Tensor = (out.flatten(1) * gate) @ weights["out_proj.weight"].T
+    return result
 
 
 @pytest.mark.parametrize("packed", [True, False])
