@@ -109,6 +109,11 @@ class PackedLinear(nn.Module):
         product: torch.Tensor = linear.binary(x, factor, self._packed[0], self._bias, "mul")
         return product
 
+    @property
+    def packed(self) -> list[torch.Tensor]:
+        """The weights in oneDNN's layout, whose memory only oneDNN looks into."""
+        return list(self._packed)
+
     def dense(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weight [out_features, in_features] and the bias, unpacked again."""
         return torch.cat([part.to_dense() for part in self._packed], dim=1), self._bias

@@ -140,6 +140,11 @@ class Int8Linear(PackedLinear):
             y.add_(self._bias)
         return activate(y, self.activation).view(*x.shape[:-1], self.out_features)
 
+    @property
+    def packed(self) -> list[torch.Tensor]:
+        """None in oneDNN's float layout."""
+        return []
+
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """(x W^T + b) * factor, for ``factor`` of the result's shape."""
         y: torch.Tensor = self(x)
