@@ -57,15 +57,19 @@ def running_cluster(
     num_members: int,
     *,
     spans: Mapping[str, str] | None = None,
+    member: MemberOptions = MEMBER,
     **changes: Any,
 ) -> Iterator[RunningCluster]:
-    """Bring it up over memory, hand it out, take it down. ``changes`` are of `HeadOptions`."""
+    """Bring it up over memory, hand it out, take it down. ``changes`` are of `HeadOptions`.
+
+    ``member`` is every member's.
+    """
     network = MemoryNetwork()
     members = make_local_members(NAMES[:num_members])
-    options = PeerOptions(MEMBER, model_path=source.path)
+    options = PeerOptions(member, model_path=source.path)
     peers = [PeerThread(me, options, network) for me in members[1:]]
     try:
-        head_options = replace(HeadOptions(MEMBER, spans=spans, wait_s=10, num_blocks=256), **changes)
+        head_options = replace(HeadOptions(member, spans=spans, wait_s=10, num_blocks=256), **changes)
         cluster = RunningCluster.start(membership_of(members[0]), source, head_options, network=network)
         try:
             yield cluster

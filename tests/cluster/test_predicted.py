@@ -1,0 +1,86 @@
+"""What a plan says of memory beforehand, against what members have once they are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from convoy.cluster.options import HeadOptions
+from convoy.model.int4 import int4_available
+from convoy.model.linear import packed_available, w8a8_available
+from convoy.model.source import ModelSource
+from convoy.plan.offer import MemberOffer
+from convoy.plan.placement import Placement, place
+from convoy.plan.report import report, report_blocks
+from support.cluster import MEMBER, running_cluster
+from support.odd_models import make_odd_llama
+from support.tiny_models import build_model
+
+TOLERANCE = 0.05
+Sources = Callable[[str], ModelSource]
+needs_exact = pytest.mark.skipif(not packed_available(), reason="no packed linears here")
+needs_w8a8 = pytest.mark.skipif(not (packed_available() and w8a8_available()), reason="no 8-bit linears here")
+needs_w4a16 = pytest.mark.skipif(
+    not (packed_available() and int4_available()), reason="no 4-bit linears here"
+)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Sources:
+    def make(kind: str) -> ModelSource:
+        if kind == "demo":
+            return ModelSource.resolve(kind)
+        make_odd_llama(tmp_path)  # for its tokenizer
+        build_model(kind).save_pretrained(tmp_path)
+        return ModelSource.resolve(str(tmp_path))
+
+    return make
+
+
+def planned(source: ModelSource, kernel: str, memory_bytes: int) -> Placement:
+    offers = [
+        MemberOffer(name, memory_bytes, name == "alpha", num_threads=1, kernel=kernel)
+        for name in ("alpha", "beta")
+    ]
+    return place(source.spec, offers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kernel"),
+    [
+        pytest.param("demo", "exact-f32", marks=needs_exact),
+        pytest.param("demo", "w8a8", marks=needs_w8a8),
+        pytest.param("demo", "w4a16", marks=needs_w4a16),
+        ("demo", "plain-f32"),
+        ("qwen3_moe", "plain-f32"),
+        pytest.param("gpt_oss", "exact-f32", marks=needs_exact),
+        pytest.param("gemma3", "exact-f32", marks=needs_exact),
+        pytest.param("gemma4", "w8a8", marks=needs_w8a8),
+        ("deepseek_v3", "plain-f32"),
+        ("qwen3_5", "plain-f32"),
+        ("deepseek_v4", "plain-f32"),
+    ],
+)
+def test_weights_and_blocks_are_what_the_plan_said(sources: Sources, kind: str, kernel: str) -> None:
+    source = sources(kind)
+    spec = source.spec
+    whole = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=kernel)
+    memory = whole + 20 * spec.kv_bytes(0, spec.num_layers, 16, kernel)  # too little for all that is wanted
+    placement = planned(source, kernel, memory)
+    options = HeadOptions(max_batch=8, prefill_chunk=64)
+    blocks = report_blocks(placement, options.demand(block_size=16, max_context=spec.max_context))
+    member = replace(MEMBER, memory_bytes=memory, kernel=kernel)
+    with running_cluster(source, 2, member=member, num_blocks=0, max_batch=8, prefill_chunk=64) as cluster:
+        granted = cluster.head.granted
+        assert granted is not None
+        assert granted.placement.stages == placement.stages
+        for stage in report(placement).stages:
+            found = granted.weight_bytes[stage.member]
+            assert abs(stage.weight_bytes - found) <= TOLERANCE * found, stage.member
+        for group, count in zip(blocks.groups, granted.num_blocks, strict=True):
+            assert abs(group.num_blocks - count) <= TOLERANCE * count, group.name
+    if all(group.attends for group in spec.cache_groups):
+        assert not blocks.is_all_wanted, "the members' memory is what limits it"

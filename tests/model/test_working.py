@@ -1,0 +1,50 @@
+"""What a step takes beside weights and K/V, as the allocator saw it, against the plan's bound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.plan.working import working_bytes
+from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from support.tiny_models import Models
+
+NUM_TOKENS = 256
+
+
+def most_bytes(stage: Stage) -> int:
+    """In use at once while the second of two chunks runs, beyond what was before."""
+    blocks = list(range(2 * NUM_TOKENS // 16))
+    stage.make_pools(len(blocks))
+    grants = [BlockGrant(0, group, blocks) for group in range(len(stage.block_bytes))]
+
+    def run(start: int) -> None:
+        step = Step(0, [], [] if start else grants, [Row(0, start, NUM_TOKENS, 1)], b"")
+        hidden = stage.run(step, None, torch.arange(NUM_TOKENS) % 100)
+        stage.output(stage.select(step, hidden))
+
+    run(0)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run(NUM_TOKENS)
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    most = now = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("kind", ["demo", "qwen3_moe", "gemma3", "deepseek_v3"])
+def test_a_step_takes_no_more_than_the_plan_says_and_not_much_less(models: Models, kind: str) -> None:
+    source = ModelSource.resolve(kind) if kind == "demo" else models.source(kind)
+    num_layers = source.spec.num_layers
+    stage = Stage.load(
+        source,
+        StageAssignment("a", 0, num_layers, True, True),
+        StageOptions(kernel="plain-f32", require_tags=False),
+    )
+    bound = working_bytes(source.spec, 0, num_layers, output=True, num_tokens=NUM_TOKENS)
+    assert 0.3 * bound < most_bytes(stage) <= bound
