@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from convoy.errors import ModelError, StepError
+from convoy.model.draw import GREEDY, Draw, draw_all
+from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
 from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
 from support.kernels import error_of, why_not
@@ -20,8 +22,10 @@ if why_not() is not None or not torch.cuda.is_available():
 
 import transformers
 
+from convoy.model.device import check_device
 from convoy.model.gpu.decoder import Decoder
-from convoy.model.gpu.stage import CHECK_KERNEL, KERNEL, CudaStage, check_device
+from convoy.model.gpu.several import SeveralStages
+from convoy.model.gpu.stage import CHECK_KERNEL, KERNEL, CudaStage
 from convoy.model.stage import Stage, StageOptions
 from support.tiny_models import Chain, build_model
 
@@ -190,6 +194,48 @@ def test_stages_of_one_process_may_lie_on_several_devices(directories: Directori
     one, two = chain(directories["qwen3"]), chain(directories["qwen3"], 2, devices=("cuda:1", "cuda:0"))
     for part in (tokens[:50], tokens[50:59], tokens[59:]):
         assert torch.equal(one.run((0, part))[0], two.run((0, part))[0])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_one_stage_may_lie_on_several_devices(directories: Directories) -> None:
+    tokens = prompt(60)
+    one, two = chain(directories["qwen3"]), chain(directories["qwen3"], devices=("cuda:0,cuda:1",))
+    (several,) = two.stages
+    assert isinstance(several, SeveralStages)
+    assert [part.device.index for part in several.parts] == [0, 1]
+    assert several.weight_bytes == device_stage(one.stages[0]).weight_bytes
+    for part in (tokens[:50], tokens[50:59], tokens[59:]):
+        assert torch.equal(one.run((0, part))[0], two.run((0, part))[0])
+    assert several.room_bytes(1 << 34) > 0
+
+
+def test_what_is_left_for_blocks_is_measured_and_true(directories: Directories) -> None:
+    stage = device_stage(chain(directories["even"]).stages[0])
+    offered = 1 << 32
+    room = stage.room_bytes(offered)
+    assert 0 < room < offered - stage.weight_bytes
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    stage.make_pools(room // sum(stage.block_bytes))
+    assert stage.capture(256)
+    stage.rehearse(2048)
+    torch.cuda.synchronize()
+    assert before - torch.cuda.mem_get_info()[0] <= 1.05 * (offered - stage.weight_bytes)
+
+
+def test_greedy_rows_are_drawn_on_the_device_and_others_from_their_logits(directories: Directories) -> None:
+    one = chain(directories["odd"])
+    stage = device_stage(one.stages[0])
+    hidden = torch.randn(5, stage.hidden_size, generator=torch.Generator().manual_seed(3))
+    warm = SamplingParams(temperature=0.8, seed=7)
+    draws = [GREEDY, Draw(warm, 0, 9), GREEDY, Draw(warm, 1, 9, score=4), GREEDY]
+    found = stage.draw(hidden, draws)
+    assert found.greedy == (0, 2, 4)
+    assert found.outcomes() == draw_all(stage.output(hidden).numpy(), draws)
+    broken = hidden.clone()
+    broken[2] = float("nan")
+    errors = [outcome.error for outcome in stage.draw(broken, [GREEDY] * 5).outcomes()]
+    assert [error is not None for error in errors] == [False, False, True, False, False]
 
 
 def test_blocks_that_are_read_can_be_written_elsewhere(directories: Directories) -> None:

@@ -124,6 +124,7 @@ class Crowd:
         self._deadline = deadline
         self._outputs: queue.SimpleQueue[tuple[int, float, Output]] = queue.SimpleQueue()
         self._running: list[tuple[int, RequestHandle]] = []
+        self._numbers: set[int] = set()  # of those that run
         self._counts: dict[int, int] = {}
 
     @property
@@ -135,6 +136,7 @@ class Crowd:
         """Returns when each has said a token."""
         for number, prompt in enumerate(prompts):
             request = GenerationRequest(prompt, GREEDY, max_tokens=max_tokens, ignore_eos=True)
+            self._numbers.add(number)
             self._running.append((number, self._engine.submit(request, self._listener(number))))
         while len(self._counts) < len(prompts):
             self._next()
@@ -142,6 +144,7 @@ class Crowd:
     def shrink(self, size: int) -> None:
         """End all but the first ``size``."""
         ended, self._running = self._running[size:], self._running[:size]
+        self._numbers = {number for number, _ in self._running}
         for _, handle in ended:
             handle.abort()
         if self._running:
@@ -168,7 +171,7 @@ class Crowd:
 
     def _next(self) -> float:
         """The time of the next token of a request that still runs. Raises what ended one too early."""
-        running = {number for number, _ in self._running}
+        running = self._numbers
         while True:
             try:
                 number, time_s, output = self._outputs.get(timeout=self._deadline.left_s())

@@ -99,6 +99,8 @@ class BenchRun:
     kernel: str = "auto"
     threads: int | None = None
     pin: bool = False
+    device: str = "cpu"
+    layers: Sequence[str] | None = None
     kernels: set[str] = field(init=False, default_factory=set)  # that were really used
 
     @functools.cached_property
@@ -142,7 +144,9 @@ class BenchRun:
         cores = None if self.cores is None else self.cores[:members]
         # a random model repeats itself, and guesses would be measured in place of steps
         engine = {"speculate": 0, **limits}
-        return LocalOptions(members, None, self.kernel, self.threads, engine=engine, cores=cores)
+        return LocalOptions(
+            members, self.layers, self.kernel, self.threads, engine=engine, cores=cores, device=self.device
+        )
 
     @contextmanager
     def cluster(self, members: int, limits: dict[str, int]) -> Iterator[RunningCluster]:

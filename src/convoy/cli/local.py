@@ -212,7 +212,7 @@ class LocalCluster(Started):
             "listen": {"host": address[0], "port": address[1]},
             "serve": {"port": self._options.serve_port},
             "model": {
-                "kernel": self._options.kernel,
+                "kernel": self._options.kernel if device == "cpu" else "auto",
                 "num_threads": self._options.threads,
                 "memory_gb": memory_gb,
                 "device": device,

@@ -49,7 +49,7 @@ from convoy.cli.output import (
     report_convoy_error,
     report_error,
 )
-from convoy.cli.start import ask_for_huge_pages
+from convoy.cli.start import ask_for_huge_pages, switch_threads_soon
 from convoy.errors import ConvoyError, UsageError
 
 
@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # What the rooms log while a head or a peer runs for weeks: each line with its time.
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     ask_for_huge_pages()
+    switch_threads_soon()
     # So that a terminated command leaves its `with` blocks, and takes its processes and files with it.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _terminated)

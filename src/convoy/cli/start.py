@@ -14,6 +14,17 @@ from contextlib import contextmanager
 
 from convoy.model.library import collector_at_rest
 
+_SWITCH_S = 0.001
+
+
+def switch_threads_soon() -> None:
+    """A thread that has something to send or that came waits for no other's Python for longer than this.
+
+    Python's own 5 ms is longer than a device takes for a step, and a hidden state is received in many pieces,
+    after each of which the receiver has to have its turn.
+    """
+    sys.setswitchinterval(_SWITCH_S)
+
 
 def ask_for_huge_pages() -> None:
     """Have torch ask for huge pages under what is large, unless the operator says otherwise.

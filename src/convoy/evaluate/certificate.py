@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from convoy.model.device import CUDA_KERNEL
-from convoy.model.selfcheck import EXACT, PLAIN, W8A8
+from convoy.model.selfcheck import EXACT, PLAIN, W4A16, W8A8
 
 WAYS = ("one piece", "chunks", "decode", "batch")
 
@@ -33,9 +33,17 @@ LIMITS = {
     PLAIN: Limits(2e-5, 2e-5, 2e-5),
     # where a rounded row goes to another expert, one position may be far off
     W8A8: Limits(0.0, 5.0, 1.0),
-    # of bfloat16, whose step at 4 is 0.03; the same holds of experts
-    CUDA_KERNEL: Limits(5.0, 5.0, 0.3),
+    W4A16: Limits(0.0, 20.0, 5.0),
+    # of bfloat16, whose step at 4 is 0.03
+    CUDA_KERNEL: Limits(0.3, 0.3, 0.15),
 }
+# of bfloat16 and layers with experts: where two are nearly as good, it may choose another
+_CUDA_EXPERTS = Limits(5.0, 5.0, 1.0)
+
+
+def limits_of(kernel: str, *, has_experts: bool) -> Limits:
+    """What a model has to keep to under ``kernel``."""
+    return _CUDA_EXPERTS if has_experts and kernel == CUDA_KERNEL else LIMITS[kernel]
 
 
 @dataclass(frozen=True)

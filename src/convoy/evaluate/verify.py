@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import chain as joined
 
 from convoy.errors import ConvoyError
-from convoy.evaluate.certificate import LIMITS, Certificate, LayoutResult
+from convoy.evaluate.certificate import Certificate, LayoutResult, Limits, limits_of
 from convoy.evaluate.chain import StageChain, StageLoader, load_stage
 from convoy.evaluate.compare import Comparison, Expected
 from convoy.evaluate.cuts import Layout, layout_text, layouts, whole
@@ -66,7 +66,7 @@ def verify(
         digest=source.digest,
         kernel=options.kernel,
         library=library_version(),
-        limits=LIMITS[options.kernel],
+        limits=_limits_of(source, options),
         num_layers=source.spec.num_layers,
         prompt_tokens=tuple(len(prompt) for prompt in prompts),
         decoded_tokens=options.num_tokens,
@@ -113,7 +113,7 @@ class _Bench:
         """Run a layout in every way. An error of its stages is a failure like any other."""
         started = time.monotonic()
         spec = self._source.spec
-        comparison = Comparison(expected, LIMITS[self._options.kernel])
+        comparison = Comparison(expected, _limits_of(self._source, self._options))
         chain: StageChain | None = None
         failures: list[str] = []
         try:
@@ -164,3 +164,7 @@ def _num_new(layout: Layout, old: dict[int, Stage], index: int) -> int:
         return wanted.end - wanted.start
     held = old[index].assignment
     return len(set(range(wanted.start, wanted.end)) - set(range(held.start, held.end)))
+
+
+def _limits_of(source: ModelSource, options: VerifyOptions) -> Limits:
+    return limits_of(options.kernel, has_experts=any(".experts." in name for name in source.tensors))

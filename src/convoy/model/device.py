@@ -62,7 +62,10 @@ def deal_devices(wish: str, num_members: int, kernel: str = AUTO) -> list[str]:
     else:
         cuts = [len(names) * member // num_members for member in range(num_members + 1)]
         dealt = [",".join(names[a:b]) for a, b in itertools.pairwise(cuts)]
-    return [",".join(choose_devices(device, kernel)) for device in dealt]
+    mixed = HOST in dealt  # then the kernel is that of those on the host
+    return [
+        ",".join(choose_devices(device, AUTO if mixed and device != HOST else kernel)) for device in dealt
+    ]
 
 
 def split_devices(text: str) -> list[str]:

@@ -13,7 +13,8 @@ import torch
 
 from convoy.errors import StepError
 from convoy.model.draw import Draw, Outcome, draw
-from convoy.model.gpu.pending import Pending, on_card
+from convoy.model.gpu.pending import Pending
+from convoy.model.gpu.staging import Staging
 from convoy.model.sampling import Sampled
 
 
@@ -43,17 +44,19 @@ class PendingDraws:
         return tuple(done[index] for index in range(len(self.draws)))
 
 
-def start_draws(logits: torch.Tensor, draws: Sequence[Draw], copies: torch.cuda.Stream) -> PendingDraws:
+def start_draws(
+    logits: torch.Tensor, draws: Sequence[Draw], copies: torch.cuda.Stream, staging: Staging
+) -> PendingDraws:
     """Begin ``draws`` of ``logits`` [len(draws), vocab_size] on a device. Raises StepError for others."""
     if len(logits) != len(draws):
         raise StepError(f"a step has {len(logits)} outputs and {len(draws)} draws")
     greedy = tuple(index for index, one in enumerate(draws) if _is_greedy(one))
     others = tuple(index for index in range(len(draws)) if index not in set(greedy))
-    found = torch.stack(best_tokens(_rows(logits, greedy)))
+    found = torch.stack(best_tokens(_rows(logits, greedy, staging)))
     return PendingDraws(
         *(draws, logits.shape[1]),
         *(greedy, Pending.copied(found, copies)),
-        *(others, Pending.copied(_rows(logits, others).float(), copies)),
+        *(others, Pending.copied(_rows(logits, others, staging).float(), copies)),
     )
 
 
@@ -76,7 +79,7 @@ def _is_greedy(one: Draw) -> bool:
     return plain and one.score is None and not one.wants_logits
 
 
-def _rows(logits: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+def _rows(logits: torch.Tensor, chosen: tuple[int, ...], staging: Staging) -> torch.Tensor:
     if len(chosen) == logits.shape[0]:
         return logits
-    return logits.index_select(0, on_card(torch.tensor(chosen, dtype=torch.int64), logits.device))
+    return logits.index_select(0, staging.on_card(torch.tensor(chosen, dtype=torch.int64)))

@@ -16,7 +16,7 @@ import torch
 
 from convoy.model.gpu.attention import HeadShape, Ints, Launch
 from convoy.model.gpu.batch import ROW_FIELDS, DeviceBatch, GroupBatch, HostBatch, aligned_sizes, fill
-from convoy.model.gpu.pending import on_card
+from convoy.model.gpu.staging import Staging
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WARM_UPS = 2  # runs before a capture: kernels are compiled, the libraries take their memory
@@ -70,7 +70,9 @@ class DecodeGraph:
         """Whether the block tables have room."""
         return host.tables.size <= self.size * self._shape.max_blocks
 
-    def run(self, host: HostBatch, tokens: Ints | None, hidden: torch.Tensor | None) -> torch.Tensor:
+    def run(
+        self, host: HostBatch, tokens: Ints | None, hidden: torch.Tensor | None, staging: Staging
+    ) -> torch.Tensor:
         """A batch of lone tokens, no more than ``size``, from token ids or hidden states [rows, hidden_size].
 
         Returns [rows, hidden_size], which the next run of this graph overwrites.
@@ -80,13 +82,14 @@ class DecodeGraph:
         if tokens is not None:
             ids[:num_rows] = tokens
         parts = [ids, padded.positions, padded.slots, padded.rows, padded.tables]
-        # torch keeps pinned memory for the next step, once the copy out of it is over
         used = aligned_sizes([part.size for part in parts])[-1]
-        staged = torch.empty(used, dtype=torch.int32, pin_memory=True)
+        slot = staging.take(4 * used)
+        staged = slot.memory[: 4 * used].view(torch.int32)
         fill(staged, parts)
         self._ints[:used].copy_(staged, non_blocking=True)
+        slot.done.record(torch.cuda.current_stream(self._shape.device))
         if hidden is not None:
-            self._hidden[:num_rows].copy_(on_card(hidden, self._shape.device))
+            self._hidden[:num_rows].copy_(staging.on_card(hidden))
         self._graph.replay()
         return self._out[:num_rows]
 

@@ -1,4 +1,4 @@
-"""Hidden states on their way between host and device, through pinned memory, which nobody has to wait for."""
+"""Results on their way from a device, into pinned memory, which nobody has to wait for."""
 
 from __future__ import annotations
 
@@ -36,10 +36,3 @@ class Pending:
         if self.done is not None:
             self.done.synchronize()
         return self.tensor
-
-
-def on_card(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on the device; from the host through pinned memory, and only ordered, not awaited."""
-    if not tensor.is_cuda and tensor.numel():
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -21,9 +21,10 @@ from convoy.model.gpu.decoder import Decoder
 from convoy.model.gpu.drawing import PendingDraws, best_tokens, start_draws
 from convoy.model.gpu.face import Model
 from convoy.model.gpu.graphs import DecodeGraphs, GraphShape
-from convoy.model.gpu.pending import Pending, on_card
+from convoy.model.gpu.pending import Pending
 from convoy.model.gpu.pools import DevicePools
 from convoy.model.gpu.rope import make_rotation
+from convoy.model.gpu.staging import Staging
 from convoy.model.gpu.weights import LoadProgress, StageWeights, load_weights, why_not_ours
 from convoy.model.gpu.working import measure_working
 from convoy.model.kv import BlockTable, StagedStep
@@ -93,7 +94,11 @@ class CudaStage:
             require_tags=options.require_tags,
         )
         self._num_units = torch.cuda.get_device_properties(self.device).multi_processor_count
+        # copies and outputs run beside the layers: a lone thread submits steps, and would wait with an output
+        # for the layers of all steps that it began since
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._staging = Staging(self.device)
+        self._outputs = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._graphs: DecodeGraphs | None = None
         self._working_bytes: int | None = None
 
@@ -204,10 +209,10 @@ class CudaStage:
         ids = np.zeros(num_tokens, np.int32)
         x = torch.zeros(num_tokens, self.hidden_size, dtype=self._dtype, device=self.device)
         if self._kv.layers:
-            table = BlockTable([[0] for _ in self.block_bytes])
-            host = describe_rows(
-                [(Row(0, 0, num_tokens, 0), table)], self._kv.num_groups, self.options.block_size
-            )
+            blocks = -(-num_tokens // self.options.block_size)
+            table = BlockTable([[0] * blocks for _ in self.block_bytes])
+            rows = [(Row(0, 0, num_tokens, 0), table)]
+            host = describe_rows(rows, self._kv.num_groups, self.options.block_size)
             batch, tokens = on_device(host, ids, self._kv.shapes, self.device, self._num_units)
             x = self._owned.run(x, tokens, batch, self._kv.layers)
         if self._owned.owns_output:
@@ -279,8 +284,7 @@ class CudaStage:
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
         """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
-        wanted: list[int] = []
-        end = 0
+        wanted, end = list[int](), 0
         for row in step.rows:
             end += row.num_tokens
             wanted.extend(range(end - row.num_outputs, end))
@@ -288,7 +292,8 @@ class CudaStage:
             raise StepError(f"a step of {end} tokens has a hidden state of {hidden.shape[0]} rows")
         if len(wanted) == end:
             return hidden
-        return hidden.index_select(0, on_card(torch.tensor(wanted, dtype=torch.int64), hidden.device))
+        index = torch.tensor(wanted, dtype=torch.int64)
+        return hidden.index_select(0, self._staging.on_card(index) if hidden.is_cuda else index)
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size] on the host."""
@@ -299,7 +304,12 @@ class CudaStage:
     def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> PendingDraws:
         """Begin to draw from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError."""
         with torch.cuda.device(self.device):
-            return start_draws(self.device_output(hidden), draws, self._copies)
+            outputs = self._outputs
+            if hidden.is_cuda:
+                outputs.wait_stream(torch.cuda.current_stream(hidden.device))
+                hidden.record_stream(outputs)
+            with torch.cuda.stream(outputs):
+                return start_draws(self.device_output(hidden), draws, self._copies, self._staging)
 
     @torch.inference_mode()
     def device_output(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -310,7 +320,7 @@ class CudaStage:
         if not hidden.shape[0]:
             return torch.empty(0, self.vocab_size, device=self.device)
         with torch.cuda.device(self.device):
-            return self._owned.logits(hidden.to(self.device, self._dtype).contiguous())
+            return self._owned.logits(self._staging.on_card(hidden).to(self._dtype).contiguous())
 
     @torch.inference_mode()
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
@@ -345,12 +355,13 @@ class CudaStage:
     ) -> torch.Tensor:
         """[T, hidden_size] on the device, which is the caller's."""
         if not self._kv.layers or not staged.rows:
-            return self._enter(hidden, None if ids is None else on_card(ids, self.device))
+            return self._enter(hidden, None if ids is None else self._staging.on_card(ids))
         host = describe_rows(staged.rows, self._kv.num_groups, self.options.block_size)
         tokens = np.empty(0, np.int32) if ids is None else ids.numpy().astype(np.int32)
         graph = self._graphs.find(len(host.lengths)) if self._graphs and host.is_decode else None
         if graph is not None and graph.fits(host):
-            return graph.run(host, None if ids is None else tokens, hidden).clone()
+            told = None if ids is None else tokens
+            return graph.run(host, told, hidden, self._staging).clone()
         batch, copied = on_device(host, tokens, self._kv.shapes, self.device, self._num_units)
         here = None if ids is None else copied
         return self._owned.run(self._enter(hidden, here), here, batch, self._kv.layers)
@@ -364,7 +375,7 @@ class CudaStage:
         if hidden is None:
             assert ids is not None
             return self._owned.embed(ids)
-        return on_card(hidden, self.device).to(self._dtype, copy=hidden.is_cuda)
+        return self._staging.on_card(hidden).to(self._dtype, copy=hidden.is_cuda)
 
     @property
     def _owned(self) -> Model:
@@ -376,7 +387,8 @@ class CudaStage:
         if tokens is None or tokens.shape != (num_tokens,):
             found = "no tokens" if tokens is None else f"tokens of shape {list(tokens.shape)}"
             raise StepError(f"a step of {num_tokens} tokens came with {found}")
-        if num_tokens and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+        ids = tokens.numpy()
+        if num_tokens and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             raise StepError(f"a step has a token outside the vocabulary of {self.vocab_size}")
         return tokens
 

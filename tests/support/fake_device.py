@@ -1,0 +1,92 @@
+"""A device that is none: a stage of the host whose results come later, in bfloat16, as those of CUDA do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from convoy.model.device import HOST
+from convoy.model.draw import Draw, Drawing
+from convoy.model.selfcheck import PLAIN
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.wire.messages import StageAssignment, Step
+
+DEVICE = "cuda:0"
+
+
+class Later:
+    """A result that is computed when it is waited for, by whichever thread waits."""
+
+    def __init__(self, stage: FakeDeviceStage, tensor: torch.Tensor) -> None:
+        self._stage, self._tensor = stage, tensor
+
+    def wait(self) -> torch.Tensor:
+        self._stage.waited_on.add(threading.current_thread().name)
+        if self._stage.broken:
+            raise RuntimeError("an illegal memory access was encountered")
+        return self._tensor
+
+
+class FakeDeviceStage:
+    """A `Stage` behind the face of `gpu.stage.CudaStage`."""
+
+    overlaps = True
+    num_devices = 1
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.waited_on: set[str] = set()
+        self.broken = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
+        return self._stage.run(step, hidden, tokens).bfloat16()
+
+    def start(
+        self,
+        step: Step,
+        hidden: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        *,
+        selects: bool = False,
+    ) -> Later:
+        out = self.run(step, hidden, tokens)
+        return Later(self, self._stage.select(step, out) if selects else out)
+
+    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> Drawing:
+        return self._stage.draw(hidden, draws)
+
+
+def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[FakeDeviceStage]:
+    """Members that ask for "cuda" get the fake. Returns the stages, as they are made."""
+    made: list[FakeDeviceStage] = []
+
+    def choose(wish: str, _kernel: str = "auto") -> tuple[str, ...]:
+        return (DEVICE,) if wish.startswith("cuda") else (HOST,)
+
+    def load(
+        source: ModelSource, assignment: StageAssignment, options: StageOptions, *_: object
+    ) -> FakeDeviceStage:
+        assert options.kernel == "cuda-bf16"
+        stage = Stage.load(source, assignment, replace(options, device=HOST, kernel=PLAIN))
+        made.append(FakeDeviceStage(stage))
+        return made[-1]
+
+    monkeypatch.setattr("convoy.cluster.offer.choose_devices", choose)
+    monkeypatch.setattr("convoy.cluster.loaded.choose_devices", choose)
+    monkeypatch.setattr("convoy.cluster.offer.device_memory_bytes", lambda _devices: 1 << 32)
+    monkeypatch.setattr("convoy.cluster.offer.describe_devices", _describe)
+    monkeypatch.setattr("convoy.model.stage._load_on_device", load)
+    return made
+
+
+def _describe(devices: tuple[str, ...]) -> str:
+    return HOST if devices == (HOST,) else f"{devices[0]} (fake)"
