@@ -1,4 +1,4 @@
-"""How fast this machine reads memory and multiplies: what `plan.rates` predicts from. Well under a second."""
+"""How fast this machine reads weights and multiplies: what `plan.rates` predicts from, in under a second."""
 
 from __future__ import annotations
 
@@ -11,30 +11,37 @@ from torch import nn
 
 from convoy.model.device import CUDA_KERNEL, HOST, check_device
 from convoy.model.int4 import Int4Linear
-from convoy.model.linear import PackedLinear
+from convoy.model.linear import PackedLinear, pad_rows
 from convoy.model.quantized import Int8Linear
 from convoy.model.selfcheck import EXACT, W4A16, W8A8
+from convoy.plan.kernels import form_of
 from convoy.plan.rates import Speed
 
-_READ_ELEMENTS = {HOST: 32 << 20, "cuda": 256 << 20}  # more than a cache holds
+_READ_SHAPE = {HOST: (16384, 1024), "cuda": (32768, 8192)}  # a matrix that is more than a cache holds
+_ROUNDED_COUNT = 2  # so many of them, where weights are rounded
 _WIDTH = {HOST: 1024, "cuda": 8192}
 _ROWS = {HOST: 256, "cuda": 2048}
 _MEASURE_S = 0.12
 
 
 def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOST) -> Speed:
-    """The best of some passes over a large buffer, and of some products of a prefill's size.
+    """The best of some products of a lone row with a large matrix, and of some of a prefill's size.
 
-    ``kernel`` says in which numbers is multiplied. Threads are those that a stage would have. Raises
-    ModelError for a device that is not here, SelfCheckError for a kernel that does not run here.
+    The first is what a decode does: how fast the ``kernel`` gets weights out of memory, not what the memory
+    could do. Threads are those that a stage would have. Raises ModelError for a device that is not here,
+    SelfCheckError for a kernel that does not run here.
     """
     chosen = torch.device(HOST) if device == HOST else check_device(device)
-    kind = chosen.type
+    kind, form = chosen.type, form_of(kernel)
     with torch.inference_mode(), _threads(num_threads):
-        buffer = torch.ones(_READ_ELEMENTS[kind], device=chosen)  # of zeros there may be one page
-        read_s = _best_s(buffer.amax, chosen)
-        num_bytes = buffer.nbytes
-        del buffer
+        outputs, inputs = _READ_SHAPE[kind]
+        weight = torch.full((outputs, inputs), 0.5, device=chosen)
+        linears = [_linear(kernel, weight) for _ in range(_ROUNDED_COUNT if form.bits else 1)]
+        del weight
+        lone = torch.ones(1, inputs, device=chosen, dtype=_dtype(kernel))
+        row = pad_rows(lone) if form.packed else lone
+        read_s = _best_s(lambda: [linear(row) for linear in linears], chosen)
+        num_bytes = len(linears) * form.linear_bytes(outputs, inputs)
         width, rows = _WIDTH[kind], _ROWS[kind]
         linear = _linear(kernel, torch.full((width, width), 0.5, device=chosen))
         x = torch.ones(rows, width, device=chosen, dtype=_dtype(kernel))

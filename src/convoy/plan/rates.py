@@ -25,7 +25,7 @@ from convoy.wire.messages import StageAssignment
 class Speed:
     """What a member measured. ``measured``: that it is its own figure, and not another's taken for it."""
 
-    read_bytes_per_s: float  # streaming from memory, on its threads
+    read_bytes_per_s: float  # of weights, as its kernel gets them out of memory on its threads
     flop_per_s: float  # of large matrix products in the kernel's numbers
     measured: bool = True
 
