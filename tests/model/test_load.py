@@ -17,7 +17,7 @@ from convoy.model.checkpoint import StoredTensor, map_tensor
 from convoy.model.source import BUNDLED, ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.wire.messages import StageAssignment
-from support.tiny_models import Models, Threads
+from support.tiny_models import Chain, Models, Prompt, Threads
 
 WHOLE = StageAssignment("a", 0, 5, True, True)
 
@@ -308,3 +308,19 @@ def test_the_thread_count_is_set_at_load(models: Models, threads: Threads) -> No
     threads(1)
     load(models.directory("odd"), num_threads=2)
     assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("kind", ["odd", "biased", "gemma3", "gemma4 e", "gpt_oss", "deepseek_v3", "qwen3_5"])
+def test_a_stage_built_layer_by_layer_is_the_one_built_at_once(
+    models: Models, prompt: Prompt, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    (at_once,) = models.chain(kind).run((0, prompt(40)))
+    source = models.source(kind)
+    monkeypatch.setattr("convoy.model.load._PORTION_BYTES", 1)
+    assignment = StageAssignment("a", 0, source.spec.num_layers, True, True)
+    seen: list[tuple[int, int]] = []
+    stage = Stage.load(source, assignment, StageOptions(require_tags=False), lambda *done: seen.append(done))
+    (by_layer,) = Chain([stage]).run((0, prompt(40)))
+    assert torch.equal(by_layer, at_once)
+    assert seen == sorted(seen)
+    assert seen[-1] == (stage.bytes_read, stage.bytes_read)

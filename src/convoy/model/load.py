@@ -79,7 +79,11 @@ def _portions(source: ModelSource, part: Part) -> Iterator[Part]:
     if source.spec.layer_input_size and part.layers:
         yield part  # what these layers take beside is made for all of them at once
         return
-    if part.embed or part.output or not part.layers:
+    if part.output and part.embed and not source.spec.tied_embeddings:
+        # what stays of it may be a quarter of what is read, so it comes while nothing else is there
+        yield Part(frozenset(), embed=False, output=True)
+        yield Part(frozenset(), embed=True, output=False)
+    elif part.embed or part.output or not part.layers:
         yield replace(part, layers=frozenset())
     layers: set[int] = set()
     for layer in sorted(part.layers):
@@ -111,14 +115,15 @@ def _lacking(assignment: StageAssignment, kept: LoadedModules | None) -> Part:
 
 def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:
     layers = kept.layers | fresh.layers
-    ends = kept if fresh.embedding is None and fresh.output is None else fresh
+    looked_up = kept if fresh.embedding is None else fresh
+    output = kept if fresh.output is None else fresh
     return replace(
         fresh,
-        embedding=ends.embedding,
-        embed_scale=ends.embed_scale,
+        embedding=looked_up.embedding,
+        embed_scale=looked_up.embed_scale,
         layers={layer: layers[layer] for layer in sorted(layers)},
-        norm=ends.norm,
-        output=ends.output,
+        norm=output.norm,
+        output=output.output,
         ropes=kept.ropes | fresh.ropes,
     )
 
