@@ -106,6 +106,7 @@ def _extra_checks(config: Config) -> Iterator[Check]:
     from convoy.cluster import machine_check as machine
     from convoy.cluster.finding import Check
 
+    yield Check("device", lambda: machine.check_devices(config.model.device, config.model.kernel))
     yield Check("discovery", lambda: machine.check_discovery(wanted=config.listen.discover))
     yield Check("tpm", lambda: machine.check_tpm(config.cluster.tpm))
 

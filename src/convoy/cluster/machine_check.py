@@ -111,6 +111,26 @@ def check_speed(
     )
 
 
+def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]:
+    """The CUDA devices of this machine, and whether that which [model] device names is among them."""
+    import torch
+
+    from convoy.errors import UsageError
+    from convoy.model.device import choose_devices, describe_devices, why_no_cuda
+
+    reason = why_no_cuda()
+    for number in range(0 if reason else torch.cuda.device_count()):
+        name = f"cuda:{number}"
+        free, total = torch.cuda.mem_get_info(torch.device(name))
+        yield ok(f"{describe_devices((name,))}, {format_bytes(free)} of {format_bytes(total)} free")
+    try:
+        chosen = describe_devices(choose_devices(wish, kernel))
+    except UsageError as error:
+        yield fail(error.message, error.hint or "set device under [model]")
+        return
+    yield ok(f"computes on {chosen}" + (f": {reason}" if reason and wish == "auto" else ""))
+
+
 def check_ciphers(measure_s: float = _MEASURE_S) -> Iterator[Finding]:
     """Which ciphers links may use here, and how fast each seals on one core."""
     offered = local_ciphers()

@@ -7,6 +7,7 @@ several steps may be under way at once, each on another device.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -39,34 +40,24 @@ def load_on_devices(
 
     What ``before`` has on the same device is not read again.
     """
-    if len(devices) == 1:
-        kept = before.parts[0] if isinstance(before, SeveralStages) else before
-        return CudaStage.load(
-            *(source, assignment),
-            device=devices[0],
-            kernel=kernel,
-            block_size=block_size,
-            require_tags=require_tags,
-            captured=captured,
-            progress=progress,
-            before=kept,
-        )
+    load = partial(
+        CudaStage.load,
+        source,
+        kernel=kernel,
+        block_size=block_size,
+        require_tags=require_tags,
+        captured=captured,
+        progress=progress,
+    )
     old = before.parts if isinstance(before, SeveralStages) else (before,)
     of_device = {str(stage.device): stage for stage in old if isinstance(stage, CudaStage)}
-    parts = []
-    for part, device in zip(cut_assignment(source.spec, assignment, len(devices)), devices, strict=True):
-        parts.append(
-            CudaStage.load(
-                *(source, part),
-                device=device,
-                kernel=kernel,
-                block_size=block_size,
-                require_tags=require_tags,
-                captured=captured,
-                progress=progress,
-                before=of_device.get(str(check_device(device))),
-            )
-        )
+    kept = [of_device.get(str(check_device(device))) for device in devices]
+    if len(devices) == 1:
+        return load(assignment, device=devices[0], before=kept[0])
+    cut = cut_assignment(source.spec, assignment, len(devices))
+    parts = [
+        load(part, device=device, before=own) for part, device, own in zip(cut, devices, kept, strict=True)
+    ]
     return SeveralStages(assignment, parts)
 
 
