@@ -55,8 +55,8 @@ def hidden(step: int, num_rows: int) -> ReceivedTensor:
     return ReceivedTensor(1, step, 2, to_wire(torch.zeros(num_rows, HIDDEN_SIZE)))
 
 
-def composition(number: int, num_blocks: int = 0) -> Step:
-    return Step(number, [], [BlockGrant(1, 0, [0] * num_blocks)], [Row(1, 0, 1, 1)], b"")
+def composition(number: int, num_tokens: int = 1, num_blocks: int = 0) -> Step:
+    return Step(number, [], [BlockGrant(1, 0, [0] * num_blocks)], [Row(1, 0, num_tokens, 1)], b"")
 
 
 def test_hidden_states_that_wait_for_their_step_are_bounded_by_bytes() -> None:
@@ -66,7 +66,7 @@ def test_hidden_states_that_wait_for_their_step_are_bounded_by_bytes() -> None:
     with pytest.raises(StepError, match=f"{12 * ROW_BYTES} bytes of hidden states would wait here"):
         loop.accept_hidden("alpha", hidden(3, 4))
     for number in (1, 2, 3):
-        loop.accept_step(composition(number), 1)
+        loop.accept_step(composition(number, 4), 1)
     loop.accept_hidden("alpha", hidden(3, 4))  # what ran made room
     assert stage.ran == [1, 2, 3]
     assert loop._hidden_bytes == loop._steps_bytes == 0
@@ -75,7 +75,7 @@ def test_hidden_states_that_wait_for_their_step_are_bounded_by_bytes() -> None:
 def test_one_hidden_state_may_be_larger_than_all_that_may_wait() -> None:
     loop, stage = make_loop(ROW_BYTES)
     loop.accept_hidden("alpha", hidden(1, 100))
-    loop.accept_step(composition(1), 1)
+    loop.accept_step(composition(1, 100), 1)
     assert stage.ran == [1]
 
 
