@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from convoy.errors import ModelError
+from convoy.model.checkpoint import StoredTensor
+from convoy.model.formats.grid import GridScaled
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.wire.messages import StageAssignment
@@ -155,6 +157,14 @@ def test_numbers_that_cannot_be_are_refused_as_they_are_read(
     path = damaged(sound(form), tmp_path / "damaged", damage)
     with pytest.raises(ModelError, match=re.escape(expected)):
         load(path)
+
+
+def test_a_tile_that_is_said_to_be_far_wider_than_its_matrix_takes_no_memory() -> None:
+    stored = StoredTensor("w", Path("f"), "I8", (4, 8), 0, 32)
+    scaled = GridScaled("w", (4, 8), {"weight": stored, "scales": stored}, (2, 1 << 50))
+    scales = torch.tensor([[1.0], [2.0]])
+    ((_, values),) = scaled.pieces({"weight": torch.ones(4, 8, dtype=torch.int8), "scales": scales})
+    assert torch.equal(values, scales.repeat_interleave(2, 0).expand(4, 8))
 
 
 def test_a_truncated_file_of_quantised_weights_is_named(sound: Callable[[str], Path], tmp_path: Path) -> None:

@@ -221,6 +221,14 @@ def test_a_hub_that_is_out_of_order_is_as_good_as_none(hub: FakeHub, tmp_path: P
         Hub(tmp_path / "cache", hub.url).download(NAME)
 
 
+def test_no_address_is_in_what_is_said_of_a_hub_that_refuses(hub: FakeHub, tmp_path: Path) -> None:
+    hub.status = 410  # as of an address that was good for an hour: it has a signature in it
+    with pytest.raises(ModelError, match="the hub refused .*410 Gone.*its address") as refused:
+        Hub(tmp_path / "cache", hub.url.replace("//", "//someone:password@")).download(NAME)
+    assert "password" not in refused.value.message
+    assert "http" not in refused.value.message
+
+
 def test_what_is_no_hub_is_said(hub: FakeHub, tmp_path: Path) -> None:
     hub.status = 200
     with pytest.raises(ModelError, match="what answers for somebody/odd@main is no hub"):

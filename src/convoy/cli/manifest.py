@@ -14,6 +14,7 @@ from convoy.cli.hub import local_model
 from convoy.cli.member import default_cache
 from convoy.cli.output import JsonFlag, format_bytes, print_fields, print_json
 from convoy.cli.progress import loading_bars
+from convoy.errors import ModelError
 
 if TYPE_CHECKING:
     from convoy.cli.config import Config
@@ -46,7 +47,7 @@ def sign(
     from convoy.trust.signed_model import sign_model
 
     key = load_operator(operator)
-    source, manifest = _made(load_config(config), model, quiet=as_json)
+    source, manifest = _made(load_config(config), model, quiet=as_json, signs=True)
     hub = commit_of(source.path)
     replace_file(out, sign_model(source.name, hub, manifest.encoded, key))
     more = {"hub": hub, "operator_key": key.public_key.hex(), "file": str(out)}
@@ -77,11 +78,17 @@ def verify(
     _print(signed.model, manifest, {"hub": signed.hub, "operator_key": key.hex()}, as_json=as_json)
 
 
-def _made(settings: Config, model: str, *, quiet: bool) -> tuple[ModelSource, Manifest]:
+def _made(settings: Config, model: str, *, quiet: bool, signs: bool = False) -> tuple[ModelSource, Manifest]:
     from convoy.model.digests import Hashing, make_manifest
     from convoy.model.source import ModelSource
 
     source = ModelSource.resolve(local_model(settings, model, quiet=quiet))
+    if signs and source.is_one_file:
+        raise ModelError(
+            f"{source.path.name} cannot be signed: a manifest covers the tensors of a GGUF file, and neither "
+            "its settings nor its tokeniser",
+            hint="sign the model's safetensors",
+        )
     hashing = Hashing(settings.model.cache or default_cache(), settings.model.num_threads or 0)
     with loading_bars(quiet=quiet) as on_load:
 

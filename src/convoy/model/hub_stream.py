@@ -7,6 +7,7 @@ that goes on where the last one broke off, and a member that needs some tensors 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ _WAIT_S = 0.5  # then twice that, and so on
 _MAX_REASON = 200
 _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
 _DENIED = frozenset({401, 403, 404})
+_ADDRESS = re.compile(r"https?://[^\s'\"]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,4 +142,6 @@ def _refused(what: str, error: Any) -> ModelError:
 
 
 def _line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:_MAX_REASON]
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    # where a hub sends on to has a signature in it, and a hub's own address may have a password
+    return _ADDRESS.sub("(its address)", line)[:_MAX_REASON]

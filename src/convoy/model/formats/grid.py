@@ -72,7 +72,8 @@ class GridScaled(Unpacking):
 
         places = parts.get("places")
         if places is None:
-            return of_group.repeat_interleave(self.tile[1], 1)[:, : self.shape[-1]]
+            width = self.shape[-1]  # a tile may be said to be far wider than the matrix
+            return of_group.repeat_interleave(min(self.tile[1], width), 1)[:, :width]
         places = places.to(torch.int64)
         if int(places.min()) < 0 or int(places.max()) >= of_group.shape[1]:
             stored = self.parts["places"]
