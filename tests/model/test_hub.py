@@ -223,7 +223,7 @@ def test_a_hub_that_is_out_of_order_is_as_good_as_none(hub: FakeHub, tmp_path: P
 
 def test_no_address_is_in_what_is_said_of_a_hub_that_refuses(hub: FakeHub, tmp_path: Path) -> None:
     hub.status = 410  # as of an address that was good for an hour: it has a signature in it
-    with pytest.raises(ModelError, match="the hub refused .*410 Gone.*its address") as refused:
+    with pytest.raises(ModelError, match=r"the hub refused .*410 Gone.*its address") as refused:
         Hub(tmp_path / "cache", hub.url.replace("//", "//someone:password@")).download(NAME)
     assert "password" not in refused.value.message
     assert "http" not in refused.value.message
