@@ -66,8 +66,8 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spans: dict[str, str
     for module in (convoy.engine.peer, convoy.engine.pipeline, convoy.engine.carrier, convoy.engine.keeper):
         real = module.to_wire
 
-        def keep(tensor: object, *, _real: object = real) -> WireTensor:
-            sent: WireTensor = _real(tensor)  # type: ignore[operator]
+        def keep(tensor: object, dtype: str | None = None, *, _real: object = real) -> WireTensor:
+            sent: WireTensor = _real(tensor, dtype)  # type: ignore[operator]
             recording.activations.append(bytes(sent.data))
             return sent
 
