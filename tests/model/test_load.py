@@ -247,6 +247,15 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(models: Models, t
         load(path)
 
 
+def test_a_bias_that_the_configuration_denies_is_named(models: Models, tmp_path: Path) -> None:
+    path, name = copy_of(models.directory("odd"), tmp_path / "bias"), "model.layers.1.mlp.up_proj.bias"
+    edit_weights(path, lambda tensors: tensors.update({name: torch.zeros(44)}))
+    load(path)  # of nothing it is no bias
+    edit_weights(path, lambda tensors: tensors.update({name: torch.ones(44)}))
+    with pytest.raises(ModelError, match=r"safetensors: model\.layers\.1\.mlp\.up_proj\.bias is a bias, and"):
+        load(path)
+
+
 @pytest.mark.parametrize("keep", [0, 5, 100, 4000, -1])
 def test_a_truncated_file_is_refused(models: Models, tmp_path: Path, keep: int) -> None:
     path = copy_of(models.directory("odd"), tmp_path / "cut")

@@ -100,6 +100,7 @@ def _load_portion(source: ModelSource, part: Part, reading: Reading, *, packed: 
     state = reading.read(part)
     beside = {name: state.pop(name) for name in list(state) if name.startswith(LAYER_INPUT_NAMES)}
     model = _build(source, part, config, state)
+    _check_biases(source, model, state)
     stored_dtype = next((t.dtype for n, t in state.items() if n.endswith("embed_tokens.weight")), None)
     del state
     return _take_modules(source, model, stored_dtype, beside, embed=part.embed, packed=packed)
@@ -218,6 +219,26 @@ def _check_report(source: ModelSource, report: dict[str, Any]) -> None:
             f"{source.path}: the checkpoint has no tensor {missing[0]}{more}",
             hint="a shard is missing or the directory is of another model",
         )
+
+
+def _check_biases(source: ModelSource, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a bias that config.json denies: without it the model would run, and say something else."""
+    for name, tensor in state.items():
+        module = name.removesuffix(".bias")
+        # GPTQ's writers store zeros for linears that have none
+        if module == name or not tensor.any():
+            continue
+        try:
+            linear = model.get_submodule(module)
+        except AttributeError:
+            continue  # nothing of the decoder's
+        if isinstance(linear, nn.Linear) and linear.bias is None:
+            stored = next((t for t in source.tensors.values() if decoder_name(t.name) == name), None)
+            raise ModelError(
+                f"{source.name if stored is None else stored.path}: {name} is a bias, and by config.json "
+                f"{module} has none",
+                hint="config.json is of another model, or was changed",
+            )
 
 
 def _take_modules(
