@@ -22,7 +22,9 @@ import tomli_w
 
 from convoy.cli.config import Config, EngineConfig, load_config, override
 from convoy.cli.members import local_names, spans_by_name
+from convoy.cli.output import print_note
 from convoy.cli.pin import Cores, pin_process
+from convoy.cli.start import heavy_rooms
 from convoy.cluster.children import Started, end
 from convoy.errors import ConvoyError, PeerError
 
@@ -70,9 +72,10 @@ class LocalOptions:
     @property
     def devices(self) -> list[str]:
         """Of each member. Raises UsageError."""
-        if self.device == "cpu":
-            return ["cpu"] * self.num_members
-        from convoy.model.device import deal_devices
+        if self.device == "cpu" or (self.device == "auto" and self.num_members == 1):
+            return [self.device] * self.num_members  # a lone member looks for itself
+        with heavy_rooms(print_note):  # torch, which takes seconds
+            from convoy.model.device import deal_devices
 
         return deal_devices(self.device, self.num_members, self.kernel)
 
@@ -212,7 +215,7 @@ class LocalCluster(Started):
             "listen": {"host": address[0], "port": address[1]},
             "serve": {"port": self._options.serve_port},
             "model": {
-                "kernel": self._options.kernel if device == "cpu" else "auto",
+                "kernel": self._options.kernel if device in {"cpu", "auto"} else "auto",
                 "num_threads": self._options.threads,
                 "memory_gb": memory_gb,
                 "device": device,
@@ -233,6 +236,8 @@ def _free_ports(count: int) -> list[int]:
 
 def _share_bytes(devices: Sequence[str], device: str) -> float:
     """Of what is free, what one of those that compute on ``device`` may take."""
+    if device == "auto":
+        return 0.0  # it looks for itself
     if device != "cpu":
         from convoy.model.device import device_memory_bytes
 
