@@ -27,6 +27,7 @@ _GREATEST = 127
 # oneDNN multiplies unsigned with signed bytes; signed with signed it did 6,000 times slower, seen at one row
 _ZERO = 128
 _NOTHING = torch.zeros(())
+_ROUNDED_ROWS = 1024
 # Sums of products of two numbers up to 127 stay below 2^31 for so many inputs.
 MAX_INPUTS = (2**31 - 1) // (_GREATEST * _GREATEST)
 # Made of operators that give a number the same bits wherever it stands in a tensor: see `activate`.
@@ -47,10 +48,15 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix [out, in] as int8 from -127 to 127, and the scale of each output's row [out]."""
-    dense = weight.detach().to(torch.float32)
-    scale = dense.abs().amax(-1, keepdim=True).div_(_GREATEST)
-    # a row of zeros would be 0 / 0
-    return dense.div(scale).round_().nan_to_num_(0.0, 0.0, 0.0).to(torch.int8), scale.view(-1)
+    rounded, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1)
+    # some rows at a time: float copies of a whole matrix are what loading would otherwise need most memory for
+    for start in range(0, len(weight), _ROUNDED_ROWS):
+        rows = slice(start, start + _ROUNDED_ROWS)
+        dense = weight[rows].detach().to(torch.float32)
+        scale[rows] = dense.abs().amax(-1, keepdim=True).div_(_GREATEST)
+        # a row of zeros would be 0 / 0
+        rounded[rows] = dense.div(scale[rows]).round_().nan_to_num_(0.0, 0.0, 0.0)
+    return rounded, scale.view(-1)
 
 
 def int8_linear(
