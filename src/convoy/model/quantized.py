@@ -49,7 +49,7 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix [out, in] as int8 from -127 to 127, and the scale of each output's row [out]."""
     rounded, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1)
-    # some rows at a time: float copies of a whole matrix are what loading would otherwise need most memory for
+    # some rows at a time: float copies of a whole matrix would be the peak of loading
     for start in range(0, len(weight), _ROUNDED_ROWS):
         rows = slice(start, start + _ROUNDED_ROWS)
         dense = weight[rows].detach().to(torch.float32)
