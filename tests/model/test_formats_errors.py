@@ -57,6 +57,10 @@ def cut(name: str) -> Damage:
     return lambda state, _: state.update({name: state[name][:-1].clone()})
 
 
+def emptied(name: str) -> Damage:
+    return lambda state, _: state.update({name: state[name][:0].clone()})
+
+
 def said(key: str, value: object) -> Damage:
     return lambda _, config: config["quantization_config"].update({key: value})
 
@@ -106,6 +110,7 @@ def load(path: Path) -> Stage:
             "weight_scale_inv has the shape [1, 2], expected [2, 3]",
         ),
         ("fp8", said("weight_block_size", 128), "weight_block_size = 128, expected two whole numbers"),
+        ("fp8", emptied(f"{DOWN}.weight"), f"{DOWN}.weight has the shape [0, 192], expected 2 or 3 dim"),
         ("compressed", cut(f"{DOWN}.weight_scale"), f"{DOWN}.weight_scale has the shape [127, 6], expected"),
         ("compressed", said("format", "nvfp4-pack-quantized"), "format = 'nvfp4-pack-quantized', expected"),
         ("compressed", said("config_groups", {}), "config_groups = {}, expected an object with a group"),

@@ -172,6 +172,8 @@ def _config(path: Path, header: GgufHeader, architecture: str) -> dict[str, obje
 def _rope(path: Path, header: GgufHeader, architecture: str) -> dict[str, object]:
     settings = header.settings
     theta = settings.get(f"{architecture}.rope.freq_base", 10_000.0)
+    if not isinstance(theta, float):
+        raise ModelError(f"{path}: {architecture}.rope.freq_base is {theta!r}, expected a float")
     kind = settings.get(f"{architecture}.rope.scaling.type", "none")
     if kind == "linear":
         factor = settings.get(f"{architecture}.rope.scaling.factor")
@@ -184,7 +186,7 @@ def _rope(path: Path, header: GgufHeader, architecture: str) -> dict[str, object
     return _llama_3(stored, theta)
 
 
-def _llama_3(stored: StoredTensor, theta: object) -> dict[str, object]:
+def _llama_3(stored: StoredTensor, theta: float) -> dict[str, object]:
     """The setting that the factors of the frequencies come from. Raises ModelError if none of Llama 3's."""
     import numpy as np
 
@@ -192,7 +194,6 @@ def _llama_3(stored: StoredTensor, theta: object) -> dict[str, object]:
 
     found = map_tensor(stored).to("cpu").numpy().astype(np.float64)
     factor = float(found.max())
-    assert isinstance(theta, float)
     lengths = 2 * np.pi * theta ** (np.arange(len(found)) / len(found))
     low, high = _LLAMA_3["low_freq_factor"], _LLAMA_3["high_freq_factor"]
     turns = _LLAMA_3["original_max_position_embeddings"] / lengths

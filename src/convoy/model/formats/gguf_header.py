@@ -98,7 +98,7 @@ class _Reading:
                 f"{', '.join(known for known, _, _ in TYPES.values())}"
             )
         dtype, block, block_bytes = TYPES[kind]
-        if not shape or shape[-1] % block:
+        if not shape or 0 in shape or shape[-1] % block:
             raise ModelError(
                 f"{self._path}: {name} is {dtype} of shape {list(shape)}, expected rows of whole {block}"
             )

@@ -99,8 +99,8 @@ def require(tensor: StoredTensor, dtypes: tuple[str, ...], *shapes: tuple[int, .
 
 
 def require_rank(tensor: StoredTensor, *ranks: int) -> StoredTensor:
-    """``tensor``, if it has one of so many dimensions. Raises ModelError naming file and tensor."""
-    if len(tensor.shape) not in ranks:
+    """``tensor``, if it has one of so many dimensions, none of them 0. Raises ModelError naming both."""
+    if len(tensor.shape) not in ranks or 0 in tensor.shape:
         expected = " or ".join(map(str, ranks))
         raise ModelError(
             f"{tensor.path}: {tensor.name} has the shape {list(tensor.shape)}, expected {expected} dimensions"
