@@ -235,6 +235,15 @@ def test_what_is_no_hub_is_said(hub: FakeHub, tmp_path: Path) -> None:
         Hub(tmp_path / "cache", hub.url).download(NAME)
 
 
+@pytest.mark.parametrize("said", [[], {}, None, {"id": "somebody/odd", "siblings": [5]}])
+def test_a_hub_whose_answer_describes_no_model_is_said(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: object
+) -> None:
+    monkeypatch.setattr(hub, "_info", lambda: json.dumps(said).encode())
+    with pytest.raises(ModelError, match="what answers for somebody/odd@main is no hub: it describes no"):
+        Hub(tmp_path / "cache", hub.url).download(NAME)
+
+
 def test_an_error_of_ours_is_not_taken_for_the_hubs(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

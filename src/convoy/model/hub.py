@@ -122,7 +122,10 @@ class Hub:
             return known
         except json.JSONDecodeError as error:
             raise ModelError(f"what answers for {name} is no hub: it speaks no JSON") from error
-        if info.sha is None or _COMMIT.fullmatch(info.sha) is None:
+        except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+            # the library takes what came for what a hub says
+            raise ModelError(f"what answers for {name} is no hub: it describes no model") from error
+        if not isinstance(info.sha, str) or _COMMIT.fullmatch(info.sha) is None:
             raise ModelError(f"the hub names no commit for {name}")
         pinned = Pinned(info.sha, _listed(info.siblings or ()))
         remembered.write_text(json.dumps(asdict(pinned)))
@@ -207,7 +210,8 @@ def _listed(siblings: Iterable[Any]) -> dict[str, HubFile]:
         if file in FILES or file == INDEX or (file.endswith(".safetensors") and Path(file).name == file):
             lfs = getattr(sibling, "lfs", None)
             sha = str(getattr(lfs, "sha256", "") or "")
-            found[file] = HubFile(int(sibling.size or 0), sha if _SHA.fullmatch(sha) else "")
+            size = sibling.size if type(sibling.size) is int else 0
+            found[file] = HubFile(size, sha if _SHA.fullmatch(sha) else "")
     return found
 
 
