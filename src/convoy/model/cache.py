@@ -51,7 +51,8 @@ class InUse:
         self._descriptor: int | None = None
         with contextlib.suppress(OSError):
             self._descriptor = os.open(folder / _USE, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            # it waits: whoever lists the cache has all of these for a moment
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
