@@ -23,7 +23,7 @@ def computing(settings: Config, quantize: str | None, device: str | None) -> Con
     model = settings.model
     kernel = kernel_for(quantize, model.kernel)
     wish = device or model.device
-    if wish != "auto":
+    if wish not in {"auto", "cpu"} or kernel.startswith("cuda"):
         from convoy.model.device import choose_devices  # torch, which takes seconds
 
         choose_devices(wish, kernel)

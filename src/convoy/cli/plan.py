@@ -77,10 +77,10 @@ def plan(
     context: ContextFlag = 512,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show who would hold which layers and see token ids, how much fits, how fast it should be, and why.
+    """Show who would hold which layers, how fast it would be, and why.
 
-    Which rule of a policy excludes whom is in it. Loads nothing, and runs no more than a measurement of this
-    machine.
+    Also who sees token ids, how much fits, and which rule of a policy excludes whom. Loads nothing, and runs
+    no more than a measurement of this machine.
     """
     # Members that were named on the command line are not those of the cluster that this folder may belong to.
     settings = load_config(config_file(config) if members is None else config)
