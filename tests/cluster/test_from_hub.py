@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.test_weights import answer_of, started
+from convoy.cluster import from_hub
 from convoy.cluster.options import PeerOptions
 from convoy.errors import PeerRefused
 from convoy.model import hub_stream
@@ -130,6 +131,23 @@ def test_members_that_may_ask_a_hub_alone_refuse_a_plan_without_one(
     refused = "beta gets weights from a hub alone, and the plan names none"
     with pytest.raises(PeerRefused, match=refused):
         started(model, peer(hub, tmp_path, "hub")).__enter__()
+
+
+@pytest.mark.parametrize("weights_from", ["auto", "hub"])
+def test_nobody_asks_the_public_hub_for_what_a_head_has_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, hub: FakeHub, fetched: Path, tmp_path: Path, weights_from: str
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(from_hub, "HubCommit", lambda *named: asked.append(named[0]))
+    told_of_none = PeerOptions(replace(MEMBER, cache=tmp_path / "cache", weights_from=weights_from))
+    head = replace(MEMBER, hub=hub.url)
+    if weights_from == "hub":
+        with pytest.raises(PeerRefused, match="none but the public one, which is not the head's"):
+            started(fetched, told_of_none, member=head).__enter__()
+    else:
+        with started(fetched, told_of_none, member=head) as (_, heard):
+            assert sources(heard) == {"beta (from the head)"}
+    assert asked == []
 
 
 def test_members_that_may_ask_a_hub_alone_say_what_it_has_not(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -103,7 +104,7 @@ def test_a_prompt_that_is_cancelled_while_it_is_read_leaves_no_block_on_any_stag
     mini: ModelSource, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = Tables(monkeypatch)
-    pace = {"prefill_chunk": 4, "prefill_window": 3, "level_chunks": False}
+    pace: dict[str, Any] = {"prefill_chunk": 4, "prefill_window": 3, "level_chunks": False}
     with running_cluster(mini, 2, spans=LAYOUTS[layout], **pace) as cluster:
         told: list[Output] = []
         began = {name: len(steps) for name, steps in tables.lengths.items()}

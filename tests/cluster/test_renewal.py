@@ -224,7 +224,8 @@ def test_a_plan_of_other_layers_does_not_wait_for_one_that_is_loaded(monkeypatch
         never_loads(monkeypatch, over)
         link = cluster.head.links["gamma"]
         for number, cut in ((1, 1), (2, 2), (3, 2)):
-            alpha, gamma = cluster.head.planner.in_place_of(granted.plan, "beta", "gamma").stages
+            hello = cluster.head.hellos()["gamma"]
+            alpha, gamma = cluster.head.planner.in_place_of(granted.plan, "beta", "gamma", hello).stages
             halves = [change(alpha, end=cut), change(gamma, start=cut)]
             plan = change(granted.plan, stages=halves, generation=granted.plan.generation + number)
             link.send(plan, generation=plan.generation)

@@ -46,7 +46,10 @@ def own(model: Path, tmp_path: Path) -> Path:
 
 @contextmanager
 def started(
-    model: Path, peer: PeerOptions, spans: dict[str, str] | None = None
+    model: Path,
+    peer: PeerOptions,
+    spans: dict[str, str] | None = None,
+    member: MemberOptions = MEMBER,
 ) -> Iterator[tuple[RunningCluster, list[tuple[str, int, int]]]]:
     """A head with the files, and one peer; with what the head heard while it started."""
     network = MemoryNetwork()
@@ -57,7 +60,7 @@ def started(
         cluster = RunningCluster.start(
             membership_of(members[0]),
             ModelSource.resolve(str(model)),
-            HeadOptions(MEMBER, spans=spans or SPANS, wait_s=10, num_blocks=64),
+            HeadOptions(member, spans=spans or SPANS, wait_s=10, num_blocks=64),
             lambda *said: heard.append(said),
             network=network,
         )

@@ -14,6 +14,7 @@ from convoy.errors import HubUnreachable, Incompatible, ModelError
 from convoy.model.hub_stream import HubCommit
 from convoy.model.hub_weights import HubWeights
 from convoy.model.parts import Part, is_whole
+from convoy.wire.messages import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +29,12 @@ class FromHub:
 
     def get(
         self,
-        named: str,
+        plan: Plan,
         parts: Sequence[Part],
         tell: Callable[[int, int], None],
         watch: Callable[[], None],
     ) -> list[Part]:
-        """Get ``parts``, tensors, of the commit that a plan names, or of none where that is empty.
+        """Get ``parts``, tensors, of the commit that ``plan`` names, or none where it names none.
 
         Returns those that are the head's to send. Raises what ``tell`` and ``watch`` raise; and where only a
         hub may be asked, ModelError and Incompatible for what it has not.
@@ -41,22 +42,31 @@ class FromHub:
         asks = self._options.weights_from
         if asks == "head" or not parts:
             return list(parts)
-        if not named:
+        if not plan.hub or (plan.own_hub and self._options.hub is None):
             if asks == "hub":
-                raise ModelError(
-                    f"{self._me} gets weights from a hub alone, and the plan names none",
-                    hint="start the head with org/name, or this member with --weights-from auto",
-                )
+                raise self._no_hub(plan)
             return list(parts)
         try:
-            left = self._weights(named).fetch(parts, tell, watch)
+            left = self._weights(plan.hub).fetch(parts, tell, watch)
         except ModelError as error:
             if asks == "hub":
                 raise
             why = "cannot be reached" if isinstance(error, HubUnreachable) else "is of no use"
             _log.warning("the hub %s, and the head is asked: %s", why, error.message)
             return [part for part in parts if not is_whole(part)]
-        return self._check(named, left)
+        return self._check(plan.hub, left)
+
+    def _no_hub(self, plan: Plan) -> ModelError:
+        alone = f"{self._me} gets weights from a hub alone"
+        if plan.hub:
+            return ModelError(
+                f"{alone}, and was told of none but the public one, which is not the head's",
+                hint="set hub in its [model] section, or start this member with --weights-from auto",
+            )
+        return ModelError(
+            f"{alone}, and the plan names none",
+            hint="start the head with org/name, or this member with --weights-from auto",
+        )
 
     def _check(self, named: str, wrong: list[Part]) -> list[Part]:
         if not wrong:

@@ -225,6 +225,7 @@ class Planner:
             manifest=self._manifest() if len(placement.stages) > 1 else "",
             kernels=kernels if len(set(kernels)) > 1 else [],
             hub=self._hub if len(placement.stages) > 1 else "",
+            own_hub=self._options.member.hub is not None,
         )
 
     def _rank(self, name: str) -> int:

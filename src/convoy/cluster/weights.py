@@ -132,7 +132,7 @@ class Weights:
                 self._check(asker, found.source, owned)
             else:
                 parts = {part.digest: part for part in (found.received.tensor(t.name) for t in owned)}
-                self._get(asker, found.received, list(parts.values()), asker.plan.hub)
+                self._get(asker, found.received, list(parts.values()), from_hub=True)
 
     # Own files.
 
@@ -178,7 +178,7 @@ class Weights:
             )
         received = ReceivedModel(cache, self._listed(asker))
         config = received.file(_CONFIG)
-        self._get(asker, received, [config], None)
+        self._get(asker, received, [config], from_hub=False)
         return Found(received.source(model, config), received)
 
     def close(self) -> None:
@@ -217,16 +217,16 @@ class Weights:
             data += piece.data
         return bytes(data)
 
-    def _get(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part], hub: str | None) -> None:
-        """``hub``: what the plan says of one, for tensors; None for a file, which the head alone sends."""
+    def _get(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part], *, from_hub: bool) -> None:
+        """``from_hub``: of the hub that the plan names, if any; a file the head alone sends."""
         with received.open(asker.check):
             self._hold(received.folder)
             missing = self._verified.missing(parts, partial(_paced(asker.tell), "check"))
             if missing:
                 received.require_room(missing)
-                if hub is not None:
-                    tell = _paced(asker.tell)
-                    missing = self._from_hub.get(hub, missing, partial(tell, "hub"), asker.check)
+                if from_hub:
+                    tell = partial(_paced(asker.tell), "hub")
+                    missing = self._from_hub.get(asker.plan, missing, tell, asker.check)
                 again = self._fetch(asker, received, missing)
                 # An earlier try, by a machine that crashed perhaps, left other bytes than it counted.
                 wrong = self._fetch(asker, received, again) if again else []

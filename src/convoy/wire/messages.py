@@ -136,6 +136,7 @@ class Plan(Message, frozen=True):
     manifest: Digest = ""  # digest of `model.manifest.Manifest`, which covers all weights and files
     kernels: Annotated[list[str], msgspec.Meta(max_length=256)] = []  # by stage; empty: all run ``kernel``
     hub: HubCommitName = ""  # org/name@commit on a hub that has these weights; empty: the head alone has them
+    own_hub: bool = False  # not the public one: who was told of none asks none, which would learn the name
 
     def kernel_of(self, position: int) -> str:
         """What the stage at ``position`` runs."""
