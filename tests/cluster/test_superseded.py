@@ -104,7 +104,7 @@ def test_queued_steps_of_a_plan_that_is_over_do_not_run_before_the_next_is_loade
     talk.activate(old)
     talk.hear(Activated)
     assert talk.peer.peer._loaded is not None
-    hidden = torch.zeros(1, talk.peer.peer._loaded.stage.hidden_size)
+    hidden = torch.zeros(0, talk.peer.peer._loaded.stage.hidden_size)
     for number in range(4):
         talk.link.send(Step(number, [], [], [], b""), generation=old.generation, step=number)
         talk.link.send_tensor(

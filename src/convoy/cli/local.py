@@ -97,9 +97,9 @@ class LocalOptions:
 
         head_options(Config(engine=override(EngineConfig(), **self.engine))).check()
 
-        self.devices  # noqa: B018 - raises UsageError for what is not here
         offers = [MemberOffer(name, 1 << 62, head=name == self.names[0]) for name in self.names]
         place(spec, offers, self.spans)
+        self.devices  # noqa: B018 - raises UsageError for what is not here; last, because torch takes seconds
 
 
 class LocalCluster(Started):

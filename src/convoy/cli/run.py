@@ -60,8 +60,8 @@ def run(
     source = ModelSource.resolve(model)
     options = LocalOptions(members, layers, kernel_for(quantize, kernel), threads, engine=engine)
     options = replace(options, device=device or "auto", cores=share_cores(members) if pin else None)
-    options.check(source.spec)  # what is wrong is said before anything is started
     asked = None if prompt is None else Asked(prompt, raw, max_tokens, temperature, seed).request(source)
+    options.check(source.spec)  # what is wrong is said before anything is started
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
         settings = _served_at(local.config(local.head), host, port)
