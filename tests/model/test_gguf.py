@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import transformers
 from convoy.errors import ModelError
 from convoy.evaluate.library_model import library_logits as judge_logits
 from convoy.model.digests import Hashing, make_manifest
+from convoy.model.formats import gguf
+from convoy.model.formats.gguf_header import read_gguf
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.model.text import Tokenizer
@@ -92,6 +95,17 @@ def test_its_tokeniser_is_the_models(tmp_path: Path) -> None:
     text = "Once upon a time there was"
     assert found.decode(found.encode(text)) == text
     assert found.encode(text) == Tokenizer(demo).encode(text)
+
+
+@pytest.mark.parametrize("said", [("rope.dimension_count", 16), ("rope.scale_linear", 4.0)])
+def test_a_rotation_that_is_not_done_here_is_refused(
+    written: Get, monkeypatch: pytest.MonkeyPatch, said: tuple[str, object]
+) -> None:
+    header = read_gguf(written("llama", "F16").quantised)
+    settings = header.settings | {f"llama.{said[0]}": said[1]}
+    monkeypatch.setattr(gguf, "read_gguf", lambda _path: replace(header, settings=settings))
+    with pytest.raises(ModelError, match=f"llama.{said[0]} is {said[1]}, expected"):
+        ModelSource.resolve(str(written("llama", "F16").quantised))
 
 
 def patched(sound: Path, target: Path, old: bytes, new: bytes) -> Path:

@@ -25,7 +25,6 @@ from convoy.model.packed import KEY_BLOCK, SAFE_ROWS, TileChunk
 from convoy.model.pool import ApartPool
 from convoy.model.rope import Rotation
 
-COMPRESSED = {"DeepseekV4Attention"}  # of the library's attentions, those of this form
 
 
 def own_linear(linear: Any, *, packed: bool) -> nn.Module:

@@ -166,6 +166,7 @@ def _config(path: Path, header: GgufHeader, architecture: str) -> dict[str, obje
     for word in ("bos", "eos"):
         config[f"{word}_token_id"] = settings.get(f"tokenizer.ggml.{word}_token_id")
     config["rope_parameters"] = _rope(path, header, architecture)
+    _require_whole_turns(path, settings, architecture, config)
     return config
 
 
@@ -184,6 +185,27 @@ def _rope(path: Path, header: GgufHeader, architecture: str) -> dict[str, object
     if stored is None:
         return {"rope_type": "default", "rope_theta": theta}
     return _llama_3(stored, theta)
+
+
+def _require_whole_turns(
+    path: Path, settings: Mapping[str, object], architecture: str, config: Mapping[str, object]
+) -> None:
+    """Raises ModelError where part of a head is turned, or by frequencies in words that are not read here."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    head = config.get("head_dim") or (
+        hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+    )
+    turned = settings.get(f"{architecture}.rope.dimension_count", head)
+    if turned != head:
+        raise ModelError(
+            f"{path}: {architecture}.rope.dimension_count is {turned!r}, expected a whole head of {head}"
+        )
+    scale = settings.get(f"{architecture}.rope.scale_linear", 1.0)
+    if scale != 1.0:
+        raise ModelError(
+            f"{path}: {architecture}.rope.scale_linear is {scale!r}, expected none or 1.0",
+            hint="convert the model again: today's files have rope.scaling.* instead",
+        )
 
 
 def _llama_3(stored: StoredTensor, theta: float) -> dict[str, object]:
