@@ -26,7 +26,6 @@ from convoy.model.pool import ApartPool
 from convoy.model.rope import Rotation
 
 
-
 def own_linear(linear: Any, *, packed: bool) -> nn.Module:
     """The library's linear as it is, or packed."""
     return PackedLinear(linear.weight, linear.bias) if packed else linear
