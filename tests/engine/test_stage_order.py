@@ -11,7 +11,7 @@ from convoy.engine.peer import StageLoop, StageRoute
 from convoy.errors import HiddenError, StepError
 from convoy.model.stage import Stage
 from convoy.transport.link import Link, ReceivedTensor
-from convoy.wire.messages import Row, StageAssignment, Step
+from convoy.wire.messages import StageAssignment, Step
 from convoy.wire.tensor import WireTensor
 
 WIDTH = 8
@@ -45,7 +45,7 @@ def loop() -> tuple[StageLoop, CountingStage, Successor]:
 
 
 def step(number: int) -> Step:
-    return Step(number, [], [], [Row(1, number, 1, 1)], b"")
+    return Step(number, [], [], [], b"")
 
 
 def hidden(number: int, width: int = WIDTH) -> ReceivedTensor:
@@ -69,14 +69,6 @@ def test_a_hidden_state_of_another_width_is_refused_before_the_step_runs() -> No
     steps.accept_step(step(0), 3)
     with pytest.raises(HiddenError, match=r"expected \[tokens, 8\]"):
         steps.accept_hidden("alpha", hidden(0, width=4))
-    assert stage.ran == []
-
-
-def test_a_hidden_state_of_another_number_of_rows_is_the_predecessors_fault() -> None:
-    steps, stage, _ = loop()
-    steps.accept_hidden("alpha", hidden(0))
-    with pytest.raises(HiddenError, match="1 rows came for step 0, which has 2 tokens"):
-        steps.accept_step(Step(0, [], [], [Row(1, 0, 2, 1)], b""), 3)
     assert stage.ran == []
 
 

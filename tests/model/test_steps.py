@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from convoy.errors import StepError
+from convoy.errors import HiddenError, StepError
 from convoy.model.pool import KvPool
 from convoy.model.stage import Stage, StageOptions
 from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
@@ -103,7 +103,7 @@ def test_tokens_that_do_not_fit_are_refused_and_change_nothing(
 def test_a_hidden_state_that_does_not_fit_is_refused(models: Models, hidden: torch.Tensor | None) -> None:
     stage = models.chain("odd", 2).stages[1]
     grant = step(grants=[BlockGrant(2, 0, [3])], rows=[Row(2, 0, 1, 1)])
-    with pytest.raises(StepError):
+    with pytest.raises(HiddenError):
         stage.run(grant, hidden, None)
     with pytest.raises(StepError, match="sequence 2"):
         stage.apply(step(released=[2]))

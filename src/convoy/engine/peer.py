@@ -123,7 +123,6 @@ class StageLoop:
             self._next_step = step.number + 1
             hidden = self._hidden.pop(step.number, None)
             self._hidden_bytes -= 0 if hidden is None else hidden.nbytes
-            _require_fit(step, hidden)
             # with a hidden state they come for layers that need them, which have none of an empty step
             ids = hidden is None or step.tokens or not step.rows
             tokens = tokens_from_bytes(step.tokens) if ids else None
@@ -168,12 +167,3 @@ class StageLoop:
         drawn = Drawn(step.number, [answer_of(outcome) for outcome in outcomes])
         self._successor.send(drawn, generation=self._route.generation, step=step.number)
         self.finished_step = step.number
-
-
-def _require_fit(step: Step, hidden: torch.Tensor | None) -> None:
-    expected = sum(row.num_tokens for row in step.rows)
-    if hidden is not None and hidden.shape[0] != expected:
-        raise HiddenError(
-            f"a hidden state of {hidden.shape[0]} rows came for step {step.number}, "
-            f"which has {expected} tokens"
-        )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from convoy.errors import ModelError, StepError
+from convoy.errors import HiddenError, ModelError, StepError
 from convoy.model.draw import Draw, Drawing, draw_all
 from convoy.model.kv import BlockTable, StagedStep
 from convoy.model.layer_inputs import takes_shared_kv
@@ -314,7 +314,7 @@ class Stage:
         wanted = (num_tokens, self.hidden_size)
         if hidden is None or hidden.shape != wanted or hidden.dtype not in HIDDEN_DTYPES:
             found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
-            raise StepError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
+            raise HiddenError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
         return hidden.float()
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from convoy.errors import ModelError, PlanError, StepError
+from convoy.errors import HiddenError, ModelError, PlanError, StepError
 from convoy.model.device import CUDA_KERNEL, check_device
 from convoy.model.draw import Draw
 from convoy.model.gpu.batch import DeviceBatch, describe_rows, on_device
@@ -396,5 +396,5 @@ class CudaStage:
         wanted = (num_tokens, self.hidden_size)
         if hidden is None or hidden.shape != wanted or hidden.dtype not in HIDDEN_DTYPES:
             found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
-            raise StepError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
+            raise HiddenError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
         return hidden
