@@ -19,6 +19,7 @@ from support.synthetic import write_config
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_batch_reports_one_member_and_two_as_json_table_and_plot(tmp_path: Path) -> None:
     model = f"synthetic:{write_config(tmp_path)}@2"
     table, plot = tmp_path / "rows.csv", tmp_path / "rows.svg"
@@ -94,6 +95,7 @@ def test_prefill_has_a_row_for_each_chunk_window_and_number_of_members(bench: Be
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fair_measures_running_streams_while_a_long_prompt_is_read(bench: Bench, tmp_path: Path) -> None:
     model = f"synthetic:{write_config(tmp_path)}"
     sizes = ("--running", "2", "--context", "20", "--prompt-tokens", "300", "--chunk", "32")

@@ -27,6 +27,7 @@ def about(found: list[dict[str, Any]], check: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_examination_disturbs_no_running_cluster() -> None:
     demo = ModelSource.resolve("demo-mini")
     request = GenerationRequest((1, 5, 9, 13), GREEDY, max_tokens=24)

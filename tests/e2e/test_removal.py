@@ -169,6 +169,7 @@ def _when(what: Callable[[], bool]) -> float:
     return time.monotonic()
 
 
+@pytest.mark.long
 def test_a_removed_member_is_out_within_a_second_everywhere_and_cannot_come_back(
     homes: Homes, members: dict[str, Running]
 ) -> None:

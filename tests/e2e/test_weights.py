@@ -60,6 +60,7 @@ def test_a_cluster_where_only_the_head_has_the_files_starts_and_answers(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_cluster_runs_a_model_of_a_hub_that_was_signed_and_nobody_fetches_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
