@@ -85,6 +85,7 @@ def test_comms_has_a_row_for_each_size_and_sealing(bench: Bench, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_prefill_has_a_row_for_each_chunk_window_and_number_of_members(bench: Bench, tmp_path: Path) -> None:
     model = f"synthetic:{write_config(tmp_path)}"
     sizes = ("--prompt-tokens", "100", "--chunks", "64", "--windows", "0", "--rounds", "1")

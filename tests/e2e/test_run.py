@@ -60,6 +60,7 @@ def test_every_layout_gives_the_same_text_by_the_same_seed(capsys: pytest.Captur
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_directory_from_elsewhere_with_odd_dimensions_runs_split(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ def session(capsys: pytest.CaptureFixture[str]) -> Iterator[Say]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.long
 def test_a_conversation_goes_on_from_a_sealed_file_under_another_split(session: Say, tmp_path: Path) -> None:
     file, key, other = str(tmp_path / "chat"), str(tmp_path / "key"), tmp_path / "other"
     first = session(*FIRST, "--members", "2", "--save", file, "--key", key)

@@ -121,6 +121,7 @@ def status(machine: Machine, url: str) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.long
 def test_two_machines_join_by_invitation_with_one_command_each(tmp_path: Path) -> None:
     serve = ("serve", "demo-mini", "--invite", "--auto-approve", "--name", "alpha", "--port", "8765")
     with two_machines() as (first, second), running(first, tmp_path / "a", *serve) as head:

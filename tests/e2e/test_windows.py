@@ -17,6 +17,7 @@ from support.odd_models import make_windowed_qwen3
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_rings_on_two_processes_hold_what_tables_that_keep_everything_hold(tmp_path: Path) -> None:
     source = ModelSource.resolve(str(make_windowed_qwen3(tmp_path / "windows")))
     alone = driver(source, limits(None, None, max_step_tokens=512, prefill_chunk=512))

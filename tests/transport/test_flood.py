@@ -40,6 +40,7 @@ def settle(door: DoorProcess) -> int:
     [(STRANGERS, 3000), (["127.0.0.9"], 3000), (["127.0.0.1"], 2000)],
     ids=["from-200-addresses", "from-one-stranger", "from-the-members-own-address"],
 )
+@pytest.mark.long
 def test_ten_thousand_connections_that_say_nothing(door: DoorProcess, hosts: list[str], per_s: float) -> None:
     before = settle(door)
     with Peak(door) as peak:
