@@ -93,9 +93,8 @@ class PipelineExecutor:
         self._in_flight: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
         self._returned: dict[int, torch.Tensor | Drawn] = {}
-        self.blamed: tuple[
-            str, ...
-        ] = ()  # who failed first, or sent what no sound member sends; see `_blame`
+        # Who failed first, or sent what no sound member sends; two where it may have been either.
+        self.blamed: tuple[str, ...] = ()
         self._guard = SendGuard(self.clock.allowed_s)
         self._leaving_guard = SendGuard(self.clock.allowed_s) if options.overlaps else self._guard
         self._leaves = HandOver(f"leave {head}", self._could_not_leave) if options.overlaps else None

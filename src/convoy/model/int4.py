@@ -14,7 +14,7 @@ from torch import nn
 
 from convoy.errors import SelfCheckError
 from convoy.model.linear import PackedLinear
-from convoy.model.quantized import Int8Linear, activate
+from convoy.model.quantized import Int8Linear, RoundedLinear, activate
 
 GROUP = 32  # weights of one scale
 _OUTPUTS = 16  # a matrix has a multiple of so many
@@ -65,7 +65,7 @@ def rounded_to_4(module: nn.Module) -> nn.Module | None:
     return kind(*module.dense(), module.activation)
 
 
-class Int4Linear(PackedLinear):
+class Int4Linear(RoundedLinear):
     """y = activation(x W^T + b) from 4-bit weights; the float weights are not kept.
 
     The matrix must fit (`fits_int4`); ``activation`` is one of `quantized.INT8_ACTIVATIONS`.
@@ -94,13 +94,3 @@ class Int4Linear(PackedLinear):
         if self._bias is not None:
             y.add_(self._bias)
         return activate(y, self.activation).view(*x.shape[:-1], self.out_features)
-
-    @property
-    def packed(self) -> list[torch.Tensor]:
-        """None in oneDNN's float layout."""
-        return []
-
-    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """(x W^T + b) * factor, for ``factor`` of the result's shape."""
-        y: torch.Tensor = self(x)
-        return y.mul_(factor)

@@ -114,7 +114,21 @@ def fbgemm_holds() -> bool:
     return bool((found == 64 * _GREATEST * _GREATEST).all())
 
 
-class Int8Linear(PackedLinear):
+class RoundedLinear(PackedLinear):
+    """A linear from weights that were rounded; nothing of the float layout is kept."""
+
+    @property
+    def packed(self) -> list[torch.Tensor]:
+        """None in oneDNN's float layout."""
+        return []
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """(x W^T + b) * factor, for ``factor`` of the result's shape."""
+        y: torch.Tensor = self(x)
+        return y.mul_(factor)
+
+
+class Int8Linear(RoundedLinear):
     """y = activation(x W^T + b) from 8-bit weights; the float weights are not kept.
 
     ``activation`` is one of `INT8_ACTIVATIONS`.
@@ -145,16 +159,6 @@ class Int8Linear(PackedLinear):
         if self._bias is not None:
             y.add_(self._bias)
         return activate(y, self.activation).view(*x.shape[:-1], self.out_features)
-
-    @property
-    def packed(self) -> list[torch.Tensor]:
-        """None in oneDNN's float layout."""
-        return []
-
-    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """(x W^T + b) * factor, for ``factor`` of the result's shape."""
-        y: torch.Tensor = self(x)
-        return y.mul_(factor)
 
 
 class Int8Mlp(nn.Module):
