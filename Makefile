@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.ready
 LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: help setup demo test test-survival test-adversary test-tpm test-chaos test-verify test-long check bench clean
+.PHONY: help setup demo test test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long check bench clean
 
 help:
 	@echo "make demo    set up, then run the bundled model over two sealed processes"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-survival  set up, then lose members of real clusters in every way and compare the text"
 	@echo "make test-adversary  set up, then attack two members and print the table"
 	@echo "make test-tpm  install a software TPM (apt-get), then enrol it and demand it of real members"
+	@echo "make test-postgres  install PostgreSQL (apt-get), then run the coordinator's tests on it too"
 	@echo "make test-chaos  kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
 	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way"
 	@echo "make test-long  the tests that are marked long"
@@ -81,6 +82,10 @@ test-long: setup
 test-tpm: setup
 	@sh tests/tpm/install.sh; code=$$?; \
 	if [ $$code -eq 0 ]; then $(BIN)/python -m pytest -o 'python_files=tpm_*.py' tests/tpm; else exit $$((code == 3 ? 0 : code)); fi
+
+# A server of its own in a folder that goes with it. Exit 3 of the script: it cannot be installed here, and it has said why.
+test-postgres: setup
+	@sh tests/fleet/postgres.sh $(BIN)/python -m pytest tests/fleet; code=$$?; exit $$((code == 3 ? 0 : code))
 
 check: setup
 	@$(BIN)/ruff check .

@@ -20,6 +20,10 @@ settings.register_profile("random", deadline=None)
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--postgres", default="", help="URL of a PostgreSQL server where databases may be made")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A test that runs away fails with MemoryError and its name, where the system would kill some process.
 

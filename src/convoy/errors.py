@@ -20,19 +20,22 @@ ConvoyError                     carries a message, a hint what to do about it, a
 │   │   └── PeerBusy            it hung up before it said who it is: full, or closing; try again
 │   ├── Incompatible            another protocol version, activation dtype or model
 │   ├── HandshakeError          it could not prove who it is
+│   │   └── HandshakeLate       nor did it fail to: it has too much to do, or the network is slow; try again
 │   ├── FrameError              bytes that are not a frame or not a message
 │   │   └── FrameTooLong        a length over its type's limit, refused before allocation
 │   ├── SealError               a frame that does not open: changed, replayed, out of order
 │   ├── StepError               a well-sealed step that makes no sense here
 │   │   └── HiddenError         a hidden state that fits no step here
 │   ├── AttestationError        what it proves of itself is not enough, or not true
+│   ├── ProviderError           what a provider says of itself, or sends for a request, makes no sense
 │   ├── LinkBroken              the other end or the network ended the link
 │   └── PeerRefused             the peer said no, and why
 ├── Unavailable                 nothing wrong with the request, but it cannot be served now (HTTP 503)
 │   ├── NotReady                no token has passed every stage yet, or not lately
 │   ├── Draining                the server is shutting down
 │   └── StageLost               a stage went away while the request ran
-│       └── StepLate            a step did not come back in time; it still may
+│       ├── StepLate            a step did not come back in time; it still may
+│       └── CollectiveError     a rank of a stage is gone, silent, or does not do what the others do
 ├── LinkClosed                  this side closed the link earlier
 └── SelfCheckError              exact mode cannot be proved on this machine
 """
@@ -114,7 +117,18 @@ class PlanError(CapacityError):
 
 
 class QueueFull(CapacityError):  # noqa: N818 - a state, as in httpx and trio, not a fault
-    """Too many requests wait already (HTTP 429)."""
+    """Too many requests wait already (HTTP 429); ``retry_after_s``: when another try makes sense."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        public: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, public=public)
+        self.retry_after_s = retry_after_s
 
 
 class PeerError(ConvoyError):
@@ -135,6 +149,10 @@ class Incompatible(PeerError):  # noqa: N818
 
 class HandshakeError(PeerError):
     """The other end could not prove that it is the member it claims to be."""
+
+
+class HandshakeLate(HandshakeError):  # noqa: N818
+    """A handshake was not over in time, because a machine has too much to do. Worth another try."""
 
 
 class FrameError(PeerError):
@@ -159,6 +177,10 @@ class HiddenError(StepError):
 
 class AttestationError(PeerError):
     """Evidence, or the enrolment of a key, does not hold; or a member's level is below a policy's minimum."""
+
+
+class ProviderError(PeerError):
+    """What a provider says of itself, or sends for a request, makes no sense; the text says what."""
 
 
 class LinkBroken(PeerError):  # noqa: N818
@@ -187,6 +209,19 @@ class StageLost(Unavailable):
 
 class StepLate(StageLost):
     """A step did not come back in time. Nothing is lost yet: whoever waits may go on waiting."""
+
+
+class CollectiveError(StageLost):
+    """A rank of a stage is gone, silent, or does not do what the others do: their collective is over.
+
+    ``rank`` is the one that it is about, None where it is about none.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, hint: str | None = None, public: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint, public=public)
+        self.rank = rank
 
 
 class LinkClosed(ConvoyError):  # noqa: N818

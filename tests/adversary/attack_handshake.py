@@ -16,7 +16,7 @@ from convoy.wire.messages import FrameType
 
 PREAMBLE = HANDSHAKE_PREAMBLE_BYTES
 REFUSALS = {"HandshakeError", "Incompatible", "FrameError", "FrameTooLong"}
-FAILURES = {*REFUSALS, "PeerUnreachable", "PeerBusy"}
+FAILURES = {*REFUSALS, "HandshakeLate", "PeerUnreachable", "PeerBusy"}
 MESSAGE_1 = message_1_fields("alpha", "beta", CLUSTER)
 # (connection, unit) of each message where the inner layer stands alone; unit 0 is what stands for TLS.
 OPENING_UP, M1, M3 = (0, 1), (0, 2), (0, 3)

@@ -32,7 +32,7 @@ from convoy.transport.member import LocalMember, Roster
 from convoy.transport.network import MemoryNetwork, TcpNetwork
 from convoy.trust.card import member_of
 from convoy.trust.roster import make_roster, sign_roster
-from convoy.wire.fetch import Piece, Prepare
+from convoy.wire.fetch import Fetch, Held, Holding, Piece, Prepare
 from convoy.wire.messages import (
     Activate,
     Activated,
@@ -166,6 +166,9 @@ class Hostile:
         return plan.generation
 
 
+BIG = 2**62
+
+
 @pytest.fixture
 def hostile(besieged: Besieged) -> Iterator[Hostile]:
     head = Hostile(besieged)
@@ -283,7 +286,34 @@ def test_a_text_of_absurd_length_ends_the_link_by_name(
     assert "\x1b" not in ended["message"]
 
 
-BIG = 2**62
+NO_DIGEST = "0" * 64
+SERVED = make_manifest(ModelSource.resolve(MODEL), Hashing())
+NORM = SERVED.tensors["model.norm.weight"].digest
+QUESTIONS: dict[str, Fetch | Holding] = {
+    "what is here of another model": Holding(NO_DIGEST),
+    "a tensor of another model": Fetch(0, NO_DIGEST, NORM, 0, 1),
+    "a tensor that the model has not": Fetch(0, SERVED.digest, NO_DIGEST, 0, 1),
+    "a byte behind the end": Fetch(0, SERVED.digest, NORM, BIG, 1),
+    "a file beside the weights": Fetch(0, SERVED.digest, SERVED.files["tokenizer.json"].digest, 0, 1),
+    "the manifest itself": Fetch(0, SERVED.digest, SERVED.digest, 0, 1),
+}
+
+
+@pytest.mark.attack("a head that asks a peer for what is none of its plan's tensors", layer="both")
+@pytest.mark.parametrize("case", ["before a plan", *QUESTIONS])
+def test_a_peer_hands_out_nothing_but_tensors_of_its_plans_model(
+    hostile: Hostile, row: Row, case: str
+) -> None:
+    question = QUESTIONS.get(case, Fetch(0, SERVED.digest, NORM, 0, 1))
+    if case != "before a plan":
+        hostile.activate()
+    answer = hostile.ask(question)
+    assert isinstance(answer, Piece | Held), answer
+    assert answer.error
+    assert not (answer.data if isinstance(answer, Piece) else answer.tensors)
+    row.tried("refused")
+
+
 FIRST = BlockGrant(1, 0, [0, 1])
 STEPS: dict[str, Step] = {
     "a row of a sequence that nobody knows": Step(0, [], [], [StepRow(9, 0, 1, 1)], b""),
@@ -518,6 +548,8 @@ NOT_FOR_PEERS: dict[str, Message] = {
     "a block table": Step(10**9, [], [BlockGrant(0, 0, [0, 1])], [], b""),
     "a greeting": HELLO,
     "a piece of a model": Piece(0, 1, b"w", ""),
+    "a question for a piece of a model": Fetch(0, "0" * 64, "0" * 64, 0, 1),
+    "a question for what is here of a model": Holding("0" * 64),
     "a preparation": Prepare(Plan(2**62, MODEL, "0" * 64, [], "plain-f32", "float32", 16, 64)),
     "a readiness": Ready(1, 1, 1, [1]),
 }
@@ -614,6 +646,8 @@ LIES: dict[str, dict[str, object]] = {
     "blocks of less than nothing": {"ready": Ready(0, 1000, 64_000, [-(2**62)])},
     "blocks of groups that the model has not": {"ready": Ready(0, 1000, 64_000, [1000, 1000])},
     "a step in place of a readiness": {"ready": ONE},
+    "a piece of a model that nobody asked for": {"ready": Piece(0, 9, b"unwanted!", "")},
+    "what it has of a model, unasked": {"ready": Held("0" * 64, b"\xff" * 99, "")},
     "a failure in place of an activation": {"activated": StepFailed(0, "no")},
     "too few rows": {"hidden": hidden(0)},
     "too many rows": {"hidden": hidden(900)},

@@ -18,7 +18,7 @@ from adversary.process import ROOT, VictimProcess
 from convoy.crypto.identity import OperatorKey
 from convoy.trust.roster import sign_roster
 
-FAILURES = {"HandshakeError", "Incompatible", "LinkBroken", "PeerUnreachable", "PeerBusy"}
+FAILURES = {"HandshakeError", "HandshakeLate", "Incompatible", "LinkBroken", "PeerUnreachable", "PeerBusy"}
 DAY = datetime.timedelta(days=1)
 only_both = pytest.mark.parametrize("arena", ["both"], indirect=True)
 

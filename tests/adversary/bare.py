@@ -28,6 +28,10 @@ class BareSocket(socket.socket):
     def cipher(self) -> tuple[str, str, int]:
         return ("none", "none", 0)
 
+    def pending(self) -> int:
+        """Nothing is kept here."""
+        return 0
+
 
 def bare_handshake(sock: socket.socket, me: LocalMember, deadline_s: float) -> BareSocket:
     """Both ends say who they are, and are believed: that is what the inner layer has to stand."""

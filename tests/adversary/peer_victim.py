@@ -16,7 +16,8 @@ import psutil
 
 from adversary.victim import Crash, membership
 from convoy.cluster.options import MemberOptions, PeerOptions
-from convoy.cluster.peer import Peer, PeerEvent
+from convoy.cluster.peer import Peer
+from convoy.cluster.peer_event import PeerEvent
 from convoy.errors import ConvoyError
 from convoy.transport.link import Link, Received
 from convoy.transport.network import TcpNetwork

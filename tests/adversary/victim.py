@@ -19,12 +19,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
+import torch
 
 from adversary.bare import take_away_the_outer_layer
 from adversary.options import attack_options
 from convoy.crypto.claims import NO_LINK
 from convoy.crypto.identity import Identity
+from convoy.engine.collective.sealed import RANK_TYPES, SealedCollective
 from convoy.errors import ConvoyError
 from convoy.transport.dial import dial
 from convoy.transport.link import Link, Received, ReceivedTensor
@@ -35,9 +38,11 @@ from convoy.trust.accepted import AcceptedFile
 from convoy.trust.authority import OperatorAuthority
 from convoy.trust.roster import verify_roster
 from convoy.wire.messages import FrameType, Row, Step
+from convoy.wire.ranks import Agree
 from convoy.wire.tensor import WireTensor
 
-ALLOWED = frozenset({FrameType.HELLO, FrameType.STEP, FrameType.HIDDEN, FrameType.REFUSE})
+ALLOWED = frozenset({FrameType.HELLO, FrameType.STEP, FrameType.HIDDEN, FrameType.REFUSE}) | RANK_TYPES
+GENERATION = 3  # of collectives
 
 
 def membership(setup: dict[str, Any], directory: Path) -> Membership:
@@ -64,6 +69,7 @@ class Victim:
         directory = Path(setup["directory"])
         self._saying = threading.Lock()
         self._links: dict[str, Link] = {}
+        self._ranks: dict[str, SealedCollective] = {}
         self._numbers = itertools.count()
         self._options = attack_options(setup.get("options", {}))
         self._me = membership(setup, directory)
@@ -110,6 +116,49 @@ class Victim:
     def do_tensor(self, key: str, step: int, boundary: int, size: int, fill: int = 7) -> None:
         tensor = WireTensor("bfloat16", (size // 2,), bytes([fill]) * size)
         self._sending(key, lambda link: link.send_tensor(tensor, generation=1, step=step, boundary=boundary))
+
+    def do_join(self, key: str, rank: int, deadline_s: float) -> None:
+        """Be one of two ranks over this link."""
+        link = self._links[key]
+        self._ranks[key] = SealedCollective(rank, 2, {1 - rank: link}, GENERATION, deadline_s)
+        self.say("joined", key=key)
+
+    def do_agree(self, key: str) -> None:
+        rank = self._ranks[key]
+        said = Agree(GENERATION, rank.rank, 2, bytes(32), "float32", "")
+        self._ranking(key, lambda: rank.agree(said))
+
+    def do_add(self, key: str, count: int, size: int) -> None:
+        """So many sums; each is said with whether it is right."""
+
+        def add() -> None:
+            for number in range(count):
+                part = np.random.default_rng([number, rank.rank]).standard_normal(size).astype("f4")
+                parts = [
+                    np.random.default_rng([number, r]).standard_normal(size).astype("f4") for r in (0, 1)
+                ]
+                total = rank.all_reduce(torch.from_numpy(part)).numpy()
+                self.say("added", key=key, number=number, right=bool((total == parts[0] + parts[1]).all()))
+
+        rank = self._ranks[key]
+        self._ranking(key, add)
+
+    def do_part(self, key: str, **place: Any) -> None:
+        """A part of a sum as no rank sends it."""
+        dtype, shape = place.pop("dtype"), tuple(place.pop("shape"))
+        data = bytes((4 if dtype == "float32" else 2) * int(np.prod(shape)))
+        tensor = WireTensor(dtype, shape, data)
+        self._sending(key, lambda link: link.send_tensor(tensor, kind=FrameType.PARTIAL, **place))
+
+    def _ranking(self, key: str, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+                self.say("ranked", key=key)
+            except ConvoyError as error:
+                self.say("ranked", key=key, **_error(error))
+
+        threading.Thread(target=run, daemon=True).start()
 
     def do_ping(self, key: str, timeout_s: float) -> None:
         def work() -> None:
@@ -166,6 +215,9 @@ class Victim:
         self.say("link", key=key, id=getattr(link, "link_id", b"").hex(), peer=link.peer, cipher=link.cipher)
 
     def _arrived(self, key: str, received: Received) -> None:
+        rank = self._ranks.get(key)
+        if rank is not None and rank.deliver(self._links[key], received):
+            return
         if isinstance(received, ReceivedTensor):
             digest = hashlib.sha256(received.tensor.data).hexdigest()
             self.say("arrived", key=key, kind="HIDDEN", step=received.step, digest=digest)
@@ -173,7 +225,9 @@ class Victim:
             self.say("arrived", key=key, kind=type(received.message).__name__, step=received.step)
 
     def _ended(self, key: str, error: ConvoyError) -> None:
-        self._links.pop(key, None)
+        link, rank = self._links.pop(key, None), self._ranks.pop(key, None)
+        if link is not None and rank is not None:
+            rank.link_ended(link, error)
         self.say("ended", key=key, **_error(error))
 
     def _sending(self, key: str, send: Any) -> None:

@@ -41,6 +41,8 @@ RESERVED: dict[str, frozenset[str]] = {
     "anyio": frozenset({"serve", "fleet"}),
     "starlette": frozenset({"serve", "fleet"}),
     "uvicorn": frozenset({"serve", "fleet"}),
+    "opentelemetry": frozenset({"serve"}),
+    "prometheus_client": frozenset({"cluster", "serve", "fleet"}),
     "typer": frozenset({"cli"}),
     "click": frozenset({"cli"}),
     "rich": frozenset({"cli"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -14,14 +15,15 @@ FILE = re.compile(r"`((?:tests|docs|src)/[\w./-]+?)`")
 PAGES = ("docs/defects.md", "docs/threat-model.md", "SECURITY.md", "docs/attestation.md")
 
 
-def names_of_all_tests() -> set[str]:
+@functools.cache
+def names_of_all_tests() -> frozenset[str]:
     """The names of all test functions, wherever they are and whatever their file is called."""
     found: set[str] = set()
     for path in (ROOT / "tests").rglob("*.py"):
         tree = ast.parse(path.read_bytes())
         functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
         found |= {function.name for function in functions if function.name.startswith("test_")}
-    return found
+    return frozenset(found)
 
 
 def rows_of(text: str) -> list[list[str]]:

@@ -32,6 +32,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return shown
 
 
+@pytest.mark.long
 def test_the_json_has_a_row_for_each_size_and_sealing_and_their_ratios(report: dict[str, Any]) -> None:
     assert list(report) == ["bench", "machine", "model", "settings", "rows", "ratios"]
     assert (report["bench"], report["model"]) == ("hop", None)
@@ -46,6 +47,7 @@ def test_the_json_has_a_row_for_each_size_and_sealing_and_their_ratios(report: d
     assert report["ratios"]["p50_8KiB_both_minus_none_us"] == pytest.approx(added, abs=0.1)
 
 
+@pytest.mark.long
 def test_the_report_names_no_host_and_no_path(report: dict[str, Any]) -> None:
     machine = report["machine"]
     assert os.uname().nodename not in machine.values()

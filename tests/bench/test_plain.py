@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from architecture.source import import_graph, load_modules
@@ -11,17 +12,21 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 PLAIN = "convoy.bench.plain"
 
 
+@functools.cache
+def graph() -> dict[str, dict[str, int]]:
+    """What each module imports."""
+    return import_graph(load_modules(SRC))
+
+
 def test_nothing_outside_the_bench_imports_the_plain_stream() -> None:
-    graph = import_graph(load_modules(SRC))
-    importers = {name for name, edges in graph.items() if PLAIN in edges}
+    importers = {name for name, edges in graph().items() if PLAIN in edges}
     assert importers == {"convoy.bench.connection"}
 
 
 def test_only_its_own_verbs_import_the_bench() -> None:
-    graph = import_graph(load_modules(SRC))
     importers = {
         name
-        for name, edges in graph.items()
+        for name, edges in graph().items()
         if not name.startswith("convoy.bench") and any(target.startswith("convoy.bench") for target in edges)
     }
     assert importers

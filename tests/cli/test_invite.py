@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from cli.transcript import run_convoy
+from cli.transcript import run_convoy, run_here
 from convoy.cli.config import load_config
 from convoy.trust.invite import decode_token
 
@@ -171,6 +171,7 @@ def joined(tmp_path: Path, *flags: str) -> str:
     return said
 
 
+@pytest.mark.long
 def test_a_standby_is_one_the_next_time_too(tmp_path: Path) -> None:
     said = joined(tmp_path, "--standby")
     assert said.endswith("the next time: convoy join --config .convoy/convoy.toml")
@@ -183,6 +184,7 @@ def test_a_standby_is_one_the_next_time_too(tmp_path: Path) -> None:
     assert [json.loads(line)["kind"] for line in said.splitlines()][-2:] == ["listening", "ended"]
 
 
+@pytest.mark.long
 def test_a_standby_whose_file_is_of_before_is_told_the_flag(tmp_path: Path) -> None:
     joined(tmp_path)
     said = joined(tmp_path, "--standby")
@@ -194,7 +196,7 @@ def test_behind_a_forwarded_port_the_roster_has_one_and_the_file_the_other(tmp_p
     said = joined(tmp_path, "--address", f"127.0.0.1:{outside}", "--port", inside)
     assert said.endswith("the next time: convoy join --config .convoy/convoy.toml")
     assert load_config(tmp_path / "beta/.convoy/convoy.toml").listen.port == int(inside)
-    shown = json.loads(run_convoy(["roster", "show", "--json"], tmp_path / "beta").stdout)
+    shown = json.loads(run_here(["roster", "show", "--json"], tmp_path / "beta").stdout)
     assert shown["members"][1]["address"] == f"127.0.0.1:{outside}"
 
 
@@ -202,19 +204,19 @@ def test_after_an_invitation_the_verbs_find_the_files_by_themselves(tmp_path: Pa
     joined(tmp_path)
     alpha = tmp_path / "alpha"
     for verb in (["roster", "verify"], ["roster", "show"], ["roster", "sign"], ["attest", "show"]):
-        done = run_convoy([*verb, "--json"], alpha)
+        done = run_here([*verb, "--json"], alpha)
         assert done.returncode == 0, done.stderr
-    plan = run_convoy(["plan", "demo-mini", "--json"], alpha)
+    plan = run_here(["plan", "demo-mini", "--speed", "10,100", "--json"], alpha)
     assert [stage["member"] for stage in json.loads(plan.stdout)["stages"]] == ["alpha", "beta"]
-    other = run_convoy(["plan", "demo-mini", "--members", "3", "--json"], alpha)
+    other = run_here(["plan", "demo-mini", "--members", "3", "--speed", "10,100", "--json"], alpha)
     assert [stage["member"] for stage in json.loads(other.stdout)["stages"]] == ["alpha", "beta", "gamma"]
-    head = run_convoy(["session", "demo-mini", "--prompt", "x"], tmp_path / "beta")  # a peer, which may not
+    head = run_here(["session", "demo-mini", "--prompt", "x"], tmp_path / "beta")  # a peer, which may not
     said = head.stderr.splitlines()
     assert said[0] == "as the head of .convoy/convoy.toml; --members 1 is this machine alone"
     assert "error: beta may not be the head; the roster allows alpha" in said
-    examined = json.loads(run_convoy(["doctor", "--json"], alpha).stdout)
+    examined = json.loads(run_here(["doctor", "--json"], alpha).stdout)
     assert "keys" in {finding["check"] for finding in examined["findings"]}
-    removed = run_convoy(["roster", "remove", "beta", "--json"], alpha)
+    removed = run_here(["roster", "remove", "beta", "--json"], alpha)
     assert json.loads(removed.stdout)["file"] == ".convoy/roster.toml"
 
 
@@ -265,6 +267,7 @@ def test_a_taken_name_leaves_the_invitation_good_for_another_name(tmp_path: Path
             event(newcomer, "joined")
 
 
+@pytest.mark.long
 def test_a_member_that_comes_back_is_kept_at_its_new_address(tmp_path: Path) -> None:
     alpha, beta = tmp_path / "alpha", tmp_path / "beta"
     for expected in (2, 3):

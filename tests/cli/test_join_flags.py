@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.member import load_member
 from convoy.crypto.identity import OperatorKey
 from convoy.trust.roster import sign_roster
+from support.scraping import scrape
 
 
 @pytest.fixture
@@ -85,6 +87,24 @@ def test_what_only_an_invitation_can_use_is_refused_with_both_values(
     done = run_convoy(["join", "--config", str(config), *flags], config.parent)
     assert done.returncode == 2
     assert done.stderr.startswith(error.format(config=config))
+
+
+def test_metrics_are_served_where_it_was_asked_until_it_ends(config: Path, port: str) -> None:
+    with joining(config, "--metrics", f"127.0.0.1:{port}") as process:
+        assert f"metrics: http://127.0.0.1:{port}/metrics" in lines(process, "listening")
+        found = scrape(f"http://127.0.0.1:{port}/metrics")
+        assert (found("convoy_head_up"), found("convoy_stage_layers")) == (0, 0)
+        assert found("convoy_build_info", part="peer") == 1
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+    with socket.create_server(("127.0.0.1", int(port))):
+        pass
+
+
+def test_an_address_for_metrics_that_is_none_is_said_before_anything_starts(config: Path) -> None:
+    done = run_convoy(["join", "--config", str(config), "--metrics", "here"], config.parent)
+    assert done.returncode == 2
+    assert done.stderr == "error: --metrics is 'here', expected HOST:PORT\nhint: --metrics 127.0.0.1:9464\n"
 
 
 def test_a_model_that_is_not_there_ends_it_at_once(config: Path, tmp_path: Path) -> None:

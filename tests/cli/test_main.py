@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from cli.transcript import run_convoy
+from cli.transcript import run_convoy, run_here
 from convoy.cli import main
 from convoy.errors import RequestError
 
-SCREEN = (80, 24)
+SCREEN = (80, 28)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
 HEAVY = ("torch", "transformers", "cryptography", "numpy", "starlette", "uvicorn", "rich", "asyncio")
 
@@ -44,7 +44,7 @@ def test_no_arguments_show_the_help(tmp_path: Path) -> None:
 
 def test_every_verb_has_help_and_json(tmp_path: Path) -> None:
     for verb in (["plan"], ["status"], ["chat"], ["identity", "new"], ["roster", "verify"]):
-        done = run_convoy([*verb, "--help"], tmp_path)
+        done = run_here([*verb, "--help"], tmp_path)
         assert done.returncode == 0
         assert "--json" in done.stdout
 

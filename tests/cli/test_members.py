@@ -29,6 +29,10 @@ def test_a_bare_span_goes_to_the_next_member_without_one() -> None:
         "alpha": "0:3,output",
         "gamma": "8:11",
     }
+    assert spans_by_name(["alpha+beta=0:3,output", "4:7"], NAMES) == {
+        "alpha+beta": "0:3,output",
+        "gamma": "4:7",
+    }
     assert spans_by_name([], NAMES) is None
     assert spans_by_name(None, NAMES) is None
 
@@ -39,6 +43,11 @@ def test_a_bare_span_goes_to_the_next_member_without_one() -> None:
         (["1", "2", "3", "4"], "--layers was given 4 times, and there are 3 members"),
         (["delta=0:1"], "--layers delta=0:1 is for delta, expected a member: alpha, beta, gamma"),
         (["beta=0:1", "beta=2:3"], "--layers gives beta two spans, 0:1 and 2:3"),
+        (["alpha+delta=0:1"], "--layers alpha+delta=0:1 is for delta, expected a member: alpha, beta, gamma"),
+        (
+            ["alpha+=0:1"],
+            "--layers alpha+=0:1: a span is for 'alpha+', expected NAME or NAME+NAME with names that differ",
+        ),
     ],
 )
 def test_spans_that_cannot_be_handed_out_are_refused(layers: list[str], message: str) -> None:

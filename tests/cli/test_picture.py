@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from convoy.cli.picture import guesses_text, recoveries_text, standbys_text
-from convoy.cluster.status import ClusterStatus, StandbyStatus
+from convoy.cli.picture import guesses_text, recoveries_text, stage_rows, standbys_text
+from convoy.cluster.status import ClusterStatus, StageStatus, StandbyStatus
 
 
 def cluster(**fields: Any) -> ClusterStatus:
@@ -31,3 +31,14 @@ def test_recoveries_after_which_a_text_may_differ_say_where() -> None:
     assert recoveries_text(cluster(recoveries=2)) == "2"
     told = recoveries_text(cluster(recoveries=2, near_ties=3))
     assert told == "2; 3 tokens since then had a rival (near ties)"
+
+
+def test_a_rank_is_shown_with_its_share_of_the_stage_and_a_member_alone_without() -> None:
+    def row(**changes: Any) -> tuple[object, ...]:
+        fields: dict[str, Any] = {"member": "beta", "sees_token_ids": True, "address": ""}
+        fields |= {"weight_bytes": 500_000} | changes
+        (found,) = stage_rows([StageStatus(start=0, end=4, embed=True, output=True, **fields)])
+        return found
+
+    assert row()[3] == "500.0 kB"
+    assert row(world_size=2, weight_share=0.5023)[1:4:2] == ("beta (rank 0)", "500.0 kB (0.50 of the stage)")

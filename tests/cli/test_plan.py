@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from cli.transcript import run_convoy
+from cli.transcript import run_convoy, run_here
 from convoy.model.linear import packed_available
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
@@ -41,6 +41,8 @@ HINTS = {
     "nobody owns": "lengthen a span, for example alpha=0:2,output",
     "no layer is left": "take layers out of a span, or leave gamma out",
 }
+TOLD = ["--speed", "10,100"]  # so that nothing is measured
+HERE = [*TOLD, "--config", "cpu.toml"]  # nor looked for: a plan then takes no torch
 
 
 @pytest.fixture
@@ -49,12 +51,13 @@ def folder(tmp_path: Path) -> Path:
     model = tmp_path / "odd"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    (tmp_path / "cpu.toml").write_text('[model]\ndevice = "cpu"\n', encoding="utf-8")
     save_file({"model.norm.weight": np.ones(16, dtype=np.float32)}, model / "model.safetensors")
     return tmp_path
 
 
 def test_a_plan_names_every_stage_and_who_sees_token_ids(folder: Path) -> None:
-    done = run_convoy(["plan", "odd", "--members", "alpha=4,beta=2"], folder)
+    done = run_convoy(["plan", "odd", "--members", "alpha=4,beta=2", "--threads", "1"], folder)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "model    odd (llama, 6 layers, float32)"
@@ -67,7 +70,7 @@ def test_a_plan_names_every_stage_and_who_sees_token_ids(folder: Path) -> None:
 
 def test_the_reverse_layout_shows_that_a_peer_sees_token_ids(folder: Path) -> None:
     spans = ["--layers", "3:output", "--layers", "0:2"]
-    done = run_convoy(["plan", "odd", "--members", "2", *spans, "--json"], folder)
+    done = run_here(["plan", "odd", "--members", "2", *spans, *HERE, "--json"], folder)
     plan = json.loads(done.stdout)
     assert plan["peers_seeing_token_ids"] == ["beta"]
     assert [(stage["member"], stage["start"], stage["end"]) for stage in plan["stages"]] == [
@@ -88,7 +91,7 @@ def test_the_reverse_layout_shows_that_a_peer_sees_token_ids(folder: Path) -> No
     ],
 )
 def test_a_plan_that_cannot_be_is_one_line_and_exit_1(folder: Path, flags: list[str], message: str) -> None:
-    done = run_convoy(["plan", "odd", *flags], folder)
+    done = run_here(["plan", "odd", *flags, *HERE], folder)
     assert done.returncode == 1
     assert done.stdout == ""
     assert message in done.stderr.splitlines()[0]
@@ -99,7 +102,7 @@ def test_a_plan_that_cannot_be_is_one_line_and_exit_1(folder: Path, flags: list[
 
 def test_a_directory_without_a_configuration_is_told_what_a_model_is(folder: Path) -> None:
     (folder / "odd" / "config.json").unlink()
-    done = run_convoy(["plan", "odd"], folder)
+    done = run_here(["plan", "odd"], folder)
     assert done.stderr.startswith(
         "error: odd has no config.json\nhint: give the directory itself of a Hugging"
     )
@@ -112,9 +115,11 @@ def test_a_plans_weights_are_those_of_the_stages_that_are_loaded(
 ) -> None:
     if kernel == "exact-f32" and not packed_available():
         pytest.skip("no packed linears on this machine")
-    (tmp_path / "convoy.toml").write_text(f'[model]\nname = "demo"\nkernel = "{kernel}"\n', encoding="utf-8")
+    (tmp_path / "convoy.toml").write_text(
+        f'[model]\nname = "demo"\ndevice = "cpu"\nkernel = "{kernel}"\n', encoding="utf-8"
+    )
     flags = ["--members", "2", "--layers", spans[0], "--layers", spans[1], "--config", "convoy.toml"]
-    planned = json.loads(run_convoy(["plan", *flags, "--json"], tmp_path).stdout)["stages"]
+    planned = json.loads(run_here(["plan", *flags, *TOLD, "--json"], tmp_path).stdout)["stages"]
     source = ModelSource.resolve("demo")
     for stage in planned:
         assignment = StageAssignment(*(stage[key] for key in ("member", "start", "end", "embed", "output")))
@@ -124,17 +129,17 @@ def test_a_plans_weights_are_those_of_the_stages_that_are_loaded(
 
 def test_a_configuration_gives_model_members_and_spans(folder: Path) -> None:
     for name in ("mac", "box"):
-        run_convoy(["identity", "new", name], folder)
-    made = run_convoy(
+        run_here(["identity", "new", name], folder)
+    made = run_here(
         ["roster", "new", "home", "mac.card.toml", "box.card.toml", "--head", "box", "--json"], folder
     )
     key = json.loads(made.stdout)["operator_key"]
     (folder / "convoy.toml").write_text(
         f'[cluster]\nname = "mac"\nroster = "roster.toml"\noperator_key = "{key}"\n'
-        '[model]\npath = "odd"\nmemory_gb = 1\n[plan]\nlayers = {mac = "1:5"}\n',
+        '[model]\npath = "odd"\nmemory_gb = 1\ndevice = "cpu"\n[plan]\nlayers = {mac = "1:5"}\n',
         encoding="utf-8",
     )
-    done = run_convoy(["plan", "--config", "convoy.toml", "--json"], folder)
+    done = run_here(["plan", "--config", "convoy.toml", *TOLD, "--json"], folder)
     plan = json.loads(done.stdout)
     assert [(stage["member"], stage["span"]) for stage in plan["stages"]] == [
         ("box", "0:0,output"),
@@ -163,14 +168,14 @@ def policy(folder: Path) -> Path:
 
 def test_a_plan_says_which_rule_excludes_whom(policy: Path) -> None:
     levels = ["--level", "alpha=hardware", "--level", "gamma=hardware", "--level", "beta=self_signed"]
-    flags = ["plan", "odd", "--members", "3", "--policy", "policy.toml", *levels]
-    shown = run_convoy(flags, policy)
+    flags = ["plan", "odd", "--members", "3", "--policy", "policy.toml", *levels, *HERE]
+    shown = run_here(flags, policy)
     assert shown.returncode == 0, shown.stderr
     first, second = shown.stdout.splitlines()[-4:-2]
     assert "the embedding, layers 0-1, layer 5 and the output" in first
     assert first.endswith("alpha, gamma  beta (self_signed)")
     assert second.endswith("gamma         alpha (hardware), beta (self_signed)")
-    plan = json.loads(run_convoy([*flags, "--json"], policy).stdout)
+    plan = json.loads(run_here([*flags, "--json"], policy).stdout)
     assert [(s["member"], s["start"], s["end"]) for s in plan["stages"]] == [
         ("alpha", 0, 2),
         ("beta", 2, 4),
@@ -187,21 +192,22 @@ def test_a_plan_says_which_rule_excludes_whom(policy: Path) -> None:
 
 
 def test_a_plan_that_rules_forbid_shows_the_rules_and_names_the_member(policy: Path) -> None:
-    done = run_convoy(["plan", "odd", "--policy", "policy.toml", "--level", "alpha=hardware"], policy)
+    flags = ["plan", "odd", "--policy", "policy.toml", *HERE]
+    done = run_here([*flags, "--level", "alpha=hardware"], policy)
     assert done.returncode == 1
     assert done.stdout.splitlines()[0].split()[:3] == ["rule", "keeps", "on"]
     assert "rule 1: layer 5 must be on members of level hardware, and beta has none" in done.stderr
     assert "hint: alpha, the head, holds the other end" in done.stderr
-    as_json = run_convoy(["plan", "odd", "--policy", "policy.toml", "--json"], policy)
+    as_json = run_here([*flags, "--json"], policy)
     assert json.loads(as_json.stdout)["error"]["type"] == "PlanError"
 
 
 def test_members_below_the_minimum_get_no_stage_and_are_named(folder: Path) -> None:
     (folder / "strict.toml").write_text('[attestation]\nminimum = "hardware"\n', encoding="utf-8")
-    flags = ["plan", "odd", "--members", "3", "--policy", "strict.toml", "--level", "gamma=hardware"]
-    shown = run_convoy(flags, folder)
+    flags = ["plan", "odd", "--members", "3", "--policy", "strict.toml", "--level", "gamma=hardware", *HERE]
+    shown = run_here(flags, folder)
     assert shown.stdout.splitlines()[-2] == "no stage: beta has none, and the policy's minimum is hardware"
-    plan = json.loads(run_convoy([*flags, "--json"], folder).stdout)
+    plan = json.loads(run_here([*flags, "--json"], folder).stdout)
     assert [stage["member"] for stage in plan["stages"]] == ["alpha", "gamma"]
     assert [out["member"] for out in plan["left_out"]] == ["beta"]
 
@@ -215,13 +221,13 @@ def test_members_below_the_minimum_get_no_stage_and_are_named(folder: Path) -> N
     ],
 )
 def test_a_level_that_makes_no_sense_is_wrong_usage(folder: Path, level: str, message: str) -> None:
-    done = run_convoy(["plan", "odd", "--level", level], folder)
+    done = run_here(["plan", "odd", "--level", level], folder)
     assert done.returncode == 2
     assert message in done.stderr
 
 
 def planned(folder: Path, *flags: str) -> Any:
-    done = run_convoy(["plan", "odd", "--speed", "10,100", "--json", *flags], folder)
+    done = run_here(["plan", "odd", *HERE, "--json", *flags], folder)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -231,7 +237,7 @@ def test_a_standby_gets_no_stage_and_is_named(folder: Path) -> None:
     assert [stage["member"] for stage in plan["stages"]] == ["alpha", "beta"]
     assert plan["standbys"] == ["gamma"]
     for name, why in (("zeta", "expected a member: alpha, beta"), ("alpha", "which is the head")):
-        done = run_convoy(["plan", "odd", "--standby", name], folder)
+        done = run_here(["plan", "odd", "--standby", name], folder)
         assert done.returncode == 2
         assert f"--standby is {name}, {why}" in done.stderr
 
@@ -255,7 +261,7 @@ def test_blocks_are_those_of_each_cache_group(folder: Path) -> None:
     assert (window["name"], window["num_layers"]) == ("window-32", 4)
     assert full["num_blocks"] == 32 * 128 // 16, "a full batch of full contexts"
     assert blocks["is_all_wanted"]
-    shown = run_convoy(["plan", "odd", "--speed", "10,100"], folder).stdout
+    shown = run_here(["plan", "odd", *HERE], folder).stdout
     assert "as many as are wanted; beside weights and K/V a step takes up to" in shown
 
 
@@ -265,7 +271,7 @@ def test_rates_follow_from_what_the_flags_say(folder: Path) -> None:
     assert rates["decode"]["tokens_per_s"] == pytest.approx(20, rel=0.01)
     assert rates["decode"]["limit"].startswith("the hop from")
     assert rates["assumed"] == ["wires that carry 100 MB/s"]
-    shown = run_convoy(["plan", "odd", "--speed", "beta=0.001,100", "--speed", "10,100", *flags], folder)
+    shown = run_here(["plan", "odd", "--speed", "beta=0.001,100", *HERE, *flags], folder)
     line = next(line for line in shown.stdout.splitlines() if "prefill" in line)
     assert line.endswith("limited by beta's memory bandwidth")
 
@@ -275,6 +281,7 @@ def test_rates_follow_from_what_the_flags_say(folder: Path) -> None:
     [
         ("--speed", "fast"),
         ("--speed", "10"),
+        ("--speed", "10,100,1"),
         ("--speed", "-1,5"),
         ("--speed", "zeta=1,1"),
         ("--round-trip", "0"),
@@ -285,7 +292,34 @@ def test_rates_follow_from_what_the_flags_say(folder: Path) -> None:
 def test_a_speed_or_round_trip_that_makes_no_sense_is_wrong_usage(
     folder: Path, flag: str, value: str
 ) -> None:
-    done = run_convoy(["plan", "odd", flag, value, *(["--speed", "1,1"] if "trip" in flag else [])], folder)
+    done = run_here(["plan", "odd", flag, value, *(HERE if "trip" in flag else HERE[2:])], folder)
     assert done.returncode == 2
     assert f"{flag} " in done.stderr
     assert value in done.stderr
+
+
+def test_ranks_are_shown_with_their_share_and_all_ways_beside_each_other(folder: Path) -> None:
+    flags = ["--members", "2", "--parallel", "tensor", *HERE]
+    shown = json.loads(run_here(["plan", "odd", *flags, "--json"], folder).stdout)
+    assert shown["parallel"]["mode"] == "tensor"
+    assert shown["parallel"]["reason"] == "asked for: tensor"
+    assert [stage["ranks"] for stage in shown["stages"]] == [["alpha", "beta"]]
+    assert 0.5 <= shown["stages"][0]["weight_share"] < 0.6, "both hold the one K/V head"
+    assert shown["token_id_members"] == ["alpha", "beta"]
+    assert shown["rates_by_mode"].keys() == {"single", "pipeline", "tensor"}
+    assert shown["tensor"]["num_all_reduces"] == 2 * 6 + 1
+    lines = run_here(["plan", "odd", *flags], folder).stdout.splitlines()
+    assert lines[1] == "route    complete: alpha+beta 0:output"
+    assert any(line.startswith("tensor *") for line in lines)
+    assert any("tensor pays 13 all-reduces of 64 B a step" in line for line in lines)
+
+
+def test_ranks_that_cannot_be_are_an_error_with_both_numbers(folder: Path) -> None:
+    done = run_here(["plan", "odd", "--members", "3", "--parallel", "tensor", "--ranks", "3", *HERE], folder)
+    assert done.returncode == 1
+    assert "tensor parallelism was asked for, and cannot be" in done.stderr
+    assert "2 heads" in done.stderr
+    assert "3 ranks" in done.stderr
+    wrong = run_here(["plan", "odd", "--parallel", "both", *HERE], folder)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "--parallel is both, expected auto, pipeline, tensor, single" in wrong.stderr

@@ -114,6 +114,7 @@ def ask_at_length(url: str, ended: list[str]) -> None:
         ended.extend(line for line in response.iter_lines() if line)
 
 
+@pytest.mark.long
 def test_an_interrupt_with_answers_under_way_says_at_once_what_is_waited_for(
     tmp_path: Path,
 ) -> None:

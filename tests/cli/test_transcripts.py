@@ -1,4 +1,4 @@
-"""Every transcript beside this file, through the real entry point in a process of its own."""
+"""Every transcript beside this file, through the code of the entry point."""
 
 from __future__ import annotations
 

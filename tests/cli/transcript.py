@@ -1,4 +1,4 @@
-"""Transcripts: a command line, its exit code and patterns for what it writes, run as real processes.
+"""Transcripts: a command line, its exit code and patterns for what it writes.
 
     $ convoy roster show nothing.toml
     exit 1
@@ -11,6 +11,8 @@ a pattern must be empty.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import shlex
@@ -18,6 +20,9 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
+
+from convoy.cli import main
 
 ANY_LINES = "..."
 
@@ -70,12 +75,25 @@ def run_convoy(
     )
 
 
+def run_here(arguments: list[str], directory: Path, *, text: str = "") -> subprocess.CompletedProcess[str]:
+    """The same in this process, which spares a start of Python and of PyTorch: for what ends by itself."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(directory),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "stdin", io.StringIO(text)),
+    ):
+        code = main.run(arguments)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
 def play(command: Command, directory: Path) -> list[str]:
     """Run one command; what was not as the transcript says, as text."""
     name, *arguments = shlex.split(command.line)
     if name != "convoy":
         raise ValueError(f"line {command.number} runs {name}, expected convoy")
-    done = run_convoy(arguments, directory)
+    done = run_here(arguments, directory)
     wrong = []
     if done.returncode != command.exit_code:
         wrong.append(f"line {command.number}: exit {done.returncode}, expected {command.exit_code}")

@@ -48,7 +48,7 @@ class Ends:
                 self.asked.put(received.message)
 
         def end(_link: Link, error: ConvoyError) -> None:
-            self.fetches.ended()
+            self.fetches.ended(_link)
             self.ended.put(error)
 
         def take(link: Link, received: Received) -> None:
@@ -276,6 +276,8 @@ def test_a_preparation_that_comes_to_nothing_is_answered(tmp_path: Path) -> None
 
 def test_a_neighbour_that_is_no_head_may_send_no_piece() -> None:
     ours = {FrameType.FETCH, FrameType.PIECE, FrameType.PREPARE, FrameType.PREPARED}
+    ours |= {FrameType.HOLDING, FrameType.HELD}
     assert not ours & FROM_PREDECESSOR
-    assert ours & FROM_HEAD == {FrameType.PIECE, FrameType.PREPARE}
-    assert ours & FROM_PEER == {FrameType.FETCH, FrameType.PREPARED}
+    asks = {FrameType.FETCH, FrameType.PIECE}
+    assert ours & FROM_HEAD == asks | {FrameType.PREPARE, FrameType.HOLDING}
+    assert ours & FROM_PEER == asks | {FrameType.PREPARED, FrameType.HELD}

@@ -6,7 +6,8 @@ import threading
 import time
 
 from convoy.cluster.options import PeerOptions
-from convoy.cluster.peer import Peer, PeerEvent
+from convoy.cluster.peer import Peer
+from convoy.cluster.peer_event import PeerEvent
 from convoy.cluster.rights import FROM_PEER
 from convoy.errors import ConvoyError
 from convoy.transport.link import ReceivedMessage

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,31 +11,12 @@ from cluster.test_weights import answer_of, started
 from convoy.cluster import from_hub
 from convoy.cluster.options import PeerOptions
 from convoy.errors import PeerRefused
-from convoy.model import hub_stream
 from convoy.model.hub import Hub, HubName, commit_of
 from convoy.model.source import ModelSource
 from support.cluster import MEMBER
 from support.fake_hub import COMMIT, REPO, FakeHub
-from support.odd_models import make_odd_llama
 
 ONE_LAYER = {"alpha": "0:3,output", "beta": "4:4"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_odd_llama(tmp_path_factory.mktemp("model") / "odd")
-
-
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_stream, "_WAIT_S", 0.0)
-
-
-@pytest.fixture
-def hub(model: Path, tmp_path: Path) -> Iterator[FakeHub]:
-    fake = FakeHub(shutil.copytree(model, tmp_path / "served"))
-    yield fake
-    fake.close()
 
 
 @pytest.fixture

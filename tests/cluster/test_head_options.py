@@ -50,7 +50,7 @@ def test_as_many_steps_are_in_flight_as_stages_or_as_was_asked(
         ({"micro_batches": -1}, "micro_batches is -1, expected 0 to 64 steps in flight"),
         ({"prefill_window": 1000}, "prefill_window is 1000, expected 0 to 64 steps in flight"),
         ({"max_batch": 0}, "max_batch is 0, expected 1 to 256 sequences"),
-        ({"prefill_chunk": 0}, "prefill_chunk is 0, expected 1 to 16384 tokens"),
+        ({"prefill_chunk": -1}, "prefill_chunk is -1, expected 0 to 16384 tokens"),
         ({"max_step_tokens": 20_000}, "max_step_tokens is 20000, expected 1 to 16384 tokens"),
     ],
 )

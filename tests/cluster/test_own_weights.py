@@ -15,7 +15,6 @@ from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.own_weights import OwnWeights
 from convoy.cluster.running import RunningCluster
 from convoy.errors import HubUnreachable, ModelError, PeerRefused
-from convoy.model import hub_stream
 from convoy.model.digests import Hashing, make_manifest
 from convoy.model.hub_stream import HubCommit
 from convoy.model.hub_weights import HubWeights
@@ -26,31 +25,8 @@ from convoy.transport.network import MemoryNetwork
 from support.cluster import MEMBER, NAMES, PeerThread
 from support.fake_hub import COMMIT, REPO, FakeHub
 from support.members import make_local_members, membership_of
-from support.odd_models import make_odd_llama
 
 Heard = list[tuple[str, int, int]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_odd_llama(tmp_path_factory.mktemp("model") / "odd")
-
-
-@pytest.fixture(scope="module")
-def manifest(model: Path) -> Manifest:
-    return make_manifest(ModelSource.resolve(str(model)), Hashing())
-
-
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_stream, "_WAIT_S", 0.0)
-
-
-@pytest.fixture
-def hub(model: Path, tmp_path: Path) -> Iterator[FakeHub]:
-    fake = FakeHub(shutil.copytree(model, tmp_path / "served"))
-    yield fake
-    fake.close()
 
 
 def opened(hub: FakeHub, manifest: Manifest, cache: Path) -> OwnWeights:

@@ -19,6 +19,14 @@ def plan_of(*stages: tuple[str, int, int, str]) -> Plan:
     return Plan(1, "demo", "0" * 64, assigned, "exact-f32", "float32", 16, 128)
 
 
+def plan_of_ranks(*ranks: list[str]) -> Plan:
+    """Stages of four layers each, whose first owns the output; of these ranks, by the first one's name."""
+    stages = [
+        StageAssignment(names[0], 4 * i, 4 * i + 4, i == 0, i == 0, names) for i, names in enumerate(ranks)
+    ]
+    return Plan(1, "demo", "0" * 64, stages, "exact-f32", "float32", 16, 128)
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -26,6 +34,7 @@ def plan_of(*stages: tuple[str, int, int, str]) -> Plan:
         plan_of(("beta", 0, 4, "e"), ("alpha", 4, 12, "o")),
         plan_of(("alpha", 0, 4, "e"), ("beta", 4, 8, ""), ("gamma", 8, 12, "o")),
         plan_of(("alpha", 0, 12, "eo")),
+        plan_of_ranks(["alpha", "beta"], ["gamma", "delta"], ["epsilon", "zeta"]),
     ],
 )
 def test_every_layout_is_taken(plan: Plan) -> None:
@@ -43,6 +52,9 @@ def test_every_layout_is_taken(plan: Plan) -> None:
         (plan_of(("alpha", 0, 4, "eo"), ("beta", 4, 12, "o")), "one own the output, and 2 do"),
         (plan_of(("alpha", 0, 4, "o"), ("beta", 4, 12, "e")), "first stage must embed"),
         (plan_of(("alpha", 0, 4, "eo"), ("alpha", 4, 12, "")), "a member has two stages"),
+        (plan_of_ranks(["alpha", "beta"], ["gamma", "alpha"], ["delta", "epsilon"]), "or two ranks"),
+        (plan_of_ranks(["alpha", "alpha"], ["gamma", "beta"], ["delta", "epsilon"]), "or two ranks"),
+        (plan_of_ranks(["alpha"], ["gamma", "beta"], ["delta", "epsilon"]), "1 ranks from alpha on"),
         (
             plan_of(("alpha", 0, 4, "e"), ("beta", 4, 8, "o"), ("gamma", 8, 12, "")),
             "a stage in the middle of the plan owns the output, expected the first or the last",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from convoy.cluster.options import HeadOptions, MemberOptions
-from convoy.cluster.planning import Planner
+from convoy.cluster.planning import Planner, Proposal
 from convoy.cluster.vetting import Vetting
 from convoy.errors import Incompatible, PlanError
 from convoy.model.source import ModelSource
 from convoy.plan.memory import stage_bytes
+from convoy.plan.parallel import Asked
+from convoy.plan.placement import Placement
 from convoy.plan.span import Span
+from convoy.plan.ways import Predict
 from convoy.wire.messages import Hello
 from support.members import make_local_members, membership_of
 
@@ -240,3 +244,109 @@ def test_a_standby_of_another_kind_preloads_with_its_own_kernel() -> None:
     assert (plan.kernel, plan.kernels) == ("exact-f32", [])
     plan = plans.in_place_of(first.plan, "alpha", "gamma", cuda(standby=True))
     assert (plan.kernel, plan.kernels) == ("cuda-bf16", [])
+
+
+def together(asked: Asked = "auto", predict: Predict | None = None, ranks: int | None = None) -> Planner:
+    members = make_local_members(NAMES)
+    options = HeadOptions(MemberOptions(), parallel=asked, ranks=ranks)
+    vetting = Vetting(lambda: members[0], MemberOptions())
+    return Planner(membership_of(members[0]), SOURCE, options, vetting, predict=predict)
+
+
+def faster_as_ranks(placement: Placement) -> float:
+    return 0.01 if placement.mode == "tensor" else 0.02
+
+
+def shape(proposal: Proposal) -> list[tuple[str, ...]]:
+    return [tuple(stage.holders) for stage in proposal.plan.stages]
+
+
+def rounded(*names: str) -> dict[str, Hello]:
+    return {name: hello(kernel="plain-f32") for name in names}
+
+
+def test_members_are_a_pipeline_in_exact_mode_unless_ranks_were_asked_for() -> None:
+    exact = {name: hello() for name in NAMES[:2]}
+    found = together(predict=faster_as_ranks).first(exact)
+    assert shape(found) == [("alpha",), ("beta",)]
+    assert "promises the same bits" in found.placement.reason
+    assert shape(together("tensor").first(exact)) == [("alpha", "beta")]
+    assert together("tensor").first(exact).members == {"alpha", "beta"}
+    assert shape(together("single").first(exact)) == [("alpha",)]
+
+
+def test_after_a_loss_fewer_ranks_or_a_lone_member_go_on_and_all_are_used_once_they_are_back() -> None:
+    plans = together(predict=faster_as_ranks)
+    first = plans.first(rounded(*NAMES))
+    assert shape(first) == [NAMES]
+    three = plans.again(rounded("alpha", "gamma", "delta"), first.placement)
+    assert shape(three) == [("alpha", "gamma"), ("delta",)]  # three cannot share eight heads
+    two = plans.again(rounded("alpha", "delta"), three.placement)
+    assert shape(two) == [("alpha", "delta")]
+    alone = plans.again(rounded("alpha"), two.placement)
+    assert (shape(alone), alone.placement.mode) == ([("alpha",)], "single")
+    assert shape(plans.again(rounded(*NAMES), None)) == [NAMES]
+
+
+def test_fewer_ranks_than_were_asked_for_do_after_a_loss_and_not_at_the_start() -> None:
+    plans = together("tensor", ranks=4)
+    with pytest.raises(PlanError, match="4 ranks for each stage were asked for, and there are 2 members"):
+        plans.first(rounded("alpha", "beta"))
+    first = plans.first(rounded(*NAMES))
+    assert shape(plans.again(rounded("alpha", "beta"), first.placement)) == [("alpha", "beta")]
+
+
+def test_ranks_that_could_not_begin_are_a_pipeline_until_others_are_here() -> None:
+    plans, both = together(predict=faster_as_ranks), rounded("alpha", "beta")
+    first = plans.first(both)
+    assert shape(first) == [("alpha", "beta")]
+    plans.tensor_failed(both, "beta said nothing within 10 s")
+    for before in (first.placement, None):
+        again = plans.again(both, before)
+        assert shape(again) == [("alpha",), ("beta",)]
+        assert "the collective did not come up: beta said nothing" in again.placement.reason
+    assert plans.can_spare("beta", both, first.placement)
+    assert shape(plans.again(both, None)) == [("alpha",), ("beta",)], "who asks whether is no change"
+    assert shape(plans.again(rounded("alpha"), again.placement)) == [("alpha",)]
+    assert shape(plans.again(both, None)) == [("alpha", "beta")]
+
+
+def test_ranks_that_were_asked_for_and_could_not_begin_are_an_error() -> None:
+    plans, both = together("tensor"), rounded("alpha", "beta")
+    plans.first(both)
+    plans.tensor_failed(both, "beta said nothing within 10 s")
+    with pytest.raises(PlanError, match="was asked for, and cannot be: the collective did not come up"):
+        plans.again(both, None)
+
+
+def test_a_member_with_ranks_of_its_own_is_no_rank_of_others() -> None:
+    both = rounded("alpha", "beta")
+    both["beta"] = msgspec.structs.replace(both["beta"], device="cpu+cpu")
+    found = together(predict=faster_as_ranks).first(both)
+    assert shape(found) == [("alpha",), ("beta",)]
+    assert "beta has ranks of its own, on cpu+cpu" in found.placement.reason
+
+
+def test_stages_of_ranks_stay_as_they_were_where_all_are_there_and_keep_their_reason() -> None:
+    plans, both = together(predict=faster_as_ranks), rounded("alpha", "beta")
+    first = plans.first(both)
+    again = plans.again(both, first.placement)
+    assert shape(again) == shape(first)
+    assert again.placement.reason == first.placement.reason
+    assert again.placement.reason.startswith("predicted faster")
+
+
+def test_a_standby_takes_the_place_of_a_lost_rank() -> None:
+    plans = together("tensor")
+    tight = {name: hello(kernel="plain-f32", memory_bytes=rank_room()) for name in ("alpha", "beta")}
+    waiting = {"gamma": hello(kernel="plain-f32", standby=True)}
+    first = plans.first(tight)
+    again = plans.again({"alpha": tight["alpha"], **waiting}, first.placement)
+    assert shape(again) == [("alpha", "gamma")]
+    kept = plans.in_place_of(first.plan, "beta", "gamma", waiting["gamma"])
+    assert kept.stages[0].ranks == ["alpha", "gamma"]
+
+
+def rank_room() -> int:
+    whole = Span(0, SOURCE.spec.num_layers, True)
+    return stage_bytes(SOURCE.spec, whole, "plain-f32", 2) + 1000

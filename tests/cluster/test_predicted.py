@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,8 @@ def test_weights_and_blocks_are_what_the_plan_said(sources: Sources, kind: str, 
     options = HeadOptions(max_batch=8, prefill_chunk=64)
     blocks = report_blocks(placement, options.demand(block_size=16, max_context=spec.max_context))
     member = replace(MEMBER, memory_bytes=memory, kernel=kernel)
-    with running_cluster(source, 2, member=member, num_blocks=0, max_batch=8, prefill_chunk=64) as cluster:
+    asked: dict[str, Any] = {"num_blocks": 0, "max_batch": 8, "prefill_chunk": 64, "parallel": "pipeline"}
+    with running_cluster(source, 2, member=member, **asked) as cluster:
         granted = cluster.head.granted
         assert granted is not None
         assert granted.placement.stages == placement.stages

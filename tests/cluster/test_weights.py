@@ -26,16 +26,10 @@ from convoy.transport.network import MemoryNetwork
 from convoy.wire.fetch import Fetch, Piece
 from support.cluster import MEMBER, NAMES, PeerThread
 from support.members import make_local_members, membership_of
-from support.odd_models import make_odd_llama
 from support.waiting import wait_until
 
 Bytes = dict[str, bytes]
 SPANS = {"alpha": "0:2,output", "beta": "3:4"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_odd_llama(tmp_path_factory.mktemp("model") / "odd")
 
 
 @pytest.fixture

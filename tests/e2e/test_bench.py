@@ -74,7 +74,7 @@ def test_loop_tells_the_engine_and_the_hops_apart_from_the_stages(bench: Bench, 
 def test_comms_has_a_row_for_each_size_and_sealing(bench: Bench, tmp_path: Path) -> None:
     table, plot = tmp_path / "rows.csv", tmp_path / "rows.svg"
     files = ("--csv", str(table), "--plot", str(plot))
-    shown = bench("comms", "--sizes", "4,1", "--rounds", "5", *files)
+    shown = bench("comms", "--what", "hop", "--sizes", "4,1", "--rounds", "5", *files)
     assert [(row["bytes"], row["sealing"]) for row in shown["rows"]] == [
         (size, sealing) for size in (8192, 32768) for sealing in ("none", "outer", "both")
     ]
@@ -124,3 +124,18 @@ def test_spec_says_the_same_text_with_guesses_and_without_over_a_longer_wire(
     assert len(shown["ratios"]) == 3
     drawn = ElementTree.fromstring(plot.read_text())  # noqa: S314 - our own file
     assert len(list(drawn.iter("{http://www.w3.org/2000/svg}circle"))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_tp_has_a_row_for_each_mode_and_count_and_says_when_ranks_pay(bench: Bench, tmp_path: Path) -> None:
+    flags = ("--concurrent", "1,2", "--context", "16", "--windows", "1", "--tokens", "2", *QUICK)
+    report = bench("tp", f"synthetic:{write_config(tmp_path)}", *flags)
+    rows = [row for row in report["rows"] if "mode" in row]
+    assert [(row["mode"], row["concurrent"]) for row in rows] == [
+        (mode, count) for mode in ("single", "pipeline", "tensor") for count in (1, 2)
+    ]
+    assert all(row["tokens_per_s"] > 0 and row["predicted_tokens_per_s"] > 0 for row in rows)
+    one, two = (row["bytes"] for row in report["rows"] if "through" in row)
+    assert two == 2 * one
+    assert {"tensor_over_single_1", "tensor_over_pipeline_2", "crossover_us"} <= report["ratios"].keys()

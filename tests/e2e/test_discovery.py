@@ -142,6 +142,7 @@ def test_members_with_wrong_addresses_in_the_roster_meet_by_discovery_alone(
             assert_both_hold_stages(first_value(printed))
 
 
+@pytest.mark.long
 def test_a_member_is_found_where_there_is_ipv6_alone(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_an_examination_disturbs_no_running_cluster() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_peer_that_is_gone_is_found_and_named() -> None:
     with LocalCluster(LocalOptions(2, num_threads=1)) as local:
         code, found = examined(local, "alpha")

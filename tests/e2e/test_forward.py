@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from convoy.cli import main
 from e2e.served import Served, convoy_json, served
 
 STORY = "Once upon a time there was a fox"
@@ -33,6 +35,7 @@ def client_of(head: Served) -> OpenAI:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "changes",
     [
@@ -58,6 +61,21 @@ def test_the_openai_client_gets_what_one_member_would_answer(
 
 
 @pytest.mark.slow
+@pytest.mark.long
+def test_the_openai_client_gets_what_one_member_says(
+    forward: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--max-tokens", "12", "--temperature", "0.8", "--seed", "5")
+    assert main.run(["run", "demo", "--raw", "--prompt", STORY, *asked, "--members", "1", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    with client_of(forward) as client:
+        assert client.completions.create(**ASKED).choices[0].text == expected["text"]
+        streamed = client.completions.create(**ASKED, stream=True)
+        assert "".join(c.text for part in streamed for c in part.choices) == expected["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_status_and_health_tell_of_the_forward_route(forward: Served) -> None:
     status = httpx.get(f"{forward.url}/status").json()
     assert status["route"] == "complete: alpha 0:5 -> beta 6:output"
@@ -69,7 +87,7 @@ def test_status_and_health_tell_of_the_forward_route(forward: Served) -> None:
 
 
 def test_plan_names_the_peer_that_reads_token_ids() -> None:
-    plan = convoy_json("plan", "demo", "--members", "3", "--layers", "0:3")
+    plan = convoy_json("plan", "demo", "--members", "3", "--layers", "0:3", "--speed", "10,100")
     assert plan["token_id_members"] == ["alpha", "gamma"]
     assert plan["peers_seeing_token_ids"] == ["gamma"]
     assert plan["hops"][-1]["receiver"] == "gamma"

@@ -32,7 +32,14 @@ def whole(demo: ModelSource) -> tuple[Run, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("two members", marks=pytest.mark.long),
+        "two members, reverse",
+        pytest.param("three members", marks=pytest.mark.long),
+    ],
+)
 def test_logits_over_processes_and_tls_equal_the_whole_to_the_bit(
     demo: ModelSource, whole: tuple[Run, ...], layout: str
 ) -> None:
@@ -54,6 +61,7 @@ def test_logits_over_processes_and_tls_equal_the_whole_to_the_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_ends_by_itself_with_equal_tokens() -> None:
     shown = convoy_json("demo")
     assert shown["equal_to_one_process"] is True

@@ -24,9 +24,11 @@ def whole_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str,
 
 
 @pytest.mark.slow
-def test_a_prompt_gets_the_same_tokens_from_one_and_two_members() -> None:
-    asked = ("run", "demo", "--prompt", QUESTION, "--max-tokens", "24", "--threads", "1")
-    whole, split = (convoy_json(*asked, "--members", members) for members in ("1", "2"))
+@pytest.mark.long
+def test_a_prompt_gets_the_same_tokens_from_one_and_two_members(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("demo", "--prompt", QUESTION, "--max-tokens", "24")
+    whole = whole_json(capsys, *asked)
+    split = convoy_json("run", *asked, "--threads", "1", "--members", "2")
     assert whole["text"] == "73"
     assert whole["token_ids"] == split["token_ids"]
     assert whole["sealed_bytes"] == 0

@@ -11,6 +11,7 @@ from openai import BadRequestError, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from e2e.served import Served, served
+from support.scraping import scrape
 
 QUESTION: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "What is 41+42? Answer with just the number."}
@@ -52,6 +53,26 @@ def test_the_openai_client_streams_the_same_answer(client: OpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 2
 
 
+def test_a_scrape_of_a_real_head_counts_what_its_client_was_told(head: Served, client: OpenAI) -> None:
+    before = scrape(f"{head.url}/metrics")
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0, max_tokens=16)
+    after, status = scrape(f"{head.url}/metrics"), httpx.get(f"{head.url}/status").json()
+
+    def grew(name: str, **labels: str) -> float:
+        return after(name, model_name="demo", **labels) - before(name, model_name="demo", **labels)
+
+    assert answer.usage is not None
+    assert grew("vllm:prompt_tokens_total") == answer.usage.prompt_tokens
+    assert grew("vllm:generation_tokens_total") == answer.usage.completion_tokens
+    assert grew("vllm:request_success_total", finished_reason="stop") == 1
+    assert after("vllm:generation_tokens_total") == status["generated_tokens"]
+    assert after("convoy_plan_generation") == pytest.approx(status["generation"])
+    up = {stage["member"]: after("convoy_member_up", member=stage["member"]) for stage in status["stages"]}
+    assert len(up) == 2
+    assert set(up.values()) == {1}
+    assert "What is" not in after.text
+
+
 def test_models_lists_the_model(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["demo"]
 
@@ -66,7 +87,7 @@ def test_sixteen_concurrent_requests_get_what_each_gets_alone(client: OpenAI) ->
             messages=[{"role": "user", "content": prompt}],
             temperature=0.8,
             seed=11,
-            max_tokens=48,
+            max_tokens=24,
         )
         return answer.choices[0].message.content
 

@@ -12,6 +12,7 @@ import torch
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sessions.md"
 
 
+@pytest.mark.long
 def test_the_example_of_sessions_runs_as_it_stands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

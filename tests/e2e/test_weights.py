@@ -10,9 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.test_from_peers import opened
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.main import run
 from convoy.crypto.identity import OperatorKey
+from convoy.model.digests import Hashing, make_manifest
+from convoy.model.source import ModelSource
 from support.fake_hub import COMMIT, REPO, FakeHub
 from support.odd_models import make_odd_llama
 
@@ -41,6 +44,7 @@ def asked(url: str, **body: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_cluster_where_only_the_head_has_the_files_starts_and_answers(tmp_path: Path) -> None:
     model = make_odd_llama(tmp_path / "odd")
     cache = tmp_path / "cache"
@@ -57,6 +61,41 @@ def test_a_cluster_where_only_the_head_has_the_files_starts_and_answers(tmp_path
             texts.append(answer["choices"][0]["text"])
     assert texts[0] == texts[1] != ""
     assert len(list(cache.glob("models/*/tensors/*"))) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_member_gets_its_layers_from_another_through_a_head_that_lacks_them_and_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """beta has the files, gamma none; the head has the text files and its own layers, and no hub answers."""
+    key = OperatorKey.generate()
+    key.save(tmp_path / "operator")
+    monkeypatch.setattr(OperatorKey, "generate", lambda: key)
+    hub = FakeHub(make_odd_llama(tmp_path / "odd"))
+    elsewhere = tmp_path / "elsewhere.toml"
+    elsewhere.write_text(f'[model]\ncache = "{tmp_path / "elsewhere"}"\nhub = "{hub.url}"\n')
+    sign = ["manifest", "sign", f"{REPO}@{COMMIT}", "--operator", str(tmp_path / "operator")]
+    assert run([*sign, "--out", str(tmp_path / "signed"), "--config", str(elsewhere), "--json"]) == 0
+    hub.close()
+    manifest = make_manifest(ModelSource.resolve(str(hub.directory)), Hashing())
+    opened(hub.directory, manifest, tmp_path / "alpha")
+    with LocalCluster(LocalOptions(3, ["0:1,output", "2:2", "3:4"], num_threads=1)) as local:
+        for name in local.names:
+            file = local.config_file(name)
+            more = f'[model]\ncache = "{tmp_path / name}"\nhub = "{hub.url}"\nsigned = "{tmp_path}/signed"\n'
+            file.write_text(file.read_text().replace("[model]\n", more))
+            if name != local.head:
+                join = ("join", "--config", str(file), "--until-stdin-closes")
+                local.start(name, *join, *(["--model", str(hub.directory)] if name == "beta" else []))
+        local.start(local.head, "serve", REPO, "--config", str(local.config_file(local.head)), "--json")
+        url = url_of(local)
+        answer = asked(url, model=REPO, prompt="abc", max_tokens=12, temperature=0)
+        status = httpx.get(url.removesuffix("/v1") + "/status", timeout=60).json()
+    assert len(answer["choices"][0]["text"]) > 3
+    origins = {stage["member"]: stage["weights_from"] for stage in status["stages"]}
+    assert origins["gamma"]["beta"] > 50_000
+    assert len(list((tmp_path / "gamma").glob("models/*/tensors/*"))) > 10
 
 
 @pytest.mark.slow

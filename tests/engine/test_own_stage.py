@@ -42,7 +42,12 @@ def stages(cluster: RunningCluster) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("num_members", "spans"), [(1, None), (2, None), (2, HEAD_LAST)], ids=["alone", "first", "last"]
+    ("num_members", "spans"),
+    [
+        pytest.param(1, None, id="alone"),
+        pytest.param(2, None, id="first", marks=pytest.mark.long),
+        pytest.param(2, HEAD_LAST, id="last"),
+    ],
 )
 def test_a_request_that_the_heads_own_stage_cannot_run_ends_alone(
     num_members: int, spans: dict[str, str] | None, monkeypatch: pytest.MonkeyPatch
@@ -58,6 +63,7 @@ def test_a_request_that_the_heads_own_stage_cannot_run_ends_alone(
         assert stages(cluster) == before, "no peer is given up for it"
 
 
+@pytest.mark.long
 def test_a_frame_that_is_too_long_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with running_cluster(ModelSource.resolve("demo-mini"), 2, prefill_chunk=64) as cluster:
         send = Link.send

@@ -290,7 +290,7 @@ def _swap(header: dict[str, Any]) -> None:
 HOSTILE: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("no session", _set("__metadata__", "format", to="pt"), "names no session"),
     ("no metadata", _set("__metadata__", to=[]), "names no session"),
-    ("another version", _set("__metadata__", "version", to="2"), "another version"),
+    ("another version", _set("__metadata__", "version", to="1"), "version 1 of the format, expected 2"),
     ("another model", _set("__metadata__", "model_digest", to="e" * 64), "another model"),
     ("other weights", _set("__metadata__", "manifest", to="e" * 64), "other weights: expected the manifest"),
     ("a layer is missing", lambda header: header.pop("layers.1.v") and None, r"layers\.1\.v is missing"),

@@ -156,7 +156,7 @@ requests_of = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(requests_of, min_size=1, max_size=5),
     st.integers(1, 3),

@@ -77,6 +77,7 @@ def test_a_split_model_says_what_the_whole_says_and_guesses_change_nothing(
         assert cluster.status().drafted_tokens > 0
 
 
+@pytest.mark.long
 def test_who_finds_no_room_is_run_again_to_the_same_text(
     source: ModelSource, whole: list[tuple[int, ...]]
 ) -> None:

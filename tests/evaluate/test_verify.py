@@ -87,6 +87,16 @@ def test_demo_mini_has_its_certificate() -> None:
     assert found.results[0].library.greatest_logit > 10, "the limit grows with logits, and is stated"
 
 
+@pytest.mark.long
+def test_ranks_have_one_pattern_of_bits_over_cuts_and_are_near_the_library(models: Models) -> None:
+    found = certify(models.source("odd"), 1, ranks=2)
+    assert failures(found) == []
+    assert (found.ranks, found.limits.library) == (2, 4e-5)
+    for result in found.results:
+        assert set(result.from_unsplit.values()) == {0.0}
+        assert result.layers_once == 5
+
+
 def test_plain_kernels_agree_to_rounding(models: Models) -> None:
     found = certify(models.source("odd"), 1, kernel=PLAIN)
     assert failures(found) == []
@@ -95,7 +105,7 @@ def test_plain_kernels_agree_to_rounding(models: Models) -> None:
 
 @pytest.mark.skipif(not w8a8_available(), reason="this build of torch has no 8-bit linears")
 def test_8_bit_linears_change_the_logits_and_no_cut_changes_a_bit_of_them(models: Models) -> None:
-    found = certify(models.source("odd"), 1, kernel=W8A8)
+    found = certify(models.source("odd"), 0, kernel=W8A8)
     assert failures(found) == []
     for result in found.results:
         assert set(result.from_unsplit.values()) == {0.0}
@@ -129,6 +139,7 @@ def test_all_of_61_layers_run_once_on_two_members(deep: ModelSource) -> None:
     assert any(result.spans in {"0:30,output + 31:60", "0:29,output + 30:60"} for result in planned)
 
 
+@pytest.mark.long
 def test_a_61st_layer_that_nobody_runs_is_seen(deep: ModelSource) -> None:
     found = certify(deep, 0, prompts=[[3, 4]], chunks=(), num_tokens=1, load=broken.drop_last_of_the_first)
     assert found.num_failed == len(found.results) - 1, "the whole is as it was"
@@ -146,7 +157,15 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(
+            what, marks=[] if what in {"a layer skipped", "a weight perturbed"} else [pytest.mark.long]
+        )
+        for what in BREAKS
+    ],
+)
 def test_a_split_that_is_broken_fails(models: Models, what: str) -> None:
     change, expected = BREAKS[what]
     found = certify(models.source("odd"), 1, load=broken.split_only(change))
@@ -155,7 +174,7 @@ def test_a_split_that_is_broken_fails(models: Models, what: str) -> None:
     assert all(any(expected in failure for failure in result.failures) for result in found.results[1:])
 
 
-@pytest.mark.parametrize("change", [broken.skip, broken.perturb])
+@pytest.mark.parametrize("change", [pytest.param(broken.skip, marks=pytest.mark.long), broken.perturb])
 def test_what_is_broken_in_the_whole_too_is_seen_by_the_library(models: Models, change: Any) -> None:
     found = certify(models.source("odd"), 1, load=broken.everywhere(change))
     assert found.num_failed == len(found.results)

@@ -38,3 +38,21 @@ def test_a_family_has_its_certificate_under_another_kernel(models: Models, kind:
     if kernel == W8A8 and not w8a8_available():
         pytest.skip("this build of torch has no 8-bit linears")
     assert main.run(["verify", str(models.directory(kind)), "--kernel", kernel, "--cuts", "1", *SOME]) == 0
+
+
+WHOLE_LAYERS = {
+    *("qwen3_5", "qwen3_5 nested", "qwen3_5_moe", "deepseek_v4"),
+    *("cohere", "olmo2", "olmo3", "olmoe"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_family_has_its_certificate_on_ranks_or_is_refused(
+    models: Models, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main.run(
+        ["verify", str(models.directory(kind)), "--kernel", EXACT, "--ranks", "2", "--cuts", "1", *SOME]
+    )
+    assert (code != 0) == (kind in WHOLE_LAYERS)
+    # a certificate that fails is shown as a table, and no error
+    assert ("error: " in capsys.readouterr().err) == (kind in WHOLE_LAYERS)

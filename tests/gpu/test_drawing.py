@@ -6,15 +6,22 @@ import numpy as np
 import pytest
 import torch
 
+from support.kernels import why_not
+
+if why_not() is not None:
+    pytest.skip(str(why_not()), allow_module_level=True)
+
 from convoy.model.gpu.drawing import best_tokens
 
-_DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("device", _DEVICES)
+@pytest.mark.parametrize("width", [3000, 20000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_equal_logits_the_lowest_token_is_drawn(device: str, dtype: torch.dtype) -> None:
-    logits = torch.randn(40, 3000, generator=torch.Generator().manual_seed(1)).to(dtype)
+def test_of_equal_logits_the_lowest_token_is_drawn(
+    width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = torch.randn(40, width, generator=torch.Generator().manual_seed(1)).to(dtype)
     logits[3] = 1.5
     logits[4, [17, 2900]] = 9.0
     tokens, num_bad = best_tokens(logits.to(device))
@@ -24,9 +31,9 @@ def test_of_equal_logits_the_lowest_token_is_drawn(device: str, dtype: torch.dty
     assert not num_bad.any()
 
 
-def test_a_row_that_is_not_finite_is_counted_and_no_rows_give_none() -> None:
-    logits = torch.zeros(3, 10)
+def test_a_row_that_is_not_finite_is_counted_and_no_rows_give_none(device: torch.device) -> None:
+    logits = torch.zeros(3, 10, device=device)
     logits[1, 2], logits[1, 5] = float("nan"), float("inf")
     assert best_tokens(logits)[1].tolist() == [0, 2, 0]
-    tokens, num_bad = best_tokens(torch.zeros(0, 10))
+    tokens, num_bad = best_tokens(torch.zeros(0, 10, device=device))
     assert tokens.shape == num_bad.shape == (0,)

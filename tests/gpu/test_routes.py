@@ -48,7 +48,9 @@ def test_a_route_of_host_and_device_says_what_hosts_say(device: str, on_host: di
     assert found["token_ids"] == on_host["token_ids"]
 
 
-@pytest.mark.parametrize(("device", "members"), [("cuda", 1), ("cuda,cuda", 2), ("cuda:0,cuda:1", 1)])
+@pytest.mark.parametrize(
+    ("device", "members"), [("cuda", 1), ("cuda,cuda", 2), ("cuda:0,cuda:1", 1), ("cuda:0+cuda:1", 1)]
+)
 def test_devices_alone_say_what_hosts_say(device: str, members: int, on_host: dict[str, Any]) -> None:
     if device.count(":") > 1 and torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device")

@@ -24,8 +24,9 @@ import transformers
 
 from convoy.model.device import check_device
 from convoy.model.gpu.decoder import Decoder
+from convoy.model.gpu.options import CHECK_KERNEL, KERNEL
 from convoy.model.gpu.several import SeveralStages
-from convoy.model.gpu.stage import CHECK_KERNEL, KERNEL, CudaStage
+from convoy.model.gpu.stage import CudaStage
 from convoy.model.stage import Stage, StageOptions
 from support.tiny_models import Chain, build_model
 

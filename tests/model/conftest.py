@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from support.odd_hub import hub, manifest, model
 from support.tiny_models import Models, Prompt, Threads
+
+__all__ = ["hub", "manifest", "model"]
 
 
 @pytest.fixture(scope="session")

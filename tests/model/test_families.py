@@ -114,7 +114,8 @@ def test_a_stage_reads_and_holds_what_the_plan_says(models: Models, kind: str) -
     for kernel in ("exact-f32", "plain-f32", "w8a8"):
         for start, end in [(0, num_layers), *itertools.pairwise(limits)]:
             ends = {"embed": start == 0, "output": end == num_layers}
-            stage = Stage.load(source, StageAssignment("a", start, end, **ends), StageOptions(kernel=kernel))
+            assignment = StageAssignment("a", start, end, embed=ends["embed"], output=ends["output"])
+            stage = Stage.load(source, assignment, StageOptions(kernel=kernel))
             assert stage.bytes_read == source.spec.weight_bytes(start, end, **ends, dtype="float32")
             assert stage.weight_bytes == source.spec.weight_bytes(start, end, **ends, dtype=kernel)
 

@@ -34,13 +34,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def hub(model: Path, tmp_path: Path) -> Iterator[FakeHub]:
-    fake = FakeHub(shutil.copytree(model, tmp_path / "served"))
-    yield fake
-    fake.close()
-
-
 @pytest.mark.parametrize(
     ("text", "name"),
     [
@@ -276,3 +269,13 @@ def test_a_directory_of_the_hubs_cache_has_the_name_that_the_hub_has_for_it(
 ) -> None:
     _, directory = Hub(tmp_path / "cache", hub.url).download(NAME)
     assert ModelSource.resolve(str(directory)).name == "somebody/odd"
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_a_file_whose_size_the_hub_does_not_say_is_not_taken_for_an_empty_one(
+    hub: FakeHub, tmp_path: Path, file: str
+) -> None:
+    hub.unsized = file
+    with pytest.raises(ModelError, match=f"the hub says no size of {file} of somebody/odd@main"):
+        Hub(tmp_path / "cache", hub.url).download(NAME)
+    assert not list(tmp_path.glob(f"cache/**/{file}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from convoy.errors import HubUnreachable, ModelError
+from convoy.errors import HubUnreachable, ModelError, StepError
 from convoy.model import hub_stream
-from convoy.model.digests import Hashing, make_manifest
 from convoy.model.hub_stream import HubCommit
 from convoy.model.hub_weights import HubWeights
 from convoy.model.manifest import Manifest
@@ -21,29 +19,6 @@ from convoy.model.parts import Part, is_whole
 from convoy.model.received import ReceivedModel
 from convoy.model.source import ModelSource
 from support.fake_hub import COMMIT, REPO, FakeHub
-from support.odd_models import make_odd_llama
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_odd_llama(tmp_path_factory.mktemp("model") / "odd")
-
-
-@pytest.fixture(scope="module")
-def manifest(model: Path) -> Manifest:
-    return make_manifest(ModelSource.resolve(str(model)), Hashing())
-
-
-@pytest.fixture(autouse=True)
-def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_stream, "_WAIT_S", 0.0)
-
-
-@pytest.fixture
-def hub(model: Path, tmp_path: Path) -> Iterator[FakeHub]:
-    fake = FakeHub(shutil.copytree(model, tmp_path / "served"))
-    yield fake
-    fake.close()
 
 
 @pytest.fixture
@@ -160,3 +135,20 @@ def test_a_hub_that_does_not_answer_is_asked_once(hub: FakeHub, received: Receiv
     hub.down = True
     with pytest.raises(HubUnreachable, match="the hub cannot be reached"):
         fetch(hub, layer(received, 1))
+
+
+def test_nobody_waits_for_another_try_once_the_plan_is_over(
+    hub: FakeHub, received: ReceivedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_stream, "_WAIT_S", 3600.0)
+    hub.cuts = [8, 1 << 20, 1000]
+    parts = layer(received, 3)
+    done: list[int] = []
+
+    def watch() -> None:
+        if done:
+            raise StepError("the plan is over")
+
+    with pytest.raises(StepError, match="the plan is over"):
+        weights(hub).fetch(parts, lambda num_bytes, _total: done.append(num_bytes), watch)
+    assert any(part.place.with_name(f"{part.place.name}.part").exists() for part in parts)

@@ -6,14 +6,24 @@ import pytest
 import torch
 
 from convoy.errors import SelfCheckError
-from convoy.model.int4 import GROUP, Int4Linear, int4_available, int4_weight, round_to_4_bits
+from convoy.model.activation import ACTIVATIONS
+from convoy.model.int4 import GROUP, Int4Linear, int4_available, round_to_4_bits
 from convoy.model.linear import PackedLinear
-from convoy.model.quantized import INT8_ACTIVATIONS, Int8Linear
-from convoy.model.selfcheck import STEADY, W4A16, W8A8, available_kernels, choose_kernel
+from convoy.model.quantized import Int8Linear
+from convoy.model.selfcheck import W4A16, W8A8, available_kernels, choose_kernel
+from convoy.plan.kernels import STEADY
 from support.tiny_models import Models, Prompt, Threads
 
 pytestmark = pytest.mark.skipif(not int4_available(), reason="this build of torch has no 4-bit linears")
 SHAPES = ((64, 64), (32, 16), (96, 48), (1024, 80), (352, 128))
+
+
+def int4_weight(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What `round_to_4_bits` made of a matrix, in float32 [out, in]."""
+    scale, middle = scales.float().permute(2, 1, 0).unsqueeze(-1)
+    groups = (numbers.view(len(numbers), -1, GROUP) - 8) * scale
+    weight: torch.Tensor = (groups + middle).flatten(1)
+    return weight
 
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -40,7 +50,7 @@ def test_a_weight_is_off_by_half_a_step_at_most() -> None:
     assert torch.equal(int4_weight(*round_to_4_bits(torch.ones(16, 32))), torch.ones(16, 32))
 
 
-@pytest.mark.parametrize("activation", [None, *sorted(INT8_ACTIVATIONS)])
+@pytest.mark.parametrize("activation", [None, *sorted(ACTIVATIONS)])
 @pytest.mark.parametrize(("width", "outputs"), SHAPES)
 def test_a_rows_bits_depend_on_no_other_row_and_no_thread(
     threads: Threads, width: int, outputs: int, activation: str | None

@@ -247,6 +247,25 @@ def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(models: Models, t
         load(path)
 
 
+def test_a_head_of_which_more_is_to_be_turned_than_there_is_is_refused(
+    models: Models, tmp_path: Path
+) -> None:
+    path = copy_of(models.directory("odd"), tmp_path / "model")
+    edit_config(
+        path,
+        rope_parameters={
+            "rope_type": "linear",
+            "rope_theta": 1e4,
+            "factor": 1.0,
+            "partial_rotary_factor": 4.0,
+        },
+    )
+    with pytest.raises(
+        ModelError, match=r"partial_rotary_factor = 4\.0, expected a number above 0 and at most 1"
+    ):
+        load(path)
+
+
 def test_a_bias_that_the_configuration_denies_is_named(models: Models, tmp_path: Path) -> None:
     path, name = copy_of(models.directory("odd"), tmp_path / "bias"), "model.layers.1.mlp.up_proj.bias"
     edit_weights(path, lambda tensors: tensors.update({name: torch.zeros(44)}))

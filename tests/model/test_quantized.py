@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from convoy.errors import SelfCheckError
+from convoy.model.activation import ACTIVATIONS
 from convoy.model.linear import PackedLinear, w8a8_available
 from convoy.model.quantized import (
-    INT8_ACTIVATIONS,
     MAX_INPUTS,
     Int8Linear,
     int8_linear,
@@ -36,9 +36,11 @@ def test_it_computes_what_the_slow_reference_does(width: int, outputs: int, rows
 
 
 @pytest.mark.parametrize(("width", "outputs"), SHAPES)
-def test_both_kernels_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, width: int, outputs: int) -> None:
+def test_all_kernels_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, width: int, outputs: int) -> None:
     weight, x = numbers(outputs, width), numbers(17, width, seed=2)
     found = Int8Linear(weight, None)(x)
+    monkeypatch.setattr("convoy.model.quantized.native_holds", lambda: False)
+    assert torch.equal(Int8Linear(weight, None)(x), found)
     monkeypatch.setattr("convoy.model.quantized.fbgemm_holds", lambda: False)
     assert torch.equal(Int8Linear(weight, None)(x), found)
 
@@ -57,7 +59,7 @@ def test_the_greatest_numbers_do_not_overflow() -> None:
     assert torch.allclose(Int8Linear(weight, None)(x), torch.full((5, 16), -6.0 * width), rtol=1e-5)
 
 
-@pytest.mark.parametrize("activation", [None, *sorted(INT8_ACTIVATIONS)])
+@pytest.mark.parametrize("activation", [None, *sorted(ACTIVATIONS)])
 @pytest.mark.parametrize(("width", "outputs"), SHAPES)
 def test_a_rows_bits_depend_on_no_other_row_and_no_thread(
     threads: Threads, width: int, outputs: int, activation: str | None
@@ -75,7 +77,7 @@ def test_a_rows_bits_depend_on_no_other_row_and_no_thread(
                 assert torch.equal(linear(x[part]), whole[part]), (count, rows, start)
 
 
-@pytest.mark.parametrize("activation", sorted(INT8_ACTIVATIONS))
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 def test_activations_are_the_librarys(activation: str) -> None:
     from transformers.activations import ACT2FN
 

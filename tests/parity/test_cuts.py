@@ -194,7 +194,7 @@ def test_a_model_of_odd_dimensions_equals_the_whole(tmp_path: Path, members: int
     source = ModelSource.resolve(str(make_odd_llama(tmp_path / "odd")))
     layouts = two_way(source.spec.num_layers) if members == 2 else three_way(source.spec.num_layers)
     expected = alone(source)
-    for spans in [*layouts[:-2:3], *layouts[-2:]]:
+    for spans in [*layouts[:-2:4], *layouts[-2:]]:
         with split(source, spans) as executor:
             limits = replace(LIMITS, prefill_chunk=7)
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))
@@ -205,7 +205,7 @@ def test_a_model_drawn_by_every_member_for_itself_equals_the_whole(tmp_path: Pat
     expected = alone(source)
     assert all(np.isfinite(logits).all() and logits.std() > 0.1 for run in expected for logits in run.logits)
     assert len({token for run in expected for token in run.tokens}) > 20
-    for spans in [*two_way(source.spec.num_layers)[::2], three_way(source.spec.num_layers)[-1]]:
+    for spans in [two_way(source.spec.num_layers)[1], three_way(source.spec.num_layers)[-1]]:
         with split(source, spans) as executor:
             limits = replace(LIMITS, prefill_chunk=7)
             assert_equal_to_the_bit(expected, Driver(executor, limits).run(prompts_for(source), NUM_TOKENS))
@@ -215,7 +215,7 @@ def test_the_whole_stage_is_as_near_to_transformers_as_float32_allows(demo: Mode
     # Logits reach 30 here, and the library's own float32 is itself up to 2.8e-5 from float64.
     reference = AutoModelForCausalLM.from_pretrained(demo.path, dtype=torch.float32, local_files_only=True)
     tokenizer = Tokenizer(demo)
-    asked = take(load_questions(BUNDLED_QUESTIONS), 40)
+    asked = take(load_questions(BUNDLED_QUESTIONS), 16)
     chats = [tokenizer.encode_chat([{"role": "user", "content": question.text}]) for question in asked]
     runs = Driver(whole(demo), LIMITS).run([(tuple(ids), GREEDY) for ids in chats], NUM_TOKENS)
     distances = []

@@ -48,7 +48,7 @@ def test_its_words_of_old_mean_the_same() -> None:
     found, expected = ModelSpec.from_config(old, "tiny"), spec_of()
     assert found.cache_groups == expected.cache_groups
     assert found.token_id_layers == expected.token_id_layers == {0, 1}
-    assert found.layer_elements == expected.layer_elements
+    assert [one.elements for one in found.layers] == [one.elements for one in expected.layers]
 
 
 def test_several_streams_cross_a_boundary_and_the_plan_names_who_sees_token_ids() -> None:
@@ -75,6 +75,7 @@ def test_fewer_blocks_do_where_a_row_stands_for_several_tokens() -> None:
         ({"layer_types": ["full_attention"] * 6}, "layer_types = 'full_attention', expected one of sliding"),
         ({"layer_types": ["sliding_attention"] * 5}, "5 entries', expected num_hidden_layers = 6"),
         ({"layer_types": None, "compress_ratios": [7] * 6}, r"expected a list of \[0, 4, 128\]"),
+        ({"layer_types": None, "compress_ratios": [[4]] * 6}, r"expected a list of \[0, 4, 128\]"),
         ({"mlp_layer_types": ["dense"] * 6}, "expected one of hash_moe, moe"),
         ({"mlp_layer_types": None, "num_hash_layers": -1}, "num_hash_layers = -1, expected a whole number"),
         ({"compress_rates": 4}, "compress_rates = 4, expected an object"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.model.synthetic import CONFIGS
-from convoy.plan.cost import TokenCost, balanced, equals, output_cost, stage_cost
+from convoy.plan.cost import TokenCost, balanced, equals, layer_costs, output_cost
 from convoy.plan.memory import stage_bytes
 from convoy.plan.placement import place
 from convoy.plan.span import Span
@@ -57,7 +57,7 @@ def test_no_cut_has_a_cheaper_dearest_stage_nor_more_level_ones(costs: list[int]
 def test_the_stage_with_the_output_gets_fewer_layers() -> None:
     two = [(s.start, s.end) for s in place(LLAMA, members(8 * GB, 8 * GB)).stages]
     assert two == [(0, 7), (7, 16)], "lm_head is as much as 2.9 layers"
-    assert round(output_cost(LLAMA) / stage_cost(LLAMA, 0, 1, output=False), 1) == 2.9
+    assert round(output_cost(LLAMA) / layer_costs(LLAMA)[0], 1) == 2.9
     reverse = place(LLAMA, members(8 * GB, 8 * GB), {"beta": "0:8"})
     assert [(s.member, s.start) for s in reverse.stages] == [("beta", 0), ("alpha", 9)]
     three = [s.end - s.start for s in place(LLAMA, members(8 * GB, 8 * GB, 8 * GB)).stages]
@@ -101,7 +101,7 @@ def test_memory_limits_come_before_level_stages() -> None:
 
 def test_attention_weighs_more_the_later_a_token_comes() -> None:
     cost = TokenCost.of(LLAMA)
-    layer = LLAMA.layer_elements[0]
+    layer = LLAMA.layers[0].elements
     assert cost.of_chunk(0, 1) == pytest.approx(1 + 0.5 * 2 * 1024 / layer)
     assert cost.of_chunk(8000, 1) == pytest.approx(1 + 8000.5 * 2 * 1024 / layer)
 

@@ -56,7 +56,7 @@ def test_bytes_heads_and_windows_are_those_of_the_librarys_model(kind: str, tmp_
     beside = spec.layer_input_size * (105 + spec.hidden_size)  # what each layer has outside of itself
     for number, layer in enumerate(model.model.layers):
         elements = sum(tensor.nbytes for tensor in layer.state_dict().values()) // 4
-        assert spec.layer_elements[number] == elements + beside, f"layer {number}"
+        assert spec.layers[number].elements == elements + beside, f"layer {number}"
     whole = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype="float32")
     buffers = sum(tensor.nbytes for name, tensor in model.named_buffers() if name in model.state_dict())
     assert whole == sum(p.nbytes for p in model.parameters()) + buffers
@@ -135,7 +135,7 @@ def test_what_is_not_written_is_what_the_library_takes_for_it(family: str, requi
     beside = spec.layer_input_size * (getattr(config, "vocab_size_per_layer_input", 0) + spec.hidden_size)
     for number, layer in enumerate(model.model.layers):
         elements = sum(tensor.nbytes for tensor in layer.state_dict().values()) // 4
-        assert spec.layer_elements[number] == elements + beside, f"layer {number}"
+        assert spec.layers[number].elements == elements + beside, f"layer {number}"
 
 
 def test_a_gemma_3_at_32k_keeps_no_more_than_its_windows_need() -> None:
@@ -173,7 +173,7 @@ def test_layers_that_read_the_kv_of_others_are_not_cut_from_them() -> None:
 def test_layers_with_an_input_of_their_own_need_token_ids_and_the_embedding() -> None:
     spec = spec_of(GEMMA_4, hidden_size_per_layer_input=4, vocab_size_per_layer_input=105)
     assert spec.needs_token_ids(3, 4)
-    own = 4 * spec.layer_elements[3]
+    own = 4 * spec.layers[3].elements
     embedding = spec.embed_bytes("float32")
     assert spec.weight_bytes(3, 4, embed=False, output=False, dtype="float32") == own + embedding + 4 * 4
 

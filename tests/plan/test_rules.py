@@ -298,7 +298,7 @@ def exists(members: list[MemberOffer], num_layers: int, rules: list[PlacementRul
     return False
 
 
-@settings(max_examples=1500)
+@settings(max_examples=500)
 @given(members_of_clusters, some_rules, st.integers(5, 8))
 def test_whatever_way_there_is_is_found(
     members: list[MemberOffer], rules: list[PlacementRule], num_layers: int

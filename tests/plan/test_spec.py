@@ -151,6 +151,10 @@ def test_a_nested_text_config_is_read_and_the_wrapper_fills_gaps() -> None:
         ("dtype", "int4", "dtype = 'int4', expected one of bfloat16, float16, float32"),
         ("text_config", 5, "text_config = 5, expected an object"),
         ("model_type", 5, "model_type = 5, expected a string"),
+        ("partial_rotary_factor", 2, "partial_rotary_factor = 2, expected a number above 0 and at most 1"),
+        ("rope_parameters", {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+        ("rope_scaling", {"full_attention": {"partial_rotary_factor": -1}}, "partial_rotary_factor = -1"),
+        ("partial_rotary_factor", "all", "partial_rotary_factor = 'all'"),
         ("quantization_config", {"bits": 4}, "quantization_config"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from convoy.errors import ModelError
-from convoy.plan.cost import layer_costs, stage_cost
+from convoy.plan.cost import layer_costs
 from convoy.plan.kernels import Form, form_of
 from convoy.plan.spec import ModelSpec
 from convoy.plan.weights import layer_weights
@@ -40,15 +40,16 @@ def test_all_experts_lie_in_memory_and_a_token_passes_those_that_it_goes_to() ->
     assert sparse.experts.elements == EXPERTS * ONE_EXPERT
     assert sparse.num_bytes("float32") == 4 * sparse.elements
     assert layer_costs(spec)[1] == sparse.each.elements + CHOSEN * ONE_EXPERT
-    assert stage_cost(spec, 0, 1, output=False) == dense.elements
+    assert layer_costs(spec)[0] == dense.elements
 
 
 def test_a_batch_reads_more_experts_the_larger_it_is_and_never_more_than_all() -> None:
     layer = moe().layers[1]
-    read = [layer.read_bytes("float32", CHOSEN, count) for count in (1, 2, 8, 1000)]
-    assert read == sorted(read)
-    assert read[0] == pytest.approx(4 * (layer.each.elements + CHOSEN * ONE_EXPERT))
-    assert read[-1] == pytest.approx(layer.num_bytes("float32"))
+    shares = [layer.reached_share(CHOSEN, count) for count in (1, 2, 8, 1000)]
+    assert shares == sorted(shares)
+    assert shares[0] == pytest.approx(CHOSEN / EXPERTS)
+    assert shares[-1] == pytest.approx(1)
+    assert moe().layers[0].reached_share(CHOSEN, 8) == 0, "a dense layer has none"
 
 
 def test_experts_one_by_one_and_stacked_come_to_the_same() -> None:

@@ -41,3 +41,14 @@ def test_each_api_key_has_a_salt_of_its_own_that_is_not_the_key() -> None:
             assert key is None or key.encode() not in first
             salts.append(first)
     assert len(set(salts)) == 3
+
+
+def test_requests_under_one_key_are_kept_apart_by_their_cache_salt() -> None:
+    with serving(options=ServeOptions(port=0, api_key="one-key")) as running:
+        for salt in (None, "ann", "bob", "ann"):
+            body = {"prompt": "a", "cache_salt": salt}
+            headers = {"Authorization": "Bearer one-key"}
+            assert httpx.post(f"{running.url}/v1/completions", json=body, headers=headers).status_code == 200
+        none, ann, bob, again = (handle.request.cache_salt for handle in running.engine.handles)
+    assert ann == again
+    assert len({none, ann, bob}) == 3

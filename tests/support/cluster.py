@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
-from convoy.cluster.peer import Peer, PeerEvent
+from convoy.cluster.peer import Peer
+from convoy.cluster.peer_event import PeerEvent
 from convoy.cluster.running import RunningCluster
 from convoy.model.source import ModelSource
 from convoy.transport.member import LocalMember

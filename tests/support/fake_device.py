@@ -73,7 +73,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[FakeDeviceStage]:
         return (DEVICE,) if wish.startswith("cuda") else (HOST,)
 
     def load(
-        source: ModelSource, assignment: StageAssignment, options: StageOptions, *_: object
+        source: ModelSource, assignment: StageAssignment, options: StageOptions, *_: object, **__: object
     ) -> FakeDeviceStage:
         assert options.kernel == "cuda-bf16"
         stage = Stage.load(source, assignment, replace(options, device=HOST, kernel=PLAIN))
@@ -81,10 +81,10 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[FakeDeviceStage]:
         return made[-1]
 
     monkeypatch.setattr("convoy.cluster.offer.choose_devices", choose)
-    monkeypatch.setattr("convoy.cluster.loaded.choose_devices", choose)
+    monkeypatch.setattr("convoy.model.device.choose_devices", choose)
     monkeypatch.setattr("convoy.cluster.offer.device_memory_bytes", lambda _devices: 1 << 32)
     monkeypatch.setattr("convoy.cluster.offer.describe_devices", _describe)
-    monkeypatch.setattr("convoy.model.stage._load_on_device", load)
+    monkeypatch.setattr("convoy.model.stage.load_on_device", load)
     return made
 
 

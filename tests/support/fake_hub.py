@@ -26,6 +26,7 @@ class FakeHub:
         self.served: dict[str, int] = {}  # bytes of each file that went out
         self.cuts: list[int] = []  # for each time that weights are asked for, bytes until the connection ends
         self.stalls_at = 0  # weights are sent up to there, and nothing comes after
+        self.unsized = ""  # a file whose size is not listed
         self.lies = ""  # a file whose last byte is another than is listed
         self.down = False  # then nobody gets an answer
         self.status = 0  # what it answers to everything, where it is not 0
@@ -75,6 +76,8 @@ class FakeHub:
             if path.suffix == ".safetensors":
                 sha = hashlib.sha256(data).hexdigest()
                 sibling["lfs"] = {"sha256": sha, "size": len(data), "pointerSize": 134}
+            if path.name == self.unsized:
+                del sibling["size"]
             siblings.append(sibling)
         info = {
             "_id": "1",

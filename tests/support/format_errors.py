@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from convoy.evaluate.prompts import TEXTS
+from convoy.model.device import CUDA_KERNELS
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.model.text import Tokenizer
@@ -54,6 +55,11 @@ def main() -> None:
     texts = [Tokenizer(source).encode(text) for text in TEXTS]
     expected = _logits(source, texts)
     print(f"logits reach {expected.abs().max():.0f}, {len(expected)} positions")
+    for kernel in CUDA_KERNELS if torch.cuda.is_available() else ():
+        found, num_bytes = _logits_and_bytes(
+            source, texts, StageOptions(kernel, device="cuda:0", require_tags=False)
+        )
+        _say(f"{kernel}, on the device", num_bytes, found, expected)
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, quantise) in enumerate(FORMATS.items()):
             model = transformers.AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
@@ -67,21 +73,31 @@ def _report(name: str, written: Written, expected: torch.Tensor, texts: list[lis
     quantised = ModelSource.resolve(str(written.quantised))
     stored_bytes = sum(tensor.num_bytes for tensor in quantised.tensors.values())
     found = _logits(quantised, texts)
+    _say(name, stored_bytes, found, expected)
+
+
+def _say(name: str, num_bytes: int, found: torch.Tensor, expected: torch.Tensor) -> None:
     error = found - expected
     share = error.pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
     worst = error.abs().amax(-1)
     same = (found.argmax(-1) == expected.argmax(-1)).float().mean()
     print(
-        f"| {name} | {stored_bytes / 1e6:.1f} MB | {share:.3f} | {worst.max():.2f} | {worst.median():.2f} "
+        f"| {name} | {num_bytes / 1e6:.1f} MB | {share:.3f} | {worst.max():.2f} | {worst.median():.2f} "
         f"| {100 * same:.1f} % |"
     )
 
 
 def _logits(source: ModelSource, texts: list[list[int]]) -> torch.Tensor:
+    return _logits_and_bytes(source, texts, StageOptions(require_tags=False))[0]
+
+
+def _logits_and_bytes(
+    source: ModelSource, texts: list[list[int]], options: StageOptions
+) -> tuple[torch.Tensor, int]:
     assignment = StageAssignment("m", 0, source.spec.num_layers, True, True)
-    stage = Stage.load(source, assignment, StageOptions(require_tags=False))
+    stage = Stage.load(source, assignment, options)
     parts = (Chain([stage]).run((number, text)) for number, text in enumerate(texts))
-    return torch.cat(list(itertools.chain.from_iterable(parts)))
+    return torch.cat(list(itertools.chain.from_iterable(parts))), stage.weight_bytes
 
 
 if __name__ == "__main__":

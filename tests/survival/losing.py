@@ -147,9 +147,15 @@ def survival(
     wires: tuple[str, ...] = (),
     standby: tuple[str, ...] = (),
     options: Mapping[str, float] | None = None,
+    sharing: Mapping[str, object] | None = None,
 ) -> Iterator[Survival]:
-    """Bring it up and take it down. ``head_bytes`` is what the head offers, 0 for enough."""
-    local_options = LocalOptions(num_members, spans, kernel="exact-f32", num_threads=1, engine=ENGINE)
+    """Bring it up and take it down. ``head_bytes`` is what the head offers, 0 for enough.
+
+    ``sharing``: keys of [plan], how the members share the model.
+    """
+    local_options = LocalOptions(
+        num_members, spans, kernel="exact-f32", num_threads=1, engine=ENGINE, sharing=dict(sharing or {})
+    )
     with LocalCluster(local_options) as local:
         relays = {name: _wire(local, name) for name in wires}
         for name in local.names[1:]:

@@ -16,7 +16,11 @@ import httpx
 import pytest
 import tomli_w
 
+from convoy.crypto.identity import Identity, OperatorKey
+from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.trust.provider import ProviderRules
 from e2e.served import CONVOY, ENVIRONMENT, convoy, convoy_json
+from support.fleet import FleetUnderTest
 from tpm.soft_tpm import SoftTpm, TestAuthority
 
 _WAIT_S = 90.0
@@ -129,11 +133,20 @@ def enrol(site: Site, *, algorithm: str = "ecc") -> None:
 
 
 @contextmanager
-def running(site: Site, *, serve: bool = True) -> Iterator[str]:
-    """`convoy join` on beta and `convoy serve` on alpha; yields the URL."""
+def running(site: Site, *flags: str, serve: bool = True) -> Iterator[str]:
+    """`convoy join` on beta and `convoy serve` on alpha, with these flags; yields the URL."""
     with ExitStack() as stack:
         _start(stack, site, "beta", "join", "--config", str(site.file("beta.toml")))
-        arguments = ("serve", "demo-mini", "--config", str(site.file("alpha.toml")), "--port", "0", "--json")
+        arguments = (
+            "serve",
+            "demo-mini",
+            "--config",
+            str(site.file("alpha.toml")),
+            "--port",
+            "0",
+            "--json",
+            *flags,
+        )
         head = _start(stack, site, "alpha", *arguments) if serve else None
         assert head is not None
         yield _url(site.file("alpha.log"), head)
@@ -261,3 +274,28 @@ def test_another_tpm_cannot_answer_a_challenge(site: Site, authority: TestAuthor
         done = site.attest("answer", challenge, *beta)
     assert done.returncode == 1
     assert "tpm2_activatecredential failed" in done.stderr
+
+
+def test_an_enrolled_member_of_a_provider_is_hardware_to_a_coordinator_that_trusts_its_operator(
+    site: Site,
+) -> None:
+    enrol(site)
+    operator = OperatorKey.load(site.file("operator")).public_key
+    rules = ProviderRules(operators=frozenset({operator}))
+    fleet = FleetUnderTest(site.folder, CoordinatorOptions(instance="test", trust=rules))
+    try:
+        identity = Identity.load(site.file("alpha")).public_key
+        fleet.directory.approve(identity, "site")
+        with running(site, "--provide", fleet.url.replace("http", "ws", 1)):
+            deadline = time.monotonic() + _WAIT_S
+            found: list[dict[str, object]] = []
+            while not found and time.monotonic() < deadline:
+                time.sleep(0.1)  # another process measures first, and then dials
+                with fleet.admin() as admin:
+                    found = admin.get("/status").json()["providers"]
+            (provider,) = found
+            assert provider["members"] == {"alpha": "self_signed", "beta": "hardware"}, provider
+            assert provider["level"] == "self_signed"
+            assert "alpha" in str(provider["why"])
+    finally:
+        fleet.close()

@@ -146,6 +146,7 @@ def test_the_template_refuses_an_unknown_role(tokenizer: Any) -> None:
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
+@pytest.mark.long
 def test_the_tokeniser_is_built_from_the_generators_alone(models: Path) -> None:
     built = json.loads(build().to_str())
     assert built == json.loads((models / "demo" / "tokenizer.json").read_text(encoding="utf-8"))

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from convoy.crypto.cipher import local_ciphers
 from convoy.crypto.handshake import Initiator
 from convoy.crypto.identity import Identity
-from convoy.errors import ConvoyError, HandshakeError, Incompatible, LinkBroken, PeerError
+from convoy.errors import ConvoyError, HandshakeError, HandshakeLate, Incompatible, LinkBroken, PeerError
 from convoy.transport import establish
 from convoy.transport.establish import (
+    broke_off,
     establish_initiator,
     establish_responder,
     receive_opening,
@@ -230,3 +231,10 @@ def test_a_bug_in_the_handshake_closes_both_streams(monkeypatch: pytest.MonkeyPa
         establish_responder(BETA, ALPHA.member, b"i" * 16, (back[1], there[1]), OPTIONS)
     for stream in (there[0], back[0]):
         assert stream.recv_into(memoryview(bytearray(1))) == 0
+
+
+def test_a_silence_may_be_a_busy_machines_and_an_end_is_an_answer() -> None:
+    silence = LinkBroken("nothing came before the deadline")
+    silence.__context__ = TimeoutError()
+    assert type(broke_off("beta", silence)) is HandshakeLate
+    assert type(broke_off("beta", LinkBroken("the other end is gone"))) is HandshakeError

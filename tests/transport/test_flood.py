@@ -65,6 +65,7 @@ def test_ten_thousand_connections_that_say_nothing(door: DoorProcess, hosts: lis
     assert door.log.stat().st_size < 100_000
 
 
+@pytest.mark.long
 def test_writers_of_one_byte_at_a_time_hold_a_place_no_longer_than_a_handshake(door: DoorProcess) -> None:
     before = settle(door)
     hello = client_hello(door.members[1])

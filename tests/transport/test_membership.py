@@ -85,6 +85,7 @@ def town(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Town]:
     made.close()
 
 
+@pytest.mark.long
 def test_a_removed_member_loses_its_links_everywhere_and_the_others_live_on(town: Town) -> None:
     alpha_beta, beta_alpha = town.link("alpha", "beta")
     alpha_gamma, gamma_alpha = town.link("alpha", "gamma")

@@ -143,7 +143,10 @@ def wear_out(pair: Pair) -> None:
 
 def test_connections_are_replaced_under_full_two_way_traffic_and_nothing_is_lost(make: Make) -> None:
     pair = count(make(OPTIONS))
-    exchange(pair, 40)
+    for _ in range(5):  # on a busy machine the traffic may be over first
+        exchange(pair, 40)
+        if pair.num_replaced >= 3:
+            break
     assert pair.num_replaced >= 3
     for one, other in ((pair.here, pair.there), (pair.there, pair.here)):
         wait_until(lambda one=one, other=other: one.link.sent_frames == other.link.received_frames)  # type: ignore[misc]

@@ -12,11 +12,12 @@ from convoy.model.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from convoy.transport.incoming import ReceivedMessage
 from convoy.transport.outgoing import Parcel, message_parcel
 from convoy.wire.codec import decode_message, encode_message, frame_type_of
-from convoy.wire.fetch import MAX_PIECE_BYTES, Fetch, Piece, Prepare, Prepared
+from convoy.wire.fetch import MAX_PIECE_BYTES, Fetch, Held, Holding, Piece, Prepare, Prepared
 from convoy.wire.message_types import MESSAGE_TYPES
 from convoy.wire.messages import (
     MAX_STEP_BLOCKS,
     MAX_STEP_TOKENS,
+    TENSOR_TYPES,
     Activate,
     Activated,
     BlockGrant,
@@ -47,16 +48,23 @@ from convoy.wire.messages import (
     Switch,
     WriteBlocks,
 )
+from convoy.wire.ranks import Agree, RankOutput, RankStep
 from convoy.wire.tensor import WireTensor
+from convoy.wire.vouch import Vouch, Vouched
 
 MESSAGES: list[Message] = [
     Hello("convoy 0.1", ["float32"], ["exact-f32"], 1 << 30, 2, "linux"),
     Plan(1, "demo", "ab", [StageAssignment("alpha", 0, 4, True, False)], "exact-f32", "float32", 16, 2048),
     Plan(1, "demo", "ab", [], "exact-f32", "float32", 16, 2048, "c" * 64),
+    Plan(1, "demo", "ab", [StageAssignment("a", 0, 4, True, True, ["a", "b"])], "", "float32", 16, 2048),
     Progress(1, 5, 10),
     Progress(1, 5, 10, "fetch"),
     Fetch(3, "a" * 64, "b" * 64, 1 << 40, MAX_PIECE_BYTES),
+    Fetch(3, "a" * 64, "b" * 64, 1 << 40, MAX_PIECE_BYTES, "m" * 64),
     Piece(3, 1 << 41, b"w" * 9, ""),
+    Piece(3, 1 << 41, b"w" * 9, "", "beta"),
+    Holding("a" * 64),
+    Held("a" * 64, b"\x03", ""),
     Prepare(Plan(1, "demo", "ab", [], "exact-f32", "float32", 16, 2048, "c" * 64)),
     Prepared(1, "no room"),
     Ready(1, 100, 7000, [16, 0]),
@@ -65,6 +73,8 @@ MESSAGES: list[Message] = [
     Activated(1),
     Challenge(b"n" * 32, [0, 7]),
     Evidence(b"claims", b"s" * 64, "tpm2", [b"a", b""]),
+    Vouch(b"p" * 32, [0, 7]),
+    Vouched(b"p" * 32, b"claims", b"s" * 64, "tpm2", [b"a", b""]),
     Step(4, [1], [BlockGrant(2, 0, [3, 4])], [Row(2, 0, 5, 1)], b"\1\0\0\0"),
     Step(4, [], [BlockGrant(2, 0, [3, 4], b"s" * 16)], [Row(2, 16, 5, 1, b"s" * 16, b"t" * 16)], b""),
     Step(
@@ -82,6 +92,9 @@ MESSAGES: list[Message] = [
     StepFailed(4, "an index is out of range"),
     StepFailed(5, "the ring is broken at beta", "beta"),
     Hello("convoy 0.1", ["float32"], ["exact-f32"], 1 << 30, 2, "linux", standby=True, bits="7690d65006d2"),
+    Agree(3, 1, 2, b"d" * 32, "float32", "c" * 64),
+    RankStep(Step(4, [1], [], [Row(2, 0, 5, 1)], b"\1\0\0\0"), hidden=False, output=True),
+    RankOutput(4, 3, hidden=True),
     Inquire(3),
     Reached(3, -1),
     RosterUpdate(b"signed by the operator"),
@@ -206,13 +219,33 @@ def test_a_step_full_of_biases_is_refused_before_most_of_it_is_built() -> None:
     assert peak < 40 * 1024 * 1024  # 180 MB, if all were built
 
 
+def test_a_step_for_a_rank_is_bounded_as_a_step_is_and_has_no_draws() -> None:
+    most = RankStep(grant_step(2, MAX_STEP_BLOCKS // 2), hidden=False, output=False)
+    assert decode_message(FrameType.RANK_STEP, encode_message(most)) == most
+    for step in (grant_step(2, MAX_STEP_BLOCKS // 2 + 1), bias_step(1, 1), bias_step(MAX_STEP_TOKENS, 20)):
+        with pytest.raises(FrameError):
+            decode_message(FrameType.RANK_STEP, encode_message(RankStep(step, hidden=False, output=False)))
+
+
+def test_a_stage_has_sixteen_ranks_at_most_by_harmless_names() -> None:
+    def plan(ranks: list[str]) -> Plan:
+        stage = StageAssignment("a", 0, 4, True, True, ranks)
+        return Plan(1, "demo", "ab", [stage], "exact-f32", "float32", 16, 2048)
+
+    names = [f"m{i}" for i in range(17)]
+    assert decode_message(FrameType.PLAN, encode_message(plan(names[:16]))) == plan(names[:16])
+    for ranks in (names, ["a", "b\n"]):
+        with pytest.raises(FrameError):
+            decode_message(FrameType.PLAN, encode_message(plan(ranks)))
+
+
 def test_the_error_does_not_quote_the_payload() -> None:
     with pytest.raises(FrameError) as caught:
         decode_message(FrameType.STEP, b"the prompt's own words")
     assert "words" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [FrameType.HIDDEN, FrameType.BLOCKS, FrameType.HANDSHAKE_1])
+@pytest.mark.parametrize("kind", [*sorted(TENSOR_TYPES), FrameType.HANDSHAKE_1])
 def test_a_type_without_a_message_is_refused(kind: FrameType) -> None:
     with pytest.raises(FrameError, match="carries no message"):
         decode_message(kind, b"")

@@ -22,7 +22,8 @@ import triton
 
 from convoy.model.gpu.decoder import Decoder
 from convoy.model.gpu.lone import TILES, Tile, lone_linear
-from convoy.model.gpu.stage import KERNEL, CudaStage
+from convoy.model.gpu.options import KERNEL
+from convoy.model.gpu.stage import CudaStage
 from convoy.model.gpu.weights import LayerWeights, StageWeights
 from convoy.model.source import ModelSource
 from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
@@ -220,7 +221,7 @@ def weights_of(stage: CudaStage) -> StageWeights:
 
 def _prefill_flop(stage: CudaStage, num_rows: int, length: int) -> float:
     layers = weights_of(stage).layers.values()
-    matrices = sum(t.numel() for layer in layers for t in layer.tensors() if t.dim() == 2)
+    matrices = sum(t.numel() for layer in layers for t in layer.matrices)
     width = next(iter(layers)).out.shape[1]
     # causal: half of all pairs, twice over for scores and values
     attention = 2 * length * length * width * len(layers)
@@ -228,7 +229,7 @@ def _prefill_flop(stage: CudaStage, num_rows: int, length: int) -> float:
     return num_rows * (2.0 * matrices * length + attention + (0 if head is None else 2 * head.numel()))
 
 
-def run(model: str, findings: Findings, batches: Sequence[int]) -> None:
+def run(model: str, findings: Findings, batches: Sequence[int], kernel: str = KERNEL) -> None:
     """All parts, while there is time."""
     machine = measure_machine()
     findings.add("machine", machine)
@@ -237,7 +238,7 @@ def run(model: str, findings: Findings, batches: Sequence[int]) -> None:
     assignment = StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)
     started_s = time.perf_counter()
     stage = CudaStage.load(
-        *(source, assignment), device="cuda", kernel=KERNEL, block_size=BLOCK_SIZE, require_tags=False
+        *(source, assignment), device="cuda", kernel=kernel, block_size=BLOCK_SIZE, require_tags=False
     )
     torch.cuda.synchronize()
     embedding = weights_of(stage).embedding
@@ -247,6 +248,7 @@ def run(model: str, findings: Findings, batches: Sequence[int]) -> None:
         "weights",
         {
             "model": model,
+            "kernel": kernel,
             "load_s": round(time.perf_counter() - started_s, 2),
             "bytes": stage.weight_bytes,
             "bytes_read_by_a_step": read_bytes,
@@ -254,8 +256,9 @@ def run(model: str, findings: Findings, batches: Sequence[int]) -> None:
             "floor_of_all_bytes_ms": round(stage.weight_bytes / copy / 1e6, 3),
         },
     )
-    with torch.inference_mode():
-        findings.add("lone_linears", measure_lone(list(weights_of(stage).layers.values()), copy))
+    if kernel == KERNEL:  # of rounded ones see `bench.cuda_rounded`
+        with torch.inference_mode():
+            findings.add("lone_linears", measure_lone(list(weights_of(stage).layers.values()), copy))
     decoded: list[dict[str, object]] = []
     for batch in batches:
         if not findings.over:
@@ -274,11 +277,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="convoy.bench.cuda", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--model", default="synthetic:llama-3-8b")
+    parser.add_argument("--kernel", default=KERNEL)
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
     parser.add_argument("--max-seconds", type=float, default=240.0)
     chosen = parser.parse_args(arguments)
     batches = [int(batch) for batch in chosen.batches.split(",")]
-    run(chosen.model, Findings(chosen.file, time.monotonic() + chosen.max_seconds), batches)
+    run(chosen.model, Findings(chosen.file, time.monotonic() + chosen.max_seconds), batches, chosen.kernel)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from convoy.bench.cuda import BLOCK_SIZE, CONTEXT, Findings, measure_decode, measure_machine
+from convoy.model.gpu.options import KERNEL
 from convoy.model.gpu.pending import Pending
-from convoy.model.gpu.stage import KERNEL, CudaStage
+from convoy.model.gpu.stage import CudaStage
 from convoy.model.source import ModelSource
 from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
 

@@ -158,7 +158,9 @@ def measure_floor(
         shapes.setdefault((linear.in_features, linear.out_features), []).append(linear)
     kernel = stage.options.kernel
     profile = [
-        _linears(kernel, count, linears, read) for count in options.concurrent for linears in shapes.values()
+        _linears(kernel, count, stage.least_rows, linears, read)
+        for count in options.concurrent
+        for linears in shapes.values()
     ]
     return rows, profile
 
@@ -183,8 +185,10 @@ def _steps(stage: Stage, decodes: Decodes, count: int, steps: int, read: MemoryR
 
 
 @torch.inference_mode()
-def _linears(kernel: str, count: int, linears: Sequence[PackedLinear], read: MemoryRead) -> LinearRow:
-    x = torch.randn(padded_count(count), linears[0].in_features)
+def _linears(
+    kernel: str, count: int, least_rows: int, linears: Sequence[PackedLinear], read: MemoryRead
+) -> LinearRow:
+    x = torch.randn(padded_count(count, least_rows), linears[0].in_features)
 
     def run() -> None:
         for linear in linears:

@@ -48,7 +48,7 @@ class Pair(Started):
             plain = listening.enter_context(socket.create_server((HOST, 0)))
             ports = [listener.address[1], tls.getsockname()[1], plain.getsockname()[1]]
             process = self._spawn(directory, [operator_key.hex(), *map(str, ports)])
-            link = LinkCarrier(_first(links, process, directory / _LOG))
+            link = LinkCarrier(first_link(links, process, directory / _LOG))
             self._stack.callback(link.close)
             self.cipher = link.cipher
             outer = self._keep(StreamCarrier(*accept_tls(tls, me.current, _START_S)))
@@ -72,7 +72,8 @@ class Pair(Started):
         return process
 
 
-def _first(links: queue.SimpleQueue[Link], process: subprocess.Popen[bytes], log: Path) -> Link:
+def first_link(links: queue.SimpleQueue[Link], process: subprocess.Popen[bytes], log: Path) -> Link:
+    """What a process dialled, that writes to ``log``. Raises `PeerError`, with its last words if it ended."""
     deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s:
         try:

@@ -7,11 +7,14 @@ import typer
 from convoy.cli import (
     bench_device,
     bench_fair,
+    bench_fleet,
     bench_floor,
     bench_hop,
+    bench_providers,
     bench_recover,
     bench_soak,
     bench_spec,
+    bench_tp,
     throughput,
 )
 
@@ -33,5 +36,8 @@ for verb in (
     bench_recover.recover,
     bench_spec.spec,
     bench_soak.soak,
+    bench_tp.tp,
 ):
     app.command()(verb)
+app.command("fleet-sim")(bench_fleet.fleet_sim)
+app.command()(bench_providers.providers)

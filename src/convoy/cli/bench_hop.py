@@ -1,23 +1,26 @@
-"""``convoy bench hop`` and ``comms``: what a hop between two processes costs, by size and by sealing."""
+"""``convoy bench hop`` and ``comms``: what hops and sums between two processes cost, by size and sealing."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from convoy.cli.bench_run import BenchRun, bench_verb, counts, print_machine
 from convoy.cli.output import print_note, print_table
+from convoy.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
+    from convoy.bench.all_reduce import AllReduceRow
     from convoy.bench.hop import HopOptions, HopRow
     from convoy.bench.report import Report
 
 _QUIET_S = 1.0
 _MAX_ROWS = 16384
+_MAX_SUM_KIB = 256 * 1024
 
 RoundsFlag = Annotated[int, typer.Option(min=1, help="Round trips per block and sealing; large ones fewer.")]
 
@@ -25,36 +28,69 @@ RoundsFlag = Annotated[int, typer.Option(min=1, help="Round trips per block and 
 @bench_verb(model=None, max_seconds=600)
 def hop(run: BenchRun, rounds: RoundsFlag = 400) -> None:
     """Time a hop between two processes: sealed twice, once and, in here only, not at all."""
-    from convoy.bench.hop import HopOptions
+    from convoy.bench.hop import HopOptions, ratios_of
 
-    _measure("hop", run, HopOptions(rounds), _print_hop)
+    rows, settings = _hops(run, HopOptions(rounds))
+    report = run.report("hop", settings, rows, ratios_of(rows))
+    run.show(report, ("KiB of a hop", "us for a hop, p50"), _lines_of(rows), _print_hop)
 
 
 @bench_verb(model=None, max_seconds=900)
 def comms(
     run: BenchRun,
+    what: Annotated[str, typer.Option(help="hop, all-reduce or both.")] = "both",
     sizes: Annotated[
         str, typer.Option(help="Rows of 2,048 float32 that a hop carries.")
     ] = "1,4,16,64,256,1024,4096",
+    sums: Annotated[str, typer.Option(help="KiB of float32 that ranks add.")] = "2,8,32,128,512,2048,16384",
     rounds: RoundsFlag = 200,
 ) -> None:
-    """The same by size, from the row of one decode to a long prefill chunk."""
-    from convoy.bench.hop import HopOptions
+    """The same by size, and what two ranks take to add: sealed, and in clear among one member's ranks."""
+    from convoy.bench.all_reduce import all_reduce_ratios
+    from convoy.bench.hop import HopOptions, ratios_of
 
-    _measure("comms", run, HopOptions(rounds, rows=counts("--sizes", sizes, _MAX_ROWS)), _print_comms)
+    if what not in {"hop", "all-reduce", "both"}:
+        raise UsageError(f"--what is {what!r}, expected hop, all-reduce or both")
+    rows, settings, ratios = _sums(run, sums, rounds) if what != "hop" else ([], {}, {})
+    lines = _lines_of_sums(rows)
+    axes = ("KiB that are added", "us for an all-reduce, p50")
+    if what != "all-reduce":
+        options = HopOptions(rounds, rows=counts("--sizes", sizes, _MAX_ROWS))
+        hops, said = _hops(run, options)
+        rows, settings, ratios = [*hops, *rows], settings | said, ratios_of(hops) | all_reduce_ratios(rows)
+        lines |= _lines_of(hops)
+        axes = ("KiB", "us, p50")
+    run.show(run.report("comms", settings, rows, ratios), axes, lines, _print_comms)
 
 
-def _measure(name: str, run: BenchRun, options: HopOptions, table: Callable[[Report], None]) -> None:
-    from convoy.bench.hop import SEALINGS, measure_hop, ratios_of, settings_of
+def _sums(run: BenchRun, sums: str, rounds: int) -> tuple[list[Any], dict[str, Any], dict[str, float]]:
+    from convoy.bench.all_reduce import AllReduceOptions, all_reduce_ratios, measure_all_reduce
+
+    sizes = tuple(1024 * kib for kib in counts("--sums", sums, _MAX_SUM_KIB))
+    options = AllReduceOptions(5 * rounds, sizes)
+    found = measure_all_reduce(options, run.clock.deadline, run.say)
+    return found, {"sums": options.rounds}, all_reduce_ratios(found)
+
+
+def _hops(run: BenchRun, options: HopOptions) -> tuple[tuple[HopRow, ...], dict[str, Any]]:
+    from convoy.bench.hop import measure_hop, settings_of
 
     measured = measure_hop(options, run.clock.deadline, _Noted())
-    rows = measured.rows
-    report = run.report(name, settings_of(options, measured.cipher), rows, ratios_of(rows))
-    lines = {
+    return measured.rows, settings_of(options, measured.cipher)
+
+
+def _lines_of(rows: Sequence[HopRow]) -> dict[str, list[tuple[float, float]]]:
+    return {
         f"sealing {sealing}": [(row.bytes / 1024, row.p50_us / 2) for row in rows if row.sealing == sealing]
-        for sealing in SEALINGS
+        for sealing in dict.fromkeys(row.sealing for row in rows)
     }
-    run.show(report, ("KiB of a hop", "us for a hop, p50"), lines, table)
+
+
+def _lines_of_sums(rows: Sequence[AllReduceRow]) -> dict[str, list[tuple[float, float]]]:
+    return {
+        f"sum, {way}": [(row.bytes / 1024, row.p50_us) for row in rows if row.through == way]
+        for way in dict.fromkeys(row.through for row in rows)
+    }
 
 
 class _Noted:
@@ -97,7 +133,19 @@ def _print_hop(report: Report) -> None:
 
 
 def _print_comms(report: Report) -> None:
-    _print_rows(report.rows)
-    print("times are of round trips, which are two hops")
-    print(f"the cipher is {report.settings['cipher']}")
+    from convoy.bench.hop import HopRow, size_name
+
+    hops = tuple(row for row in report.rows if isinstance(row, HopRow))
+    if hops:
+        _print_rows(hops)
+        print("times are of round trips, which are two hops")
+        print(f"the cipher is {report.settings['cipher']}\n")
+    sums = [row for row in report.rows if not isinstance(row, HopRow)]
+    if sums:
+        fields = [
+            (row.through, size_name(row.bytes), f"{row.p50_us:.1f}", f"{row.p90_us:.1f}", f"{row.p99_us:.1f}")
+            for row in sums
+        ]
+        print_table(("all-reduce", "tensor", "p50 us", "p90 us", "p99 us"), fields)
+        print()
     print_machine(report)

@@ -110,6 +110,7 @@ def _served(run: BenchRun, loss: Loss) -> Iterator[ServedCluster]:
         run.threads or 1,
         engine={"prefill_chunk": _PREFILL_CHUNK},
         memory_gb=memory_for(run.named_model, loss.num_members) if loss.tight else None,
+        sharing={"parallel": "pipeline"},
     )
     with ServedCluster(ServedOptions(run.named_model, local)) as arena:
         run.kernels.add(str(arena.status()["kernel"]))

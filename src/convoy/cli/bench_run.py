@@ -140,18 +140,30 @@ class BenchRun:
         """Those of a member that is alone: half of all, as each of two has them."""
         return None if self.cores is None else self.cores[0]
 
-    def options(self, members: int, limits: dict[str, int]) -> LocalOptions:
+    def options(
+        self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None = None
+    ) -> LocalOptions:
+        """``sharing``: how members share the model, as [plan] has it."""
         cores = None if self.cores is None else self.cores[:members]
         # a random model repeats itself, and guesses would be measured in place of steps
         engine = {"speculate": 0, **limits}
         return LocalOptions(
-            members, self.layers, self.kernel, self.threads, engine=engine, cores=cores, device=self.device
+            members,
+            self.layers,
+            self.kernel,
+            self.threads,
+            engine=engine,
+            cores=cores,
+            device=self.device,
+            sharing={"parallel": "pipeline"} if sharing is None else sharing,
         )
 
     @contextmanager
-    def cluster(self, members: int, limits: dict[str, int]) -> Iterator[RunningCluster]:
+    def cluster(
+        self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None = None
+    ) -> Iterator[RunningCluster]:
         """A fresh cluster: the head in this process, each peer in one of its own."""
-        with self._local(members, limits) as local:
+        with self._local(members, limits, sharing) as local:
             config = local.config(local.head)
             cluster = start_cluster(config, self.named_model, quiet=True, watch=local.check_alive)
             try:
@@ -179,8 +191,10 @@ class BenchRun:
                 head.close()
 
     @contextmanager
-    def _local(self, members: int, limits: dict[str, int]) -> Iterator[LocalCluster]:
-        options = self.options(members, limits)
+    def _local(
+        self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None = None
+    ) -> Iterator[LocalCluster]:
+        options = self.options(members, limits, sharing)
         with LocalCluster(options) as local, pinned(options.head_cores):
             local.start_peers(self.named_model)
             try:

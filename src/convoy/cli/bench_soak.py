@@ -31,7 +31,8 @@ def soak(
     source = ModelSource.resolve(run.named_model)
     bodies = Bodies(source.name, source.spec.vocab_size, tokens)
     limits = {"num_blocks": _NUM_BLOCKS, "max_batch": max(8, concurrent)}
-    local = LocalOptions(members, None, run.kernel, run.threads or 1, engine=limits)
+    alike = {"parallel": "pipeline"}
+    local = LocalOptions(members, None, run.kernel, run.threads or 1, engine=limits, sharing=alike)
     deadline = run.clock.deadline
     with ServedCluster(ServedOptions(run.named_model, local)) as cluster:
         run.kernels.add(str(cluster.status()["kernel"]))

@@ -10,7 +10,9 @@
     [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
                many as stages), speculate (0: no guesses), share_across_keys, block_size, num_blocks (0: as
                many as fit)
-    [plan]     layers = { alpha = "0:5,output", beta = "6:11" }, wait_s, recover_wait_s
+    [telemetry] traces (the URL of an OTLP/HTTP collector for spans of a head's requests)
+    [plan]     layers = { alpha = "0:5,output", beta = "6:11" }, wait_s, recover_wait_s,
+               parallel (auto, pipeline, tensor or single), ranks (members that hold a stage together)
 
 Every table and key is optional here; what a verb cannot do without, it asks for with a `require_` method.
 Paths are relative to the file. An unknown key is an error that names the nearest known one.
@@ -27,6 +29,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
+from convoy.cli.traces import TelemetryConfig
 from convoy.errors import ConfigError
 
 DEFAULT_PEER_PORT = 7777
@@ -37,6 +40,7 @@ _OPERATOR_KEY_BYTES = 32
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Ranks = Annotated[int, msgspec.Meta(ge=2, le=16)]
 InFlight = Annotated[int, msgspec.Meta(ge=0, le=64)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
@@ -82,7 +86,8 @@ class ServeConfig(msgspec.Struct, frozen=True):
 class ModelConfig(msgspec.Struct, frozen=True):
     """What to run, and what this machine gives to it. ``memory_gb`` 0 means what is free at the start.
 
-    ``device``: auto, cpu, cuda, cuda:N, or several cuda:N behind commas.
+    ``device``: auto, cpu, cuda, cuda:N, several cuda:N behind commas, cpu+cpu, or
+    cuda:0+cuda:1.
     ``cache``: where a peer keeps what it gets of models from a head, and everybody digests of files. ``hub``:
     the address of another Hugging Face hub than the public one. ``weights_from``: whom a peer without files
     asks; a head with "head" tells its peers of no hub. ``signed``: the only model that may run, as
@@ -110,7 +115,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
 
     max_batch: Count = 32
     max_step_tokens: Count = 512
-    prefill_chunk: Count = 256
+    prefill_chunk: Annotated[int, msgspec.Meta(ge=0)] = 0
     prefill_window: InFlight = 0
     micro_batches: InFlight = 0
     speculate: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
@@ -124,11 +129,15 @@ class PlanConfig(msgspec.Struct, frozen=True):
     """Who holds which layers (nobody named: by memory), and how long to wait for the members.
 
     ``wait_s`` is for the start, ``recover_wait_s`` for one that was lost and that nobody can stand in for.
+    ``parallel``: how they share the model; a name in ``layers`` may join ranks, "alpha+beta". ``ranks``: of
+    each stage, None for as many as can be.
     """
 
     layers: dict[str, str] | None = None
     wait_s: Seconds = 60.0
     recover_wait_s: Seconds = 60.0
+    parallel: Literal["auto", "pipeline", "tensor", "single"] = "auto"
+    ranks: Ranks | None = None
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -140,6 +149,7 @@ class Config(msgspec.Struct, frozen=True):
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     plan: PlanConfig = PlanConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
     path: Path | None = None
 
     def require_name(self) -> str:
@@ -242,6 +252,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
     "model": ModelConfig,
     "engine": EngineConfig,
     "plan": PlanConfig,
+    "telemetry": TelemetryConfig,
 }
 
 

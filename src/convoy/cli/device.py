@@ -11,7 +11,10 @@ from convoy.cli.quantize import kernel_for
 
 DeviceFlag = Annotated[
     str | None,
-    typer.Option(help="auto, cpu, cuda, cuda:N, or several cuda:N behind commas.  [default: auto]"),
+    typer.Option(
+        help="auto, cpu, cuda, cuda:N, several cuda:N behind commas, or for ranks cpu+cpu or cuda:0+cuda:1.  "
+        "[default: auto]"
+    ),
 ]
 
 

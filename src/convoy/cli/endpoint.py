@@ -35,6 +35,9 @@ class Endpoint:
     url: str
     api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 600.0
+    server: str = "head"
+    start: str = "convoy serve"
+    url_option: str = "--url"
 
     @classmethod
     def of(cls, url: str, api_key_file: Path | None) -> Endpoint:
@@ -57,6 +60,14 @@ class Endpoint:
         with self._open("GET", path, None) as response:
             data = response.read(_MAX_BODY_BYTES)
             if response.status not in accept:
+                raise _refusal(response.status, data)
+            return self._json(data)
+
+    def post(self, path: str, body: object) -> object:
+        """The JSON that comes in answer to ``body``."""
+        with self._open("POST", path, json.dumps(body).encode()) as response:
+            data = response.read(_MAX_BODY_BYTES)
+            if response.status not in {http.client.OK, http.client.CREATED}:
                 raise _refusal(response.status, data)
             return self._json(data)
 
@@ -100,8 +111,8 @@ class Endpoint:
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 raise PeerUnreachable(
-                    f"no head answers at {self.url}: {_reason(error)}",
-                    hint="start one with `convoy serve`, or name its address with --url",
+                    f"no {self.server} answers at {self.url}: {_reason(error)}",
+                    hint=f"start one with `{self.start}`, or name its address with {self.url_option}",
                 ) from None
             yield response
         finally:
@@ -115,7 +126,9 @@ class Endpoint:
 
     def not_ours(self, why: str) -> ConvoyError:
         """The error for an answer that no head of this version gives."""
-        return PeerUnreachable(f"what answers at {self.url} is not this Convoy: {why}", hint="check --url")
+        return PeerUnreachable(
+            f"what answers at {self.url} is not this Convoy: {why}", hint=f"check {self.url_option}"
+        )
 
 
 def _refusal(status: int, data: bytes) -> HttpRefused:

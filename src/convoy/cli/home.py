@@ -99,7 +99,9 @@ class Home:
 
     def _make(self) -> None:
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # parents as well: mkdir's own would be open to others
+            self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             reason = (error.strerror or "unwritable").lower()
             raise ConfigError(f"cannot make the folder {self.directory}: {reason}") from None

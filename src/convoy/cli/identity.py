@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
+from convoy.cli.certify import certify
 from convoy.cli.config import DEFAULT_PEER_PORT
 from convoy.cli.files import replace_file
 from convoy.cli.output import JsonFlag, print_fields, print_json
 from convoy.errors import ConfigError
 
 app = typer.Typer(help="Make or show a member's keys and its card.", rich_markup_mode=None)
+app.command()(certify)
 
 
 @app.command()

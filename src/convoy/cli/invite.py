@@ -70,7 +70,7 @@ def invite(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value a line, as it happens.")] = False,
     ends_with: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Let one more machine in: shows a token for `convoy join` there."""
+    """Let one more machine in: shows its token for `join`."""
     if ends_with is not None:
         threading.Thread(target=_end_with, args=(ends_with,), daemon=True).start()
     home = Home(directory)

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,15 +24,18 @@ from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
 from convoy.cli.hub import SignedFlag, WeightsFromFlag, weights_from
 from convoy.cli.member import load_member, peer_options, watched_roster
+from convoy.cli.metrics import MetricsFlag, serving_metrics
 from convoy.cli.newcomer import Newcomer, Tell
 from convoy.cli.output import JsonFlag, print_json_line, print_note
 from convoy.cli.start import heavy_rooms
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-    from convoy.cluster.peer import Peer, PeerEvent
+    from convoy.cluster.metric_families import Metric
+    from convoy.cluster.peer import Peer
+    from convoy.cluster.peer_event import PeerEvent
     from convoy.transport.membership import Membership
 
     Show = Callable[[PeerEvent], None]
@@ -85,6 +89,7 @@ def join(
     port: PortFlag = None,
     device: DeviceFlag = None,
     discover: DiscoverFlag = None,
+    metrics: MetricsFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Hold layers for a head: one command on each further machine."""
@@ -98,16 +103,33 @@ def join(
         _check_asked(newcomer, file, me, _teller(as_json))
     with heavy_rooms(lambda text: _teller(as_json)("starting", text)):
         from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
-        from convoy.model.source import ModelSource
 
     options = peer_options(settings, model, exit_with_head=exit_with_head)
-    if options.model_path is not None:
-        ModelSource.resolve(str(options.model_path))  # what is wrong with it, before a head asks for it
-    listens = me.member.address[1] if settings.listen.port is None else settings.listen.port
+    _check_model(options.model_path)
     with network_of(settings) as network, watched_roster(settings, me, quiet=as_json):
         peer = Peer(me, options, _shown(as_json=as_json, standby=settings.cluster.standby), network)
-        why = _run_until_asked(peer, (settings.listen.host, listens), until_stdin_closes)
+        with serving_metrics(metrics, partial(_families, peer), _teller(as_json)):
+            why = _run_until_asked(peer, _bind(settings, me), until_stdin_closes)
     _teller(as_json)("ended", f"{me.name}, {why}")
+
+
+def _check_model(path: Path | None) -> None:
+    """What is wrong with it is said before a head asks for it."""
+    from convoy.model.source import ModelSource
+
+    if path is not None:
+        ModelSource.resolve(str(path))
+
+
+def _bind(settings: Config, me: Membership) -> tuple[str, int]:
+    port = me.member.address[1] if settings.listen.port is None else settings.listen.port
+    return settings.listen.host, port
+
+
+def _families(peer: Peer) -> Iterable[Metric]:
+    from convoy.cluster.member_metrics import peer_families
+
+    return peer_families(peer)
 
 
 def _file(token: str | None, config: Path | None, newcomer: Newcomer, tell: Tell) -> Path:

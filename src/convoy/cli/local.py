@@ -7,6 +7,7 @@ here, and goes when that closes.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,11 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from convoy.cli.config import Config, EngineConfig, load_config, override
+from convoy.cli.config import Config, EngineConfig, PlanConfig, load_config, override
 from convoy.cli.members import local_names, spans_by_name
 from convoy.cli.output import print_note
 from convoy.cli.pin import Cores, pin_process
@@ -55,6 +56,7 @@ class LocalOptions:
     memory_gb: float | None = None
     device: str = "cpu"
     publish: Callable[[str, Address], Address] = lambda _name, address: address
+    sharing: dict[str, Any] = field(default_factory=dict)  # keys of [plan]: parallel, ranks
 
     @property
     def head_cores(self) -> Cores | None:
@@ -88,17 +90,19 @@ class LocalOptions:
         return spans_by_name(self.layers, self.names)
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises what `plan.placement.place` raises for these spans, before anything is started.
+        """Raises what `plan.ways.choose_way` raises for these spans, before anything is started.
 
         And what `HeadOptions.check` raises for the flags of the engine.
         """
         from convoy.cli.member import head_options
-        from convoy.plan.placement import MemberOffer, place
+        from convoy.plan.offer import MemberOffer
+        from convoy.plan.ways import choose_way, find_ways
 
-        head_options(Config(engine=override(EngineConfig(), **self.engine))).check()
-
+        plan = override(PlanConfig(), **self.sharing)
+        asked = head_options(Config(engine=override(EngineConfig(), **self.engine), plan=plan))
+        asked.check()
         offers = [MemberOffer(name, 1 << 62, head=name == self.names[0]) for name in self.names]
-        place(spec, offers, self.spans)
+        choose_way(asked.parallel, find_ways(spec, offers, self.spans, ranks=asked.ranks))
         self.devices  # noqa: B018 - raises UsageError for what is not here; last, because torch takes seconds
 
 
@@ -222,9 +226,10 @@ class LocalCluster(Started):
             },
             "engine": self._options.engine,
         }
+        plan = dict(self._options.sharing)
         if self._options.spans is not None:
-            tables["plan"] = {"layers": self._options.spans}
-        return tables
+            plan["layers"] = self._options.spans
+        return tables | ({"plan": plan} if plan else {})
 
 
 def _free_ports(count: int) -> list[int]:
@@ -238,10 +243,10 @@ def _share_bytes(devices: Sequence[str], device: str) -> float:
     """Of what is free, what one of those that compute on ``device`` may take."""
     if device == "auto":
         return 0.0  # it looks for itself
-    if device != "cpu":
+    if not device.startswith("cpu"):
         from convoy.model.device import device_memory_bytes
 
-        return device_memory_bytes(tuple(device.split(","))) / devices.count(device)
+        return device_memory_bytes(tuple(re.split("[,+]", device))) / devices.count(device)
     import psutil
 
     return float(psutil.virtual_memory().available) * 0.8 / devices.count(device)

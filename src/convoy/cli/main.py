@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import os
 import signal
 import sys
@@ -26,6 +25,7 @@ from convoy.cli import (
     bench,
     cache,
     chat,
+    coordinator,
     demo,
     doctor,
     identity,
@@ -33,6 +33,8 @@ from convoy.cli import (
     join,
     manifest,
     plan,
+    provide,
+    proxy,
     roster,
     serve,
     session,
@@ -41,6 +43,7 @@ from convoy.cli import (
 )
 from convoy.cli import eval as eval_verb
 from convoy.cli import run as run_verb
+from convoy.cli.logs import FormatFlag, LevelFlag, set_up_logs
 from convoy.cli.output import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -75,8 +78,12 @@ def convoy(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", hidden=True)] = False,
     debug: Annotated[bool, typer.Option("--debug", hidden=True)] = False,  # noqa: ARG001 - named by its error
+    log_level: LevelFlag = "warning",
+    log_format: FormatFlag = "text",
 ) -> None:
     """One model across several machines, over links that are always sealed."""
+    if (log_level, log_format) != ("warning", "text"):
+        set_up_logs(log_level, log_format)
     if version:
         print(f"convoy {__version__}")
         raise typer.Exit
@@ -96,14 +103,16 @@ for name, group in {
     app.add_typer(group.app, name=name)
 for verb in (doctor.doctor, status.status, chat.chat, cache.cache):
     app.command()(verb)
+app.add_typer(coordinator.app, name="coordinator")
+app.command()(provide.provide)
+app.command()(proxy.proxy)
 app.command("eval")(eval_verb.evaluate)
 app.command()(verify.verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script. Exits with 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
-    # What the rooms log while a head or a peer runs for weeks: each line with its time.
-    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    set_up_logs()
     ask_for_huge_pages()
     switch_threads_soon()
     # So that a terminated command leaves its `with` blocks, and takes its processes and files with it.

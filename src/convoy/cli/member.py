@@ -157,6 +157,8 @@ def head_options(config: Config) -> HeadOptions:
         share_across_keys=engine.share_across_keys,
         level_chunks=engine.level_chunks,
         max_waiting=config.serve.max_waiting,
+        parallel=plan.parallel,
+        ranks=plan.ranks,
     )
 
 

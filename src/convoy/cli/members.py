@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
-from convoy.errors import UsageError
+from convoy.errors import SpanError, UsageError
+from convoy.plan.span import split_key
 
 LayersFlag = Annotated[
     list[str] | None,
-    typer.Option("--layers", help="SPAN of the next member, or NAME=SPAN; 0:3,output and 4:11."),
+    typer.Option(
+        "--layers", help="SPAN of the next member, NAME=SPAN or NAME+NAME=SPAN; 0:3,output and 4:11."
+    ),
 ]
 MAX_LOCAL_MEMBERS = 64
 _GREEK = (
@@ -31,8 +34,8 @@ def local_names(num_members: int) -> tuple[str, ...]:
 def spans_by_name(layers: Sequence[str] | None, names: Sequence[str]) -> dict[str, str] | None:
     """What ``--layers`` says, by member; None where it was not given. `plan.span` reads the spans themselves.
 
-    A bare span is for the next member that has none. Raises UsageError for an unknown or doubled name and for
-    more spans than members.
+    A bare span is for the next member that has none, ``alpha+beta=`` for one stage of two ranks. Raises
+    UsageError for an unknown or doubled name and for more spans than members.
     """
     if not layers:
         return None
@@ -40,17 +43,26 @@ def spans_by_name(layers: Sequence[str] | None, names: Sequence[str]) -> dict[st
     for text in layers:
         name, equals, span = text.partition("=")
         if not equals:
-            name, span = next((name for name in names if name not in spans), ""), text
+            taken = [rank for key in spans for rank in split_key(key)]
+            name, span = next((name for name in names if name not in taken), ""), text
             if not name:
                 raise UsageError(
                     f"--layers was given {len(layers)} times, and there are {len(names)} members"
                 )
-        if name not in names:
-            raise UsageError(f"--layers {text} is for {name}, expected a member: {', '.join(names)}")
+        unknown = next((rank for rank in _ranks(text, name) if rank not in names), None)
+        if unknown is not None:
+            raise UsageError(f"--layers {text} is for {unknown}, expected a member: {', '.join(names)}")
         if name in spans:
             raise UsageError(f"--layers gives {name} two spans, {spans[name]} and {span}")
         spans[name] = span
     return spans
+
+
+def _ranks(text: str, name: str) -> tuple[str, ...]:
+    try:
+        return split_key(name)
+    except SpanError as error:
+        raise UsageError(f"--layers {text}: {error.message}") from None
 
 
 def parse_members(text: str) -> tuple[tuple[str, int | None], ...]:

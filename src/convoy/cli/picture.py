@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from convoy.cli.output import counted, format_bytes, format_seconds, print_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from convoy.cluster.status import ClusterStatus, StageStatus, StandbyStatus
 
@@ -22,10 +22,15 @@ def print_picture(status: ClusterStatus) -> None:
         stage_rows(status.stages),
     )
     print(f"route: {status.route}")
-    print(f"kernel: {status.kernel}")
+    print(f"kernel: {status.kernel}{f' ({status.why_kernel})' if status.why_kernel else ''}")
+    if status.parallel.mode:
+        print(f"parallel: {status.parallel.mode}; {status.parallel.reason}")
     for stage in status.stages:
         if stage.device not in {"", "cpu"} or status.kernel == "mixed":
             print(f"device: {stage.member} on {stage.device or 'one that is gone'}, {stage.kernel}")
+    for stage in status.stages:
+        if stage.weights_from:
+            print(f"weights: {stage.member} got {origins_text(stage.weights_from)}")
     print(f"level: {level_text(status)}")
     if status.standbys:
         print(f"standbys: {standbys_text(status.standbys)}")
@@ -39,16 +44,36 @@ def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:
     return [
         (
             index,
-            stage.member,
+            stage.member if stage.world_size == 1 else f"{stage.member} (rank {stage.rank})",
             layers_text(stage),
-            format_bytes(stage.weight_bytes),
+            format_bytes(stage.weight_bytes)
+            + (f" ({stage.weight_share:.2f} of the stage)" if stage.world_size > 1 else ""),
             format_seconds(stage.round_trip_s),
             "this process" if stage.head else stage.cipher or "gone",
             "yes" if stage.sees_token_ids else "no",
             stage.level,
         )
-        for index, stage in enumerate(stages)
+        for index, stage in _numbered(stages)
     ]
+
+
+def _numbered(stages: Iterable[StageStatus]) -> list[tuple[int, StageStatus]]:
+    """With the number of its stage, which ranks share."""
+    found: list[tuple[int, StageStatus]] = []
+    index = -1
+    for stage in stages:
+        index += stage.rank == 0
+        found.append((index, stage))
+    return found
+
+
+def origins_text(origins: Mapping[str, int]) -> str:
+    """How much of whom: the head, a hub, or other members by name."""
+    known = {"head": "the head", "hub": "the hub"}
+    return ", ".join(
+        f"{format_bytes(num_bytes)} from {known.get(source, source)}"
+        for source, num_bytes in sorted(origins.items())
+    )
 
 
 def level_text(status: ClusterStatus) -> str:

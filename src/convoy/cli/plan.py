@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import functools
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from convoy.cli.config import Config, load_config
+from convoy.cli.config import Config, load_config, override
 from convoy.cli.home import config_file
 from convoy.cli.member import head_options, load_policy
 from convoy.cli.members import LayersFlag, parse_members, spans_by_name
 from convoy.cli.output import (
     JsonFlag,
-    counted,
-    format_bytes,
-    print_fields,
     print_json,
     print_note,
-    print_table,
 )
-from convoy.cli.plan_rates import ContextFlag, RoundTripFlag, SpeedFlag, links_of, print_rates, speeds_of
+from convoy.cli.plan_print import print_plan, print_rules
+from convoy.cli.plan_rates import (
+    ContextFlag,
+    Here,
+    RoundTripFlag,
+    SpeedFlag,
+    ThreadsFlag,
+    links_of,
+    speeds_of,
+)
 from convoy.cli.quantize import QuantizeFlag, kernel_for
+from convoy.cli.steps import with_step_flags
 from convoy.errors import ConfigError, PlanError, SpanError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from convoy.plan.blocks import BlockDemand
+    from convoy.plan.compare import Compared
     from convoy.plan.offer import MemberOffer
     from convoy.plan.placement import Placement
-    from convoy.plan.rates import RatesReport
-    from convoy.plan.report import BlocksReport, ExcludedReport, PlanReport, RuleReport
+    from convoy.plan.rates import Links, Workload
+    from convoy.plan.report import ExcludedReport, PlanReport
     from convoy.plan.spec import ModelSpec
+    from convoy.plan.speed import Speed
+    from convoy.plan.ways import Ways
     from convoy.trust.level import Level
     from convoy.trust.policy import Policy
 
@@ -61,12 +70,16 @@ ConfigFlag = Annotated[
 StandbysFlag = Annotated[
     list[str] | None, typer.Option(help="NAME of a member that holds nothing until another one is lost.")
 ]
+_HOST = "cpu"
 
 
+@with_step_flags
 def plan(
+    *,
     model: ModelArgument = None,
     members: MembersFlag = None,
     layers: LayersFlag = None,
+    sharing: dict[str, Any],
     policy: PolicyFlag = None,
     level: LevelFlag = None,
     config: ConfigFlag = None,
@@ -75,15 +88,18 @@ def plan(
     speed: SpeedFlag = None,
     round_trip: RoundTripFlag = None,
     context: ContextFlag = 512,
+    threads: ThreadsFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show who would hold which layers, how fast it would be, and why.
+    """Show who would hold which layers, how fast, and why.
 
     Also who sees token ids, how much fits, and which rule of a policy excludes whom. Loads nothing, and runs
     no more than a measurement of this machine.
     """
     # Members that were named on the command line are not those of the cluster that this folder may belong to.
     settings = load_config(config_file(config) if members is None else config)
+    settings = override(settings, plan=override(settings.plan, **sharing))
+    head_options(settings).check()
     named = model or settings.model_name()
     if named is None:
         raise UsageError("no model is named", hint="give MODEL, or --config with a [model]")
@@ -96,12 +112,12 @@ def plan(
     spec = _read_spec(named)  # last, because it takes the seconds that torch takes to load
     kernel, device = _kernel(asked, settings.model.device)
     offers = [dataclasses.replace(offer, kernel=kernel) for offer in offers]
+    here = Here.of(settings, members, offers, device, threads)
+    paces = _Paces(settings, offers, here, context, speed or [], round_trip or [])
     with _rules_shown(spec, offers, demands, quiet=as_json):
-        placement = _place(spec, offers, spans, demands)
-    here = _Here.of(settings, members, placement, device)
-    rates = _rates(settings, placement, here, context, speed or [], round_trip or [])
-    found = _report(settings, placement, left_out, standbys, rates)
-    print_json(found) if as_json else _print(found)
+        ways, placement = _choose(settings, spec, offers, spans, demands, paces)
+    found = _report(settings, placement, left_out, standbys, paces.compare(ways))
+    print_json(found) if as_json else print_plan(found)
 
 
 def _read_spec(named: str) -> ModelSpec:
@@ -110,12 +126,18 @@ def _read_spec(named: str) -> ModelSpec:
     return ModelSource.resolve(named).spec
 
 
-def _place(
-    spec: ModelSpec, offers: list[MemberOffer], spans: Mapping[str, str] | None, demands: Policy
-) -> Placement:
-    from convoy.plan.placement import place
+def _choose(
+    settings: Config,
+    spec: ModelSpec,
+    offers: list[MemberOffer],
+    spans: Mapping[str, str] | None,
+    demands: Policy,
+    paces: _Paces,
+) -> tuple[Ways, Placement]:
+    from convoy.plan.ways import choose_way, find_ways
 
-    return place(spec, offers, spans, demands.placement)
+    ways = find_ways(spec, offers, spans, demands.placement, ranks=settings.plan.ranks)
+    return ways, choose_way(settings.plan.parallel, ways, predict=paces.step_s)
 
 
 def _report(
@@ -123,61 +145,55 @@ def _report(
     placement: Placement,
     left_out: list[ExcludedReport],
     standbys: list[str],
-    rates: RatesReport,
+    compared: Compared,
 ) -> PlanReport:
     from convoy.plan.report import report, report_blocks
 
-    blocks = report_blocks(placement, _demand(settings, placement.spec))
-    return report(placement, left_out, standbys=standbys, blocks=blocks, rates=rates)
+    blocks = report_blocks(placement, _demand(settings, placement))
+    rates = compared.rates[placement.mode]
+    return report(placement, left_out, standbys=standbys, blocks=blocks, rates=rates, compared=compared)
+
+
+def _demand(settings: Config, placement: Placement) -> BlockDemand:
+    options = head_options(settings).for_kernels(placement.kernels[name] for name in placement.holders)
+    return options.demand(block_size=settings.engine.block_size, max_context=placement.spec.max_context)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Here:
-    """Which members this machine is, and on what each of them computes here."""
+class _Paces:
+    """What rates are predicted from; measured when the first is asked for, after a plan was found."""
 
-    name: str
-    all_members: bool
-    num_threads: int
-    device: str
+    settings: Config
+    offers: list[MemberOffer]
+    here: Here
+    context: int
+    speed_flags: Sequence[str]
+    trip_flags: Sequence[str]
 
-    @classmethod
-    def of(cls, settings: Config, members: str | None, placement: Placement, device: str) -> _Here:
-        """A mere count of members is a cluster on this machine; of those with names the head is on it."""
-        elsewhere = settings.cluster.roster is not None if members is None else "=" in members
-        name = settings.cluster.name if members is None and elsewhere else None
-        sharing = 1 if elsewhere else len(placement.stages)
-        num_threads = settings.model.num_threads or max(1, (os.cpu_count() or 1) // sharing)
-        return cls(name or placement.head, not elsewhere, num_threads, device)
+    @functools.cached_property
+    def speeds(self) -> dict[str, Speed]:
+        return speeds_of(self.offers, self.speed_flags, self.here)
 
+    @functools.cached_property
+    def links(self) -> Links:
+        return links_of(self.offers, self.trip_flags, self.here)
 
-def _demand(settings: Config, spec: ModelSpec) -> BlockDemand:
-    return head_options(settings).demand(block_size=settings.engine.block_size, max_context=spec.max_context)
+    def step_s(self, placement: Placement) -> float:
+        """Of one sequence."""
+        from convoy.plan.rates import predict
 
+        return predict(placement, self.speeds, self.links, self._workload(placement.spec)).decode.step_s
 
-def _rates(
-    settings: Config,
-    placement: Placement,
-    here: _Here,
-    context: int,
-    speeds: Sequence[str],
-    trips: Sequence[str],
-) -> RatesReport:
-    from convoy.plan.rates import Workload, predict
+    def compare(self, ways: Ways) -> Compared:
+        from convoy.plan.compare import compare
 
-    engine = settings.engine
-    return predict(
-        placement,
-        speeds_of(
-            placement,
-            speeds,
-            here.name,
-            all_here=here.all_members,
-            num_threads=here.num_threads,
-            device=here.device,
-        ),
-        links_of(placement, trips, all_here=here.all_members),
-        Workload(min(context, placement.spec.max_context), engine.max_batch, engine.prefill_chunk),
-    )
+        return compare(ways, self.speeds, self.links, self._workload(ways.spec))
+
+    def _workload(self, spec: ModelSpec) -> Workload:
+        from convoy.plan.rates import Workload
+
+        options = head_options(self.settings).for_kernels(offer.kernel for offer in self.offers)
+        return Workload(min(self.context, spec.max_context), options.max_batch, options.chunk_tokens)
 
 
 @contextmanager
@@ -201,14 +217,17 @@ def _kernel(asked: str, device: str) -> tuple[str, str]:
     Nothing is proved here: `auto` is taken for CUDA where that is, else for exact mode where that can be, on
     x86-64.
     """
-    from convoy.model.device import CUDA_KERNEL, HOST, choose_devices
+    if device == _HOST:  # without the second that torch takes to load
+        chosen = _HOST
+    else:
+        from convoy.model.device import choose_devices, kernel_on_cuda
 
-    chosen = choose_devices(device, asked)[0]
-    if chosen != HOST:
-        return CUDA_KERNEL, chosen
+        chosen = choose_devices(device, asked)[0]
+        if chosen != _HOST:
+            return kernel_on_cuda(asked), chosen
     if asked != "auto":
-        return asked, HOST
-    return ("exact-f32" if platform.machine() in {"x86_64", "AMD64"} else "plain-f32"), HOST
+        return asked, _HOST
+    return ("exact-f32" if platform.machine() in {"x86_64", "AMD64"} else "plain-f32"), _HOST
 
 
 def _without_standbys(
@@ -297,92 +316,3 @@ def _memory_bytes(settings: Config) -> int:
     if granted > psutil.virtual_memory().total:
         raise ConfigError(f"[model] memory_gb is {settings.model.memory_gb:g}, more than this machine has")
     return granted or int(available * MEMORY_SHARE)
-
-
-def _print(found: PlanReport) -> None:
-    print_fields(
-        [
-            ("model", f"{found.model} ({found.family}, {found.num_layers} layers, {found.dtype})"),
-            ("route", found.route),
-            ("weights", format_bytes(found.weight_bytes)),
-            (
-                "context",
-                f"{found.max_context} tokens; {found.max_kv_tokens} tokens of K/V fit at the tightest member",
-            ),
-            ("hops", f"{len(found.hops)}, {format_bytes(found.hop_bytes_per_token)} for each decoded token"),
-        ]
-    )
-    print()
-    _print_stages(found)
-    if found.blocks is not None:
-        _print_blocks(found, found.blocks)
-    if found.rates is not None:
-        print_rates(found.rates)
-        print()
-    print_rules(found.rules)
-    for name in found.standbys:
-        print(f"standby: {name} holds nothing until another member is lost")
-    for out in found.left_out:
-        print(f"no stage: {out.reason}")
-    print(f"token ids are seen by: {', '.join(found.token_id_members)}")
-
-
-def _print_stages(found: PlanReport) -> None:
-    print_table(
-        ["stage", "member", "span", "weights", "K/V per token", "memory", "sees token ids"],
-        [
-            (
-                index,
-                f"{stage.member} (head)" if stage.head else stage.member,
-                stage.span,
-                format_bytes(stage.weight_bytes),
-                format_bytes(stage.kv_bytes_per_token),
-                format_bytes(stage.memory_bytes),
-                "yes" if stage.sees_token_ids else "no",
-            )
-            for index, stage in enumerate(found.stages)
-        ],
-    )
-    print()
-
-
-def _print_blocks(found: PlanReport, blocks: BlocksReport) -> None:
-    """A row for each cache group, and which member leaves no room for more."""
-    print_table(
-        ["cache group", "layers", "K/V blocks", "tokens a block", "memory over all", "of one sequence"],
-        [
-            (
-                group.name,
-                group.num_layers,
-                group.num_blocks,
-                blocks.block_size,
-                format_bytes(group.num_blocks * group.block_bytes),
-                "as long as it is" if group.ring is None else f"at most {counted(group.ring, 'block')}",
-            )
-            for group in blocks.groups
-        ],
-    )
-    limit = "as many as are wanted" if blocks.is_all_wanted else f"no more fit on {blocks.tightest}"
-    working = max(stage.working_bytes for stage in found.stages)
-    print(f"{limit}; beside weights and K/V a step takes up to {format_bytes(working)} of a member")
-    print()
-
-
-def print_rules(rules: list[RuleReport]) -> None:
-    """A row for each rule of the policy and each member that it excludes; nothing without rules."""
-    if not rules:
-        return
-    print_table(
-        ["rule", "keeps", "on", "satisfied by", "excludes"],
-        [
-            (
-                rule.number,
-                rule.keeps,
-                rule.on,
-                ", ".join(rule.satisfied_by) or "nobody",
-                ", ".join(f"{out.member} ({out.level})" for out in rule.excluded) or "nobody",
-            )
-            for rule in rules
-        ],
-    )
-    print()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,14 +13,16 @@ from convoy.cli.output import format_seconds
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
-    from convoy.plan.placement import Placement
-    from convoy.plan.rates import Links, Rate, RatesReport, Speed
+    from convoy.cli.config import Config
+    from convoy.plan.offer import MemberOffer
+    from convoy.plan.rates import Links, Rate, RatesReport
+    from convoy.plan.speed import Speed
 
 SpeedFlag = Annotated[
     list[str] | None,
     typer.Option(
-        help="[NAME=]GB/S,GFLOP/S: what a member reads and multiplies, as `convoy doctor` shows there.  "
-        "[default: measured here]"
+        help="[NAME=]GB/S,GFLOP/S: what a member reads and multiplies, or all numbers that `convoy doctor` "
+        "shows there.  [default: measured here]"
     ),
 ]
 RoundTripFlag = Annotated[
@@ -27,68 +30,93 @@ RoundTripFlag = Annotated[
     typer.Option(help="[NAME,NAME=]MS: a link there and back, as `convoy doctor` shows.  [default: assumed]"),
 ]
 ContextFlag = Annotated[int, typer.Option(min=1, help="Tokens of a sequence, for the decode rates.")]
+ThreadsFlag = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads of each member that is here, for the rates.")
+]
 _HERE_S, _ELSEWHERE_S = 0.15e-3, 0.5e-3  # assumed: both ends on one machine; a wired network
+_HERE_BYTES_PER_S = 400e6  # sealed twice on the way, between cores of one machine
+_SPEED_COUNTS = {2, 8}
 _MOST = 1e9  # GB/s, GFLOP/s and milliseconds that make sense
 
 
-def speeds_of(
-    placement: Placement,
-    flags: Sequence[str],
-    here: str,
-    *,
-    all_here: bool,
-    num_threads: int | None,
-    device: str,
-) -> dict[str, Speed]:
-    """Of every member with a stage. Measures this machine if a flag leaves anybody out.
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """Which members this machine is, and on what each of them computes here."""
 
-    ``here`` is the member of this machine; with ``all_here`` all are. Raises UsageError for flags that make
-    no sense.
+    name: str
+    all_members: bool
+    num_threads: int
+    device: str
+
+    @classmethod
+    def of(
+        cls,
+        settings: Config,
+        members: str | None,
+        offers: Sequence[MemberOffer],
+        device: str,
+        threads: int | None,
+    ) -> Here:
+        """A mere count of members is a cluster on this machine; of those with names the head is on it."""
+        elsewhere = settings.cluster.roster is not None if members is None else "=" in members
+        name = settings.cluster.name if members is None and elsewhere else None
+        sharing = 1 if elsewhere else len(offers)
+        num_threads = threads or settings.model.num_threads or max(1, (os.cpu_count() or 1) // sharing)
+        head = next(offer.name for offer in offers if offer.head)
+        return cls(name or head, not elsewhere, num_threads, device)
+
+
+def speeds_of(offers: Sequence[MemberOffer], flags: Sequence[str], here: Here) -> dict[str, Speed]:
+    """Of every member. Measures this machine if a flag leaves anybody out.
+
+    Raises UsageError for flags that make no sense.
     """
-    from convoy.plan.rates import Speed
+    from convoy.plan.speed import Speed
 
-    names = [stage.member for stage in placement.stages]
+    names = [offer.name for offer in offers]
     told: dict[str, Speed] = {}
     for text in flags:
-        whose, numbers = _split(text, "--speed", "[NAME=]GB/S,GFLOP/S", count=2)
+        whose, numbers = _split(text, "--speed", "[NAME=]GB/S,GFLOP/S", _SPEED_COUNTS)
         if whose and whose not in names:
             raise UsageError(f"--speed {text} is for {whose}, expected a member: {', '.join(names)}")
-        speed = Speed(numbers[0] * 1e9, numbers[1] * 1e9)
+        speed = Speed.from_numbers(numbers)
         told |= {whose: speed} if whose else {name: speed for name in names if name not in told}
     lacking = [name for name in names if name not in told]
     if lacking:
         from convoy.model.speed import measure_speed
 
-        own = here if here in names else placement.head
-        speed = measure_speed(placement.kernels[own], num_threads, device)
+        own = next((offer for offer in offers if offer.name == here.name), offers[0])
+        speed = measure_speed(own.kernel, here.num_threads, here.device)
         guessed = dataclasses.replace(speed, measured=False)
-        told |= {name: speed if all_here or name == here else guessed for name in lacking}
+        told |= {name: speed if here.all_members or name == here.name else guessed for name in lacking}
     return told
 
 
-def links_of(placement: Placement, flags: Sequence[str], *, all_here: bool) -> Links:
+def links_of(offers: Sequence[MemberOffer], flags: Sequence[str], here: Here) -> Links:
     """Round trips by pair; without a flag they are assumed. Raises UsageError."""
     from convoy.plan.rates import Links
 
-    names = [stage.member for stage in placement.stages]
+    names = [offer.name for offer in offers]
     pairs: dict[frozenset[str], float] = {}
     for text in flags:
-        whose, numbers = _split(text, "--round-trip", "[NAME,NAME=]MS", count=1)
+        whose, numbers = _split(text, "--round-trip", "[NAME,NAME=]MS", {1})
         ends = [name.strip() for name in whose.split(",")] if whose else names
         if not set(ends) <= set(names) or (whose and len(set(ends)) != 2):
             raise UsageError(f"--round-trip {text} names {whose}, expected two of {', '.join(names)}")
         asked = {frozenset((one, other)) for one in ends for other in ends if one != other}
         pairs |= {pair: numbers[0] / 1e3 for pair in asked if whose or pair not in pairs}
-    return Links(_HERE_S if all_here else _ELSEWHERE_S, by_pair=pairs)
+    if here.all_members:
+        return Links(_HERE_S, _HERE_BYTES_PER_S, by_pair=pairs)
+    return Links(_ELSEWHERE_S, by_pair=pairs)
 
 
-def _split(text: str, flag: str, form: str, *, count: int) -> tuple[str, list[float]]:
+def _split(text: str, flag: str, form: str, counts: set[int]) -> tuple[str, list[float]]:
     whose, _, values = text.rpartition("=")
     try:
         numbers = [float(value) for value in values.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) != count or not all(0 < number < _MOST for number in numbers):
+    if len(numbers) not in counts or not all(0 < number < _MOST for number in numbers):
         raise UsageError(f"{flag} is {text}, expected {form}")
     return whose.strip(), numbers
 
@@ -99,7 +127,7 @@ def print_rates(rates: RatesReport) -> None:
     rows = [
         ("decode, one sequence", rates.decode),
         (f"decode, {rates.decode_batch.batch} sequences", rates.decode_batch),
-        ("prefill of one long prompt", rates.prefill),
+        ("prefill of one prompt", rates.prefill),
     ]
     width = max(len(name) for name, _ in rows)
     for name, rate in rows:
@@ -109,5 +137,10 @@ def print_rates(rates: RatesReport) -> None:
 
 
 def _rate_text(rate: Rate) -> str:
+    return f"{format_rate(rate)}, a step every {format_seconds(rate.step_s)}; limited by {rate.limit}"
+
+
+def format_rate(rate: Rate) -> str:
+    """``12.3 tokens/s``."""
     shown = f"{rate.tokens_per_s:,.0f}" if rate.tokens_per_s >= 100 else f"{rate.tokens_per_s:.1f}"
-    return f"{shown} tokens/s, a step every {format_seconds(rate.step_s)}; limited by {rate.limit}"
+    return f"{shown} tokens/s"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -47,11 +47,12 @@ def run(
     threads: Annotated[int | None, typer.Option(help="CPU threads of each member.")] = None,
     pin: PinFlag = False,
     engine: dict[str, int],
+    sharing: dict[str, Any],
     host: Annotated[str, typer.Option(help="HTTP address.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="HTTP port; 0 lets the system choose.")] = DEFAULT_SERVE_PORT,
     as_json: JsonFlag = False,
 ) -> None:
-    """Split a model over processes on this machine; serve or answer."""
+    """Split a model over processes here; serve it or answer."""
     from convoy.model.source import ModelSource
 
     if max_tokens < 1:
@@ -59,7 +60,8 @@ def run(
     model = local_model(Config(), model, quiet=as_json)
     source = ModelSource.resolve(model)
     options = LocalOptions(members, layers, kernel_for(quantize, kernel), threads, engine=engine)
-    options = replace(options, device=device or "auto", cores=share_cores(members) if pin else None)
+    cores = share_cores(members) if pin else None
+    options = replace(options, device=device or "auto", cores=cores, sharing=sharing)
     asked = None if prompt is None else Asked(prompt, raw, max_tokens, temperature, seed).request(source)
     options.check(source.spec)  # what is wrong is said before anything is started
     with LocalCluster(options) as local, pinned(options.head_cores):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,14 +24,17 @@ from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
 from convoy.cli.quantize import QuantizeFlag
 from convoy.cli.serve_invite import InviteFlags
+from convoy.cli.serve_provide import CertificateFlag, CoordinatorKeyFlag, ProvideFlag, Providing
 from convoy.cli.start import heavy_rooms
 from convoy.cli.steps import with_step_flags
+from convoy.cli.traces import TracesFlag, tracing
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from convoy.cluster.running import RunningCluster
+    from convoy.fleet.provider.run import ProviderBeside
     from convoy.plan.spec import ModelSpec
     from convoy.serve.options import ServeOptions
     from convoy.transport.membership import Membership
@@ -65,6 +70,7 @@ def serve(
     host: HostFlag = None,
     port: PortFlag = None,
     engine: dict[str, int],
+    sharing: dict[str, Any],
     recover_wait: RecoverWaitFlag = None,
     invite: InviteFlag = False,
     auto_approve: AutoApproveFlag = False,
@@ -77,27 +83,44 @@ def serve(
     weights: WeightsFromFlag = None,
     signed: SignedFlag = None,
     device: DeviceFlag = None,
+    provide: ProvideFlag = None,
+    coordinator_key: CoordinatorKeyFlag = None,
+    certificate: CertificateFlag = None,
+    traces: TracesFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Be the head: split a model over members, answer the OpenAI API."""
-    if invite:
-        asked = InviteFlags(config, directory, auto_approve, address, name, invite_port)
-        asked.check(model)
-        config = asked.let_in(as_json=as_json)
-    settings = with_discover(load_config(config), discover)
-    source = override(settings.model, weights_from=weights_from(weights), signed=signed)
-    settings = override(settings, model=source)
+    """Be the head: split a model, answer the OpenAI API."""
+    asked = InviteFlags(config, directory, auto_approve, address, name, invite_port)
+    config = asked.let_in(model, as_json=as_json) if invite else config
+    settings = _settings(with_discover(load_config(config), discover), weights, signed, traces)
     chosen = _chosen(settings, model, quiet=as_json)
-    http = override(settings.serve, host=host, port=port)
-    limits, plan = override(settings.engine, **engine), override(settings.plan, recover_wait_s=recover_wait)
-    settings = computing(override(settings, serve=http, engine=limits, plan=plan), quantize, device)
-    head_options(settings).check()
+    http, limits = override(settings.serve, host=host, port=port), override(settings.engine, **engine)
+    plan = override(settings.plan, recover_wait_s=recover_wait, **sharing)
+    settings = _checked(computing(override(settings, serve=http, engine=limits, plan=plan), quantize, device))
+    providing, note = Providing.of(provide, coordinator_key, certificate, settings, directory), None
     with ExitStack() as stack:
         if config is None:
-            local = stack.enter_context(LocalCluster(_alone_options(settings)))
-            settings = override(local.config(local.head), serve=http, engine=limits)
-        note = None if config is not None else _alone(directory)
-        serve_cluster(with_layers(settings, layers, chosen.source.spec), chosen, as_json=as_json, note=note)
+            settings, note = _on_this_machine(settings, stack), _alone(directory)
+        shared = with_layers(settings, layers, chosen.source.spec)
+        serve_cluster(shared, chosen, as_json=as_json, note=note, providing=providing)
+
+
+def _settings(settings: Config, weights: str | None, signed: Path | None, traces: str | None) -> Config:
+    source = override(settings.model, weights_from=weights_from(weights), signed=signed)
+    return override(settings, model=source, telemetry=override(settings.telemetry, traces=traces))
+
+
+def _on_this_machine(settings: Config, stack: ExitStack) -> Config:
+    """A cluster of one, as long as ``stack``."""
+    local = stack.enter_context(LocalCluster(_alone_options(settings)))
+    http, limits = settings.serve, settings.engine
+    return override(local.config(local.head), serve=http, engine=limits, telemetry=settings.telemetry)
+
+
+def _checked(settings: Config) -> Config:
+    """Said before anything is started."""
+    head_options(settings).check()
+    return settings
 
 
 def _alone_options(settings: Config) -> LocalOptions:
@@ -124,6 +147,7 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
 
     Raises `UsageError`, or what `plan.placement.place` raises for spans that no members could hold.
     """
+    from convoy.plan.grouping import names_in
     from convoy.plan.placement import MemberOffer, place
 
     if not layers:
@@ -133,7 +157,7 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
     spans = spans_by_name(layers, names)
     assert spans is not None
     # Who is in no span may be a standby, or share what is left.
-    groups = names, list(dict.fromkeys([me.name, *spans]))
+    groups = names, list(dict.fromkeys([me.name, *names_in(spans)]))
     failed: ConvoyError | None = None
     for group in groups:
         try:
@@ -154,6 +178,7 @@ def serve_cluster(
     as_json: bool,
     watch: Callable[[], None] | None = None,
     note: str | None = None,
+    providing: Providing | None = None,
 ) -> None:
     """Bring the cluster up, serve until a signal, take it down. ``note`` is said beside the address."""
     from convoy.serve.server import bind
@@ -166,39 +191,61 @@ def serve_cluster(
     with watched_roster(settings, me, quiet=as_json):
         with network_of(settings) as network:  # only to find the peers: a head that serves asks for nobody
             cluster = start_cluster(settings, model, me=me, quiet=as_json, watch=watch, network=network)
-        _serve(cluster, options, as_json=as_json, note=note)
+        with tracing(settings.telemetry.traces, "convoy-head") as on:
+            told = replace(options, traces=on)
+            _serve(cluster, told, as_json=as_json, note=note, providing=providing)
 
 
-def _serve(cluster: RunningCluster, options: ServeOptions, *, as_json: bool, note: str | None) -> None:
+def _serve(
+    cluster: RunningCluster,
+    options: ServeOptions,
+    *,
+    as_json: bool,
+    note: str | None,
+    providing: Providing | None,
+) -> None:
+    from convoy.cluster.member_metrics import head_families
     from convoy.serve.server import run_server
     from convoy.serve.service import ServedModel, Service
 
+    beside: list[ProviderBeside] = []
     try:
         granted = cluster.head.granted
         assert granted is not None
         served = ServedModel(granted.plan.model, cluster.engine, cluster.tokenizer)
-        service = Service((served,), cluster.health, cluster.status, cluster.level)
+        scraped = (partial(head_families, cluster),)
+        service = Service((served,), cluster.health, cluster.status, cluster.level, scraped)
 
         def on_ready(url: str) -> None:
-            if as_json:
-                print_json({"url": f"{url}/v1", "status": cluster.status()})
-            else:
-                print_picture(cluster.status())
-                if note is not None:
-                    print_note(note)
-                print_note(f"serving {served.name} at {url}/v1")
+            _say_ready(cluster, served.name, url, as_json=as_json, note=note)
+            if providing is not None:
+                beside.append(providing.begin(url, cluster.head, options, quiet=as_json))
+
+        def on_stop() -> None:
+            for provider in beside:  # what it runs for others ends before the head does
+                provider.drain(options.drain_s)
 
         def on_drain(num_answers: int, drain_s: float) -> None:
             if not as_json:
                 many = "answer" if num_answers == 1 else "answers"
                 print_note(f"finishing {num_answers} {many}, at most {drain_s:g} s; Ctrl-C again to stop now")
 
-        num_cut = run_server(service, options, on_ready=on_ready, on_drain=on_drain)
+        num_cut = run_server(service, options, on_ready=on_ready, on_stop=on_stop, on_drain=on_drain)
     finally:
         cluster.close()
     if not as_json:
         cut = f"{num_cut} {'answer was' if num_cut == 1 else 'answers were'} cut off, and their clients told"
         print_note(f"ended: {cut if num_cut else 'every request was answered'}")
+
+
+def _say_ready(cluster: RunningCluster, model: str, url: str, *, as_json: bool, note: str | None) -> None:
+    if as_json:
+        print_json({"url": f"{url}/v1", "status": cluster.status()})
+        return
+    print_picture(cluster.status())
+    if note is not None:
+        print_note(note)
+    print_note(f"serving {model} at {url}/v1")
 
 
 def start_cluster(
@@ -247,12 +294,12 @@ def _say_arrival(name: str, missing: list[str], left_s: float) -> None:
 
 
 def _say_why_not_exact(settings: Config, cluster: RunningCluster) -> None:
-    from convoy.model.device import CUDA_KERNEL
+    from convoy.model.device import CUDA_KERNELS
     from convoy.model.selfcheck import EXACT, why_not_exact
 
     granted = cluster.head.granted
     assert granted is not None
-    if CUDA_KERNEL in {granted.plan.kernel, *granted.plan.kernels}:
+    if not {granted.plan.kernel, *granted.plan.kernels}.isdisjoint(CUDA_KERNELS):
         print_note("stages on CUDA compute in bfloat16, so a split equals the whole to its rounding only")
     elif granted.plan.kernel != EXACT and settings.model.kernel == "auto":
         here = why_not_exact(settings.model.num_threads) or "another member refuses it"

@@ -41,7 +41,7 @@ class InviteFlags:
     name: str | None
     port: int | None
 
-    def check(self, model: str | None) -> None:
+    def _check(self, model: str | None) -> None:
         """Say what is wrong with the model before anybody is invited. Raises `UsageError` or `ModelError`."""
         from convoy.model.source import ModelSource
 
@@ -51,11 +51,12 @@ class InviteFlags:
             raise UsageError("no model was named", hint="convoy serve MODEL --invite")
         ModelSource.resolve(chosen)
 
-    def let_in(self, *, as_json: bool) -> Path:
+    def let_in(self, model: str | None, *, as_json: bool) -> Path:
         """Run `convoy invite` to its end; the convoy.toml to go on with.
 
-        Exits as the child did if nobody was let in: it has said why.
+        Exits as the child did if nobody was let in: it has said why. Raises what is wrong with the model.
         """
+        self._check(model)
         arguments = ["--dir", str(self.directory)]
         if self.config is not None:
             arguments += ["--config", str(self.config)]

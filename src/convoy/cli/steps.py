@@ -1,4 +1,4 @@
-"""Flags for how much runs at once: rows of a step, chunks of a prompt, steps in flight, guesses."""
+"""Flags for how much runs at once, and for how members share a model: those that several verbs have."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from typing import Annotated, Any
 
 import typer
 
+from convoy.errors import UsageError
+from convoy.plan.parallel import ASKED
+
 MaxBatchFlag = Annotated[
     int | None, typer.Option(min=1, help="Sequences that run at once; 1: one after the other.")
 ]
 PrefillChunkFlag = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of one prompt in one step.  [default: 256]")
+    int | None,
+    typer.Option(
+        min=1, help="Tokens of one prompt in one step.  [default: 256; 2048 where all stages are on CUDA]"
+    ),
 ]
 PrefillWindowFlag = Annotated[
     int | None, typer.Option(min=0, help="Chunks of one prompt in flight, 1 to 64; 0: as micro-batches.")
@@ -25,36 +31,60 @@ SpeculateFlag = Annotated[
     int | None,
     typer.Option(min=0, max=64, help="Tokens guessed at once, from the text so far; 0: none.  [default: 8]"),
 ]
+ParallelFlag = Annotated[
+    str | None,
+    typer.Option(help="How members share the model: auto, pipeline, tensor or single.  [default: auto]"),
+]
+RanksFlag = Annotated[
+    int | None,
+    typer.Option(min=2, max=16, help="Members that hold each stage together.  [default: as many as can]"),
+]
 
 
 _FLAGS = {
-    "max_batch": MaxBatchFlag,
-    "prefill_chunk": PrefillChunkFlag,
-    "prefill_window": PrefillWindowFlag,
-    "micro_batches": MicroBatchesFlag,
-    "speculate": SpeculateFlag,
+    "engine": {
+        "max_batch": MaxBatchFlag,
+        "prefill_chunk": PrefillChunkFlag,
+        "prefill_window": PrefillWindowFlag,
+        "micro_batches": MicroBatchesFlag,
+        "speculate": SpeculateFlag,
+    },
+    "sharing": {"parallel": ParallelFlag, "ranks": RanksFlag},
 }
 
 
 def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb these flags in place of its parameter ``engine``: the keys of [engine] that were given."""
+    """Give a verb these flags in place of its parameters ``engine`` and ``sharing``.
+
+    They are the keys of [engine] and of [plan] that were given.
+    """
+    own = inspect.signature(verb, eval_str=True).parameters
 
     @functools.wraps(verb)
     def command(**given: Any) -> None:
-        asked = {name: given.pop(name) for name in _FLAGS}
-        verb(**given, engine={name: value for name, value in asked.items() if value is not None})
+        for group in _FLAGS.keys() & own.keys():
+            asked = {name: given.pop(name) for name in _FLAGS[group]}
+            given[group] = {name: value for name, value in asked.items() if value is not None}
+        check_parallel(given.get("sharing", {}).get("parallel"))
+        verb(**given)
 
     kind = inspect.Parameter.KEYWORD_ONLY
     parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(verb, eval_str=True).parameters.values():
-        if parameter.name != "engine":
+    for parameter in own.values():
+        if parameter.name not in _FLAGS:
             parameters.append(parameter.replace(kind=kind))
             continue
         parameters += [
             inspect.Parameter(name, kind, default=None, annotation=annotation)
-            for name, annotation in _FLAGS.items()
+            for name, annotation in _FLAGS[parameter.name].items()
         ]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__dict__["__signature__"] = inspect.Signature(parameters)
     del command.__dict__["__wrapped__"]
     return command
+
+
+def check_parallel(text: str | None) -> None:
+    """Raises UsageError for a word that says nothing about how members share a model."""
+    if text is not None and text not in ASKED:
+        raise UsageError(f"--parallel is {text}, expected {', '.join(ASKED)}")

@@ -38,6 +38,7 @@ def verify(
     prompts: Annotated[str, typer.Option(help="How many prompts, or a file with one on each line.")] = "4",
     tokens: Annotated[int, typer.Option(min=1, max=256, help="To decode behind each prompt.")] = 6,
     device: DeviceFlag = "cpu",
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="That hold each stage together, on the CPU.")] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="That compute.  [default: torch's]")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -45,17 +46,26 @@ def verify(
     max_cuts = _max_cuts(cuts)
     from convoy.evaluate.verify import VerifyOptions
     from convoy.evaluate.verify import verify as run
-    from convoy.model.device import CUDA_KERNEL, choose_devices
+    from convoy.model.device import RANKS, choose_devices, kernel_on_cuda
     from convoy.model.selfcheck import choose_kernel, why_not_exact
     from convoy.model.source import ModelSource
+    from convoy.plan.sharding import check_sharding
 
     source = ModelSource.resolve(model)
     asked = _prompts(source, prompts, tokens)
+    if device and RANKS in device:
+        raise UsageError(f"--device is {device}, and ranks are verified by their number", hint="say --ranks")
     device = ",".join(choose_devices(device or "cpu", kernel))
-    chosen = choose_kernel(kernel, threads) if device == "cpu" else CUDA_KERNEL
+    chosen = choose_kernel(kernel, threads) if device == "cpu" else kernel_on_cuda(kernel)
     if device == "cpu" and kernel == "auto" and (reason := why_not_exact(threads)):
         print_note(f"kernel {chosen}: {reason}")
-    options = VerifyOptions(chosen, max_cuts, num_tokens=tokens, num_threads=threads, device=device)
+    if ranks > 1:
+        check_sharding(source.spec, ranks)
+        if device != "cpu":
+            raise UsageError(f"--ranks {ranks} is for the CPU, and --device is {device}")
+    options = VerifyOptions(
+        chosen, max_cuts, num_tokens=tokens, num_threads=threads, device=device, ranks=ranks
+    )
     report(run(source, asked, options, _show_progress), as_json=as_json)
 
 
@@ -104,7 +114,7 @@ def _show_progress(done: int, total: int, what: str) -> None:
 def _print(found: Certificate) -> None:
     lengths = found.prompt_tokens
     print(
-        f"{found.model}: {found.num_layers} layers, {found.kernel}; {len(lengths)} prompts of "
+        f"{found.model}: {found.num_layers} layers, {found.kernel}{_ranks(found)}; {len(lengths)} prompts of "
         f"{min(lengths)} to {max(lengths)} tokens, {found.decoded_tokens} decoded behind each; "
         f"chunks of {', '.join(map(str, found.chunks))}"
     )
@@ -119,6 +129,10 @@ def _print(found: Certificate) -> None:
             print(f"FAILED {result.spans}: {failure}")
     if found.passed:
         print(f"passed: {len(found.results)} layouts in {found.duration_s:.1f} s")
+
+
+def _ranks(found: Certificate) -> str:
+    return f" on {found.ranks} ranks a stage" if found.ranks > 1 else ""
 
 
 def _row(found: Certificate, result: LayoutResult) -> tuple[object, ...]:
@@ -155,6 +169,11 @@ def _limits(found: Certificate) -> list[str]:
             f"greatest {of_whole.greatest:.1e}, median {of_whole.median:.1e}, "
             f"near ties {of_whole.num_near_ties}"
         )
+        lines += [
+            f"prompt {prompt}: {found.library} in float32 is {own:.1e} from itself in float64, "
+            f"the whole {found.results[0].from_float64.get(prompt, math.nan):.1e}"
+            for prompt, own in found.doubted.items()
+        ]
     lines += [f"no cut before layer {cut}: {reason}" for cut, reason in found.forbidden_cuts.items()]
     lines += [
         f"not covered: a window of {window} tokens, longer than every prompt"

@@ -17,6 +17,7 @@ from functools import partial
 from convoy.cluster.attester import Attester, TpmHardware
 from convoy.cluster.options import MemberOptions
 from convoy.cluster.tpm import Tpm
+from convoy.cluster.vouching import Vouching
 from convoy.errors import AttestationError, ConvoyError, RosterError
 from convoy.transport.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
@@ -57,6 +58,7 @@ class Attestation:
     ) -> None:
         self.policy = policy
         self.attester = attester
+        self.vouching = Vouching(me, attester)
         self._me = me
         self._on_fall = on_fall
         self._lock = threading.Lock()
@@ -95,6 +97,7 @@ class Attestation:
             asked = self._asked.pop(link, None)
         if asked is not None:
             asked.done.set()
+        self.vouching.detach(link)
 
     def takes(self, link: Link, received: Received) -> bool:
         """Whether this was a challenge or evidence. Never blocks.
@@ -117,12 +120,13 @@ class Attestation:
                 asked.evidence = evidence
                 asked.done.set()
             case _:
-                return False
+                return self.vouching.takes(link, received)
         return True
 
     def close(self) -> None:
-        """End both threads."""
+        """End all threads."""
         self._closed.set()
+        self.vouching.close()
         with self._lock:
             self._wake.notify_all()
             self._watch_anew.notify_all()

@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
+import msgspec
+
 from convoy.cluster.backoff import Backoffs
 from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.muster import Arrival, Muster
@@ -18,6 +20,7 @@ from convoy.cluster.offer import make_hello
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.slow import Slow
+from convoy.cluster.traffic import Traffic
 from convoy.cluster.vetting import Vetting
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
 from convoy.transport.link import Link, Received, ReceivedMessage
@@ -50,6 +53,8 @@ class Company:
         self.links: dict[str, Link] = {}
         self.hellos: dict[str, Hello] = {}
         self.slow = Slow()
+        self.traffic = Traffic()
+        self.why_kernel = ""  # why not a better one, where that showed as the model was loaded
         self.absent: dict[str, PeerUnreachable] = {}  # at the bring-up
         self.on_arrival: Arrival = lambda *_: None  # at the bring-up
         self.on_gone: Callable[[str, str], None] = lambda _name, _why: None  # who was here, and why
@@ -80,6 +85,21 @@ class Company:
     @property
     def num_changes(self) -> int:
         return self._num_changes
+
+    def drop_kernel(self, name: str, kernel: str, why: str) -> bool:
+        """``kernel`` is no more of a member's offer, until it greets anew. False where it offers no other."""
+        with self._changed:
+            hello = self._hello if name == self._me.name else self.hellos.get(name)
+            left = [] if hello is None else [one for one in hello.kernels if one != kernel]
+            if hello is None or not left or len(left) == len(hello.kernels):
+                return False  # a kernel that nobody offered would be dropped again and again
+            changed = msgspec.structs.replace(hello, kernels=left)
+            if name == self._me.name:
+                self._hello = changed
+            else:
+                self.hellos[name] = changed
+            self.why_kernel = why
+        return True
 
     def closed_within(self, timeout_s: float) -> bool:  # as soon as the head says goodbye
         return self._closed.wait(timeout_s)
@@ -241,6 +261,7 @@ class Company:
     # Dials' and receiver threads.
 
     def _greet(self, link: Link, mailbox: Mailbox) -> None:
+        self.traffic.began(link)
         self.vetting.attestation.attach(link)
         with self._changed:
             self._greeting[link] = mailbox
@@ -273,6 +294,7 @@ class Company:
             self._receive(link, received)
 
     def _ended(self, link: Link, error: ConvoyError) -> None:
+        self.traffic.ended(link, error)
         told = self.vetting.lost(link, error)
         with self._changed:
             self._ends[link.peer] = told or error

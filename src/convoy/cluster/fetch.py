@@ -24,22 +24,30 @@ _LOOK_UP_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Bytes [start, end) of a part, by its digest; ``end`` None: a first piece. ``name`` is for errors."""
+    """Bytes [start, end) of a part, by its digest; ``end`` None: a first piece. ``name`` is for errors.
+
+    ``wrong``: see `Fetch`.
+    """
 
     part: str
     name: str
     start: int
     end: int | None
+    wrong: str = ""
 
 
 class Fetches:
-    """All that this member has asked its head for. Any thread may call `takes`, `ended` and `abandon`."""
+    """All that this member has asked others for. Any thread may call `takes`, `ended` and `abandon`.
 
-    def __init__(self) -> None:
+    ``stall_s``: how long nothing may come of what was asked.
+    """
+
+    def __init__(self, stall_s: float = STALL_S) -> None:
+        self._stall_s = stall_s
         self._lock = threading.Lock()
         self._number = 0
-        # Whose answer each number is; None: nobody waits for it any more.
-        self._asked: dict[int, queue.SimpleQueue[Piece | ConvoyError] | None] = {}
+        # Who waits for the answer to each number of a link; None: nobody does any more.
+        self._asked: dict[tuple[Link, int], queue.SimpleQueue[Piece | ConvoyError] | None] = {}
 
     def takes(self, link: Link, received: Received) -> bool:
         """Whether it was a piece. One that nobody asked for ends the link."""
@@ -47,8 +55,8 @@ class Fetches:
             return False
         piece = received.message
         with self._lock:
-            known = piece.number in self._asked
-            waiting = self._asked.pop(piece.number, None)
+            known = (link, piece.number) in self._asked
+            waiting = self._asked.pop((link, piece.number), None)
         if waiting is not None:
             waiting.put(piece)
         elif not known:
@@ -62,11 +70,13 @@ class Fetches:
         for one in waiting.values():
             one.put(why)
 
-    def ended(self) -> None:
-        """The head's link is over: nothing of what was asked comes any more."""
-        self.abandon(LinkBroken("the link to the head ended while parts of the model came"))
+    def ended(self, link: Link) -> None:
+        """That link is over: nothing of what was asked there comes any more."""
         with self._lock:
-            self._asked.clear()
+            over = [key for key in self._asked if key[0] is link]
+            waiting = {id(one): one for key in over if (one := self._asked.pop(key)) is not None}
+        for one in waiting.values():
+            one.put(LinkBroken(f"the link to {link.peer} ended while parts of the model came"))
 
     def pull(
         self,
@@ -78,7 +88,7 @@ class Fetches:
         """Every piece of ``wants``, in order; `MAX_ASKED` are under way at once.
 
         ``watch`` is called at least every half second; what it raises ends this. Raises `PeerRefused` with
-        the head's own words, `PeerUnreachable` if nothing comes for `STALL_S`, and what a link raises.
+        the other's own words, `PeerUnreachable` if nothing comes for too long, and what a link raises.
         """
         answers: queue.SimpleQueue[Piece | ConvoyError] = queue.SimpleQueue()
         under_way: deque[tuple[int, Want]] = deque()
@@ -93,12 +103,12 @@ class Fetches:
                         under_way.append((self._ask(link, manifest, want, answers), want))
                 if under_way:
                     number, want = under_way.popleft()
-                    yield want, _checked(_next(answers, watch), number, want, link)
+                    yield want, _checked(self._next(link, answers, watch), number, want, link)
         finally:
             with self._lock:
-                for number, waiting in self._asked.items():
+                for key, waiting in self._asked.items():
                     if waiting is answers:
-                        self._asked[number] = None
+                        self._asked[key] = None
 
     def _ask(
         self, link: Link, manifest: str, want: Want, answers: queue.SimpleQueue[Piece | ConvoyError]
@@ -106,31 +116,36 @@ class Fetches:
         with self._lock:
             number = self._number
             self._number += 1
-            self._asked[number] = answers
+            self._asked[link, number] = answers
         num_bytes = PIECE_BYTES if want.end is None else want.end - want.start
-        link.send(Fetch(number, manifest, want.part, want.start, num_bytes))
+        link.send(Fetch(number, manifest, want.part, want.start, num_bytes, want.wrong))
         return number
 
+    def _next(
+        self, link: Link, answers: queue.SimpleQueue[Piece | ConvoyError], watch: Callable[[], None]
+    ) -> Piece:
+        until_s = time.monotonic() + self._stall_s
+        while True:
+            watch()
+            try:
+                answer = answers.get(timeout=_LOOK_UP_S)
+            except queue.Empty:
+                if link.is_over:
+                    raise LinkBroken(f"the link to {link.peer} ended while parts of the model came") from None
+                if time.monotonic() > until_s:
+                    raise PeerUnreachable(
+                        f"{link.peer} sent nothing of the model for {self._stall_s:g} s"
+                    ) from None
+                continue
+            if isinstance(answer, ConvoyError):
+                raise answer
+            return answer
 
-def pieces_of(part: str, name: str, start: int, end: int) -> Iterator[Want]:
+
+def pieces_of(part: str, name: str, start: int, end: int, wrong: str = "") -> Iterator[Want]:
     """Bytes [start, end) in pieces of `PIECE_BYTES`."""
     for at in range(start, end, PIECE_BYTES):
-        yield Want(part, name, at, min(at + PIECE_BYTES, end))
-
-
-def _next(answers: queue.SimpleQueue[Piece | ConvoyError], watch: Callable[[], None]) -> Piece:
-    until_s = time.monotonic() + STALL_S
-    while True:
-        watch()
-        try:
-            answer = answers.get(timeout=_LOOK_UP_S)
-        except queue.Empty:
-            if time.monotonic() > until_s:
-                raise PeerUnreachable(f"the head sent nothing of the model for {STALL_S:g} s") from None
-            continue
-        if isinstance(answer, ConvoyError):
-            raise answer
-        return answer
+        yield Want(part, name, at, min(at + PIECE_BYTES, end), wrong)
 
 
 def _checked(piece: Piece, number: int, want: Want, link: Link) -> Piece:

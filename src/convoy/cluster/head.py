@@ -12,32 +12,43 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from convoy.cluster.beginning import begin
 from convoy.cluster.company import Company
-from convoy.cluster.granted import Granted, plan_digest
-from convoy.cluster.loaded import stage_options
+from convoy.cluster.executors import make_executor
+from convoy.cluster.granted import Granted, NoRoom, common_blocks, plan_digest
+from convoy.cluster.loaded import group_of, stage_options
 from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.own_weights import OwnWeights
+from convoy.cluster.pace import Pace
 from convoy.cluster.picture import describe_stages
 from convoy.cluster.planning import Planner, Proposal
 from convoy.cluster.prepare import Preparations
+from convoy.cluster.ranks import RankGroup
 from convoy.cluster.standbys import Standbys
 from convoy.cluster.status import StageStatus, StandbyStatus
 from convoy.cluster.supply import Supply, doing
 from convoy.cluster.vetting import Vetting
+from convoy.engine.collective.joined import load_stage
 from convoy.engine.deadline import StepClock
 from convoy.engine.executor import Executor
-from convoy.engine.local import LocalExecutor
-from convoy.engine.pipeline import PipelineExecutor, PipelineOptions
-from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, PlanError, SpanError
+from convoy.engine.group.executor import GroupExecutor
+from convoy.engine.pipeline import PipelineExecutor
+from convoy.errors import (
+    ConvoyError,
+    LinkClosed,
+    PeerError,
+    PlanError,
+)
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage
-from convoy.plan.blocks import Room, choose_blocks
+from convoy.plan.blocks import Room
 from convoy.plan.route import Route
 from convoy.transport.link import Link, Received
+from convoy.transport.member import Roster
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
-from convoy.wire.messages import Activate, Activated, Hello, Plan, Ready
+from convoy.wire.messages import Activate, Activated, Hello, Plan, Progress, Ready
 
 _log = logging.getLogger(__name__)
 
@@ -71,22 +82,21 @@ class Head:
         self.on_lost: Callable[[], None] = lambda: None
         self.on_joined: Callable[[str], None] = lambda _name: None
         self.company = Company(
-            me,
-            network or TcpNetwork(),
-            options,
-            receive=self._deliver,
-            lost=self._lost,
-            joined=self._joined,
+            me, network or TcpNetwork(), options, receive=self._deliver, lost=self._lost, joined=self._joined
         )
-        self._supply = Supply(source, options.member, own)
+        self._supply = Supply(source, options.member, own, self.company.present)
         vetting, supply = self.company.vetting, self._supply
-        self.planner = Planner(me, source, options, vetting, lambda: self.manifest, hub=supply.hub)
+        pace = Pace(self.company, options.member).step_s
+        self.planner = Planner(
+            me, source, options, vetting, lambda: self.manifest, hub=supply.hub, predict=pace
+        )
         self._preparations = Preparations(me.name, self.company, self.planner, options.load_wait_s)
         self.clock = StepClock(options.step_timeout_s)
         self._standbys = Standbys()
-        self._stage: Stage | None = None
+        self._stage: Stage | None = None  # the head's own
+        self._group: RankGroup | None = None  # who holds it too
         self._members: set[str] = set()
-        self._receiver: Mailbox | PipelineExecutor | None = None
+        self._receiver: Mailbox | PipelineExecutor | GroupExecutor | None = None
         self._closed = False
         self.failed: str | None = None
         self.executor: Executor | None = None
@@ -107,8 +117,16 @@ class Head:
         return self._supply.manifest().digest
 
     @property
+    def membership(self) -> Membership:
+        return self._me
+
+    @property
     def name(self) -> str:
         return self._me.name
+
+    @property
+    def roster(self) -> Roster:
+        return self._me.roster
 
     def bring_up(self, on_load: LoadProgress | None = None) -> Granted:
         """Everything up to the first step.
@@ -118,7 +136,13 @@ class Head:
         try:
             self.company.require(self.company.gather(self._watch))
             self._hash(on_load)
-            return self._begin(on_load)
+            return begin(
+                self.company,
+                self.planner,
+                self.hellos,
+                lambda proposal: self.install(proposal, self._watch, on_load),
+                replaceable=self._options.parallel != "tensor",
+            )
         except BaseException:
             self.close("the head could not bring the cluster up")
             raise
@@ -132,38 +156,6 @@ class Head:
                 on_load(doing(self.name, "check"), done, total)
 
         self._supply.manifest(progress)
-
-    def _begin(self, on_load: LoadProgress | None) -> Granted:
-        """Over those who came. Where that fails for want of the others, raises why the first did not come."""
-        absent = self.company.absent
-        try:
-            proposal = self.planner.first(self.hellos())
-            for why in absent.values():
-                _log.warning("%s; the cluster starts without it, and goes on dialling it", why.message)
-            while True:
-                try:
-                    return self.install(proposal, self._watch, on_load)
-                except (PeerError, LinkClosed) as error:
-                    proposal = self._without_lost(proposal, error)
-        except (CapacityError, SpanError) as error:
-            for why in absent.values():
-                raise why from error
-            raise
-
-    def _without_lost(self, before: Proposal, error: ConvoyError) -> Proposal:
-        """Members ended while the first plan was loaded: as after a loss, those that are left hold the model.
-
-        Raises ``error`` where that is not why, or where they cannot.
-        """
-        gone = before.members - {self.name} - self.company.present().keys()
-        if not gone:
-            raise error
-        try:
-            proposal = self.planner.again(self.hellos(), None)
-        except ConvoyError:
-            raise error from None
-        _log.warning("%s; the cluster starts without %s", error.message, ", ".join(sorted(gone)))
-        return proposal
 
     def seek(self, on_lost: Callable[[], None], on_joined: Callable[[str], None]) -> None:
         """From now on dial who is missing, and tell of who is lost and who comes: hooks first, so of each."""
@@ -196,16 +188,18 @@ class Head:
             granted = self._activate(proposal, stage, mailbox, links, readies)
         except BaseException:
             self.failed = self.failed or mailbox.failed
+            self._end_group()
             raise
         finally:
             self._receiver = None
             mailbox.close()
-        self._run(granted, stage, links)
+        self._run(granted, links)
         return granted
 
     def stop(self) -> None:
         """The plan is over: its frames are for nobody, and its K/V is free. The stage's weights stay."""
         self.vetting.pause()
+        self._end_group()
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()
@@ -213,6 +207,11 @@ class Head:
             self.executor.close()
         if self._stage is not None:
             self._stage.forget()
+
+    def _end_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     def route(self) -> Route:
         """The way of a token through those that are here: it may lack stages."""
@@ -227,7 +226,10 @@ class Head:
         assert granted is not None, "stages() before bring_up()"
         levels = {name: self.vetting.level(name).text for name in granted.members}
         devices = {name: hello.device for name, hello in self.hellos().items()}
-        return describe_stages(granted, self.name, self._me.roster, self.links, levels, devices=devices)
+        origins, links = self._supply.origins, self.links
+        return describe_stages(
+            granted, self.name, self._me.roster, links, levels, devices=devices, origins=origins
+        )
 
     def sealed_bytes(self) -> int:
         """All that the head sent and received in sealed frames."""
@@ -239,6 +241,7 @@ class Head:
             return
         self._closed = True
         self._supply.close()
+        self._end_group()
         receiver = self._receiver
         if receiver is not None:
             receiver.close()
@@ -251,6 +254,7 @@ class Head:
     def _load(self, plan: Plan, watch: Callable[[], None], on_load: LoadProgress | None) -> Stage:
         position, mine = next((i, one) for i, one in enumerate(plan.stages) if one.member == self.name)
         options = stage_options(plan, position, self._options.member)
+        self._group = group = group_of(plan, plan_digest(plan), position, self.name, self._source.spec)
 
         def progress(done: int, total: int) -> None:
             watch()
@@ -261,19 +265,17 @@ class Head:
             mine, watch, lambda what, *far: None if on_load is None else on_load(doing(self.name, what), *far)
         )
         before, self._stage = self._stage, None
-        return Stage.load(self._source, mine, options, progress, before=before)
+        shard = None if group is None else group.shard
+        return load_stage(self._source, mine, options, progress, before=before, shard=shard)
 
     def _gather_ready(
         self, mailbox: Mailbox, links: dict[str, Link], on_load: LoadProgress | None
     ) -> dict[str, Ready]:
-        return mailbox.gather(
-            links,
-            Ready,
-            self._options.load_wait_s,
-            None
-            if on_load is None
-            else (lambda peer, p: on_load(doing(peer, p.stage), p.loaded_bytes, p.total_bytes)),
-        )
+        def tell(peer: str, said: Progress) -> None:
+            if on_load is not None:
+                on_load(self._supply.heard(peer, said), said.loaded_bytes, said.total_bytes)
+
+        return mailbox.gather(links, Ready, self._options.load_wait_s, tell)
 
     # 4. activate
 
@@ -288,56 +290,51 @@ class Head:
         plan = proposal.plan
         room = Room(stage.room_bytes(self.company.hello.memory_bytes), stage.block_bytes)
         rooms = {self.name: room} | {n: Room(r.room_bytes, r.block_bytes) for n, r in readies.items()}
-        num_blocks = self._choose_blocks(rooms, plan)
+        try:
+            num_blocks = common_blocks(
+                self._source.spec, rooms, plan, self._options, is_first=self.granted is None
+            )
+        except NoRoom as error:
+            self.failed = error.member
+            raise PlanError(error.message, hint=error.hint) from error
         stage.make_pools(num_blocks)
         activate = Activate(plan.generation, plan_digest(plan), list(num_blocks))
         for name in readies:
             links[name].send(activate, generation=plan.generation)
-        mailbox.gather(readies, Activated, self._options.wait_s)
+        try:
+            if self._group is not None:
+                self._group.join_here(stage, links)
+            mailbox.gather(readies, Activated, self._options.wait_s)
+        except (PeerError, LinkClosed) as error:
+            self._note_failed_ranks(proposal, error)
+            raise
         weights = {self.name: stage.weight_bytes} | {n: r.weight_bytes for n, r in readies.items()}
         num_places = len(plan.stages) - 1 + stage.num_devices
         return Granted(plan, proposal.placement, weights, num_blocks, plan.max_context, num_places)
 
-    def _choose_blocks(self, rooms: dict[str, Room], plan: Plan) -> tuple[int, ...]:
-        groups = self._source.spec.cache_groups
-        for name, room in rooms.items():
-            if len(room.block_bytes) != len(groups) or min(room.block_bytes) < 0:
-                self.failed = name
-                raise PlanError(f"{name} does not say what a K/V block of each of {len(groups)} groups takes")
-        demand = self._options.demand(block_size=plan.block_size, max_context=plan.max_context)
-        choice = choose_blocks(groups, rooms, demand)
-        # After a loss fewer are better than none: requests that need more end alone.
-        least = self._options.num_blocks if self.granted is None and self._options.num_blocks else 1
-        if choice.most < least:
-            self.failed = choice.tightest
-            raise PlanError(
-                f"{choice.tightest} has memory for {choice.most} K/V blocks beside its weights, "
-                f"and at least {least} are needed",
-                hint="give that member fewer layers or more memory",
-            )
-        return choice.num_blocks
+    def _note_failed_ranks(self, proposal: Proposal, error: ConvoyError) -> None:
+        """Where nobody asked for ranks, the next plan over the same members has none."""
+        if self._group is not None:
+            self.failed = self.failed or self._group.culprit
+        if proposal.placement.mode != "tensor" or self._options.parallel == "tensor":
+            return
+        self.planner.tensor_failed(self.hellos(), error.message)
+        _log.warning("%s; its members share the layers as a pipeline instead", error.message)
 
     # 5. run
 
-    def _run(self, granted: Granted, stage: Stage, links: dict[str, Link]) -> None:
-        plan = granted.plan
+    def _run(self, granted: Granted, links: dict[str, Link]) -> None:
+        leader = None if self._group is None else self._group.leader
+        assert self._stage is not None
         self.clock.settle()
-        if len(plan.stages) == 1:
-            self.executor = LocalExecutor(stage, self._options.depth(granted.num_places))
-        else:
-            options = PipelineOptions(
-                generation=plan.generation,
-                depth=self._options.depth(granted.num_places),
-                step_timeout_s=self._options.step_timeout_s,
-                activation_dtype=plan.activation_dtype,
-                max_step_tokens=max(self._options.max_step_tokens, self._options.prefill_chunk),
-                overlaps=stage.overlaps,
-            )
-            self.executor = self._receiver = PipelineExecutor(
-                stage, plan.stages, self.name, links, options, clock=self.clock
-            )
+        self.executor = executor = make_executor(
+            granted, self._stage, leader, head=self.name, links=links, options=self._options, clock=self.clock
+        )
+        if isinstance(executor, PipelineExecutor | GroupExecutor):
+            self._receiver = executor
         self.granted = granted
-        self.vetting.watch(links, plan)
+        _log.info("parallel: %s: %s", granted.placement.mode, granted.placement.reason)
+        self.vetting.watch(links, granted.plan)
         self.preload()
 
     def preload(self) -> None:
@@ -345,19 +342,7 @@ class Head:
         granted = self.granted
         if granted is None:
             return
-        largest = max(
-            (name for name in granted.weight_bytes if name != self.name),
-            key=lambda name: granted.weight_bytes[name],
-            default=None,
-        )
-        if largest is None:
-            return
-        for name, (link, hello) in self.company.present().items():
-            if not hello.standby or name in granted.members:
-                continue
-            fits = hello.memory_bytes >= granted.weight_bytes[largest]
-            plan = self.planner.in_place_of(granted.plan, largest, name, hello) if fits else None
-            self._standbys.preload(name, link, plan)
+        self._standbys.preload_largest(granted, self.name, self.company.present(), self.planner.in_place_of)
 
     def standbys(self) -> list[StandbyStatus]:
         """Who waits for the loss of another, and with which layers."""
@@ -368,7 +353,9 @@ class Head:
     def _deliver(self, link: Link, received: Received) -> None:
         if self._supply.takes(link, received) or self._preparations.takes(link, received):
             return
-        receiver = self._receiver
+        group, receiver = self._group, self._receiver
+        if group is not None and group.takes(link, received):
+            return
         if receiver is not None and link.peer in self._members:
             receiver.deliver(link, received)
         else:
@@ -376,6 +363,9 @@ class Head:
 
     def _lost(self, link: Link, error: ConvoyError) -> None:
         """Before a plan runs, a loss is one of those that it is made for; then of those that hold a stage."""
+        self._supply.ended(link)
+        if self._group is not None:
+            self._group.ended(link, error)
         receiver = self._receiver
         if receiver is not None and link.peer in self._members:
             receiver.lost(link, error)

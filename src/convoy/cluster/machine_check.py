@@ -78,8 +78,9 @@ def _version(name: str) -> str | None:
 
 
 def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
-    """Whether exact mode holds here, and which bits it computes."""
+    """Whether exact mode holds here, which bits it computes, and whether compiled code does the decodes."""
     from convoy.model.bits import bits_digest
+    from convoy.model.native.library import why_no_native
     from convoy.model.selfcheck import why_not_exact
 
     why_not = why_not_exact(num_threads)
@@ -88,26 +89,32 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
     else:
         digest = bits_digest()[:12]
         yield ok(f"exact mode holds, with bits {digest}; on members that show the same, texts are the same")
+    reason = why_no_native()
+    yield ok(
+        f"decodes run on torch's operators alone, slower and with the same bits: {reason}"
+        if reason
+        else "decodes run on code that was compiled here, with the bits of torch's operators"
+    )
 
 
 def check_speed(
     kernel: str = "auto", num_threads: int | None = None, device: str = "auto"
 ) -> Iterator[Finding]:
     """What this machine reads and multiplies, in the form in which `convoy plan` takes it."""
-    from convoy.model.device import CUDA_KERNEL, HOST, choose_devices
+    from convoy.model.device import HOST, choose_devices, kernel_on_cuda
     from convoy.model.selfcheck import EXACT, PLAIN, why_not_exact
     from convoy.model.speed import measure_speed
 
     place = choose_devices(device, kernel)[0]
     if place != HOST:
-        kernel = CUDA_KERNEL
+        kernel = kernel_on_cuda(kernel)
     elif kernel == "auto":
         kernel = PLAIN if why_not_exact(num_threads) else EXACT
     speed = measure_speed(kernel, num_threads, place)
     read, multiplied = speed.read_bytes_per_s / 1e9, speed.flop_per_s / 1e9
     yield ok(
         f"{place} reads {read:.1f} GB/s and multiplies {multiplied:.0f} GFLOP/s under {kernel}: elsewhere, "
-        f"`convoy plan --speed NAME={read:.1f},{multiplied:.0f}`"
+        f"`convoy plan --speed NAME={speed.text()}`"
     )
 
 

@@ -17,6 +17,15 @@ M = TypeVar("M", bound=Message)
 _WATCH_S = 0.5
 
 
+class KernelRefused(PeerRefused):
+    """``member`` cannot run ``kernel`` on the shapes of the plan's model, although it offered it."""
+
+    def __init__(self, message: str, member: str, kernel: str, *, hint: str | None) -> None:
+        super().__init__(message, hint=hint)
+        self.member = member
+        self.kernel = kernel
+
+
 class Mailbox:
     """Collects one answer of a given type from each of several peers, within a deadline.
 
@@ -92,8 +101,11 @@ class Mailbox:
             match item:
                 case ConvoyError():
                     raise LinkBroken(f"the link to {peer} ended: {item.message}", hint=item.hint) from item
-                case Refuse(reason=reason, hint=hint):
-                    raise PeerRefused(f"{peer} refused the plan: {reason}", hint=hint or None)
+                case Refuse(reason=reason, hint=hint, kernel=kernel):
+                    text = f"{peer} refused the plan: {reason}"
+                    if kernel:
+                        raise KernelRefused(text, peer, kernel, hint=hint or None)
+                    raise PeerRefused(text, hint=hint or None)
                 case StepFailed(reason=reason):
                     raise PeerRefused(f"{peer} could not follow: {reason}")
                 case _:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from convoy.errors import PeerUnreachable
+from convoy.errors import HandshakeLate, PeerUnreachable
 from convoy.transport.link import Link
 from convoy.transport.member import Member
 from convoy.transport.membership import Membership
@@ -119,15 +119,16 @@ class Muster:
                 if self._over.is_set():
                     link.close("the head gave up on another member")
                 return link
-            except PeerUnreachable:
+            except (PeerUnreachable, HandshakeLate) as error:
                 if time.monotonic() >= deadline or self._over.is_set():
-                    return _Absent(self._unanswered(member))
+                    return _Absent(self._unanswered(member, error))
                 self._over.wait(_RETRY_S)
 
-    def _unanswered(self, member: Member) -> PeerUnreachable:
+    def _unanswered(self, member: Member, error: PeerUnreachable | HandshakeLate) -> PeerUnreachable:
         host, port = member.address
+        why = f": {error.message}" if isinstance(error, HandshakeLate) else ""
         return PeerUnreachable(
-            f"{member.name} at {host}:{port} did not answer within {self._wait_s:g} s",
+            f"{member.name} at {host}:{port} did not answer within {self._wait_s:g} s{why}",
             hint=f"run `convoy join` on {member.name}, mend its address in the roster, "
             f"or take it out: `convoy roster remove {member.name}`",
         )

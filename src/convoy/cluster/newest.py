@@ -5,6 +5,7 @@ from __future__ import annotations
 from convoy.errors import StepError
 from convoy.transport.link import Received, ReceivedTensor
 from convoy.wire.messages import Plan, ReadBlocks, Step, WriteBlocks
+from convoy.wire.ranks import RankOutput, RankStep
 
 SUPERSEDED = "another plan is here"
 
@@ -29,7 +30,7 @@ class NewestPlan:
     def makes_needless(self, item: Received) -> bool:
         """Whether it is work of an older plan: the newest, queued behind it, must not wait for it."""
         is_work = isinstance(item, ReceivedTensor) or isinstance(
-            item.message, Step | ReadBlocks | WriteBlocks
+            item.message, Step | RankStep | RankOutput | ReadBlocks | WriteBlocks
         )
         return is_work and self.supersedes(item.generation)
 
@@ -44,5 +45,5 @@ class NewestPlan:
 
 def _part_of(plan: Plan, member: str) -> tuple[object, ...]:
     """What a member reads for a plan: equal for two plans that need the same of it."""
-    mine = next((stage for stage in plan.stages if stage.member == member), None)
+    mine = next((stage for stage in plan.stages if member in stage.holders), None)
     return mine, plan.model_digest, plan.manifest, plan.kernel

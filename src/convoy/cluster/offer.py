@@ -12,8 +12,18 @@ from convoy import __version__
 from convoy.cluster.options import MemberOptions
 from convoy.errors import Incompatible
 from convoy.model.bits import bits_digest
-from convoy.model.device import CUDA_KERNEL, HOST, choose_devices, describe_devices, device_memory_bytes
-from convoy.model.selfcheck import EXACT, available_kernels
+from convoy.model.device import (
+    CUDA_KERNEL,
+    CUDA_KERNELS,
+    HOST,
+    RANKS,
+    choose_devices,
+    describe_devices,
+    device_memory_bytes,
+    kernel_on_cuda,
+    kernels_on_cuda,
+)
+from convoy.model.selfcheck import EXACT, ROUNDED, available_kernels
 from convoy.plan.memory import MEMORY_SHARE
 from convoy.wire.messages import Hello
 
@@ -28,7 +38,8 @@ def make_hello(options: MemberOptions) -> Hello:
     """
     devices = choose_devices(options.device, options.kernel)
     on_host = devices == (HOST,)
-    kernels = available_kernels(options.kernel, num_threads=options.num_threads) if on_host else [CUDA_KERNEL]
+    kernels = [] if on_host else kernels_on_cuda(options.kernel)
+    kernels = kernels or available_kernels(options.kernel, num_threads=options.num_threads)
     return Hello(
         software=__version__,
         dtypes=sorted(_DTYPES, key=lambda dtype: dtype != options.activation_dtype),
@@ -37,7 +48,7 @@ def make_hello(options: MemberOptions) -> Hello:
         num_threads=options.num_threads or os.cpu_count() or 1,
         platform=f"{platform.system()}-{platform.machine()}",
         bits=bits_digest() if EXACT in kernels else "",
-        device=describe_devices(devices),
+        device=options.device if RANKS in options.device else describe_devices(devices),
     )
 
 
@@ -63,21 +74,21 @@ def _memory_bytes(granted: int, devices: tuple[str, ...]) -> int:
 def agree_kernels(
     hellos: Mapping[str, Hello], head: str, in_use: Collection[str] = frozenset()
 ) -> dict[str, str]:
-    """The kernel of each member: one for all where that can be, else one for those on CUDA and one for hosts.
+    """The kernel of each member: of those on CUDA their own, and of hosts one for all.
 
     ``in_use`` are those of the plans before: what a host's kernel alone began, another would change. Raises
     `Incompatible`, naming who lacks which.
     """
-    on_cuda = [name for name, hello in hellos.items() if CUDA_KERNEL in hello.kernels]
+    on_cuda = _on_cuda(hellos, head)
     on_hosts = [name for name in hellos if name not in on_cuda]
-    of_hosts = next((kernel for kernel in in_use if kernel != CUDA_KERNEL), None)
-    if in_use and CUDA_KERNEL not in in_use and of_hosts is not None:
+    of_hosts = next((kernel for kernel in in_use if not on_device(kernel)), None)
+    if in_use and not any(map(on_device, in_use)) and of_hosts is not None:
         _require(of_hosts, hellos)
     elif on_cuda:
         insists = next((name for name in on_hosts if hellos[name].kernels == [EXACT]), None)
         if insists is not None:
             raise _no_kernel(EXACT, insists, hellos)
-    chosen = dict.fromkeys(on_cuda, CUDA_KERNEL)
+    chosen = dict(on_cuda)
     if on_hosts:
         lead = head if head in on_hosts else on_hosts[0]
         hosts = {name: hellos[name] for name in on_hosts}
@@ -87,9 +98,24 @@ def agree_kernels(
     return chosen
 
 
+def _on_cuda(hellos: Mapping[str, Hello], head: str) -> dict[str, str]:
+    """The kernel of each member on CUDA: rounded as the head's weights are, where it offers that."""
+    led = hellos[head].kernels[0] if head in hellos else CUDA_KERNEL
+    wanted = kernel_on_cuda(led) if led in ROUNDED or on_device(led) else CUDA_KERNEL
+    offered = {
+        name: hello.kernels for name, hello in hellos.items() if any(map(on_device, hello.kernels[:1]))
+    }
+    return {name: wanted if wanted in kernels else kernels[0] for name, kernels in offered.items()}
+
+
+def on_device(kernel: str) -> bool:
+    """Whether it is one of CUDA's."""
+    return kernel in CUDA_KERNELS
+
+
 def can_take_part(hello: Hello, in_use: Collection[str]) -> bool:
     """Whether a member runs one of the kernels ``in_use``, or any where none is or CUDA's is among them."""
-    return not in_use or CUDA_KERNEL in in_use or any(kernel in hello.kernels for kernel in in_use)
+    return not in_use or any(on_device(kernel) or kernel in hello.kernels for kernel in in_use)
 
 
 def _require(kernel: str, hellos: Mapping[str, Hello]) -> None:
@@ -119,7 +145,7 @@ def agree_dtype(hellos: Mapping[str, Hello], head: str, kernels: Collection[str]
 
     Else what the head prefers. Raises `Incompatible` naming both.
     """
-    wanted = "bfloat16" if CUDA_KERNEL in kernels else hellos[head].dtypes[0]
+    wanted = "bfloat16" if any(map(on_device, kernels)) else hellos[head].dtypes[0]
     for name, hello in hellos.items():
         if wanted not in hello.dtypes:
             raise Incompatible(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from convoy.engine.draft import MAX_DRAFT, LookupDrafter
@@ -12,9 +12,15 @@ from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.errors import ConfigError
 from convoy.plan.blocks import BlockDemand
 from convoy.plan.cost import TokenCost
+from convoy.plan.kernels import on_device
+from convoy.plan.parallel import ASKED, Asked
 from convoy.plan.spec import ModelSpec
 from convoy.trust.policy import Policy
-from convoy.wire.messages import MAX_BATCH, MAX_STEP_TOKENS
+from convoy.wire.messages import MAX_BATCH, MAX_RANKS, MAX_STEP_TOKENS
+
+# of a prompt in one step. A host takes seconds for the longer one, in which nobody else gets a token; a
+# device tens of milliseconds, and with fewer rows it waits for its memory
+HOST_CHUNK, DEVICE_CHUNK = 256, 2048
 
 _UNITS = {
     "max_batch": "sequences",
@@ -70,8 +76,9 @@ class HeadOptions:
     """What the head asks of the cluster.
 
     ``num_blocks``, of each cache group, 0 means as many as fit, up to a full batch of full contexts.
-    ``micro_batches`` are steps in flight, 0: as many as stages; ``prefill_window`` chunks of one prompt in
-    flight, 0: as many as micro-batches. With ``level_chunks`` a chunk gets shorter as attention grows.
+    ``prefill_chunk`` 0: as `for_kernels` says. ``micro_batches`` are steps in flight, 0: as many as stages;
+    ``prefill_window`` chunks of one prompt in flight, 0: as many as micro-batches. With ``level_chunks`` a
+    chunk gets shorter as attention grows.
     ``max_batch`` 1 runs one sequence at a time. ``speculate`` is how many tokens are guessed at once, at
     most; 0: none. Guesses change no text where a row's bits are its own, in exact mode and with rounded
     linears; elsewhere they depend on how many rows are beside it, and nobody guesses without
@@ -80,6 +87,8 @@ class HeadOptions:
     ``step_timeout_s``: how long a step may take as long as none was measured. ``recover_wait_s``: how long a
     lost member that nobody can stand in for may take to come back; with all that is loaded meanwhile,
     ``load_wait_s`` more.
+    ``parallel`` says how members share the model (`plan.parallel`), ``ranks`` how many hold a stage together
+    where they share its layers; None: as many as can be.
     """
 
     member: MemberOptions = field(default_factory=MemberOptions)
@@ -93,7 +102,7 @@ class HeadOptions:
     max_context: int = 0
     max_batch: int = 32
     max_step_tokens: int = 512
-    prefill_chunk: int = 256
+    prefill_chunk: int = 0
     prefill_window: int = 0
     micro_batches: int = 0
     level_chunks: bool = True
@@ -101,13 +110,15 @@ class HeadOptions:
     guess_inexact: bool = False
     share_across_keys: bool = False
     max_waiting: int = 256
+    parallel: Asked = "auto"
+    ranks: int | None = None
 
     def check(self) -> None:
         """Raises `ConfigError` for more steps in flight than a stage's queue takes, and for sizes below 1."""
         for name, least, most in (
             ("max_batch", 1, MAX_BATCH),
             ("max_step_tokens", 1, MAX_STEP_TOKENS),
-            ("prefill_chunk", 1, MAX_STEP_TOKENS),
+            ("prefill_chunk", 0, MAX_STEP_TOKENS),
             ("prefill_window", 0, MAX_IN_FLIGHT),
             ("micro_batches", 0, MAX_IN_FLIGHT),
             ("speculate", 0, MAX_DRAFT),
@@ -117,6 +128,28 @@ class HeadOptions:
                 raise ConfigError(
                     f"{name} is {value}, expected {least} to {most} {_UNITS.get(name, 'tokens')}"
                 )
+        if self.parallel not in ASKED:
+            raise ConfigError(f"parallel is {self.parallel}, expected {', '.join(ASKED)}")
+        if self.ranks is not None and not 2 <= self.ranks <= MAX_RANKS:
+            raise ConfigError(f"ranks is {self.ranks}, expected 2 to {MAX_RANKS} of each stage")
+
+    def for_kernels(self, kernels: Iterable[str]) -> HeadOptions:
+        """With the chunk that suits stages which run these: the slowest sets it, so one host is enough for
+        short ones. What was asked for stays.
+        """
+        if self.prefill_chunk:
+            return self
+        return replace(self, prefill_chunk=DEVICE_CHUNK if all(map(on_device, kernels)) else HOST_CHUNK)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """A chunk of a prompt, at most."""
+        return self.prefill_chunk or HOST_CHUNK
+
+    @property
+    def step_tokens(self) -> int:
+        """A step, at most."""
+        return max(self.max_step_tokens, self.chunk_tokens)
 
     def num_micro_batches(self, num_stages: int) -> int:
         """Steps in flight while tokens are generated. One stage runs a step at a time anyway."""
@@ -129,7 +162,7 @@ class HeadOptions:
     @property
     def max_row_tokens(self) -> int:
         """A chunk of a prompt, or a token and as many guesses as there may be."""
-        return max(self.prefill_chunk, MAX_DRAFT + 1)
+        return max(self.chunk_tokens, MAX_DRAFT + 1)
 
     def demand(self, *, block_size: int, max_context: int) -> BlockDemand:
         """How many K/V blocks there should be."""
@@ -152,8 +185,8 @@ class HeadOptions:
             ),
             block_size=block_size,
             max_batch=self.max_batch,
-            max_step_tokens=max(self.max_step_tokens, self.prefill_chunk),
-            prefill_chunk=self.prefill_chunk,
+            max_step_tokens=self.step_tokens,
+            prefill_chunk=self.chunk_tokens,
             prefill_window=0 if num_stages == 1 else self.prefill_window,
             max_waiting=self.max_waiting,
             micro_batches=self.num_micro_batches(num_stages),

@@ -1,24 +1,30 @@
-"""A head that has not the whole model: its own tensors come from a hub, as its stage needs them.
+"""A head that has not the whole model: its own tensors come from a hub or a peer, as its stage needs them.
 
 Only a manifest that the operator signed makes that possible: who has not read all bytes cannot say what the
-others' tensors are. Members get theirs from the hub too; for one that cannot, the head reads through it.
+others' tensors are. Members get theirs from the hub too; for one that cannot, the head hands on what a peer
+has (`cluster.sources`), or reads through the hub.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from convoy.cluster.sources import NobodyHas, PeerReader
 from convoy.errors import ModelError
 from convoy.model.cache import InUse
 from convoy.model.hub_weights import Held, HubWeights
 from convoy.model.manifest import Manifest
 from convoy.model.owned import owned_tensors
+from convoy.model.parts import Part, is_whole
 from convoy.model.received import ReceivedModel, Verified
 from convoy.model.source import ModelSource
 from convoy.wire.messages import StageAssignment
 
-Tell = Callable[[str, int, int], None]  # "check" or "hub", bytes done, bytes in all
+_log = logging.getLogger(__name__)
+
+Tell = Callable[[str, int, int], None]  # "check", "hub" or "peer", bytes done, bytes in all
 
 
 class OwnWeights:
@@ -40,10 +46,13 @@ class OwnWeights:
         """``org/name@commit``."""
         return f"{self._hub.commit.repo}@{self._hub.commit.commit}"
 
-    def make_ready(self, mine: StageAssignment, watch: Callable[[], None], tell: Tell) -> None:
+    def make_ready(
+        self, mine: StageAssignment, watch: Callable[[], None], tell: Tell, peers: PeerReader | None = None
+    ) -> None:
         """Every tensor that ``mine`` owns is here, and is the one of the manifest.
 
-        What ``watch`` and ``tell`` raise ends it. Raises ModelError naming file and tensor.
+        From the hub, and what that has not from ``peers``. What ``watch`` and ``tell`` raise ends it. Raises
+        ModelError naming file and tensor.
         """
         owned = owned_tensors(self._source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
         parts = list({part.digest: part for part in (self._received.tensor(t.name) for t in owned)}.values())
@@ -55,12 +64,49 @@ class OwnWeights:
             missing = self._verified.missing(parts, say("check"))
             if missing:
                 self._received.require_room(missing)
-                for part in self._hub.fetch(missing, say("hub"), watch):
-                    raise ModelError(
-                        f"{self.hub} has not the bytes of {part.name} that the signed manifest lists",
-                        hint="sign the manifest of that commit: `convoy manifest sign org/name@commit`",
-                    )
+                why = self._from_hub(missing, say("hub"), watch)
+                left = [part for part in missing if not is_whole(part)]
+                if left and why is not None:
+                    self._from_peers(left, peers, why, say("peer"))
             self._verified.add(parts)
+
+    def _from_hub(
+        self, parts: list[Part], tell: Callable[[int, int], None], watch: Callable[[], None]
+    ) -> ModelError | None:
+        """Why some of them did not come."""
+        try:
+            wrong = self._hub.fetch(parts, tell, watch)
+        except ModelError as error:
+            return error
+        if not wrong:
+            return None
+        return ModelError(
+            f"{self.hub} has not the bytes of {wrong[0].name} that the signed manifest lists",
+            hint="sign the manifest of that commit: `convoy manifest sign org/name@commit`",
+        )
+
+    def _from_peers(
+        self,
+        parts: list[Part],
+        peers: PeerReader | None,
+        why: ModelError,
+        tell: Callable[[int, int], None],
+    ) -> None:
+        """Raises ``why`` where no peer has them either."""
+        if peers is None:
+            raise why
+        _log.warning("%s, and the members are asked for %d tensors", why.message, len(parts))
+        total, done = sum(part.num_bytes for part in parts), 0
+
+        def count(num_bytes: int) -> None:
+            tell(done + num_bytes, total)
+
+        for part in parts:
+            try:
+                peers.fill(part, count)
+            except NobodyHas as error:
+                raise type(why)(f"{why.message}; {error.message}", hint=why.hint) from error
+            done += part.num_bytes
 
     def close(self) -> None:
         """Nothing is loaded any more: what was got may be removed."""

@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
 from convoy.cluster.attestation import Attestation
+from convoy.cluster.dials import Dials
 from convoy.cluster.granted import plan_digest
 from convoy.cluster.loaded import LoadedPlan, could_not_leave, load_plan
 from convoy.cluster.newest import SUPERSEDED, NewestPlan
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
+from convoy.cluster.peer_event import PeerEvent
+from convoy.cluster.peer_facts import PeerFacts, facts_of
 from convoy.cluster.prepare import Preparing
-from convoy.cluster.rights import FROM_HEAD, FROM_PREDECESSOR
-from convoy.cluster.successor import SuccessorDial
+from convoy.cluster.refusal import refusal
+from convoy.cluster.rights import FROM_DIALLER, FROM_HEAD
+from convoy.cluster.traffic import Traffic
 from convoy.cluster.weights import Asker, Weights
-from convoy.engine.keeper import MAX_REASON, BlockKeeper
-from convoy.errors import ConvoyError, HiddenError, LinkClosed, StepError
+from convoy.engine.histogram import Histogram
+from convoy.engine.keeper import MAX_REASON
+from convoy.engine.request_counts import STEP_S
+from convoy.errors import ConvoyError, LinkClosed, StepError
 from convoy.model.stage import Stage
 from convoy.transport.inbox import Inbox, weight_of
 from convoy.transport.link import Link, Received, ReceivedMessage, ReceivedTensor
@@ -45,18 +50,9 @@ from convoy.wire.messages import (
     StepFailed,
     WriteBlocks,
 )
+from convoy.wire.ranks import RankOutput, RankStep
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PeerEvent:
-    """Something a person who watches wants to know: ``kind`` is listening, head, loading, ready, active, lost
-    or refused.
-    """
-
-    kind: str
-    text: str
 
 
 class Peer:
@@ -85,9 +81,14 @@ class Peer:
         self._kept: Stage | None = None  # of a plan that is over: its weights, for the next
         self._generation = 0  # of the newest plan on the head's link; what is older was given up
         self._newest = NewestPlan()  # that came on it, and may wait for another to be loaded
-        self._dialling: SuccessorDial | None = None
+        self._dials = Dials(self._dial, self._begin_link)
         self._refused: Link | None = None  # of a head below this member's minimum
         self._stopping = False
+        self.traffic, self.step_s = Traffic(), Histogram(STEP_S)
+
+    def facts(self) -> PeerFacts:
+        """What it is at this moment; from any thread."""
+        return facts_of(self._loaded, has_head=self._head is not None, epoch=self._me.roster.epoch)
 
     def run(self, bind: tuple[str, int]) -> None:
         """Serve until `stop`, or until the head goes if so configured.
@@ -113,7 +114,9 @@ class Peer:
     def stop(self) -> None:
         """Make `run` return; from any thread, but not from a signal handler: this one takes a lock."""
         self._stopping = True
-        self._end_dial("this member is shutting down")
+        self._dials.abandon("this member is shutting down")
+        if (loaded := self._loaded) is not None:
+            loaded.end(StepError("this member is shutting down"))
         self._preparing.close("this member is shutting down")
         self._inbox.put_last(None, (None, StepError("stop")))
 
@@ -121,14 +124,15 @@ class Peer:
 
     def _greet(self, link: Link) -> None:
         from_head = link.facts.member.head  # as membership judges the link, whatever was adopted since
-        self._links.add(link)
         self._attestation.attach(link)
-        link.start(self._deliver, self._ended, FROM_HEAD if from_head else FROM_PREDECESSOR)
+        self._begin_link(link, FROM_HEAD if from_head else FROM_DIALLER)
 
     def _deliver(self, link: Link, received: Received) -> None:
         if self._attestation.takes(link, received):
             return
-        if link is self._head and self._weights.fetches.takes(link, received):
+        if link is self._head and self._weights.takes(link, received):
+            return
+        if (loaded := self._loaded) is not None and loaded.takes(link, received):
             return
         if isinstance(received, ReceivedMessage) and link is self._head:
             if isinstance(received.message, Inquire):
@@ -136,34 +140,38 @@ class Peer:
                 return
             if isinstance(received.message, Plan) and received.message.generation > self._generation:
                 self._newest.note(received.message)
-                self._end_dial(SUPERSEDED)
+                self._dials.abandon(SUPERSEDED)
                 self._end_ring()
+        elif isinstance(received, ReceivedMessage) and isinstance(received.message, Hello):
+            old = self._head
+            if old is not None and old.peer == link.peer:
+                self._end_ring()  # the head came back: this member's thread must not wait for another rank
         self._inbox.put(link, (link, received), weight_of(received))
 
     def _say_how_far(self, link: Link, generation: int) -> None:
         loaded = self._loaded
         running = loaded is not None and loaded.plan.generation == generation
-        loop = loaded.loop if loaded is not None and running else None
         with contextlib.suppress(ConvoyError):  # then its link is over, and says so itself
-            link.post(Reached(generation, -1 if loop is None else loop.finished_step))
+            link.post(Reached(generation, loaded.finished_step if loaded is not None and running else -1))
 
     def _end_ring(self) -> None:
-        """Another plan is here: nobody has to finish a send to a neighbour of the old one."""
+        """Another plan is here: nobody has to finish a send to a neighbour of the old one, or a sum."""
         loaded = self._loaded
-        for link in loaded.neighbours() if loaded is not None else []:
+        if loaded is None:
+            return
+        loaded.end(StepError(SUPERSEDED))
+        for link in loaded.neighbours():
             if link is not self._head:
                 link.dismiss("the plan is over", revoke=True)
 
-    def _end_dial(self, why: str) -> None:
-        dialling = self._dialling
-        if dialling is not None:
-            dialling.abandon(why)
-
     def _ended(self, link: Link, error: ConvoyError) -> None:
+        self.traffic.ended(link, error)
         self._attestation.detach(link)
+        if (loaded := self._loaded) is not None:
+            loaded.ended(link, error)
         if link is self._head:
-            self._end_dial("the head is gone")
-            self._weights.fetches.ended()
+            self._dials.abandon("the head is gone")
+            self._weights.ended(link)
         self._inbox.put_last(link, (link, error))
 
     # The peer's own thread.
@@ -192,6 +200,10 @@ class Peer:
                 return  # what still waits of a head that was refused, or is gone, is not worth a stage
             case Hello():
                 self._meet(link)
+            case RankStep() | RankOutput() | ReadBlocks() | WriteBlocks() as order if (
+                self._loaded is not None and self._loaded.is_led_by(link, received.generation)
+            ):
+                self._loaded.obey(link, order, received.generation)
             case message if link is not self._head:
                 link.dismiss(f"{type(message).__name__} is for the head whose greeting was taken to send")
             case Plan() as plan:
@@ -253,7 +265,7 @@ class Peer:
         self._generation = plan.generation
         self._preparing.stop()
         self._drop_plan()
-        self._tell("loading", f"{plan.model}: {', '.join(s.member for s in plan.stages)}")
+        self._tell("loading", f"{plan.model}: {', '.join(name for s in plan.stages for name in s.holders)}")
 
         digest = plan_digest(plan)
         loaded = load_plan(
@@ -266,7 +278,7 @@ class Peer:
             asker=Asker(plan, link, lambda: self._newest.check_load(plan, self._me.name)),
             before=self._take_kept(),
         )
-        self._loaded = loaded
+        loaded.step_s, self._loaded = self.step_s, loaded
         self._attestation.attester.model = plan.manifest
         stage = loaded.stage
         ready = Ready(plan.generation, stage.weight_bytes, loaded.room_bytes, list(stage.block_bytes))
@@ -279,45 +291,40 @@ class Peer:
         loaded = self._loaded
         if loaded is None or activate.plan_digest != loaded.digest or generation != loaded.plan.generation:
             raise StepError("Activate names a plan that is not loaded here")
-        if loaded.loop is not None:
+        if loaded.is_active:
             raise StepError("the plan is active already")
         if self._newest.supersedes(generation):
             raise StepError("a newer plan came before this one was active")
-        successor = self._dial_successor(link, loaded.successor_name, generation)
-        loaded.activate(activate, link.peer, successor, partial(could_not_leave, link, generation))
-        loaded.keeper = BlockKeeper(loaded.stage, link, generation)
-        if loaded.predecessor_name == link.peer:
-            loaded.predecessor = link
+        self._dials.begin()
+        if self._newest.supersedes(generation) or self._stopping or link.is_over:
+            self._dials.abandon(SUPERSEDED)  # said before there was a dial to abandon
+        loaded.begin(activate, link, self._dials.reach, partial(could_not_leave, link, generation))
         link.send(Activated(generation), generation=generation)
-        self._tell("active", " -> ".join(stage.member for stage in loaded.plan.stages))
+        self._tell("active", " -> ".join("+".join(stage.holders) for stage in loaded.plan.stages))
 
-    def _dial_successor(self, head: Link, name: str, generation: int) -> Link:
-        if name == head.peer:
-            return head
-        member, wait_s = self._me.roster.member(name), self._options.successor_wait_s
-        self._dialling = dial = SuccessorDial(lambda: self._network.dial(self._me, member, wait_s), name)
-        if self._newest.supersedes(generation):
-            dial.abandon(SUPERSEDED)  # said before there was a dial to abandon
-        elif self._stopping or head.is_over:
-            dial.abandon("the plan is over")
-        try:
-            link = dial.wait()
-        finally:
-            self._dialling = None
+    def _dial(self, name: str) -> Link:
+        return self._network.dial(self._me, self._me.roster.member(name), self._options.successor_wait_s)
+
+    def _begin_link(self, link: Link, allowed: frozenset[FrameType]) -> None:
         self._links.add(link)
-        link.start(self._deliver, self._ended, frozenset())
-        return link
+        self.traffic.began(link)
+        link.start(self._deliver, self._ended, allowed)
 
     def _hidden(self, link: Link, received: ReceivedTensor) -> None:
         loaded = self._loaded
-        if loaded is None or loaded.loop is None or received.generation != loaded.plan.generation:
+        if loaded is None or received.generation != loaded.plan.generation:
             return  # of a plan that is gone: whoever sent it was given up
+        if loaded.follower is not None and loaded.is_led_by(link, received.generation):
+            loaded.follower.accept_tensor(received)
+            return
+        if not loaded.is_active:
+            return
         if received.kind is FrameType.BLOCKS:
             self._blocks(link, loaded, received)
             return
         if loaded.predecessor is None and link.peer == loaded.predecessor_name:
             loaded.predecessor = link
-        if link is not loaded.predecessor:
+        if loaded.loop is None or link is not loaded.predecessor or received.kind is not FrameType.HIDDEN:
             link.dismiss("hidden states are for the predecessor in the ring to send")
             return
         loaded.loop.accept_hidden(link.peer, received)
@@ -331,16 +338,14 @@ class Peer:
     def _failed(self, item: Received, error: ConvoyError) -> None:
         """Tell the head, in the form that it waits for; the item came from it or from the predecessor."""
         self._quiet.warning(type(error).__name__, f"a message could not be followed: {error.message}")
-        is_plan = isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate)
-        before = self._loaded.predecessor_name if self._loaded is not None else None
-        about = before if before is not None and isinstance(error, HiddenError) else ""
+        about = self._loaded.accused(error) if self._loaded is not None else ""
         answer: Refuse | StepFailed = StepFailed(item.step, error.message[:MAX_REASON], about)
-        if is_plan:
-            is_old = isinstance(item, ReceivedMessage) and isinstance(item.message, Plan) and self._loaded
+        if isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate):
+            is_old = isinstance(item.message, Plan) and self._loaded
             if not is_old:  # otherwise the newer one, which is there, goes on
                 self._drop_plan()
             self._tell("refused", error.message)
-            answer = Refuse(item.generation, error.message[:MAX_REASON], (error.hint or "")[:MAX_REASON])
+            answer = refusal(item, self._me.name, error)
         if self._head is None or self._stopping:  # its links end in a moment, which says more than a refusal
             return
         try:
@@ -380,9 +385,7 @@ class Peer:
         self._attestation.attester.model = ""
         if loaded is None:
             return
-        if loaded.loop is not None:
-            loaded.loop.close()
-        loaded.stage.forget()
+        loaded.close()
         self._kept = loaded.stage
         for link in loaded.neighbours():
             if link is not self._head:

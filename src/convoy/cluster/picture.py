@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from convoy.cluster.granted import Granted
 from convoy.cluster.status import StageStatus
 from convoy.errors import LinkClosed, PeerError
+from convoy.plan.sharding import share_of
 from convoy.transport.link import Link
 from convoy.transport.member import Roster
 
@@ -21,14 +22,23 @@ def describe_stages(
     levels: Mapping[str, str],
     *,
     devices: Mapping[str, str],
+    origins: Callable[[str], dict[str, int]] = lambda _member: {},
 ) -> list[StageStatus]:
     """In the ring's order, with a fresh round trip to each member that ``links`` has.
 
-    ``levels``: what was proved of each. ``devices``: of those that are here.
+    ``levels``: what was proved of each. ``devices``: of those that are here. ``origins``: of whom each got
+    how many bytes of weights.
     """
     shown = []
-    for position, stage in enumerate(granted.plan.stages):
-        name, link = stage.member, links.get(stage.member)
+    places = [
+        (position, stage, rank, name)
+        for position, stage in enumerate(granted.plan.stages)
+        for rank, name in enumerate(stage.holders)
+    ]
+    for position, stage, rank, name in places:
+        link, kernel = links.get(name), granted.plan.kernel_of(position)
+        num_bytes = granted.weight_bytes[name]
+        share = share_of(num_bytes, granted.placement.spec, stage, kernel) if stage.world_size > 1 else 1.0
         status = StageStatus(
             member=name,
             head=name == head,
@@ -37,11 +47,15 @@ def describe_stages(
             end=stage.end,
             embed=stage.embed,
             output=stage.output,
-            weight_bytes=granted.weight_bytes[name],
+            weight_bytes=num_bytes,
+            weight_share=round(share, 4),
             sees_token_ids=name in granted.placement.route.token_id_members,
             address=_address(roster, name),
             device=devices.get(name, ""),
-            kernel=granted.plan.kernel_of(position),
+            kernel=kernel,
+            weights_from=origins(name),
+            rank=rank,
+            world_size=stage.world_size,
         )
         shown.append(status if link is None else _with_link(status, link))
     return shown

@@ -4,10 +4,13 @@ In this order, and the first that fits: the stages as they were, where all their
 that a person gave, where all whom they name are here; all members that are no standbys, by themselves, and
 without those of the least memory; a standby in the place of each lost member, so that nobody else loads
 anything; members and standbys together. Who was given up for being slow counts as a standby.
+
+Where nobody said who holds what, `plan.ways` chooses for each of them whether members share layers as ranks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import time
@@ -20,13 +23,16 @@ from convoy.cluster.offer import MIXED, agree_dtype, agree_kernels, can_take_par
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.vetting import Vetting
 from convoy.errors import ConvoyError, PlanError
+from convoy.model.device import RANKS
 from convoy.model.selfcheck import EXACT
 from convoy.model.source import ModelSource
+from convoy.plan.grouping import names_in
 from convoy.plan.kernels import FORMS
 from convoy.plan.memory import stage_bytes
-from convoy.plan.placement import MemberOffer, Placement, place
+from convoy.plan.placement import MemberOffer, Placement
 from convoy.plan.report import report
-from convoy.plan.span import Span, format_span
+from convoy.plan.span import JOINT, Span, format_span, split_key
+from convoy.plan.ways import Predict, choose_way, find_ways
 from convoy.transport.membership import Membership
 from convoy.wire.messages import Hello, Plan
 
@@ -44,7 +50,16 @@ class Proposal:
 
     @property
     def members(self) -> set[str]:
-        return {stage.member for stage in self.plan.stages}
+        return {name for stage in self.plan.stages for name in stage.holders}
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Members and spans to try. ``reason``: why these stages ran, where they are kept."""
+
+    members: Sequence[str]
+    spans: Mapping[str, str] | None = None
+    reason: str = ""
 
 
 class Planner:
@@ -59,11 +74,15 @@ class Planner:
         manifest: Callable[[], str] = lambda: "",
         *,
         hub: str = "",
+        predict: Predict | None = None,
     ) -> None:
         """``manifest`` gives the digest of the model's manifest, for plans that have peers.
 
-        ``hub``: the commit of a hub that peers may get their weights of; empty for none.
+        ``hub``: the commit of a hub that peers may get their weights of; empty for none. ``predict`` says how
+        long a step would take; without it nothing is chosen because it is faster.
         """
+        self._predict = predict
+        self._failed: tuple[frozenset[str], str] | None = None  # no collective came up among these, and why
         self._manifest = manifest
         self._hub = hub
         self._me = me
@@ -76,8 +95,11 @@ class Planner:
 
     def first(self, hellos: Mapping[str, Hello]) -> Proposal:
         """The plan of a bring-up. Raises `PlanError`, `SpanError` or `Incompatible`."""
+        self._forget_failure(hellos)
+        self._kernels = frozenset()  # of a first plan that did not come to run
         members = [name for name in hellos if not hellos[name].standby]
-        proposal = self._propose({name: hellos[name] for name in members}, self._options.spans)
+        way = _Way(members, self._options.spans)
+        proposal = self._propose({name: hellos[name] for name in members}, way, fewer=False)
         self._kernels = frozenset(proposal.plan.kernels or [proposal.plan.kernel])
         return proposal
 
@@ -88,14 +110,32 @@ class Planner:
 
         Raises `PlanError` with why the members that are here, and no standby, do not do.
         """
+        self._forget_failure(hellos)
+        return self._again(hellos, before, slow)
+
+    def tensor_failed(self, hellos: Collection[str], why: str) -> None:
+        """Ranks could not begin together. It is not tried again by itself until others are here."""
+        self._failed = frozenset(hellos), why
+
+    def has_failed(self, hellos: Collection[str]) -> bool:
+        """Whether ranks of these members could not begin together."""
+        return self._failed is not None and self._failed[0] == frozenset(hellos)
+
+    def _forget_failure(self, hellos: Collection[str]) -> None:
+        if self._failed is not None and self._failed[0] != frozenset(hellos):
+            self._failed = None
+
+    def _again(
+        self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str] = ()
+    ) -> Proposal:
         refused: ConvoyError | None = None
         useful = {name: hello for name, hello in hellos.items() if self._has_use_for(name, hello)}
         ways = self._ways(hellos, before, slow)
         if len(useful) < len(hellos):  # the error names those as well
             ways = itertools.chain(ways, self._ways(useful, before, slow))
-        for members, spans in ways:
+        for way in ways:
             try:
-                return self._propose({name: hellos[name] for name in members}, spans)
+                return self._propose({name: hellos[name] for name in way.members}, way)
             except ConvoyError as error:
                 refused = refused or error
         assert refused is not None
@@ -104,7 +144,7 @@ class Planner:
     def can_spare(self, name: str, hellos: Mapping[str, Hello], before: Placement) -> bool:
         """Whether the others could hold the layers."""
         try:
-            self.again({other: hello for other, hello in hellos.items() if other != name}, before)
+            self._again({other: hello for other, hello in hellos.items() if other != name}, before)
         except PlanError:
             return False
         return True
@@ -123,12 +163,17 @@ class Planner:
         """The same plan with another member in one place: for a standby to load, not to run."""
         replace = msgspec.structs.replace
         stages = [
-            replace(stage, member=standby) if stage.member == member else stage for stage in plan.stages
+            replace(
+                stage,
+                member=standby if stage.member == member else stage.member,
+                ranks=[standby if name == member else name for name in stage.ranks],
+            )
+            for stage in plan.stages
         ]
         kernels = [plan.kernel_of(position) for position in range(len(stages))]
         known = [*kernels, *self._kernels, *hello.kernels]
         own = next(kernel for kernel in known if kernel in hello.kernels)
-        kernels = [own if stage.member == standby else k for stage, k in zip(stages, kernels, strict=True)]
+        kernels = [own if standby in stage.holders else k for stage, k in zip(stages, kernels, strict=True)]
         one = len(set(kernels)) == 1
         return replace(
             plan, stages=stages, kernel=kernels[0] if one else MIXED, kernels=[] if one else kernels
@@ -148,39 +193,41 @@ class Planner:
 
     def _ways(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str]
-    ) -> Iterator[tuple[Sequence[str], Mapping[str, str] | None]]:
-        """Members and spans to try. At least one way is always given."""
-        old = {} if before is None else _spans_of(before)
+    ) -> Iterator[_Way]:
+        """At least one is always given."""
+        kept, reason = ({}, "") if before is None else (_spans_of(before), before.reason)
+        old = names_in(kept)
         spare = [
             name
             for name, hello in hellos.items()
             if name != self._me.name and (name in slow or (hello.standby and name not in old))
         ]
         active = [name for name in hellos if name not in spare]
-        if old and old.keys() <= set(active):
-            yield list(old), old
+        if old and set(old) <= set(active):
+            yield _Way(old, kept, reason)
         spans = self._options.spans
-        if spans and spans.keys() <= set(active):
-            yield active, spans
-            if len(spans) < len(active):
-                yield list(dict.fromkeys([self._me.name, *spans])), spans
-        yield active, None
+        if spans and set(names_in(spans)) <= set(active):
+            yield _Way(active, spans)
+            if len(names_in(spans)) < len(active):
+                yield _Way(list(dict.fromkeys([self._me.name, *names_in(spans)])), spans)
+        yield _Way(active)
         by_memory = sorted(active, key=lambda name: hellos[name].memory_bytes)
         others = [name for name in by_memory if name != self._me.name]
         for count in range(1, len(others)):  # one with little memory must not keep the others from a plan
-            yield [name for name in active if name not in others[:count]], None
+            yield _Way([name for name in active if name not in others[:count]])
         lost = [name for name in old if name not in active]
         free = [name for name in spare if name not in old]
         orders = itertools.permutations(free, len(lost)) if lost else iter(())
         for order in itertools.islice(orders, _MAX_STANDBY_ORDERS):
             stand_in = dict(zip(lost, order, strict=True))
-            changed = {stand_in.get(name, name): span for name, span in old.items()}
-            yield list(changed), changed
+            changed = {_with(key, stand_in): span for key, span in kept.items()}
+            yield _Way(names_in(changed), changed, reason)
         spare.sort(key=lambda name: name in old)
         for count in range(1, len(spare) + 1):
-            yield [*active, *spare[:count]], None
+            yield _Way([*active, *spare[:count]])
 
-    def _propose(self, hellos: Mapping[str, Hello], spans: Mapping[str, str] | None) -> Proposal:
+    def _propose(self, hellos: Mapping[str, Hello], way: _Way, *, fewer: bool = True) -> Proposal:
+        """``fewer``: ranks than were asked for do as well, because somebody may be lost."""
         kernels = agree_kernels(hellos, self._me.name, self._kernels)
         self._tell_other_bits(hellos, kernels[self._me.name] if len(set(kernels.values())) == 1 else MIXED)
         offers = [
@@ -194,12 +241,28 @@ class Planner:
             )
             for name, hello in sorted(hellos.items(), key=lambda item: self._rank(item[0]))
         ]
-        rules = self._options.member.policy.placement
         with self._vetting.explain():
-            placement = place(self._source.spec, offers, spans, rules)
-        used = {stage.member: kernels[stage.member] for stage in placement.stages}
-        dtype = agree_dtype({name: hellos[name] for name in used}, self._me.name, used.values())
-        return Proposal(self._plan(placement, list(used.values()), dtype), placement)
+            placement = self._place(offers, way, fewer=fewer, against=self._against_ranks(hellos))
+        used = [kernels[stage.member] for stage in placement.stages]
+        dtype = agree_dtype({name: hellos[name] for name in placement.holders}, self._me.name, used)
+        return Proposal(self._plan(placement, used, dtype), placement)
+
+    def _against_ranks(self, hellos: Mapping[str, Hello]) -> str | None:
+        """Why no ranks of these members can begin together."""
+        if self._failed is not None:
+            return self._failed[1]
+        joined = next((name for name, hello in hellos.items() if RANKS in hello.device), None)
+        return None if joined is None else f"{joined} has ranks of its own, on {hellos[joined].device}"
+
+    def _place(
+        self, offers: Sequence[MemberOffer], way: _Way, *, fewer: bool, against: str | None
+    ) -> Placement:
+        """Raises why what is asked for cannot be."""
+        options = self._options
+        rules = options.member.policy.placement
+        found = find_ways(self._source.spec, offers, way.spans, rules, ranks=options.ranks, fewer=fewer)
+        placement = choose_way(options.parallel, found, predict=self._predict, collective=against)
+        return dataclasses.replace(placement, reason=way.reason) if way.reason else placement
 
     def _tell_other_bits(self, hellos: Mapping[str, Hello], kernel: str) -> None:
         """Once for each member, as long as it stays so."""
@@ -213,6 +276,7 @@ class Planner:
         """``kernels``: of each stage."""
         # Grows over restarts too, so that frames of an earlier head are told apart; a clock may go back.
         self._generation = max(time.time_ns(), self._generation + 1)
+        has_peers = set(placement.holders) != {self._me.name}
         return Plan(
             generation=self._generation,
             model=self._source.name,
@@ -222,9 +286,9 @@ class Planner:
             activation_dtype=dtype,
             block_size=self._options.block_size,
             max_context=self._max_context(),
-            manifest=self._manifest() if len(placement.stages) > 1 else "",
+            manifest=self._manifest() if has_peers else "",
             kernels=kernels if len(set(kernels)) > 1 else [],
-            hub=self._hub if len(placement.stages) > 1 else "",
+            hub=self._hub if has_peers else "",
             own_hub=self._options.member.hub is not None,
         )
 
@@ -242,4 +306,12 @@ class Planner:
 
 def _spans_of(placement: Placement) -> dict[str, str]:
     num_layers = placement.spec.num_layers
-    return {s.member: format_span(Span(s.start, s.end, s.output), num_layers) for s in placement.stages}
+    return {
+        JOINT.join(stage.holders): format_span(Span(stage.start, stage.end, stage.output), num_layers)
+        for stage in placement.stages
+    }
+
+
+def _with(key: str, stand_in: Mapping[str, str]) -> str:
+    """Whom a span is for, with others in the places of those who were lost."""
+    return JOINT.join(stand_in.get(name, name) for name in split_key(key))

@@ -64,7 +64,7 @@ class Preparing:
 
         error = ""
         try:
-            mine = next((stage for stage in plan.stages if stage.member == self._me), None)
+            mine = next((stage for stage in plan.stages if self._me in stage.holders), None)
             if mine is None:
                 raise StepError(f"the plan has no stage for {self._me}")
             asker = Asker(plan, link, watch)
@@ -132,7 +132,7 @@ class Preparations:
         return proposal.plan if name in proposal.members else None
 
     def _prepare(self, plan: Plan, name: str, then: Callable[[], None]) -> None:
-        names = {stage.member for stage in plan.stages} - {self._me}
+        names = {name for stage in plan.stages for name in stage.holders} - {self._me}
         with self._changed:
             self._asked[plan.generation], self._advance[plan.generation] = names, Advance()
         try:

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from convoy.cluster.backoff import Backoff
 from convoy.cluster.blame import Blame
 from convoy.cluster.culprit import first_that_keeps
-from convoy.cluster.granted import Granted
+from convoy.cluster.granted import Granted, world_sizes
 from convoy.cluster.head import Head
 from convoy.cluster.laggards import Laggards
 from convoy.cluster.outage import Outage
 from convoy.cluster.planning import Proposal
+from convoy.engine.group.executor import GroupExecutor
 from convoy.engine.pipeline import PipelineExecutor
 from convoy.engine.recovered import Recovered, Renewal
 from convoy.engine.scheduler import SchedulerLimits
@@ -74,6 +75,7 @@ class StageRecovery:
         self._laggards = Laggards()
         self._refusals: dict[str, int] = {}
         self._blame = Blame()
+        self._sums: list[int] = []  # of the plan that was lost
 
     def recover(self, error: StageLost) -> Recovered | None:
         """See `engine.recovered.Recovery`. Raises `StageLost` naming the missing layers."""
@@ -84,6 +86,7 @@ class StageRecovery:
         elif self._wait_s < _LOOK_UP_S:  # nobody waits below: the engine must not ask without a pause
             company = self._head.company
             company.wait(company.num_changes, _LOOK_UP_S)
+        self._sums = world_sizes(self._granted.plan)
         self._say("looking who is there")
         if isinstance(error, Renewal):
             return self._renew(began_s)
@@ -112,7 +115,7 @@ class StageRecovery:
 
     def lost(self, name: str, why: str) -> None:
         """Say who is gone, and with which layers; on the thread that found out, and whatever comes of it."""
-        held = [stage for stage in self._granted.plan.stages if stage.member == name]
+        held = [stage for stage in self._granted.plan.stages if name in stage.holders]
         layers = " and ".join(layers_text(stage.start, stage.end) for stage in held) or "no layers"
         output = " and the output" if any(stage.output for stage in held) else ""
         _log.warning("lost: %s, which held %s%s: %s", name, layers, output, why)
@@ -167,12 +170,12 @@ class StageRecovery:
             granted.max_context,
             relapse=relapse,
             failed_at=failed_at,
-            same_bits=self._head.planner.same_bits(),
+            same_bits=self._head.planner.same_bits() and world_sizes(granted.plan) == self._sums,
         )
 
     def _blamed(self) -> tuple[str, ...]:
         executor = self._head.executor
-        return executor.blamed if isinstance(executor, PipelineExecutor) else ()
+        return executor.blamed if isinstance(executor, PipelineExecutor | GroupExecutor) else ()
 
     def _relapsed(self, blamed: tuple[str, ...]) -> None:
         """Every member is there, and yet the stages failed: once a wire did, again and again a member does.
@@ -236,7 +239,7 @@ class StageRecovery:
         plan = self._granted.plan
         others = self._granted.members - {self._head.name}
         reached = self._head.company.positions(plan.generation, others, _PING_S)
-        ring = [stage.member for stage in plan.stages if stage.member in others]
+        ring = [name for stage in plan.stages for name in stage.holders if name in others]
         return first_that_keeps(ring, reached, step)
 
     def _keep(self, name: str) -> bool:
@@ -318,7 +321,7 @@ class StageRecovery:
             if count >= _MAX_REFUSALS and head.planner.can_spare(name, hellos, self._granted.placement):
                 hellos.pop(name, None)
         proposal = head.planner.again(hellos, before, head.company.slow.names())
-        names = " -> ".join(stage.member for stage in proposal.plan.stages)
+        names = " -> ".join("+".join(stage.holders) for stage in proposal.plan.stages)
         self._say(f"{self._lost_text()}; loading for {names}".lstrip("; "))
 
         def on_load(member: str, done: int, total: int) -> None:

@@ -17,11 +17,29 @@ FROM_HEAD = frozenset(
         FrameType.BLOCKS,
         FrameType.CHALLENGE,
         FrameType.EVIDENCE,
+        FrameType.VOUCH,
         FrameType.PIECE,
         FrameType.PREPARE,
+        FrameType.AGREE,
+        FrameType.PARTIAL,
+        FrameType.RANK_STEP,
+        FrameType.RANK_OUTPUT,
+        FrameType.FETCH,
+        FrameType.HOLDING,
     }
 )
 FROM_PREDECESSOR = frozenset({FrameType.HIDDEN})
+FROM_RANK = frozenset({FrameType.AGREE, FrameType.PARTIAL})  # another one of the same stage
+FROM_LEADER = FROM_RANK | {
+    FrameType.RANK_STEP,
+    FrameType.RANK_OUTPUT,
+    FrameType.HIDDEN,
+    FrameType.READ_BLOCKS,
+    FrameType.WRITE_BLOCKS,
+    FrameType.BLOCKS,
+}
+FROM_FOLLOWER = FROM_RANK | {FrameType.STEP_FAILED, FrameType.BLOCKS, FrameType.BLOCKS_DONE}
+FROM_DIALLER = FROM_PREDECESSOR | FROM_LEADER  # no head: which of these it is, a plan says
 FROM_PEER = frozenset(
     {
         FrameType.HELLO,
@@ -33,11 +51,16 @@ FROM_PEER = frozenset(
         FrameType.STEP_FAILED,
         FrameType.DRAWN,
         FrameType.REACHED,
+        FrameType.AGREE,
+        FrameType.PARTIAL,
         FrameType.BLOCKS,
         FrameType.BLOCKS_DONE,
         FrameType.CHALLENGE,
         FrameType.EVIDENCE,
+        FrameType.VOUCHED,
         FrameType.FETCH,
         FrameType.PREPARED,
+        FrameType.PIECE,
+        FrameType.HELD,
     }
 )

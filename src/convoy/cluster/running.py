@@ -13,16 +13,16 @@ from convoy.cluster.options import HeadOptions
 from convoy.cluster.own_weights import OwnWeights
 from convoy.cluster.recovery import StageRecovery
 from convoy.cluster.renewal import Renewals
-from convoy.cluster.status import ClusterStatus
+from convoy.cluster.status import ClusterStatus, ParallelStatus
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.engine.session import Session
 from convoy.engine.session_format import SessionModel
 from convoy.errors import ConvoyError
 from convoy.model.params import SamplingParams
-from convoy.model.selfcheck import STEADY
 from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
+from convoy.plan.kernels import STEADY
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
 from convoy.trust.level import weakest
@@ -147,11 +147,13 @@ class RunningCluster:
             drafted_tokens=stats.drafted_tokens,
             accepted_tokens=stats.accepted_tokens,
             guesses=self._num_guesses,
+            why_kernel=self.head.company.why_kernel,
             other_bits=other_bits(self.head.hellos(), self.head.name, granted.plan.kernel),
             level=self.level(),
             minimum_level=self.head.vetting.attestation.policy.minimum.text,
             verdicts=self.head.vetting.report(),
             standbys=self.head.standbys(),
+            parallel=ParallelStatus(granted.placement.mode, granted.placement.reason),
             absent=self.head.company.missing(),
         )
 
@@ -166,7 +168,7 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
     spec = granted.placement.spec
 
     def limits_of(granted: Granted) -> SchedulerLimits:
-        return options.limits(
+        return options.for_kernels(granted.kernels).limits(
             spec,
             num_stages=granted.num_places,
             num_blocks=granted.num_blocks,

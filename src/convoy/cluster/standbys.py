@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from convoy.cluster.granted import Granted
 from convoy.cluster.status import StandbyStatus
 from convoy.errors import ConvoyError
 from convoy.transport.link import Link, Received, ReceivedMessage
@@ -48,6 +49,25 @@ class Standbys:
         except ConvoyError as error:
             _log.info("%s preloads nothing: %s", name, error.message)
 
+    def preload_largest(
+        self,
+        granted: Granted,
+        head: str,
+        present: Mapping[str, tuple[Link, Hello]],
+        in_place_of: Callable[[Plan, str, str, Hello], Plan],
+    ) -> None:
+        """Those of ``present`` that have the memory get ready for the loss of the largest peer."""
+        weights = {name: num_bytes for name, num_bytes in granted.weight_bytes.items() if name != head}
+        largest = max(weights, key=lambda name: weights[name], default=None)
+        if largest is None:
+            return
+        for name, (link, hello) in present.items():
+            if not hello.standby or name in granted.members:
+                continue
+            fits = hello.memory_bytes >= weights[largest]
+            plan = in_place_of(granted.plan, largest, name, hello) if fits else None
+            self.preload(name, link, plan)
+
     def note(self, link: Link, received: Received) -> None:
         """What a member said that has no stage."""
         if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Ready):
@@ -70,5 +90,5 @@ class Standbys:
             asked = self._preloads.get(name)
         if asked is None or asked.link is not link or asked.plan is None or not asked.loaded:
             return None
-        stage = next(stage for stage in asked.plan.stages if stage.member == name)
+        stage = next(stage for stage in asked.plan.stages if name in stage.holders)
         return f"{stage.start}-{stage.end - 1}"

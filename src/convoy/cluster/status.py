@@ -6,7 +6,10 @@ import msgspec
 
 
 class StageStatus(msgspec.Struct, frozen=True):
-    """A stage and the head's link to it; the head's own stage has no link."""
+    """A member with a stage, and the head's link to it; the head's own stage has no link.
+
+    Where several hold a stage together there is one of these for each, in the order of their ranks.
+    """
 
     member: str
     start: int
@@ -25,6 +28,17 @@ class StageStatus(msgspec.Struct, frozen=True):
     head: bool = False  # the one that answers: it has no link to itself
     device: str = "cpu"  # on what it computes, such as "cuda:0 (NVIDIA H200)"
     kernel: str = ""
+    rank: int = 0  # of this stage's world_size, each with its slice of every layer
+    world_size: int = 1
+    weight_share: float = 1.0  # of the stage's weights, what this rank has
+    weights_from: dict[str, int] = {}  # bytes that it got since the head began, by "head", "hub" and peers
+
+
+class ParallelStatus(msgspec.Struct, frozen=True):
+    """How members share the model now: ``mode`` single, pipeline or tensor; ``reason``: why, for people."""
+
+    mode: str
+    reason: str
 
 
 class VerdictStatus(msgspec.Struct, frozen=True):
@@ -72,4 +86,6 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     minimum_level: str = "none"  # what the policy demands of a peer
     verdicts: list[VerdictStatus] = []
     standbys: list[StandbyStatus] = []
+    parallel: ParallelStatus = ParallelStatus("", "")
+    why_kernel: str = ""  # why not a better kernel, where that showed as the model was loaded
     absent: list[str] = []  # whom the roster lists and who is not here

@@ -1,65 +1,61 @@
 """A head's end of handing out its model: the manifest, made once, and pieces of what it describes.
 
 Only what the manifest lists can be had, by its digest: no name or path in what a peer sends is looked at. A
-thread for each peer that fetches reads and sends, so that neither a receiver nor a step waits for it.
+head that has not all of it asks a peer that has, and hands on what comes.
 """
 
 from __future__ import annotations
 
-import logging
-import queue
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
+from dataclasses import dataclass
 
+from convoy.cluster.answers import Answer, Answers
 from convoy.cluster.options import MemberOptions
 from convoy.cluster.own_weights import HubReader, OwnWeights, Tell
-from convoy.errors import ConvoyError, ModelError
+from convoy.cluster.places import Place, places_of
+from convoy.cluster.sources import PeerReader, Present, Sources
+from convoy.errors import LinkClosed, ModelError
 from convoy.model.cache import InUse
 from convoy.model.digests import Hashing, HashProgress, make_manifest
 from convoy.model.hub import commit_of
 from convoy.model.manifest import Manifest
 from convoy.model.source import ModelSource
-from convoy.transport.inbox import Inbox
 from convoy.transport.link import Link, Received, ReceivedMessage
 from convoy.wire.fetch import Fetch, Piece
-from convoy.wire.messages import StageAssignment
-
-_log = logging.getLogger(__name__)
+from convoy.wire.messages import Message, Progress, StageAssignment
 
 _MAX_REASON = 400
-_LOOK_UP_S = 5.0
-_WEIGHT_BYTES = 1024
-_MAX_WAITING = 64  # questions of one link; then its receiver waits
-
-
-class _Place(NamedTuple):
-    """Where the bytes of a part lie. ``path`` None: in ``data``."""
-
-    name: str
-    path: Path | None
-    offset: int
-    num_bytes: int
-    data: bytes = b""
 
 
 class Supply:
     """Any thread may ask for the manifest; `takes` is for receiver threads."""
 
-    def __init__(self, source: ModelSource, options: MemberOptions, own: OwnWeights | None = None) -> None:
-        """``own``: where the model is not here whole, what it is and who has the rest."""
+    def __init__(
+        self,
+        source: ModelSource,
+        options: MemberOptions,
+        own: OwnWeights | None = None,
+        present: Present = dict,
+    ) -> None:
+        """``own``: where the model is not here whole, what it is and a hub that has the rest.
+
+        ``present``: the peers that are here, who may have it too.
+        """
         self._own = own
         self._options = options
         self._source = source
         self._hashing = Hashing(options.cache, options.num_threads or 0)
         self._making = threading.Lock()
         self._manifest: Manifest | None = None
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, Place] = {}
+        self._tensors: frozenset[str] = frozenset()
         self._in_use = InUse(source.path) if commit_of(source.path) else None
-        self._lock = threading.Lock()
-        self._asked: dict[Link, Inbox[Fetch | None]] = {}
-        self._closed = False
+        self._answers = Answers(self._begin)
+        self._sources = Sources(present)
+        self._origins: defaultdict[str, Counter[str]] = defaultdict(Counter)  # bytes, by member and source
+        self._latest: dict[str, str] = {}  # of whom each member's last piece was, where not of the head
 
     @property
     def hub(self) -> str:
@@ -71,7 +67,21 @@ class Supply:
     def make_ready(self, mine: StageAssignment, watch: Callable[[], None], tell: Tell) -> None:
         """The head's own tensors are here; see `OwnWeights`."""
         if self._own is not None:
-            self._own.make_ready(mine, watch, tell)
+            reader = self._reader(mine.member, watch)
+            try:
+                self._own.make_ready(mine, watch, tell, reader)
+            finally:
+                self._origins[mine.member].update(reader.taken)
+
+    def origins(self, member: str) -> dict[str, int]:
+        """How many bytes of tensors a peer got of whom since the head began: of "head", "hub" and peers."""
+        return dict(self._origins.get(member, {}))
+
+    def heard(self, member: str, progress: Progress) -> str:
+        """A member and what it does before it loads, in words: of whom its weights come."""
+        if progress.stage == "hub":
+            self._origins[member]["hub"] = max(self._origins[member]["hub"], progress.loaded_bytes)
+        return doing(member, progress.stage, self._latest.get(member, ""))
 
     def manifest(self, progress: HashProgress | None = None) -> Manifest:
         """Of the whole model; the first call hashes what is not remembered.
@@ -85,7 +95,8 @@ class Supply:
                     make_manifest(self._source, self._hashing, progress) if own is None else own.manifest
                 )
                 self._check_signed(manifest)
-                self._places = _places(self._source, manifest)
+                self._places = places_of(self._source, manifest)
+                self._tensors = frozenset(entry.digest for entry in manifest.tensors.values())
                 self._manifest = manifest
             return self._manifest
 
@@ -99,109 +110,98 @@ class Supply:
             )
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it was a question for a piece, which is answered from another thread."""
+        """Whether it was a question for a piece, or a peer's answer to one."""
+        if self._sources.takes(link, received):
+            return True
         if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Fetch):
             return False
-        with self._lock:
-            asked = self._asked.get(link)
-            if asked is None and not self._closed:
-                asked = self._asked[link] = Inbox(max_items=_MAX_WAITING)
-                threading.Thread(
-                    target=self._serve, args=(link, asked), name=f"supply {link.peer}", daemon=True
-                ).start()
-        if asked is not None:
-            asked.put(link, received.message, _WEIGHT_BYTES)
+        self._answers.ask(link, received.message)
         return True
 
+    def ended(self, link: Link) -> None:
+        """That link is over."""
+        self._sources.ended(link)
+
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            asked = list(self._asked.values())
-        for one in asked:
-            one.close(None)
+        self._answers.close()
         for held in (self._in_use, self._own):
             if held is not None:
                 held.close()
 
-    def _serve(self, link: Link, asked: Inbox[Fetch | None]) -> None:
-        """Until the link is over."""
-        reader = None if self._own is None else self._own.reader()
-        try:
-            while not link.is_over:
-                try:
-                    fetch = asked.get(_LOOK_UP_S)
-                except queue.Empty:
-                    continue
-                if fetch is None:
-                    return
-                link.send(self._answer(fetch, reader))
-        except ConvoyError as error:  # its link is over, and says so itself
-            _log.debug("%s gets no more of the model: %s", link.peer, error.message)
-        finally:
-            with self._lock:
-                self._asked.pop(link, None)
-            asked.close()
+    def _begin(self, link: Link) -> Answer:
+        def watch() -> None:
+            if link.is_over or self._answers.is_closed:
+                raise LinkClosed(f"{link.peer} gets no more of the model")
 
-    def _answer(self, fetch: Fetch, reader: HubReader | None = None) -> Piece:
+        absent = None if self._own is None else Absent(self._own.reader(), self._reader(link.peer, watch))
+
+        def answer(question: Message) -> Message:
+            assert isinstance(question, Fetch), "nothing else is put in"
+            piece = self._answer(question, absent)
+            if not piece.error and question.part in self._tensors:
+                self._origins[link.peer][piece.source or "head"] += len(piece.data)
+                self._latest[link.peer] = piece.source
+            return piece
+
+        return answer
+
+    def _reader(self, asker: str, watch: Callable[[], None]) -> PeerReader:
+        return self._sources.reader(self.manifest, asker, watch)
+
+    def _answer(self, fetch: Fetch, absent: Absent | None = None) -> Piece:
         try:
             place = self._find(fetch)
-            data = _read(place, fetch.start, fetch.num_bytes, reader)
+            if absent is None or place.path is None or place.path.exists():
+                data, source = place.read(fetch.start, fetch.num_bytes), ""
+            else:
+                data, source = absent.read(place, fetch)
         except ModelError as error:
             return Piece(fetch.number, 0, b"", error.message[:_MAX_REASON])
-        return Piece(fetch.number, place.num_bytes, data, "")
+        return Piece(fetch.number, place.num_bytes, data, "", source)
 
-    def _find(self, fetch: Fetch) -> _Place:
+    def _find(self, fetch: Fetch) -> Place:
         manifest = self._manifest
         if manifest is None or fetch.manifest != manifest.digest:
             raise ModelError(f"the model with the manifest {fetch.manifest[:12]} is not served here")
         if fetch.part == manifest.digest:
-            return _Place("the manifest", None, 0, len(manifest.encoded), manifest.encoded)
+            return Place("the manifest", None, 0, len(manifest.encoded), manifest.encoded)
         place = self._places.get(fetch.part)
         if place is None:
             raise ModelError(f"the model has no part with the digest {fetch.part[:12]} that lies in a file")
         return place
 
 
-def doing(member: str, what: str) -> str:
-    """A member, and what it does before it loads: what `Progress.stage` says."""
-    said = {"check": "digests", "fetch": "from the head", "hub": "from the hub"}.get(what)
-    return member if said is None else f"{member} ({said})"
+@dataclass(slots=True)
+class Absent:
+    """Pieces of tensors that a head has not, for one link: from a peer that has them, or else from a hub."""
+
+    hub: HubReader
+    peers: PeerReader
+
+    def read(self, place: Place, fetch: Fetch) -> tuple[bytes, str]:
+        """The bytes, and the peer that they are of. Raises ModelError with what both came to."""
+        num_bytes = place.clip(fetch.start, fetch.num_bytes)
+        if fetch.wrong:
+            self.peers.blame(place, fetch.part, fetch.wrong)
+        try:
+            return self.peers.read(place, fetch.part, fetch.start, num_bytes)
+        except ModelError as error:
+            nobody = error.message
+        try:
+            return self.hub.read(place.name, fetch.start, num_bytes, place.num_bytes), ""
+        except ModelError as error:
+            raise ModelError(f"{nobody}; {error.message}", hint=error.hint) from error
 
 
-def _places(source: ModelSource, manifest: Manifest) -> dict[str, _Place]:
-    if source.seed is not None:
-        return {}  # drawn wherever they are needed
-    places = {
-        entry.digest: _Place(name, source.path / name, 0, entry.num_bytes)
-        for name, entry in manifest.files.items()
-    }
-    for name, tensor in manifest.tensors.items():
-        stored = source.tensors[name]
-        places[tensor.digest] = _Place(name, stored.path, stored.offset, stored.num_bytes)
-    return places
+def doing(member: str, what: str, source: str = "") -> str:
+    """A member, and what it does before it loads: what `Progress.stage` says, or "peer".
 
-
-def _read(place: _Place, start: int, num_bytes: int, reader: HubReader | None) -> bytes:
-    """Bytes from ``start`` on, fewer at the part's end. Raises ModelError naming file and part.
-
-    ``reader`` has those of a tensor that is not here.
+    ``source``: the peer of which it gets what it lacks; empty: the head.
     """
-    if start > place.num_bytes:
-        raise ModelError(f"{place.name} has {place.num_bytes} bytes, and byte {start} was asked for")
-    num_bytes = min(num_bytes, place.num_bytes - start)
-    if place.path is None:
-        return place.data[start : start + num_bytes]
-    if reader is not None and not place.path.exists():
-        return reader.read(place.name, start, num_bytes, place.num_bytes)
-    try:
-        with place.path.open("rb", buffering=0) as file:
-            file.seek(place.offset + start)
-            data = file.read(num_bytes)
-    except OSError as error:
-        reason = (error.strerror or "unreadable").lower()
-        raise ModelError(f"{place.path.name} cannot be read: {reason}, at {place.name}") from error
-    if data is None or len(data) != num_bytes:
-        raise ModelError(
-            f"{place.path.name} is truncated at {place.name}: it was changed since it was hashed"
-        )
-    return data
+    said = {
+        "check": "digests",
+        "fetch": f"from {source or 'the head'}",
+        "hub": "from the hub",
+        "peer": "from other members",
+    }.get(what)
+    return member if said is None else f"{member} ({said})"

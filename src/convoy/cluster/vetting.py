@@ -63,7 +63,7 @@ class Vetting:
     def watch(self, links: dict[str, Link], plan: Plan) -> None:
         """The plan runs: ask those who have a stage, now where there is a minimum, and at its interval."""
         self.attestation.attester.model = plan.manifest or plan.model_digest
-        holders = [links[stage.member] for stage in plan.stages if stage.member in links]
+        holders = [links[name] for stage in plan.stages for name in stage.holders if name in links]
         if holders:
             self.attestation.watch(holders, hold_stages=True)
 

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,16 +20,19 @@ from typing import Literal
 from convoy.cluster.fetch import Fetches, Want, pieces_of
 from convoy.cluster.from_hub import FromHub
 from convoy.cluster.options import PeerOptions
+from convoy.cluster.places import Place, tensor_places
+from convoy.cluster.shelf import Shelf
 from convoy.errors import Incompatible, LinkBroken, ModelError, StepError
 from convoy.model.cache import InUse
 from convoy.model.checkpoint import StoredTensor
 from convoy.model.digests import Hashing, make_manifest, tensor_digests
 from convoy.model.manifest import MAX_MANIFEST_BYTES, Manifest
 from convoy.model.owned import owned_tensors
-from convoy.model.parts import Part, PartFile
+from convoy.model.parts import Part, PartFile, is_whole
 from convoy.model.received import ReceivedModel, Verified
 from convoy.model.source import ModelSource, needs_no_files
-from convoy.transport.link import Link
+from convoy.transport.link import Link, Received
+from convoy.wire.fetch import Piece
 from convoy.wire.messages import Plan, Progress, StageAssignment
 
 _log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ Tell = Callable[[Doing, int, int], None]
 _CONFIG = "config.json"
 _PACE_S = 0.2
 _LOOK_UP_S = 0.2
+_MAX_ROUNDS = 8  # each asks others than the one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class Weights:
 
     def __init__(self, me: str, options: PeerOptions) -> None:
         self.fetches = Fetches()
+        self._shelf = Shelf(self.on_hand)
         self._me = me
         self._options = options
         self._from_hub = FromHub(me, options.member)
@@ -124,6 +129,15 @@ class Weights:
                 hint="run the model that was signed, or have this one signed: `convoy manifest sign`",
             )
 
+    def takes(self, link: Link, received: Received) -> bool:
+        """Whether it was a piece, or a question for one; for the receiver thread of the head's link."""
+        return self.fetches.takes(link, received) or self._shelf.takes(link, received)
+
+    def ended(self, link: Link) -> None:
+        """The head's link is over."""
+        self.fetches.ended(link)
+        self._shelf.ended(link)
+
     def make_ready(self, asker: Asker, found: Found, mine: StageAssignment) -> None:
         """Every tensor that ``mine`` owns is here, and is the one of the manifest. Raises as `find` does."""
         owned = owned_tensors(found.source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
@@ -167,6 +181,27 @@ class Weights:
     def _own_manifest(self, source: ModelSource) -> Manifest:
         return make_manifest(source, self._hashing)
 
+    # For others.
+
+    def on_hand(self, link: Link, plan: Plan) -> tuple[Manifest, dict[str, Place]]:
+        """The manifest of a plan's model, and where each tensor of it lies that is here, by digest.
+
+        In this member's own files, whose bytes nobody has looked at, or in its cache. Raises as `find` does.
+        """
+        self._check_signed(plan)
+        source, asker = self._own_source(plan.model), Asker(plan, link, lambda: None)
+        if source is not None:
+            # what this software has need not be asked for
+            own = self._own_manifest(source) if self._options.model_path is None else None
+            manifest = own if own is not None and own.digest == plan.manifest else self._listed(asker)
+            return manifest, tensor_places(source, manifest)
+        cache = self._options.member.cache
+        if cache is None:
+            raise ModelError(f"{self._me} has no files for {plan.model}")
+        received = ReceivedModel(cache, manifest := self._listed(asker))
+        parts = (part for part in map(received.tensor, manifest.tensors) if is_whole(part))
+        return manifest, {part.digest: Place(part.name, part.place, 0, part.num_bytes) for part in parts}
+
     # From the hub or the head.
 
     def _described(self, asker: Asker) -> Found:
@@ -183,6 +218,7 @@ class Weights:
 
     def close(self) -> None:
         """Nothing is loaded any more: what was got may be removed."""
+        self._shelf.close()
         if self._in_use is not None:
             self._in_use.close()
 
@@ -200,8 +236,9 @@ class Weights:
         if manifest is not None and manifest.digest == digest:
             return manifest
         manifest = None if cache is None else ReceivedModel.remembered(cache, digest)
-        self._manifest = manifest or Manifest.decode(self._pull_manifest(asker), digest)
-        return self._manifest
+        manifest = manifest or Manifest.decode(self._pull_manifest(asker), digest)
+        self._manifest = manifest
+        return manifest
 
     def _pull_manifest(self, asker: Asker) -> bytes:
         digest, name = asker.plan.manifest, "the manifest"
@@ -227,49 +264,83 @@ class Weights:
                 if from_hub:
                     tell = partial(_paced(asker.tell), "hub")
                     missing = self._from_hub.get(asker.plan, missing, tell, asker.check)
-                again = self._fetch(asker, received, missing)
-                # An earlier try, by a machine that crashed perhaps, left other bytes than it counted.
-                wrong = self._fetch(asker, received, again) if again else []
-                if wrong:
-                    raise _wrong(asker, received, wrong[0])
+                wanted = [_Wanted(part) for part in missing]
+                for _ in range(_MAX_ROUNDS):
+                    if not wanted:
+                        break
+                    wanted = self._fetch(asker, received, wanted)
+                if wanted:
+                    raise _wrong(asker, received, wanted[0].part)
             self._verified.add(parts)
 
-    def _fetch(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part]) -> list[Part]:
-        """Get ``parts``; returns those that went on from an earlier try and came to nothing."""
-        files: deque[PartFile] = deque()
-        again: list[Part] = []
-        total, done, tell = sum(part.num_bytes for part in parts), 0, _paced(asker.tell)
+    def _fetch(self, asker: Asker, received: ReceivedModel, wanted: Sequence[_Wanted]) -> list[_Wanted]:
+        """Get what is ``wanted``; returns what came to something else, and is worth another try."""
+        files: deque[_Coming] = deque()
+        again: list[_Wanted] = []
+        total, done, tell = sum(one.part.num_bytes for one in wanted), 0, _paced(asker.tell)
 
         def count(num_bytes: int) -> None:
             nonlocal done
             done += num_bytes
 
         def wants() -> Iterator[Want]:
-            for part in parts:
-                files.append(stack.enter_context(PartFile(part, lambda _num_bytes: asker.check())))
-                count(files[-1].resumed)
-                yield from pieces_of(part.digest, part.name, files[-1].resumed, part.num_bytes)
+            for one in wanted:
+                part = one.part
+                file = stack.enter_context(PartFile(part, lambda _num_bytes: asker.check()))
+                files.append(_Coming(file))
+                count(file.resumed)
+                yield from pieces_of(part.digest, part.name, file.resumed, part.num_bytes, one.wrong)
 
         def finish_whole() -> None:
-            while files and files[0].num_bytes == files[0].part.num_bytes:
-                file = files.popleft()
-                resumed = file.resumed
-                if not file.finish():
-                    if not resumed:
-                        raise _wrong(asker, received, file.part)
-                    again.append(file.part)
-                file.close()
+            while files and not files[0].file.left:
+                coming = files.popleft()
+                resumed = coming.file.resumed > 0
+                if not coming.file.finish():
+                    again.append(self._doubted(asker, received, coming, resumed=resumed))
+                coming.file.close()
 
         with ExitStack() as stack:
             for want, piece in self.fetches.pull(asker.link, received.manifest.digest, wants(), asker.check):
                 finish_whole()
-                assert files[0].part.digest == want.part, "pieces come in the order of the parts"
-                files[0].write(piece.data)
+                assert files[0].file.part.digest == want.part, "pieces come in the order of the parts"
+                files[0].write(piece)
                 count(len(piece.data))
                 finish_whole()
                 tell("fetch", done, total)
             finish_whole()
         return again
+
+    @staticmethod
+    def _doubted(asker: Asker, received: ReceivedModel, coming: _Coming, *, resumed: bool) -> _Wanted:
+        """A part that came to something else, to be asked for again. Raises where it was the head's own."""
+        part, members = coming.file.part, coming.members
+        if resumed or len(members) > 1:
+            return _Wanted(part)  # an earlier try, by a machine that crashed perhaps, or one of several
+        if not members - {""}:
+            raise _wrong(asker, received, part)
+        (member,) = members
+        _log.warning("%s sent other bytes of %s than the manifest lists; another is asked", member, part.name)
+        return _Wanted(part, member)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A part, and whose bytes of it were others."""
+
+    part: Part
+    wrong: str = ""
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A part on its way, and the members that its bytes are of; "" is the head."""
+
+    file: PartFile
+    members: set[str] = field(default_factory=set)
+
+    def write(self, piece: Piece) -> None:
+        self.file.write(piece.data)
+        self.members.add(piece.source)
 
 
 def _paced(tell: Tell) -> Tell:

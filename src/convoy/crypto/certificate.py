@@ -113,6 +113,20 @@ def from_pem(pem: bytes) -> bytes:
         raise IdentityError(f"not a certificate in PEM: {error}") from None
 
 
+def certificate_names(pem: bytes) -> tuple[str, ...]:
+    """The DNS names and addresses that the first certificate in ``pem`` is for. Raises `IdentityError`."""
+    try:
+        found = x509.load_pem_x509_certificate(pem).extensions.get_extension_for_class(
+            x509.SubjectAlternativeName
+        )
+    except x509.ExtensionNotFound:
+        return ()
+    except _UNREADABLE as error:
+        raise IdentityError(f"not a certificate in PEM: {error}") from None
+    addresses = map(str, found.value.get_values_for_type(x509.IPAddress))
+    return (*found.value.get_values_for_type(x509.DNSName), *addresses)
+
+
 def _key_usage() -> x509.KeyUsage:
     # Strict verification wants keyCertSign of an issuer, and a self-signed certificate is its own issuer.
     return x509.KeyUsage(

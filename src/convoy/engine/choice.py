@@ -18,6 +18,7 @@ from convoy.engine.outputs import (
     TokenOutput,
 )
 from convoy.engine.request import GenerationRequest
+from convoy.engine.request_counts import ChoiceMeter, RequestCounts
 from convoy.engine.sequence import Sequence
 from convoy.errors import ConvoyError
 from convoy.model.draw import GREEDY, Draw, Outcome, distinct
@@ -37,6 +38,7 @@ class Choice:
     stream: TextStream
     emit: Callable[[Output], None]
     group: object
+    meter: ChoiceMeter
     prompt_seen: SequenceOf[int] = ()  # the prompt's tokens, each once, where a penalty looks at them
     finished: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
@@ -44,6 +46,7 @@ class Choice:
 
     def draws(self, row: Row, drafts: SequenceOf[int]) -> list[Draw]:
         """One for each output of ``row``, whose last ``len(drafts)`` tokens are guesses."""
+        self.meter.admitted()
         end = row.start + row.num_tokens
         return [self._draw(after + 1, drafts) for after in range(end - row.num_outputs, end)]
 
@@ -56,6 +59,7 @@ class Choice:
             self._score_prompt(outcomes, row.start)
         if row.start + row.num_tokens - len(drafts) < len(self.sequence.tokens) or not outcomes:
             return Advance()
+        self.meter.advanced()
         num_accepted = 0
         for outcome, draft in zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True):
             if self._append(_sampled(outcome)):
@@ -69,10 +73,14 @@ class Choice:
         """Emit what was held back and the reason, once."""
         if not self.finished:
             self.finished = True
-            self.emit(FinishOutput(self.index, reason, self.stream.finish(), self.sequence.num_cached or 0))
+            self.meter.finished(reason)
+            cached, queued_s = self.sequence.num_cached or 0, self.meter.queued_s
+            self.emit(FinishOutput(self.index, reason, self.stream.finish(), cached, queued_s))
 
     def fail(self, error: ConvoyError | None) -> None:
         """Say no more, or only ``error``."""
+        if not self.finished:
+            self.meter.finished("error")
         self.finished = True
         if error is not None:
             self.emit(ErrorOutput(error))
@@ -130,8 +138,10 @@ def make_choices(
     emit: Callable[[Output], None],
     *,
     share_across_keys: bool,
+    counts: RequestCounts | None = None,
 ) -> list[Choice]:
-    """All of a request, as one group, with sequences that wait."""
+    """All of a request, as one group, with sequences that wait. ``counts``: of what becomes of them."""
+    counts = counts or RequestCounts()
     salt = b"" if share_across_keys else request.cache_salt
     group = object()
     seen = distinct(request.prompt_ids) if request.params.repetition_penalty != 1 else ()
@@ -140,7 +150,8 @@ def make_choices(
         all_outputs = request.prompt_logprobs is not None and index == 0
         sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt)
         stream = TextStream(tokenizer, request.stop)
-        choices.append(Choice(request, index, sequence, tokenizer, stream, emit, group, seen))
+        meter = ChoiceMeter(counts, 0 if index else len(request.prompt_ids))
+        choices.append(Choice(request, index, sequence, tokenizer, stream, emit, group, meter, seen))
     return choices
 
 

@@ -91,7 +91,9 @@ class Engine:
         """
         self._thread.start()
         warm_up(self.submit)
-        self._progress.warmed_up()
+        with self._changed:  # or its own token is counted a moment later
+            self._progress.warmed_up()
+            self._scheduler.num_queried_tokens = self._scheduler.num_hit_tokens = 0
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None]) -> RequestHandle:
         """Queue one, or raise `RequestError`, `QueueFull`, `Draining` or `StageLost`."""
@@ -106,7 +108,9 @@ class Engine:
             )
             self._raise_if_over()
             choices = make_choices(
-                request, self._tokenizer, on_output, share_across_keys=self._options.share_across_keys
+                *(request, self._tokenizer, on_output),
+                share_across_keys=self._options.share_across_keys,
+                counts=self._progress.requests,
             )
             self._scheduler.add([choice.sequence for choice in choices])
             self._live.add(choices)
@@ -202,6 +206,11 @@ class Engine:
                 accepted_tokens=scheduler.num_accepted,
                 ring_s=progress.ring_s,
                 recoveries=progress.recoveries,
+                kv_usage=scheduler.pools.usage,
+                queried_tokens=scheduler.num_queried_tokens,
+                hit_tokens=scheduler.num_hit_tokens,
+                requests=progress.requests.snapshot(),
+                step_s=progress.step_s.snapshot(),
                 near_ties=self._live.num_near_ties,
             )
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from convoy.engine.histogram import HistogramCounts
+from convoy.engine.request_counts import RequestSums
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -36,4 +39,9 @@ class EngineStats:
     accepted_tokens: int  # those of them that were right, and so generated
     ring_s: float | None  # how long the last empty step took to pass every stage
     recoveries: int  # how often other stages took over after a loss
+    kv_usage: float  # of the fullest cache group's blocks, 1 for all
+    queried_tokens: int  # asked of the prefix cache as sequences were first admitted, and those that it had
+    hit_tokens: int
+    requests: RequestSums
+    step_s: HistogramCounts  # of steps with rows, from being sent to being back
     near_ties: int = 0  # tokens after one where another was as likely; see `engine.near_tie`

@@ -8,7 +8,7 @@ point, and nothing follows it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from convoy.errors import ConvoyError
@@ -47,13 +47,15 @@ class FinishOutput:
     """The choice is complete.
 
     ``text`` is what was held back until now; an end-of-text token is never shown. ``cached_tokens`` of the
-    prompt were not run again, because an earlier request of the same prefix had.
+    prompt were not run again, because an earlier request of the same prefix had. ``queued_s``: how long it
+    waited until a step carried it; no part of what it says.
     """
 
     choice: int
     reason: FinishReason
     text: str = ""
     cached_tokens: int = 0
+    queued_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ other. Steps run in the order of their numbers, which is the order in which the 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from convoy.engine.drawing import answer_of, draw_of
 from convoy.engine.executor import MAX_IN_FLIGHT
 from convoy.engine.hand_over import Failed, HandOver
+from convoy.engine.histogram import Histogram
 from convoy.errors import HiddenError, StepError
 from convoy.model.draw import Draw, Outcome
 from convoy.model.stage import Stage
@@ -46,16 +48,22 @@ class StageLoop:
         route: StageRoute,
         successor: Link,
         failed: Failed = lambda _step, _error: None,
+        step_s: Histogram | None = None,
     ) -> None:
-        """``failed``: told, on another thread, of a step that could not leave a device."""
+        """``failed``: told, on another thread, of a step that could not leave a device.
+
+        ``step_s``: takes how long each step with rows took here, from having all that it needs to being sent.
+        """
         self._stage = stage
         self._route = route
+        self._step_s = step_s
         self._successor = successor
         self._steps: deque[Step] = deque()
         self._hidden: dict[int, torch.Tensor] = {}
         self._hidden_bytes = 0
         self._steps_bytes = 0
         self._next_step = 0
+        self._began_s: dict[int, float] = {}
         self.finished_step = -1  # the last one that was run and sent on; read from other threads
         self._hand_over = HandOver(f"leave {route.assignment.member}", failed) if route.overlaps else None
 
@@ -126,6 +134,7 @@ class StageLoop:
             # with a hidden state they come for layers that need them, which have none of an empty step
             ids = hidden is None or step.tokens or not step.rows
             tokens = tokens_from_bytes(step.tokens) if ids else None
+            self._began_s[step.number] = time.monotonic()
             if self._hand_over is None:
                 self._run(step, hidden, tokens)
             else:
@@ -158,7 +167,7 @@ class StageLoop:
             step=step.number,
             boundary=self._route.assignment.end,
         )
-        self.finished_step = step.number
+        self._finished(step)
 
     def _draws(self, step: Step) -> list[Draw]:
         return [draw_of(request, self._stage.vocab_size) for request in step.draws]
@@ -166,4 +175,10 @@ class StageLoop:
     def _send_drawn(self, step: Step, outcomes: tuple[Outcome, ...]) -> None:
         drawn = Drawn(step.number, [answer_of(outcome) for outcome in outcomes])
         self._successor.send(drawn, generation=self._route.generation, step=step.number)
+        self._finished(step)
+
+    def _finished(self, step: Step) -> None:
+        began_s = self._began_s.pop(step.number)
+        if step.rows and self._step_s is not None:
+            self._step_s.observe(time.monotonic() - began_s)
         self.finished_step = step.number

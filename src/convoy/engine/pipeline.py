@@ -11,6 +11,7 @@ Several steps may be between 1 and 3 at once.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from convoy.engine.deadline import StepClock
 from convoy.engine.drawing import outcome_of, request_of
 from convoy.engine.executor import Kv, StepResult
 from convoy.engine.hand_over import HandOver
+from convoy.engine.local import Outcomes
 from convoy.engine.own_stage import own_stage
 from convoy.engine.send_guard import SendGuard
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
@@ -93,6 +95,7 @@ class PipelineExecutor:
         self._in_flight: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
         self._returned: dict[int, torch.Tensor | Drawn] = {}
+        self._drawings: dict[int, Outcomes] = {}  # begun before anybody asked
         # Who failed first, or sent what no sound member sends; two where it may have been either.
         self.blamed: tuple[str, ...] = ()
         self._guard = SendGuard(self.clock.allowed_s)
@@ -144,6 +147,7 @@ class PipelineExecutor:
         self._carrier.end(lost)
 
     def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+        self._draw_arrived()
         self._in_flight.append(_Running(step, draws))
         self.clock.sent(step)
         try:
@@ -173,7 +177,9 @@ class PipelineExecutor:
                 )
                 hidden = self._stage.run(running.step, hidden=returned, tokens=tokens)
                 returned = self._stage.select(running.step, hidden)
-            drawing = self._stage.draw(returned, running.draws)
+            drawing = self._drawings.pop(running.step.number, None)
+            drawing = drawing or self._stage.draw(returned, running.draws)
+            self._draw_arrived()
             return StepResult(running.step.number, drawing.outcomes())
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
@@ -201,13 +207,15 @@ class PipelineExecutor:
 
     def _blame(self, member: str, accused: str = "") -> None:
         """The first counts. Whom ``member`` accuses may be at fault as well as itself, if it is its neighbour
-        in the ring; the head knows of itself that it is not. The accused comes first.
+        in the ring or another rank of its stage; the head knows of itself that it is not. The accused comes
+        first.
         """
         if self.blamed:
             return
         ring = [stage.member for stage in self._stages]
         places = [at for at, name in enumerate(ring) if name == member]
         neighbours = {ring[(at + by) % len(ring)] for at in places for by in (-1, 1)}
+        neighbours.update(name for stage in self._stages if member in stage.holders for name in stage.holders)
         doubted = accused in neighbours - {self._head, member}
         self.blamed = (accused, member) if doubted else (member,)
 
@@ -239,6 +247,20 @@ class PipelineExecutor:
             return
         pending = self._stage.start(step, None, tokens)
         self._leaves.put(step.number, lambda: self._send_waited(step, pending.wait()))
+
+    def _draw_arrived(self) -> None:
+        """A device begins with the outputs of all steps that are back, while the next one is scheduled."""
+        if not (self._options.overlaps and self._head_first and self._owner == self._head):
+            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._sort(self._arrivals.get(0.0))
+        for running in self._in_flight:
+            number = running.step.number
+            hidden = self._returned.get(number)
+            if isinstance(hidden, torch.Tensor) and number not in self._drawings:
+                with own_stage(number, self._blame_head):
+                    self._drawings[number] = self._stage.draw(hidden, running.draws)
 
     def _send_waited(self, step: Step, hidden: torch.Tensor) -> None:
         """On the thread that waits for the device."""

@@ -40,6 +40,13 @@ class BlockPools:
         return sum(pool.num_free for pool in self._pools)
 
     @property
+    def usage(self) -> float:
+        """Which part of the fullest group's blocks is owned: 1 where none is free."""
+        return max(
+            (1 - pool.num_free / pool.num_blocks for pool in self._pools if pool.num_blocks), default=0.0
+        )
+
+    @property
     def max_tokens(self) -> int:
         """How many tokens a sequence may have that has every block to itself."""
         room = [

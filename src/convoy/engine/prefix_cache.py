@@ -18,9 +18,13 @@ class PrefixCache:
         self._tags = tags
         self._enabled = enabled
 
+    def may_share(self, sequence: Sequence) -> bool:
+        """Whether it is looked for at all."""
+        return self._enabled and not sequence.all_outputs
+
     def find(self, sequence: Sequence) -> list[int]:
         """Blocks of known prefix; the last token is never in one, because something has to run."""
-        if not self._enabled or sequence.all_outputs:
+        if not self.may_share(sequence):
             return []
         num_blocks = (len(sequence.tokens) - 1) // self._pool.block_size
         self._tags.extend(sequence.tags, sequence.tokens, num_blocks)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from convoy.engine.histogram import Histogram
+from convoy.engine.request_counts import STEP_S, RequestCounts
 from convoy.errors import NotReady
 
 
@@ -16,6 +18,8 @@ class EngineProgress:
         self.generated_tokens = 0
         self.session_tokens = 0
         self.recoveries = 0
+        self.requests = RequestCounts()
+        self.step_s = Histogram(STEP_S)  # of steps with rows, through every stage
         self.ring_s: float | None = None  # how long the last empty step took
         self._last_step_s: float | None = None
 
@@ -25,10 +29,14 @@ class EngineProgress:
         self.num_steps += 1
         if is_empty:
             self.ring_s = self._last_step_s - submitted_s
+        else:
+            self.step_s.observe(self._last_step_s - submitted_s)
 
     def warmed_up(self) -> None:
         """What was asked and said until now was no client's."""
         self.prompt_tokens = self.generated_tokens = 0
+        self.requests.reset()
+        self.step_s = Histogram(STEP_S)
 
     def other_stages(self) -> None:
         """No step has passed the stages that run from now on."""

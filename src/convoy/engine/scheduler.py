@@ -49,6 +49,9 @@ class Scheduler:
         self.idle: list[Sequence] = []  # the one that has been so for longest first
         self.num_preempted = 0
         self.num_cached_tokens = 0  # positions that were shared and so did not run
+        self.num_queried_tokens = self.num_hit_tokens = (
+            0  # of first admissions: asked of the cache, and there
+        )
         self.num_drafted = self.num_accepted = 0  # guesses that ran, and those of them that stand
         self._num_in_flight = 0  # steps with rows
         self._suspects: dict[Sequence, int] = {}  # and how many tokens each had
@@ -122,8 +125,9 @@ class Scheduler:
         """The next step, or None when nothing can run now. With no rows it only carries releases."""
         plan = Composition()
         self._wake()
-        if self._num_in_flight < self._max_in_flight():
-            self._plan_decodes(plan)
+        num_streams = self._num_streams()
+        if self._num_in_flight < self._max_in_flight(num_streams):
+            self._plan_decodes(plan, num_streams)
             self._plan_prefills(plan)
             self._admit(plan)
         if not plan.rows and not self._released:
@@ -193,26 +197,27 @@ class Scheduler:
                 self.running.append(sequence)
                 sequence.state = SequenceState.RUNNING
 
-    def _plan_decodes(self, plan: Composition) -> None:
-        max_rows = self._max_rows()
+    def _plan_decodes(self, plan: Composition, num_streams: int) -> None:
+        max_rows = self._max_rows(num_streams)
         for sequence in list(self.running):
             if len(plan.rows) >= max_rows or self._budget(plan) == 0:
                 return
-            if sequence.num_scheduled > 0 and sequence.num_pending == 1:
+            # `num_pending`, of hundreds several times a step
+            if sequence.num_scheduled > 0 and len(sequence.tokens) == sequence.num_scheduled + 1:
                 self._plan_row(sequence, 1, plan, self._draft(sequence, plan, max_rows))
 
     def _num_streams(self) -> int:
         """How many sequences decode, or are about to."""
-        return sum(sequence.num_pending <= 1 for sequence in self.running)
+        return sum([len(sequence.tokens) <= sequence.num_scheduled + 1 for sequence in self.running])
 
-    def _max_rows(self) -> int:
+    def _max_rows(self, num_streams: int) -> int:
         # With several steps in flight, each takes its share of the streams, so that no stage waits for
         # another.
-        return max(1, -(-self._num_streams() // self.limits.micro_batches))
+        return max(1, -(-num_streams // self.limits.micro_batches))
 
-    def _max_in_flight(self) -> int:
+    def _max_in_flight(self, num_streams: int) -> int:
         limits = self.limits
-        return limits.micro_batches if self._num_streams() else max(limits.micro_batches, limits.max_chunks)
+        return limits.micro_batches if num_streams else max(limits.micro_batches, limits.max_chunks)
 
     def _draft(self, sequence: Sequence, plan: Composition, max_rows: int) -> list[int]:
         """Guesses for a decode: none that would cost another sequence its place in the step or its blocks."""
@@ -231,7 +236,7 @@ class Scheduler:
     def _plan_prefills(self, plan: Composition) -> None:
         for sequence in list(self.running):
             if (
-                sequence.num_pending > 1
+                len(sequence.tokens) > sequence.num_scheduled + 1
                 and sequence not in plan.rows
                 and sequence.num_in_flight < self.limits.max_chunks
             ):
@@ -260,6 +265,9 @@ class Scheduler:
             sequence.table_id = self._next_table_id
             self._next_table_id += 1
             self.num_cached_tokens += len(shared) * self.limits.block_size
+            if sequence.num_cached is None and self._prefixes.may_share(sequence):
+                self.num_queried_tokens += len(sequence.tokens)
+                self.num_hit_tokens += len(shared) * self.limits.block_size
             grant = self._prefixes.share(sequence, shared)
             if grant is not None:
                 plan.grants.append(grant)

@@ -24,11 +24,13 @@ import numpy.typing as npt
 from convoy.engine.session_file import SessionReader
 from convoy.errors import RequestError, SessionError
 from convoy.model.params import SamplingParams
+from convoy.wire.text import plain_text
 
 Progress = Callable[[int, int], None]  # so far, and in all
 Half = npt.NDArray[np.float32]  # K or V of one layer: [positions, kv_heads, head_dim]
 
-_FORMAT, _VERSION = "convoy-session", "1"
+_FORMAT, _VERSION = "convoy-session", "2"  # 1 named no manifest
+_MAX_VERSION = 16
 _MAX_HEADER_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 _DIGEST_BYTES = 32
@@ -127,7 +129,9 @@ class SavedSession:
         if not isinstance(metadata, dict) or metadata.get("format") != _FORMAT:
             _refuse("its header names no session")
         if metadata.get("version") != _VERSION:
-            _refuse(f"it has another version of the format, expected {_VERSION}")
+            found = metadata.get("version")
+            named = plain_text(found, _MAX_VERSION) if isinstance(found, str) else "(none)"
+            _refuse(f"it has version {named} of the format, expected {_VERSION}")
         if metadata.get("model_digest") != self._model.digest:
             raise SessionError(
                 f"the session is of another model: expected the digest {self._model.digest[:12]} of "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from convoy.model.device import CUDA_KERNEL
+from convoy.model.device import CUDA_INT4, CUDA_INT8, CUDA_KERNEL
 from convoy.model.selfcheck import EXACT, PLAIN, W4A16, W8A8
 
 WAYS = ("one piece", "chunks", "decode", "batch")
@@ -36,13 +36,22 @@ LIMITS = {
     W4A16: Limits(0.0, 20.0, 5.0),
     # of bfloat16, whose step at 4 is 0.03
     CUDA_KERNEL: Limits(0.3, 0.3, 0.15),
+    CUDA_INT8: Limits(0.3, 2.0, 0.5),
+    CUDA_INT4: Limits(0.3, 20.0, 5.0),
 }
-# of bfloat16 and layers with experts: where two are nearly as good, it may choose another
-_CUDA_EXPERTS = Limits(5.0, 5.0, 1.0)
+# of bfloat16 and layers with experts: where two are nearly as good, it may choose another than float32 does,
+# and one position is far from the library's. Seen: 0.06 from the unsplit stage, a median of 0.11
+_CUDA_EXPERTS = Limits(0.5, 5.0, 0.3)
 
 
-def limits_of(kernel: str, *, has_experts: bool) -> Limits:
-    """What a model has to keep to under ``kernel``."""
+# of sums that ranks share, in float32: added in another order than in one process
+_RANKS_LIBRARY = 4e-5
+
+
+def limits_of(kernel: str, *, has_experts: bool, ranks: int = 1) -> Limits:
+    """What a model has to keep to under ``kernel``; ``ranks``: of each stage, the unsplit one too."""
+    if ranks > 1 and kernel in {EXACT, PLAIN}:
+        return replace(LIMITS[kernel], library=_RANKS_LIBRARY)
     return _CUDA_EXPERTS if has_experts and kernel == CUDA_KERNEL else LIMITS[kernel]
 
 
@@ -64,6 +73,7 @@ class LayoutResult:
     num_stages: int
     from_unsplit: dict[str, float] = field(default_factory=dict)
     library: Distance | None = None
+    from_float64: dict[int, float] = field(default_factory=dict)  # by prompt, of `Certificate.doubted`
     layers_once: int = 0  # layers that ran exactly once in every step
     tokens_equal: bool = False  # but for near ties, which a kernel with bits of its own has
     near_ties: int = 0
@@ -90,6 +100,9 @@ class Certificate:
     chunks: tuple[int, ...]
     forbidden_cuts: dict[int, str]
     unreached_windows: tuple[int, ...]  # attention windows that no prompt here is longer than
+    ranks: int = 1  # of each stage
+    # prompts where the library's float32 was no judge: how far it is from its own float64
+    doubted: dict[int, float] = field(default_factory=dict)
     results: list[LayoutResult] = field(default_factory=list)
     duration_s: float = 0.0
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from convoy.engine.collective.joined import load_stage as load_ranks
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 from convoy.plan.spec import ModelSpec
@@ -21,8 +22,8 @@ StageLoader = Callable[[ModelSource, StageAssignment, StageOptions, Stage | None
 def load_stage(
     source: ModelSource, assignment: StageAssignment, options: StageOptions, before: Stage | None
 ) -> Stage:
-    """A stage as a member loads it, with what ``before`` has of it already."""
-    return Stage.load(source, assignment, options, before=before)
+    """A stage as a member loads it, with what ``before`` has of it already; of several ranks for cpu+cpu."""
+    return load_ranks(source, assignment, options, before=before)
 
 
 class StageChain:

@@ -42,7 +42,7 @@ def layouts(spec: ModelSpec, max_cuts: int | None = None) -> list[Layout]:
     three = [_layout(spec, pair, forward=index % 2 == 1) for index, pair in enumerate(spread(pairs, few))]
     found = [*_planned(spec, 2), *two, *_planned(spec, 3), *three]
     # by their cuts: a stage that grows by a layer keeps those that it has
-    return sorted(dict.fromkeys(found), key=_order)
+    return sorted({layout_text(spec, layout): layout for layout in found}.values(), key=_order)
 
 
 def allowed_cuts(spec: ModelSpec) -> list[int]:

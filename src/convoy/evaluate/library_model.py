@@ -28,30 +28,31 @@ def library_logits(
     source: ModelSource,
     texts: Sequence[Sequence[int]],
     on_text: Callable[[int], None] = lambda _: None,
+    dtype: torch.dtype = LIBRARY_DTYPE,
 ) -> list[torch.Tensor]:
-    """Float32 logits [T, vocabulary] of each text, which runs alone, whole, without a cache.
+    """Logits [T, vocabulary] of each text in ``dtype``, which runs alone, whole, without a cache.
 
-    The library's own modules and eager attention, in float32. The model is in memory while this runs, once.
-    Quantised weights are unpacked here, not by the library, which for most formats wants a GPU and a package
-    by others; tests compare what is unpacked with the formats' own descriptions and tools. Raises ModelError
-    where the library cannot load it.
+    The library's own modules and eager attention; in float64 its norms and rotations stay float32. The model
+    is in memory while this runs, once. Quantised weights are unpacked here, not by the library, which for
+    most formats wants a GPU and a package by others; tests compare what is unpacked with the formats' own
+    descriptions and tools. Raises ModelError where the library cannot load it.
     """
-    model = _load(source)
+    model = _load(source, dtype)
     found = []
     for index, text in enumerate(texts):
         on_text(index)
         with quiet():
             logits: torch.Tensor = model(torch.tensor([list(text)]), use_cache=False).logits[0]
-        found.append(logits.to(torch.float32).clone())
+        found.append(logits.to(dtype).clone())
     return found
 
 
-def _load(source: ModelSource) -> Any:
+def _load(source: ModelSource, dtype: torch.dtype) -> Any:
     with LIBRARY:
         import transformers
 
         options: dict[str, Any] = {
-            "dtype": LIBRARY_DTYPE,
+            "dtype": dtype,
             "attn_implementation": "eager",
             "local_files_only": True,
         }
@@ -64,7 +65,7 @@ def _load(source: ModelSource) -> Any:
                 )
         except (RuntimeError, ValueError, KeyError, OSError, TypeError) as error:
             raise ModelError(f"{source.name}: transformers cannot load it: {error}") from error
-        return model.eval()
+        return model.to(dtype).eval()
 
 
 def _from_ours(source: ModelSource, options: dict[str, Any]) -> Any:
@@ -83,4 +84,4 @@ def _from_ours(source: ModelSource, options: dict[str, Any]) -> Any:
     names = source.layout.shapes(source.tensors)
     state = {decoder_name(name): read_tensor(source, name) for name in names}
     whole: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return whole.from_pretrained(None, config=config, state_dict=state, **options).eval()
+    return whole.from_pretrained(None, config=config, state_dict=state, **options).to(options["dtype"]).eval()

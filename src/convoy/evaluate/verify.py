@@ -8,11 +8,16 @@ logits of all positions, twice.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain as joined
 
+import psutil
+import torch
+
+from convoy.engine.collective.rank_stages import JOIN
 from convoy.errors import ConvoyError
 from convoy.evaluate.certificate import Certificate, LayoutResult, Limits, limits_of
 from convoy.evaluate.chain import StageChain, StageLoader, load_stage
@@ -21,10 +26,12 @@ from convoy.evaluate.cuts import Layout, layout_text, layouts, whole
 from convoy.evaluate.library_model import library_logits, library_version
 from convoy.evaluate.prompts import unreached_windows
 from convoy.evaluate.runs import Prompts, Run, alone, batched, chunked
+from convoy.model.selfcheck import EXACT, PLAIN
 from convoy.model.source import ModelSource
 from convoy.model.stage import Stage, StageOptions
 
 CHUNKS = (7, 16, 50)  # below, at and above a block
+_SHARE_OF_MEMORY = 0.8  # of what is free, for the library's model in float64
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class VerifyOptions:
     chunks: tuple[int, ...] = CHUNKS
     num_threads: int | None = None
     device: str = "cpu"  # decodes there are not captured: layers are counted as they are called
+    ranks: int = 1  # that hold each stage together, the unsplit one too
 
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
@@ -61,10 +69,12 @@ def verify(
     expected = bench.expect(every[0])
     progress(0, len(every), library_version())
     expected.add_library(library_logits(source, expected.texts))
+    _ask_float64(source, options, expected)
     found = Certificate(
         model=source.name,
         digest=source.digest,
         kernel=options.kernel,
+        ranks=options.ranks,
         library=library_version(),
         limits=_limits_of(source, options),
         num_layers=source.spec.num_layers,
@@ -73,6 +83,7 @@ def verify(
         chunks=options.chunks,
         forbidden_cuts=dict(sorted(source.spec.forbidden_cuts.items())),
         unreached_windows=unreached_windows(source.spec, prompts),
+        doubted=expected.own_errors(),
     )
     for index, layout in enumerate(every):
         progress(index, len(every), layout_text(source.spec, layout))
@@ -93,7 +104,7 @@ class _Bench:
         self._options = options
         self._stage_options = StageOptions(
             kernel=options.kernel,
-            device=options.device,
+            device=JOIN.join([options.device] * options.ranks),
             captured=False,
             num_threads=options.num_threads,
             require_tags=False,
@@ -132,6 +143,7 @@ class _Bench:
             num_stages=len(layout),
             from_unsplit=comparison.from_unsplit,
             library=comparison.library_distance(),
+            from_float64=comparison.from_float64,
             layers_once=0 if chain is None else spec.num_layers - len(wrong),
             tokens_equal=comparison.tokens_equal,
             near_ties=comparison.num_near_ties,
@@ -166,5 +178,22 @@ def _num_new(layout: Layout, old: dict[int, Stage], index: int) -> int:
     return len(set(range(wanted.start, wanted.end)) - set(range(held.start, held.end)))
 
 
+def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected) -> None:
+    """Where the library's float32 may be what is off, if its float64 fits into memory."""
+    if options.kernel not in {EXACT, PLAIN}:
+        return
+    doubtful = expected.doubtful(_limits_of(source, options))
+    shapes = source.layout.shapes(source.tensors).values()
+    needed = sum(map(math.prod, shapes)) * torch.float64.itemsize
+    if doubtful and needed < psutil.virtual_memory().available * _SHARE_OF_MEMORY:
+        texts = [expected.texts[index] for index in doubtful]
+        try:
+            logits = library_logits(source, texts, dtype=torch.float64)
+        except RuntimeError:
+            return  # modules that make float32 of their own do not run in float64: float32 stays the judge
+        expected.float64 = dict(zip(doubtful, logits, strict=True))
+
+
 def _limits_of(source: ModelSource, options: VerifyOptions) -> Limits:
-    return limits_of(options.kernel, has_experts=any(".experts." in name for name in source.tensors))
+    has_experts = any(".experts." in name for name in source.tensors)
+    return limits_of(options.kernel, has_experts=has_experts, ranks=options.ranks)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from convoy.model.native.attention import NativeGroup
 from convoy.model.packed import KEY_BLOCK, GroupBatch, TileChunk
 from convoy.model.pool import ApartPool, KvPool
 
@@ -28,6 +29,7 @@ class LayerBatch:
 
     group: GroupBatch
     pool: KvPool | ApartPool
+    native: NativeGroup | None = None  # the same batch for compiled code
 
 
 def packed_attention(

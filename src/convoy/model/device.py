@@ -12,26 +12,68 @@ from convoy.errors import ModelError, UsageError
 
 HOST = "cpu"
 AUTO = "auto"
+RANKS = "+"  # between the devices of ranks of one member, which share every layer
 # what stages on CUDA run: weights and K/V in bfloat16, our own attention (`model.gpu`)
 CUDA_KERNEL = "cuda-bf16"
+# the same with rounded weights; `gpu.rounded`
+CUDA_INT8, CUDA_INT4 = "cuda-int8", "cuda-int4"
+CUDA_BITS = {CUDA_INT8: 8, CUDA_INT4: 4}
+CUDA_KERNELS = (CUDA_KERNEL, CUDA_INT8, CUDA_INT4)
+# what a kernel that may be asked for is on CUDA; those of the host that are missing run there alone
+_ON_CUDA = {AUTO: CUDA_KERNEL, "w8a8": CUDA_INT8, "w4a16": CUDA_INT4} | {name: name for name in CUDA_KERNELS}
 _MAX_DEVICES = 16
 # left to the driver, to kernels that are compiled later, and to whatever else uses the device
 _MEMORY_SHARE = 0.92
 _DEVICE = re.compile(r"(?:cpu|cuda(?::[0-9]{1,3})?)\Z", re.ASCII)
 
 
-def choose_devices(wish: str, kernel: str = AUTO) -> tuple[str, ...]:
-    """The devices for ``wish``: auto, cpu, cuda, cuda:N, or several cuda:N behind commas.
+def kernel_on_cuda(kernel: str) -> str:
+    """What a stage on CUDA runs where ``kernel`` is asked for. Raises UsageError for one of hosts alone."""
+    if kernel not in _ON_CUDA:
+        raise UsageError(
+            f"kernel {kernel} does not run on cuda", hint='set device = "cpu", or kernel = "auto"'
+        )
+    return _ON_CUDA[kernel]
 
-    auto is the first CUDA device where there is one and no kernel of the host is asked for. Raises UsageError
-    for what is no device, what this machine lacks, and a ``kernel`` that does not run there.
+
+def kernels_on_cuda(kernel: str) -> list[str]:
+    """What a member on CUDA offers where ``kernel`` is asked of it, best first: all, where none is."""
+    return list(CUDA_KERNELS) if kernel == AUTO else [kernel_on_cuda(kernel)]
+
+
+def stage_device(wish: str, kernel: str = AUTO) -> str:
+    """What a stage is told: as `choose_devices`, and every rank's device where ``wish`` joins some."""
+    chosen = choose_devices(wish, kernel)
+    if RANKS not in wish:
+        return ",".join(chosen)
+    return RANKS.join(_joined(wish) if chosen == (HOST,) else chosen)
+
+
+def _joined(wish: str) -> list[str]:
+    """The devices of one member's ranks. Raises UsageError for what cannot be joined."""
+    names = [name.strip() for name in wish.split(RANKS)]
+    known = all(_DEVICE.match(name) for name in names)
+    if not known or len(names) > _MAX_DEVICES or (HOST in names and set(names) != {HOST}):
+        raise UsageError(
+            f"device is {wish[:80]!r}: ranks of one member are joined on the host or on CUDA devices, "
+            "such as cpu+cpu or cuda:0+cuda:1"
+        )
+    return names
+
+
+def choose_devices(wish: str, kernel: str = AUTO) -> tuple[str, ...]:
+    """The devices for ``wish``: auto, cpu, cuda, cuda:N, several cuda:N behind commas, or cpu+cpu or
+    cuda:0+cuda:1 for ranks.
+
+    auto is the first CUDA device where there is one and no kernel that only hosts run is asked for. Raises
+    UsageError for what is no device, what this machine lacks, and a ``kernel`` that does not run there.
     """
     if wish == AUTO:
-        on_host = kernel not in {AUTO, CUDA_KERNEL} or bool(why_no_cuda())
+        on_host = kernel not in _ON_CUDA or bool(why_no_cuda())
         return (HOST,) if on_host else ("cuda:0",)
-    names = split_devices(wish)
-    if names == [HOST]:
-        if kernel == CUDA_KERNEL:
+    names = _joined(wish) if RANKS in wish else split_devices(wish)
+    if names == [HOST] or (RANKS in wish and HOST in names):
+        if kernel in CUDA_KERNELS:
             raise UsageError(f"kernel {kernel} does not run on cpu", hint='leave the kernel at "auto"')
         return (HOST,)
     if HOST in names:
@@ -39,10 +81,7 @@ def choose_devices(wish: str, kernel: str = AUTO) -> tuple[str, ...]:
             f"device is {wish}, expected cpu or CUDA devices, not both in one member",
             hint="start a member for each: a route may have stages on both",
         )
-    if kernel not in {AUTO, CUDA_KERNEL}:
-        raise UsageError(
-            f"kernel {kernel} does not run on {wish}", hint='set device = "cpu", or kernel = "auto"'
-        )
+    kernel_on_cuda(kernel)
     return _require_cuda(wish, names)
 
 
@@ -52,6 +91,8 @@ def deal_devices(wish: str, num_members: int, kernel: str = AUTO) -> list[str]:
     More devices than members: several for each, side by side; fewer: they take them in turn. auto deals out
     all that `choose_devices` might choose. Raises UsageError as that does.
     """
+    if RANKS in wish:
+        return [stage_device(wish, kernel)] * num_members
     if wish == AUTO:
         on_host = choose_devices(AUTO, kernel) == (HOST,)
         names = [HOST] if on_host else [f"cuda:{number}" for number in range(torch.cuda.device_count())]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from convoy.errors import ModelError
 from convoy.model.attention import LayerBatch, attend
 from convoy.model.experts import (
     GATED_SHARE,
@@ -23,6 +24,8 @@ from convoy.model.experts import (
     is_experts,
 )
 from convoy.model.linear import PackedLinear
+from convoy.model.native.norm import native_norm, norm_holds
+from convoy.model.pool import KvPool
 from convoy.model.rope import HeadSpread
 
 # Linears for q, k and v, norms of each head's q and k or none, halves of the rotary part of a head turned,
@@ -55,11 +58,19 @@ class RowNorm(nn.Module):
     def __init__(self, weight: torch.Tensor | None, eps: float) -> None:
         super().__init__()
         self.weight = None if weight is None else nn.Parameter(weight.detach(), requires_grad=False)
-        self._eps = float(eps)
+        self.eps = float(eps)
+
+    @property
+    def takes_lone_rows(self) -> bool:
+        """Whether a lone row has the bits that it has beside others."""
+        return self.weight is not None and norm_holds(len(self.weight))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] to the same shape."""
-        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self._eps)
+        # a stage on a device may have this one too
+        if x.dtype == torch.float32 and x.device.type == "cpu" and norm_holds(x.shape[-1]):
+            return native_norm(x.contiguous(), self.weight, self.eps)
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 class ExactNorm(RowNorm):
@@ -99,8 +110,13 @@ class ExactAttention(nn.Module):
     def __init__(self, attention: Any, rotary_dim: int) -> None:
         super().__init__()
         self.layer_idx: int = attention.layer_idx
-        self._rotary_dim = rotary_dim
+        self.rotary_dim = rotary_dim
         self._head_dim: int = attention.head_dim
+        if rotary_dim > self._head_dim:
+            raise ModelError(
+                f"layer {self.layer_idx} turns {rotary_dim} dimensions of heads of {self._head_dim}",
+                hint="partial_rotary_factor in config.json is at most 1",
+            )
         self.qkv, self._num_heads = _joined_qkv(attention)
         self.gate = _pack(_query_part(attention, 1)) if _is_gated(attention) else None
         self._num_kv_heads = (self.qkv.out_features // self._head_dim - self._num_heads) // 2
@@ -133,17 +149,26 @@ class ExactAttention(nn.Module):
                 heads[:, ends[1] :],
             )
             heads = torch.cat(parts, dim=1)
-        turned = heads * cos
-        turned.add_(self._rolled(heads).mul_(sin))
-        query, kv = turned[:, : self._num_heads], turned[:, self._num_heads :]
-        out = attend(query, kv, batch[self.layer_idx], sinks=self.sinks).view(1, len(turned), -1)
+        layer = batch[self.layer_idx]
+        if layer.native is not None and self.sinks is None and isinstance(layer.pool, KvPool):
+            out = layer.native.attend(heads, cos, sin, self.rotary_dim, layer.pool).view(1, len(heads), -1)
+        else:
+            out = self._attend(heads, cos, sin, layer).view(1, len(heads), -1)
         if self.gate is not None:
             out = exact_sigmoid(self.gate(hidden_states)).mul_(out)
         return self.out(out), None
 
+    def _attend(
+        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: LayerBatch
+    ) -> torch.Tensor:
+        turned = heads * cos
+        turned.add_(self._rolled(heads).mul_(sin))
+        query, kv = turned[:, : self._num_heads], turned[:, self._num_heads :]
+        return attend(query, kv, layer, sinks=self.sinks)
+
     def _rolled(self, heads: torch.Tensor) -> torch.Tensor:
         """With the halves of the rotary part exchanged."""
-        half, end = self._rotary_dim // 2, self._rotary_dim
+        half, end = self.rotary_dim // 2, self.rotary_dim
         if end == self._head_dim:
             return torch.roll(heads, half, -1)
         return torch.cat((heads[..., half:end], heads[..., :half], heads[..., end:]), dim=-1)

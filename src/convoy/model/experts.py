@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from convoy.errors import ModelError
-from convoy.model.linear import FUSED_ACTIVATIONS, PackedLinear, pad_rows
+from convoy.model.activation import ACTIVATIONS
+from convoy.model.linear import PackedLinear, pad_rows
 
 Routing = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor
@@ -198,7 +199,7 @@ def is_experts(module: nn.Module) -> bool:
 def activation_name(config: Any) -> str:
     """The activation of a model's MLPs. Raises ModelError where it has no fused form."""
     name = str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))
-    if name not in FUSED_ACTIVATIONS:
+    if name not in ACTIVATIONS:
         raise ModelError(f"the activation {name!r} has no exact form here", hint='set kernel = "plain-f32"')
     return name
 

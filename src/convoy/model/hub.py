@@ -34,6 +34,7 @@ _FORM = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>{_REVISION}))?", r
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _SHA = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _MAX_PIN_BYTES = 1 << 20
+_UNSAID = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,10 @@ class HubName:
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file as the hub lists it; ``digest`` is its SHA-256, or empty: the hub knows that of large files."""
+    """A file as the hub lists it; ``digest`` is its SHA-256, or empty: the hub knows that of large files.
+
+    ``num_bytes`` is -1 where the hub does not say it.
+    """
 
     num_bytes: int
     digest: str = ""
@@ -194,6 +198,8 @@ def _parts(name: HubName, pinned: Pinned, directory: Path, files: Iterable[str])
     parts = []
     for file in files:
         listed = pinned.files[file]
+        if listed.num_bytes < 0:  # as much as came would pass for all of it
+            raise ModelError(f"the hub says no size of {file} of {name}, so nobody can tell when it is whole")
         if listed.num_bytes > MAX_FILE_BYTES and not file.endswith(".safetensors"):
             raise ModelError(
                 f"{file} of {name} has {listed.num_bytes} bytes, expected at most {MAX_FILE_BYTES}"
@@ -210,7 +216,7 @@ def _listed(siblings: Iterable[Any]) -> dict[str, HubFile]:
         if file in FILES or file == INDEX or (file.endswith(".safetensors") and Path(file).name == file):
             lfs = getattr(sibling, "lfs", None)
             sha = str(getattr(lfs, "sha256", "") or "")
-            size = sibling.size if type(sibling.size) is int else 0
+            size = sibling.size if type(sibling.size) is int and sibling.size >= 0 else _UNSAID
             found[file] = HubFile(size, sha if _SHA.fullmatch(sha) else "")
     return found
 

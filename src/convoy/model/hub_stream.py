@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,18 @@ from convoy.model.library import LIBRARY
 _TIMEOUT_S = 10.0
 _TRIES = 5  # in a row without a byte
 _WAIT_S = 0.5  # then twice that, and so on
+_LOOK_UP_S = 0.2
 _MAX_REASON = 200
 _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
 _DENIED = frozenset({401, 403, 404})
 _ADDRESS = re.compile(r"https?://[^\s'\"]+")
+
+
+Watch = Callable[[], None]
+
+
+def _nobody_watches() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +45,20 @@ class HubCommit:
     def __str__(self) -> str:
         return f"{self.repo}@{self.commit[:12]}"
 
-    def read(self, file: str, start: int, end: int, *, tries: int = _TRIES) -> bytes:
+    def read(
+        self, file: str, start: int, end: int, *, tries: int = _TRIES, watch: Watch = _nobody_watches
+    ) -> bytes:
         """Bytes [start, end), or as far as the file goes. Raises as `stream` does."""
-        return b"".join(self.stream(file, start, end, tries=tries))
+        return b"".join(self.stream(file, start, end, tries=tries, watch=watch))
 
-    def stream(self, file: str, start: int, end: int, *, tries: int = _TRIES) -> Iterator[bytes]:
+    def stream(
+        self, file: str, start: int, end: int, *, tries: int = _TRIES, watch: Watch = _nobody_watches
+    ) -> Iterator[bytes]:
         """Bytes [start, end) in order. A connection that breaks is gone on with, as long as bytes come.
 
-        Raises HubUnreachable after ``tries`` in a row without one, and ModelError for a file that is not
-        there, or not for this user; both name file and repository.
+        ``watch`` is called while the next try is waited for; what it raises ends this. Raises HubUnreachable
+        after ``tries`` in a row without one, and ModelError for a file that is not there, or not for this
+        user; both name file and repository.
         """
         at, fruitless = start, 0
         while at < end:
@@ -59,7 +72,7 @@ class HubCommit:
                 fruitless = 0 if at > before else fruitless + 1
                 if fruitless >= tries:
                     raise
-            time.sleep(_WAIT_S * 2**fruitless)
+            _wait(_WAIT_S * 2**fruitless, watch)
 
     def _connection(self, file: str, start: int, end: int) -> Iterator[bytes]:
         with LIBRARY:
@@ -93,6 +106,17 @@ class HubCommit:
                     yield wanted
                 if not left:
                     return
+
+
+def _wait(seconds: float, watch: Watch) -> None:
+    """Until the time is over, or ``watch`` raises."""
+    until_s = time.monotonic() + seconds
+    while True:
+        watch()
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            return
+        time.sleep(min(_LOOK_UP_S, left_s))
 
 
 @contextmanager

@@ -21,10 +21,8 @@ from convoy.model.checkpoint import (
     parse_header,
     parse_index,
 )
-from convoy.model.hub_stream import HubCommit
+from convoy.model.hub_stream import HubCommit, Watch
 from convoy.model.parts import Part, PartFile
-
-Watch = Callable[[], None]
 
 _TRIES = 3  # in a row without a byte: a member has somebody else to ask
 
@@ -48,16 +46,17 @@ class HubWeights:
         self._is_single = False
         self._headers: dict[str, dict[str, StoredTensor]] = {}
 
-    def find(self, names: Collection[str]) -> dict[str, StoredTensor]:
+    def find(self, names: Collection[str], watch: Watch = lambda: None) -> dict[str, StoredTensor]:
         """Those of ``names`` that the commit has, with the file of each for its path.
 
         The first question is asked once: where the hub cannot be reached that is known after seconds. Raises
-        HubUnreachable, and ModelError for a commit or an index that is not there or makes no sense.
+        HubUnreachable, and ModelError for a commit or an index that is not there or makes no sense. What
+        ``watch`` raises while a try is waited for ends it.
         """
         with self._lock:
             files = {self._file_of(name) for name in names} - {""}
             for file in sorted(files - self._headers.keys()):
-                self._headers[file] = self._header(file)
+                self._headers[file] = self._header(file, watch)
             known = {name: self._headers.get(self._file_of(name), {}).get(name) for name in names}
         return {name: stored for name, stored in known.items() if stored is not None}
 
@@ -68,7 +67,7 @@ class HubWeights:
         hashed. What they raise ends this, and so does HubUnreachable; what came stays.
         """
         watch()
-        places = self.find([part.name for part in parts])
+        places = self.find([part.name for part in parts], watch)
         wrong = [part for part in parts if not _fits(part, places.get(part.name))]
         wanted = [part for part in parts if _fits(part, places.get(part.name))]
         total, done = sum(part.num_bytes for part in wanted), 0
@@ -98,7 +97,7 @@ class HubWeights:
             count(resumed)
             left = first.left + sum(part.num_bytes for part in run.parts[1:])
             start = run.offset + resumed
-            chunks = self.commit.stream(run.file, start, start + left, tries=_TRIES)
+            chunks = self.commit.stream(run.file, start, start + left, tries=_TRIES, watch=watch)
             wrong = _fill(first, run.parts[1:], chunks, count)
         if resumed and first.part in wrong:  # perhaps the earlier try's half was: now it is gone
             wrong.remove(first.part)
@@ -122,10 +121,10 @@ class HubWeights:
             return
         self._shards = parse_index(f"{INDEX} of {self.commit}", data)
 
-    def _header(self, file: str) -> dict[str, StoredTensor]:
+    def _header(self, file: str, watch: Watch) -> dict[str, StoredTensor]:
         place = f"{file} of {self.commit}"
-        length = header_bytes(place, self.commit.read(file, 0, 8))
-        raw = self.commit.read(file, 8, 8 + length)
+        length = header_bytes(place, self.commit.read(file, 0, 8, watch=watch))
+        raw = self.commit.read(file, 8, 8 + length, watch=watch)
         if len(raw) < length:
             raise ModelError(f"{place} is truncated: {len(raw)} of {length} bytes of its header came")
         return {tensor.name: tensor for tensor in parse_header(Path(file), raw)}

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from convoy.errors import SelfCheckError
+from convoy.model.activation import activate
 from convoy.model.linear import PackedLinear
-from convoy.model.quantized import Int8Linear, RoundedLinear, activate
+from convoy.model.quantized import Int8Linear, RoundedLinear
 
 GROUP = 32  # weights of one scale
 _OUTPUTS = 16  # a matrix has a multiple of so many
@@ -49,14 +50,6 @@ def round_to_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return numbers.to(torch.int32).flatten(1), torch.stack((scale.t(), middle.t()), -1).contiguous()
 
 
-def int4_weight(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """What `round_to_4_bits` made of a matrix, in float32 [out, in]."""
-    scale, middle = scales.float().permute(2, 1, 0).unsqueeze(-1)
-    groups = (numbers.view(len(numbers), -1, GROUP) - _MIDDLE) * scale
-    weight: torch.Tensor = (groups + middle).flatten(1)
-    return weight
-
-
 def rounded_to_4(module: nn.Module) -> nn.Module | None:
     """For `quantized.replace_linears`: 4-bit linears, and 8-bit ones of shapes that do not fit."""
     if type(module) is not PackedLinear:
@@ -68,7 +61,7 @@ def rounded_to_4(module: nn.Module) -> nn.Module | None:
 class Int4Linear(RoundedLinear):
     """y = activation(x W^T + b) from 4-bit weights; the float weights are not kept.
 
-    The matrix must fit (`fits_int4`); ``activation`` is one of `quantized.INT8_ACTIVATIONS`.
+    The matrix must fit (`fits_int4`); ``activation`` is one of `activation.ACTIVATIONS`.
     """
 
     def __init__(

@@ -40,13 +40,15 @@ class LayerInputs(nn.Module):
         """int64 [T], two or more, to [1, T, width] for each layer."""
         embedded = self.embedding(tokens).to(torch.float32) * self._embed_scale
         found = {}
-        for layer in self.layers:
-            table, projection = self.tables[str(layer)], self.projections[str(layer)]
-            assert isinstance(table, nn.Embedding)
+        for layer, rows in zip(self.layers, self.look_up(tokens), strict=True):
+            projection = self.projections[str(layer)]
             projected = self.norm(projection(embedded) * embedded.shape[-1] ** -0.5)
-            looked_up = table(tokens).to(torch.float32) * table.embedding_dim**0.5
-            found[layer] = ((projected + looked_up) * 2.0**-0.5)[None]
+            found[layer] = ((projected + rows * rows.shape[-1] ** 0.5) * 2.0**-0.5)[None]
         return found
+
+    def look_up(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Each layer's rows of its table, [T, width], in float32."""
+        return [self.tables[str(layer)](tokens).to(torch.float32) for layer in self.layers]
 
 
 def _lookup(table: torch.Tensor) -> nn.Embedding:

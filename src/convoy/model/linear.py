@@ -7,10 +7,14 @@ kernel, so callers pad it to two. `selfcheck` proves this on the machine at hand
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from convoy.errors import SelfCheckError
+from convoy.model.activation import activate
+from convoy.model.native.linears import MAX_F32_ROWS, NativeF32, NativeI8, native_f32
 
 # Rows that the packed layout is chosen for; any value gives right results, this one was measured.
 _PACK_ROWS = 256
@@ -21,13 +25,6 @@ _MIN_SPLIT, _MAX_SPLIT = 128, 640
 # Rows that a call gets at least. oneDNN reads weights faster for 4 to 6 rows than for fewer: for 2, 5 and 6
 # rows 0.37, 0.60 and 0.60 of what a core can read (bench/METHODOLOGY.md, `convoy bench floor`).
 LEAST_ROWS = 5
-# Activations that oneDNN applies to its accumulators, tails included, with one code path for all elements:
-# ATen's own take a vector path or a scalar path by the element's place, and the two differ in bits.
-FUSED_ACTIVATIONS = {"silu": ("swish", ""), "swish": ("swish", ""), "relu": ("relu", "")} | {
-    "gelu": ("gelu", "none"),
-    "gelu_pytorch_tanh": ("gelu", "tanh"),
-    "gelu_new": ("gelu", "tanh"),
-}
 
 
 def packed_available() -> bool:
@@ -67,7 +64,7 @@ def pad_rows(x: torch.Tensor, least: int = LEAST_ROWS) -> torch.Tensor:
 class PackedLinear(nn.Module):
     """y = activation(x W^T + b) in float32 over packed weights; the plain weights are not kept.
 
-    Give it at least two rows. ``activation`` is a key of `FUSED_ACTIVATIONS`.
+    Give it at least two rows, unless it `takes_lone_rows`. ``activation`` is one of `ACTIVATIONS`.
     """
 
     def __init__(
@@ -78,23 +75,48 @@ class PackedLinear(nn.Module):
             raise SelfCheckError("this build of torch has no packed oneDNN linears")
         self.out_features, self.in_features = weight.shape
         dense = weight.detach().to(torch.float32).contiguous()
-        # An activation comes with the last sum, so a linear that has one is not split.
-        is_split = activation is None and _MIN_SPLIT <= self.in_features <= _MAX_SPLIT
-        self._half = self.in_features // 2 if is_split else 0
+        self._half = self.in_features // 2 if _MIN_SPLIT <= self.in_features <= _MAX_SPLIT else 0
         parts = [dense[:, : self._half], dense[:, self._half :]] if self._half else [dense]
         self._packed = [
             torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), _PACK_ROWS) for part in parts
         ]
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
         self.activation = activation
-        self._attr, self._algorithm = FUSED_ACTIVATIONS[activation] if activation else ("none", "")
         self.weight_bytes = 4 * (weight.numel() + (0 if bias is None else bias.numel()))
+        self._native: NativeF32 | None = native_f32(self._packed, self._bias)
+
+    @property
+    def takes_lone_rows(self) -> bool:
+        """Whether a lone row has the bits that it has beside others."""
+        return self._native is not None
+
+    @property
+    def native(self) -> NativeF32 | NativeI8 | None:
+        """Its compiled form, where it has one."""
+        return self._native
+
+    def repack(self, packed: Sequence[torch.Tensor]) -> None:
+        """Use these copies of `packed` instead; the old ones are freed."""
+        self._packed = list(packed)
+        if self._native is not None:
+            self._native = native_f32(self._packed, self._bias)
+
+    def leave_native(self) -> None:
+        """Use torch's operators alone from now on."""
+        self._native = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., rows, in_features] to [..., rows, out_features]."""
+        if self._native is None or x.numel() > MAX_F32_ROWS * self.in_features:
+            return activate(self._by_torch(x), self.activation)
+        rows = x.reshape(-1, self.in_features)
+        y = self._native(rows if rows.stride(1) == 1 else rows.contiguous())
+        return activate(y, self.activation).view(*x.shape[:-1], self.out_features)
+
+    def _by_torch(self, x: torch.Tensor) -> torch.Tensor:
         linear = torch.ops.mkldnn._linear_pointwise
         if not self._half:
-            whole: torch.Tensor = linear(x, self._packed[0], self._bias, self._attr, [], self._algorithm)
+            whole: torch.Tensor = linear(x, self._packed[0], self._bias, "none", [], "")
             return whole
         first = linear(x[..., : self._half], self._packed[0], self._bias, "none", [], "")
         y: torch.Tensor = linear.binary(x[..., self._half :], first, self._packed[1], None, "add")
@@ -102,12 +124,8 @@ class PackedLinear(nn.Module):
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """(x W^T + b) * factor, for ``factor`` of the result's shape; without an activation of its own."""
-        if self._half:
-            y: torch.Tensor = self(x)
-            return y.mul_(factor)
-        linear = torch.ops.mkldnn._linear_pointwise
-        product: torch.Tensor = linear.binary(x, factor, self._packed[0], self._bias, "mul")
-        return product
+        y: torch.Tensor = self(x)
+        return y.mul_(factor)
 
     @property
     def packed(self) -> list[torch.Tensor]:

@@ -17,17 +17,24 @@ from convoy.errors import ModelError
 from convoy.model.attention import ATTENTION_NAME, packed_attention
 from convoy.model.delta import DELTA, GatedDeltaNet
 from convoy.model.exact import RowNorm, make_layer_exact, make_output_exact
+from convoy.model.freed import large_apart
 from convoy.model.latent import LATENT, LatentAttention
 from convoy.model.layer_inputs import LayerInputs
 from convoy.model.library import LIBRARY, quiet
 from convoy.model.loaded import LoadedModules
 from convoy.model.owned import LAYER_INPUT_NAMES, decoder_name
+from convoy.model.parallel.experts import keep_own_experts
+from convoy.model.parallel.ranks import Ranks
+from convoy.model.parallel.share import join_parts
+from convoy.model.parallel.slices import narrow_config
 from convoy.model.reading import LoadProgress, Part, Reading
 from convoy.model.rope import RopeUse
 from convoy.model.source import ModelSource
 from convoy.model.streams import STREAMS, StreamJoin, StreamLayer
+from convoy.plan.sharding import WHOLE, Shard, rank_spec
 from convoy.wire.messages import StageAssignment
 
+_State = dict[str, torch.Tensor]  # by the names that a model's own tensors have
 _MAX_REASON = 300
 _PORTION_BYTES = 128 << 20  # of float32; less than a layer of most models, so that one is built at a time
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
@@ -41,13 +48,15 @@ def load_modules(
     progress: LoadProgress | None,
     kept: LoadedModules | None = None,
     finish: Callable[[LoadedModules], None] | None = None,
+    shard: Shard = WHOLE,
 ) -> LoadedModules:
     """Read just the tensors of the assignment and build its modules in float32.
 
     ``packed`` gives exact mode's layers, which ``finish`` may turn into others: a few layers at a time, so
     that what was read stands beside what stays for those few alone. Of ``kept``, loaded earlier from the
-    same source in the same form, what is owned still is used again, and the rest freed first. Raises
-    ModelError for a span outside the model, and for missing, misshapen or unreadable tensors, naming them.
+    same source in the same form, what is owned still is used again, and the rest freed first. Of a
+    ``shard`` there is one rank's slice. Raises ModelError for a span outside the model, and for missing,
+    misshapen or unreadable tensors, naming them.
     """
     if not 0 <= assignment.start <= assignment.end <= source.spec.num_layers:
         raise ModelError(
@@ -62,13 +71,18 @@ def load_modules(
     if kept is not None and not (part.layers or part.embed or part.output):
         kept.bytes_read = 0
         return kept
-    reading = Reading(source, part, progress)
+    whole, source = source, replace(source, spec=rank_spec(source.spec, shard.world_size, shard.experts))
+    reading = Reading(whole, part, progress, shard)
+    ranks = Ranks(shard) if kept is None or kept.ranks is None else kept.ranks
     loaded = kept
-    for portion in _portions(source, part):
-        fresh = _load_portion(source, portion, reading, packed=packed)
-        if finish is not None:
-            finish(fresh)
-        loaded = fresh if loaded is None else _joined(loaded, fresh)
+    with large_apart():
+        for portion in _portions(source, part):
+            fresh = _load_portion(source, portion, reading, packed=packed)
+            if finish is not None:
+                finish(fresh)
+            if shard.world_size > 1:
+                join_parts(fresh, ranks)
+            loaded = fresh if loaded is None else _joined(loaded, fresh)
     assert loaded is not None
     loaded.bytes_read = reading.num_bytes
     return loaded
@@ -96,10 +110,10 @@ def _portions(source: ModelSource, part: Part) -> Iterator[Part]:
 
 
 def _load_portion(source: ModelSource, part: Part, reading: Reading, *, packed: bool) -> LoadedModules:
-    config = _config(source, part)
+    config = _config(source, part, reading.shard)
     state = reading.read(part)
     beside = {name: state.pop(name) for name in list(state) if name.startswith(LAYER_INPUT_NAMES)}
-    model = _build(source, part, config, state)
+    model = _build(source, part, config, state, reading.shard)
     _check_biases(source, model, state)
     stored_dtype = next((t.dtype for n, t in state.items() if n.endswith("embed_tokens.weight")), None)
     del state
@@ -137,7 +151,7 @@ def _read_config(source: ModelSource) -> Any:
     )
 
 
-def _config(source: ModelSource, part: Part) -> Any:
+def _config(source: ModelSource, part: Part, shard: Shard) -> Any:
     try:
         with LIBRARY:
             config = _read_config(source).get_text_config()
@@ -149,6 +163,8 @@ def _config(source: ModelSource, part: Part) -> Any:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{source.name}: model type {source.spec.family!r} has no decoder in transformers")
     _check_rope(source, getattr(config, "rope_parameters", None) or {})
+    if shard.world_size > 1:
+        narrow_config(config, source.spec, shard)
     if not part.output:
         # the library would look for an lm_head to tie
         config.tie_word_embeddings = False
@@ -166,7 +182,7 @@ def _check_rope(source: ModelSource, parameters: dict[str, Any]) -> None:
             raise ModelError(f"{source.name}: rope type {kind!r} is not supported")
 
 
-def _build(source: ModelSource, part: Part, config: Any, state: dict[str, torch.Tensor]) -> nn.Module:
+def _build(source: ModelSource, part: Part, config: Any, state: _State, shard: Shard) -> nn.Module:
     whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     looks_up = source.spec.layer_input_size > 0 and bool(part.layers)
     keep_embedding = part.embed or looks_up or (part.output and source.spec.tied_embeddings)
@@ -181,6 +197,7 @@ def _build(source: ModelSource, part: Part, config: Any, state: dict[str, torch.
             for layer in range(len(self.model.layers)):
                 if layer not in part.layers:
                     self.model.layers[layer] = nn.Identity()
+            keep_own_experts(self, shard)
             for name in LAYER_INPUT_NAMES:
                 if hasattr(self, "model") and hasattr(self.model, name.removeprefix("model.")):
                     self.set_submodule(name, nn.Identity())
@@ -278,7 +295,7 @@ def _take_modules(
         layer_inputs=_layer_inputs(config, beside, lookup, scale, layers, packed=packed),
         bytes_read=0,
     )
-    _own_memory(modules)
+    modules.own_memory()
     return modules
 
 
@@ -367,17 +384,3 @@ def _layer_inputs(
 def _lookup(weight: torch.Tensor) -> nn.Embedding:
     module: nn.Embedding = nn.Embedding.from_pretrained(weight.detach())  # type: ignore[no-untyped-call]
     return module
-
-
-def _own_memory(modules: LoadedModules) -> None:
-    """Copy what still points into the mapped file: a file that changes must not change a running model."""
-    copies: dict[int, torch.Tensor] = {}  # by address, so that a tied matrix stays one
-    for part in modules.parts():
-        part.requires_grad_(False)
-        for tensor in (*part.parameters(), *part.buffers()):
-            address = tensor.data_ptr()
-            if address not in copies:
-                copies[address] = tensor.data.clone()
-                # a module may stand in two parts
-                copies[copies[address].data_ptr()] = copies[address]
-            tensor.data = copies[address]

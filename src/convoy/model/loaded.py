@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from convoy.model.exact import ExactAttention, ExactMlp, ExactNorm
 from convoy.model.int4 import rounded_to_4
 from convoy.model.layer_inputs import LayerInputs
 from convoy.model.linear import PackedLinear
-from convoy.model.quantized import replace_linears, rounded_to_8
+from convoy.model.parallel.ranks import PartialSum, Ranks
+from convoy.model.quantized import Int8Mlp, replace_linears, rounded_to_8
 from convoy.model.rope import RopeUse
 from convoy.wire.messages import StageAssignment
 
@@ -30,16 +32,42 @@ class LoadedModules:
     logit_cap: float | None  # tanh bends the logits to within it
     layer_inputs: LayerInputs | None  # of layers that take token ids
     bytes_read: int
+    ranks: Ranks | None = None  # that share these modules, of which there are slices then
 
     @property
     def is_ours(self) -> bool:
         """Whether all attention is `ExactAttention`, which the checks of linears and heads cover."""
         return all(rope.spread is not None for rope in self.ropes.values())
 
+    @property
+    def takes_lone_rows(self) -> bool:
+        """Whether a lone row has its bits in every part of the layers, without company."""
+        layers = list(self.layers.values())
+        inner = [part for layer in layers for part in layer.modules() if part is not layer]
+        return self.is_ours and all(_takes_lone_rows(part) for part in (*inner, *self._ends))
+
+    @property
+    def _ends(self) -> list[nn.Module]:
+        """Of the output."""
+        return [part for part in (self.norm, self.output) if part is not None]
+
     def parts(self) -> list[nn.Module]:
         """Everything with weights."""
         ends = (self.embedding, self.norm, self.output, self.layer_inputs)
         return [*self.layers.values(), *(part for part in ends if part is not None)]
+
+    def own_memory(self) -> None:
+        """Copy what points into the mapped file: a file that changes must not change a running model."""
+        copies: dict[int, torch.Tensor] = {}  # by address, so that a tied matrix stays one
+        for part in self.parts():
+            part.requires_grad_(False)
+            for tensor in (*part.parameters(), *part.buffers()):
+                address = tensor.data_ptr()
+                if address not in copies:
+                    copies[address] = tensor.data.clone()
+                    # a module may stand in two parts
+                    copies[copies[address].data_ptr()] = copies[address]
+                tensor.data = copies[address]
 
     def free(self) -> LoadedModules:
         """The same without anything that has weights."""
@@ -95,3 +123,10 @@ class LoadedModules:
             m.weight_bytes for part in self.parts() for m in part.modules() if isinstance(m, PackedLinear)
         ]
         return sum(plain.values()) + sum(packed)
+
+
+def _takes_lone_rows(part: nn.Module) -> bool:
+    if isinstance(part, (PackedLinear, ExactNorm)):
+        return part.takes_lone_rows
+    # made of such parts, and of operators on single numbers
+    return isinstance(part, (ExactAttention, ExactMlp, Int8Mlp, PartialSum, nn.Identity))

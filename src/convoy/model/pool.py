@@ -25,6 +25,16 @@ class KvPool:
         self._head_dim = head_dim
         self._blocks = self._runs.view(2, num_blocks, num_kv_heads, block_size, head_dim)
 
+    @property
+    def address(self) -> int:
+        """Of the first number."""
+        return self._runs.data_ptr()
+
+    @property
+    def all_rows(self) -> torch.Tensor:
+        """[2 * num_blocks * kv_heads * block_size, head_dim]"""
+        return self._rows
+
     def read_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         """[2, positions, kv_heads, head_dim] of ``blocks``, int64, in their order."""
         found = self._blocks.index_select(1, blocks).transpose(2, 3)

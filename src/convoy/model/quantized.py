@@ -19,9 +19,12 @@ import torch
 from torch import nn
 
 from convoy.errors import SelfCheckError
+from convoy.model.activation import activate
 from convoy.model.exact import ExactMlp
 from convoy.model.experts import ExactRouter
 from convoy.model.linear import PackedLinear, w8a8_available
+from convoy.model.native.library import native_library
+from convoy.model.native.linears import NativeI8
 
 _GREATEST = 127
 # oneDNN multiplies unsigned with signed bytes; signed with signed it did 6,000 times slower, seen at one row
@@ -30,9 +33,6 @@ _NOTHING = torch.zeros(())
 _ROUNDED_ROWS = 1024
 # Sums of products of two numbers up to 127 stay below 2^31 for so many inputs.
 MAX_INPUTS = (2**31 - 1) // (_GREATEST * _GREATEST)
-# Made of operators that give a number the same bits wherever it stands in a tensor: see `activate`.
-INT8_ACTIVATIONS = frozenset({"silu", "swish", "relu", "gelu", "gelu_pytorch_tanh", "gelu_new"})
-_GELU_SLOPE, _GELU_CUBE = 0.7978845608028654, 0.044715
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,8 +114,27 @@ def fbgemm_holds() -> bool:
     return bool((found == 64 * _GREATEST * _GREATEST).all())
 
 
+@functools.cache
+def native_holds() -> bool:
+    """Whether compiled 8-bit linears are here and have the reference's bits, as FBGEMM's have."""
+    if native_library() is None:
+        return False
+    generator = torch.Generator().manual_seed(20)
+    weight, scale = round_weight(torch.randn(70, 105, generator=generator))
+    bias, x = torch.randn(70, generator=generator), torch.randn(17, 105, generator=generator)
+    expected = int8_linear(x, weight, scale, bias)
+    return torch.equal(expected, NativeI8(weight, scale / _GREATEST, bias)(x))
+
+
 class RoundedLinear(PackedLinear):
     """A linear from weights that were rounded; nothing of the float layout is kept."""
+
+    _native = None
+
+    @property
+    def takes_lone_rows(self) -> bool:
+        """Always: rows are rounded by themselves, and sums of whole numbers are exact."""
+        return True
 
     @property
     def packed(self) -> list[torch.Tensor]:
@@ -131,7 +150,7 @@ class RoundedLinear(PackedLinear):
 class Int8Linear(RoundedLinear):
     """y = activation(x W^T + b) from 8-bit weights; the float weights are not kept.
 
-    ``activation`` is one of `INT8_ACTIVATIONS`.
+    ``activation`` is one of `ACTIVATIONS`.
     """
 
     def __init__(
@@ -145,19 +164,29 @@ class Int8Linear(RoundedLinear):
             )
         self.out_features, self.in_features = weight.shape
         rounded, scale = round_weight(weight)
-        # a row's scale is its greatest over 127
-        self._sums = (_Fbgemm if fbgemm_holds() else _OneDnn)(rounded, scale / _GREATEST)
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
+        scale.div_(_GREATEST)  # a row's scale is its greatest over 127
+        self._rows: NativeI8 | None = NativeI8(rounded, scale, self._bias) if native_holds() else None
+        if self._rows is None:
+            self._sums = (_Fbgemm if fbgemm_holds() else _OneDnn)(rounded, scale)
         self.activation = activation
         self.weight_bytes = weight.numel() + 4 * (len(scale) + (0 if bias is None else bias.numel()))
 
+    @property
+    def native(self) -> NativeI8 | None:
+        """As `PackedLinear.native`."""
+        return self._rows
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., rows, in_features] to [..., rows, out_features]."""
-        rounded, greatest = quantize_rows(x.reshape(-1, self.in_features))
-        y = self._sums(rounded)
-        y.mul_(greatest)
-        if self._bias is not None:
-            y.add_(self._bias)
+        rows = x.reshape(-1, self.in_features)
+        if self._rows is not None:
+            y = self._rows(rows if rows.stride(1) == 1 else rows.contiguous())
+        else:
+            rounded, greatest = quantize_rows(rows)
+            y = self._sums(rounded).mul_(greatest)
+            if self._bias is not None:
+                y.add_(self._bias)
         return activate(y, self.activation).view(*x.shape[:-1], self.out_features)
 
 
@@ -170,13 +199,13 @@ class Int8Mlp(nn.Module):
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         self.gate_up = Int8Linear(torch.cat((gate, up)), bias)
         self.down = _rounded(mlp.down)
-        self._activation, self._width = mlp.gate.activation, gate.shape[0]
+        self.activation, self.width = mlp.gate.activation, gate.shape[0]  # of gate, and of up
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., rows, hidden] to the same shape."""
         both = self.gate_up(x)
-        gate, up = both[..., : self._width], both[..., self._width :]
-        down: torch.Tensor = self.down(activate(gate, self._activation).mul_(up))
+        gate, up = both[..., : self.width], both[..., self.width :]
+        down: torch.Tensor = self.down(activate(gate, self.activation).mul_(up))
         return down
 
 
@@ -204,21 +233,3 @@ def rounded_to_8(module: nn.Module) -> nn.Module | None:
 
 def _rounded(linear: PackedLinear) -> Int8Linear:
     return Int8Linear(*linear.dense(), linear.activation)
-
-
-def activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
-    """An activation of `INT8_ACTIVATIONS`, in place, which gives a number the same bits wherever it stands.
-
-    ATen's own differ in bits between a tensor's vectors and its tail; `exp` and single products do not.
-    """
-    if activation is None:
-        return y
-    if activation == "relu":
-        return y.relu_()
-    if activation in {"silu", "swish"}:
-        return y.div_(torch.exp(-y).add_(1.0))
-    if activation == "gelu":
-        return y.mul_(torch.erf(y * 0.7071067811865476).add_(1.0).mul_(0.5))
-    # gelu's tanh form: tanh(u) = 1 - 2 / (1 + e^2u), so that y / 2 * (1 + tanh(u)) = y / (1 + e^-2u)
-    inner = (y * y).mul_(_GELU_CUBE).add_(1.0).mul_(y).mul_(-2 * _GELU_SLOPE)
-    return y.div_(torch.exp(inner).add_(1.0))

@@ -39,7 +39,7 @@ class IdRouter(ExactRouter):
         self.routed_scaling_factor = float(router.routed_scaling_factor)
         self._score = _scoring(router)
         if hasattr(router, "tid2eid"):
-            self.tid2eid: torch.Tensor | None = nn.Buffer(router.tid2eid)
+            self.tid2eid: torch.Tensor | None = nn.Buffer(_checked(router.tid2eid, len(router.weight)))
         else:
             self.tid2eid = None
             self.e_score_correction_bias = nn.Buffer(router.e_score_correction_bias)
@@ -59,6 +59,16 @@ class IdRouter(ExactRouter):
         if input_ids is None:
             raise StepError("layers whose experts are chosen by token id came without token ids")
         return self.tid2eid.index_select(0, input_ids)
+
+
+def _checked(table: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """What a file says of each token id. ModelError for experts that are not there, before a step is."""
+    lowest, highest = int(table.min()), int(table.max())
+    if lowest < 0 or highest >= num_experts:
+        raise ModelError(
+            f"tid2eid names experts {lowest} to {highest}, expected some of 0 to {num_experts - 1}"
+        )
+    return table
 
 
 class ClampedMlp(nn.Module):

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from convoy.errors import SelfCheckError, UsageError
+from convoy.errors import ModelError, SelfCheckError, UsageError
 from convoy.model.attention import LayerBatch, attend
 from convoy.model.int4 import int4_available
 from convoy.model.kv import BlockTable
@@ -24,13 +24,22 @@ W8A8 = "w8a8"  # exact mode's layers with 8-bit linears, see `model.quantized`
 W4A16 = "w4a16"  # with 4-bit ones, see `model.int4`
 ROUNDED = {W8A8: 8, W4A16: 4}  # bits of a weight
 KERNELS = (EXACT, PLAIN, W8A8, W4A16)
-STEADY = frozenset({EXACT, *ROUNDED})  # where a row's bits depend on its own sequence alone
 # (in, out): wide, narrow, odd and tiny; a stage checks its own shapes besides, when it is loaded
 _SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256), (256, 2048))
 _ROW_COUNTS = (LEAST_ROWS, LEAST_ROWS + 1, 17, 64)  # fewer are padded, see `linear.padded_count`
 _CHECK_TOKENS = 281  # enough for every size of tile
 _FEWEST_ROWS = 4
 CHECK_ROWS = 70  # that a stage's layers are run on
+
+
+def check_options(kernel: str, block_size: int) -> None:
+    """Raises ModelError for a kernel that is not known here, and for blocks that no key block is made of."""
+    if kernel not in KERNELS:
+        raise ModelError(
+            f"kernel {kernel!r} is not known, expected {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
+        )
+    if block_size < 1 or KEY_BLOCK % block_size:
+        raise ModelError(f"block size {block_size} does not divide {KEY_BLOCK}")
 
 
 def check_exact(num_threads: int | None = None) -> None:
@@ -54,12 +63,24 @@ def check_exact(num_threads: int | None = None) -> None:
 
 
 def check_linears(parts: Iterable[nn.Module]) -> None:
-    """Check one packed linear of each shape in ``parts``, on 1 and the current number of threads."""
+    """Check one packed linear of each shape in ``parts``, on 1 and the current number of threads.
+
+    Where they do not hold with compiled code, none of them uses it.
+    """
     linears = [m for part in parts for m in part.modules() if isinstance(m, PackedLinear)]
     threads = sorted({1, torch.get_num_threads()})
     with torch.inference_mode(), _threads_restored():
-        for linear in {(m.in_features, m.out_features, m.activation): m for m in linears}.values():
-            _check_linear(linear, threads)
+        shapes = {(m.in_features, m.out_features, m.activation): m for m in linears}.values()
+        try:
+            for linear in shapes:
+                _check_linear(linear, threads)
+        except SelfCheckError:
+            if not any(linear.takes_lone_rows for linear in linears):
+                raise
+            for linear in linears:  # compiled code is no condition of exact mode
+                linear.leave_native()
+            for linear in shapes:
+                _check_linear(linear, threads)
 
 
 def check_heads(groups: Iterable[CacheGroup]) -> None:

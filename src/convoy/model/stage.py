@@ -11,28 +11,33 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from convoy.errors import HiddenError, ModelError, StepError
+from convoy.errors import StepError
+from convoy.model.collective import Collective
 from convoy.model.draw import Draw, Drawing, draw_all
 from convoy.model.kv import BlockTable, StagedStep
 from convoy.model.layer_inputs import takes_shared_kv
 from convoy.model.library import importing
-from convoy.model.linear import PackedLinear, pad_rows
-from convoy.model.packed import KEY_BLOCK
-from convoy.model.pages import ask_huge_pages
+from convoy.model.linear import LEAST_ROWS, PackedLinear, pad_rows
+from convoy.model.native.layers import NativeLayers
+from convoy.model.native.layers_check import checked_layers
+from convoy.model.on_device import load_on_device
+from convoy.model.pages import ask_huge_pages, lay_together
+from convoy.model.parallel.ranks import Ranks
 from convoy.model.rope import Rotations
 from convoy.model.selfcheck import (
     CHECK_ROWS,
     EXACT,
-    KERNELS,
     PLAIN,
     ROUNDED,
     check_heads,
     check_linears,
+    check_options,
     check_rows,
 )
 from convoy.model.source import ModelSource
 from convoy.model.stage_kv import StageKv
-from convoy.model.tensors import HIDDEN_DTYPES
+from convoy.model.tensors import check_tokens, select_rows, take_hidden
+from convoy.plan.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages import Row, StageAssignment, Step
 
 if TYPE_CHECKING:
@@ -79,9 +84,14 @@ class Stage:
     num_devices = 1
 
     def __init__(
-        self, source: ModelSource, assignment: StageAssignment, options: StageOptions, modules: LoadedModules
+        self,
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        modules: LoadedModules,
+        shard: Shard = WHOLE,
     ) -> None:
-        spec = source.spec
+        spec = rank_spec(source.spec, shard.world_size, shard.experts)
         self.assignment = assignment
         self.options = options
         self.hidden_size = spec.num_streams * spec.hidden_size  # of what crosses a boundary for each token
@@ -90,9 +100,14 @@ class Stage:
         self.weight_bytes = modules.weight_bytes
         self.step_bytes = modules.step_bytes
         self.bytes_read = modules.bytes_read
+        self.shard = shard
+        self.weight_share = share_of(self.weight_bytes, source.spec, assignment, options.kernel)
         self._source = (source.digest, source.path)
         self._modules = modules
+        self._ranks = modules.ranks
+        self._takes_lone_rows = modules.takes_lone_rows
         self._shares = takes_shared_kv(modules.layers.values())
+        self._native: NativeLayers | None = None  # all of them, for rows of one token
         self._rotations = Rotations(modules.rotary, spec.max_context)
         self._spec = spec
         self._kv = StageKv(
@@ -112,54 +127,66 @@ class Stage:
         progress: LoadProgress | None = None,
         *,
         before: Stage | None = None,
+        shard: Shard | None = None,
     ) -> Stage:
         """Load the assignment's weights, in float32; ``progress`` is called with (loaded, total) bytes.
 
         ``before`` is the stage that this one takes the place of: what both own is not read again. It is over
-        then, also where this raises.
+        then, also where this raises. With a ``shard`` of several ranks it is one rank's slice of the stage,
+        and runs once it was joined to the others.
 
         Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError,
-        and SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
+        PlanError for ranks that cannot share these layers, and SelfCheckError if exact mode does not hold for
+        the shapes of these linears on this machine.
         """
+        shard = settle(source.spec, shard)
         if options.device != "cpu":
-            return _load_on_device(source, assignment, options, progress, before)
+            on_device = partial(load_on_device, source, assignment, options, progress)
+            return cast("Stage", on_device(before=before, shard=shard))
         with importing():
             from convoy.model.load import load_modules  # transformers, which takes seconds, and not before
             from convoy.model.loaded import LoadedModules
 
-        if options.kernel not in KERNELS:
-            raise ModelError(
-                f"kernel {options.kernel!r} is not known, expected {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
-            )
-        if options.block_size < 1 or KEY_BLOCK % options.block_size:
-            raise ModelError(f"block size {options.block_size} does not divide {KEY_BLOCK}")
+        check_options(options.kernel, options.block_size)
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
-        kept = None if before is None else before.give_up(source, options)
-        packed = options.kernel != PLAIN
-        bits = ROUNDED.get(options.kernel)
+        kept = None if before is None else before.give_up(source, options, shard)
+        packed, bits = options.kernel != PLAIN, ROUNDED.get(options.kernel)
         finish = None if bits is None else partial(LoadedModules.quantize, bits=bits)
-        modules = load_modules(source, assignment, packed=packed, progress=progress, kept=kept, finish=finish)
+        work: dict[str, Any] = {"packed": packed, "progress": progress, "finish": finish, "shard": shard}
+        modules = load_modules(source, assignment, kept=kept, **work)
         if packed and modules.bytes_read:
+            lay_together(modules.linears)
             ask_huge_pages(weight for linear in modules.linears for weight in linear.packed)
             check_linears(modules.parts())
-            check_heads(source.spec.cache_groups)
-        stage = cls(source, assignment, options, modules)
-        if packed and modules.bytes_read and not modules.is_ours:
-            stage._prove()
+        stage = cls(source, assignment, options, modules, shard)
+        if packed and modules.bytes_read:
+            check_heads(stage._spec.cache_groups)
+            if not modules.is_ours:
+                stage._prove()
+        if packed:
+            stage._native = checked_layers(modules.layers, modules.ropes, stage._spec.cache_groups)
         return stage
 
     def forget(self) -> None:
         """Free the K/V pools; steps are refused until there are new ones."""
         self._kv.forget()
 
-    def give_up(self, source: ModelSource, options: StageOptions) -> LoadedModules | None:
+    def join(self, collective: Collective) -> None:
+        """Before `run`, where this is one rank's slice. Raises ModelError for another rank's collective."""
+        (self._ranks or Ranks(self.shard)).join(collective)
+
+    def give_up(
+        self, source: ModelSource, options: StageOptions, shard: Shard = WHOLE
+    ) -> LoadedModules | None:
         """This stage is over: its modules, where one with these options can use them."""
         self.forget()
-        modules = self._modules
+        if self._ranks is not None:
+            self._ranks.leave()
+        modules, self._native = self._modules, None
         self._modules = modules.free()
         same = (source.digest, source.path) == self._source and options.kernel == self.options.kernel
-        return modules if same else None
+        return modules if same and shard == self.shard else None
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:
         """Forget all sequences and make K/V pools, for each cache group of so many blocks, or all alike.
@@ -217,8 +244,11 @@ class Stage:
         staged = tables.stage(step)
         num_tokens = sum(row.num_tokens for row in step.rows)
         if self.takes_tokens:
-            self._check_tokens(tokens, num_tokens)
-        x = self._embed(tokens) if self.assignment.embed else self._take(hidden, num_tokens)
+            check_tokens(tokens, num_tokens, self.vocab_size)
+        if self._ranks is not None:
+            self._ranks.begin(num_tokens)
+        looks_up = self.assignment.embed
+        x = self._embed(tokens) if looks_up else take_hidden(hidden, num_tokens, self.hidden_size)
         tables.commit(staged)
         if not num_tokens or not self._modules.layers:
             return x
@@ -226,26 +256,28 @@ class Stage:
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
         """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
-        wanted: list[int] = []
-        end = 0
-        for row in step.rows:
-            end += row.num_tokens
-            wanted.extend(range(end - row.num_outputs, end))
-        if hidden.shape[0] != end:
-            raise StepError(f"a step of {end} tokens has a hidden state of {hidden.shape[0]} rows")
-        if len(wanted) == end:
-            return hidden
-        return hidden.index_select(0, torch.tensor(wanted, dtype=torch.int64))
+        return select_rows(step, hidden)
 
     @torch.inference_mode()
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size]."""
+        """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size].
+
+        Of several ranks all are to do this; rank 0 has the logits then, the others their part of them.
+        """
+        part = self.output_part(hidden)
+        if self._ranks is None or not part.shape[0]:
+            return part
+        return self._ranks.gather(part, self.vocab_size)
+
+    @torch.inference_mode()
+    def output_part(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits of this rank's part of the vocabulary, which is as wide on every rank."""
         norm, head = self._modules.norm, self._modules.output
         if norm is None or head is None:
             raise StepError("this stage does not own the output")
-        hidden = self._take(hidden, hidden.shape[0])
+        hidden = take_hidden(hidden, hidden.shape[0], self.hidden_size)
         if not hidden.shape[0]:
-            return torch.empty(0, self.vocab_size)
+            return torch.empty(0, self._spec.vocabulary_rows)
         num_rows = hidden.shape[0]
         logits: torch.Tensor = head(norm(self._padded(hidden)))
         scale, cap = self._modules.logit_scale, self._modules.logit_cap
@@ -295,13 +327,6 @@ class Stage:
         """Of what `read_blocks` gives. Raises StepError for more than `span_kv.MAX_CARRIED_BYTES`."""
         return self._kv.carried_shape(num_layers, num_blocks)
 
-    def _check_tokens(self, tokens: torch.Tensor | None, num_tokens: int) -> None:
-        if tokens is None or tokens.shape != (num_tokens,):
-            found = "no tokens" if tokens is None else f"tokens of shape {list(tokens.shape)}"
-            raise StepError(f"a step of {num_tokens} tokens came with {found}")
-        if num_tokens and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            raise StepError(f"a step has a token outside the vocabulary of {self.vocab_size}")
-
     def _embed(self, tokens: torch.Tensor | None) -> torch.Tensor:
         if self._modules.embedding is None:
             raise StepError("this stage does not own the embedding")
@@ -310,18 +335,18 @@ class Stage:
         rows = rows.to(torch.float32).repeat(1, self._spec.num_streams)
         return rows if scale is None else rows * scale
 
-    def _take(self, hidden: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-        wanted = (num_tokens, self.hidden_size)
-        if hidden is None or hidden.shape != wanted or hidden.dtype not in HIDDEN_DTYPES:
-            found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
-            raise HiddenError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
-        return hidden.float()
-
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         if self.options.kernel == PLAIN:
             return x
+        return pad_rows(x, self.least_rows)
+
+    @property
+    def least_rows(self) -> int:
+        """Rows that the layers get at least: by torch's operators, a lone row would have other bits."""
+        if self._takes_lone_rows:
+            return 1
         # rounded linears are quickest for few rows; a lone row's norm may be split between threads
-        return pad_rows(x, 2) if self.options.kernel in ROUNDED else pad_rows(x)
+        return 2 if self.options.kernel in ROUNDED else LEAST_ROWS
 
     def _run_layers(
         self, x: torch.Tensor, staged: StagedStep, tokens: torch.Tensor | None = None
@@ -335,6 +360,11 @@ class Stage:
             modules.ropes.values(), torch.tensor(positions, dtype=torch.int64), max(positions)
         )
         batch = self._kv.describe(staged.rows, self._rotations)
+        if self._native is not None:
+            rotations = {number: ropes[modules.ropes[number]] for number in modules.layers}
+            found = self._native.run(x, rotations, batch)
+            if found is not None:
+                return found
         batch |= {layer: batch[of] for layer, of in self._spec.kv_sources.items() if of in batch}
         arguments: dict[str, Any] = {"use_cache": False, "batch": batch}
         if self._shares:
@@ -368,31 +398,3 @@ class Stage:
 
         check_rows(run, self.hidden_size, self.vocab_size)
         self.forget()
-
-
-def _load_on_device(
-    source: ModelSource,
-    assignment: StageAssignment,
-    options: StageOptions,
-    progress: LoadProgress | None,
-    before: Stage | None,
-) -> Stage:
-    try:
-        from convoy.model.gpu.several import load_on_devices  # Triton, where a device is wanted
-    except ImportError as error:
-        raise ModelError(
-            f"a stage on {options.device} needs Triton, which is not installed",
-            hint="install the CUDA build of torch, which brings it",
-        ) from error
-    stage = load_on_devices(
-        *(source, assignment),
-        devices=options.device.split(","),
-        kernel=options.kernel,
-        block_size=options.block_size,
-        require_tags=options.require_tags,
-        captured=options.captured,
-        progress=progress,
-        before=before,
-    )
-    # classes by themselves, with this one's face: derived from it, they could not be loaded from here
-    return cast("Stage", stage)

@@ -10,6 +10,8 @@ from convoy.model.attention import LayerBatch
 from convoy.model.compressed_pools import CompressedLayer, CompressedPools
 from convoy.model.delta_batch import DeltaLayer, DeltaSlots
 from convoy.model.kv import BlockTable
+from convoy.model.native.attention import native_group
+from convoy.model.native.attention_check import attention_holds
 from convoy.model.packed import HeadShape, describe_group
 from convoy.model.pool import ApartPool, KvPool, make_pool
 from convoy.model.rope import Rotations
@@ -31,6 +33,7 @@ class StageKv(SpanKv):
         self._least_rows = [_least_rows(group) for group in spec.cache_groups]
         self._shapes: dict[int, HeadShape] = {}  # by group, of those with attention here
         self._pools: dict[int, KvPool | ApartPool] = {}
+        self._native_groups: list[int] = []  # whose lone rows compiled code attends for
         self._slots = DeltaSlots(spec.cache_groups, layers)
         self._compressed = CompressedPools(spec.cache_groups, layers, block_size)
 
@@ -46,6 +49,7 @@ class StageKv(SpanKv):
             for index, group in enumerate(self._spec.cache_groups)
             if group.attends and not alone.isdisjoint(group.layers)
         }
+        self._native_groups = [index for index, shape in self._shapes.items() if attention_holds(shape)]
         for index, shape in self._shapes.items():
             for layer in self._spec.cache_groups[index].layers:
                 if layer in alone:
@@ -58,8 +62,9 @@ class StageKv(SpanKv):
     ) -> dict[int, LayerBatch | DeltaLayer | CompressedLayer]:
         """What each layer needs for checked, non-empty ``rows``."""
         described = {index: describe_group(rows, index, shape) for index, shape in self._shapes.items()}
+        native = {index: native_group(described[index]) for index in self._native_groups}
         attentions = {
-            layer: LayerBatch(group, self._pools[layer])
+            layer: LayerBatch(group, self._pools[layer], native.get(index))
             for index, group in described.items()
             for layer in self._spec.cache_groups[index].layers
             if layer in self._pools

@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import torch
 
-from convoy.errors import StepError
+from convoy.errors import HiddenError, StepError
+from convoy.wire.messages import Step
 from convoy.wire.tensor import WireTensor
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,3 +57,46 @@ def tokens_from_bytes(data: bytes) -> torch.Tensor:
     if len(data) % 4:
         raise StepError(f"token ids came as {len(data)} bytes, expected a multiple of 4")
     return torch.from_numpy(np.frombuffer(data, dtype="<u4").astype(np.int64))
+
+
+def take_hidden(hidden: torch.Tensor | None, num_tokens: int, hidden_size: int) -> torch.Tensor:
+    """A hidden state as float32 [num_tokens, hidden_size]. Raises HiddenError for what is none."""
+    return check_hidden(hidden, num_tokens, hidden_size).float()
+
+
+def check_hidden(hidden: torch.Tensor | None, num_tokens: int, hidden_size: int) -> torch.Tensor:
+    """``hidden``, where it is a hidden state [num_tokens, hidden_size]. Raises HiddenError."""
+    wanted = (num_tokens, hidden_size)
+    if hidden is None or hidden.shape != wanted or hidden.dtype not in HIDDEN_DTYPES:
+        found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
+        raise HiddenError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
+    return hidden
+
+
+def check_tokens(tokens: torch.Tensor | None, num_tokens: int, vocab_size: int) -> None:
+    """Raises StepError unless there are so many token ids, all of the vocabulary."""
+    if tokens is None or tokens.shape != (num_tokens,):
+        found = "no tokens" if tokens is None else f"tokens of shape {list(tokens.shape)}"
+        raise StepError(f"a step of {num_tokens} tokens came with {found}")
+    if num_tokens and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise StepError(f"a step has a token outside the vocabulary of {vocab_size}")
+
+
+def select_rows(step: Step, hidden: torch.Tensor) -> torch.Tensor:
+    """The trailing ``num_outputs`` of each row of a step, of a hidden state for all of it."""
+    wanted = output_rows(step, hidden.shape[0])
+    return hidden if wanted is None else hidden.index_select(0, wanted)
+
+
+def output_rows(step: Step, num_rows: int) -> torch.Tensor | None:
+    """Which rows of a hidden state of ``num_rows`` go on to the output, int64; None for all. Raises StepError
+    for a hidden state of another step.
+    """
+    wanted: list[int] = []
+    end = 0
+    for row in step.rows:
+        end += row.num_tokens
+        wanted.extend(range(end - row.num_outputs, end))
+    if num_rows != end:
+        raise StepError(f"a step of {end} tokens has a hidden state of {num_rows} rows")
+    return None if len(wanted) == end else torch.tensor(wanted, dtype=torch.int64)

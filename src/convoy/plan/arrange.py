@@ -69,7 +69,7 @@ def arrangements(
 
 def wanted_runs(spec: ModelSpec, order: Sequence[MemberOffer], rest: Rest) -> list[Run]:
     """The parts that these members would have without rules. Raises PlanError as `shares` does."""
-    counts = shares(rest.end - rest.start, [member.memory_bytes for member in order])
+    counts = shares(rest.end - rest.start, [member.share_bytes for member in order])
     if equals(order):
         owners = owners_of(order, consecutive(counts, rest.start), rest.output)
         extras = [output_cost(spec) if span.output else 0 for _, span in owners]

@@ -69,7 +69,9 @@ def layer_kinds(reader: ConfigReader, num_layers: int) -> list[str]:
     """The attention of each layer."""
     ratios = reader.get("compress_ratios")
     if reader.get("layer_types") is None and ratios is not None:
-        if not isinstance(ratios, list | tuple) or not all(ratio in _OF_RATE for ratio in ratios):
+        if not isinstance(ratios, list | tuple) or not all(
+            isinstance(ratio, int) and ratio in _OF_RATE for ratio in ratios
+        ):
             raise reader.wrong("compress_ratios", ratios, f"a list of {sorted(_OF_RATE)}")
         return _enough(reader, "compress_ratios", [_OF_RATE[ratio] for ratio in ratios], num_layers)
     default = [HEAVY] * min(num_layers, 2) + [SPARSE if i % 2 else HEAVY for i in range(num_layers - 2)]

@@ -21,13 +21,8 @@ _ALIKE = 0.9  # free memory differs a little between machines that are the same
 def equals(members: Sequence[MemberOffer]) -> bool:
     """Whether members may be taken for equally fast: as many threads, and memory within a tenth."""
     memory_bytes = [member.memory_bytes for member in members]
-    same_threads = len({member.num_threads for member in members}) == 1
-    return same_threads and min(memory_bytes) >= _ALIKE * max(memory_bytes)
-
-
-def stage_cost(spec: ModelSpec, start: int, end: int, *, output: bool) -> int:
-    """Weight elements that a token passes through in layers [start, end), and in the output if owned."""
-    return sum(layer_costs(spec)[start:end]) + (output_cost(spec) if output else 0)
+    alike = len({(member.num_threads, member.world_size) for member in members}) == 1
+    return alike and min(memory_bytes) >= _ALIKE * max(memory_bytes)
 
 
 def layer_costs(spec: ModelSpec) -> list[int]:

@@ -49,7 +49,19 @@ FORMS: dict[str, Form] = {
     # as `model.int4` does it: a scale and a middle in bfloat16
     "w4a16": Form("float32", packed=True, bits=4, group=32, scale_bytes=4, outputs=16, otherwise="w8a8"),
     "cuda-bf16": Form("bfloat16"),
+    "cuda-int8": Form("bfloat16", packed=True, bits=8),
+    # as `model.gpu.rounded` does it: a scale and a least value in bfloat16
+    "cuda-int4": Form("bfloat16", packed=True, bits=4, group=64, scale_bytes=4, otherwise="cuda-int8"),
 }
+
+
+# where a row's bits depend on its own sequence alone, and so on no cut between layers
+STEADY = frozenset({"exact-f32", "w8a8", "w4a16"})
+
+
+def on_device(kernel: str) -> bool:
+    """Whether stages run it on CUDA."""
+    return kernel.startswith("cuda-")
 
 
 def form_of(word: str) -> Form:

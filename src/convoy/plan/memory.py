@@ -5,49 +5,58 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from convoy.errors import PlanError
+from convoy.plan.offer import MemberOffer
 from convoy.plan.partition import consecutive
+from convoy.plan.sharding import rank_spec
 from convoy.plan.span import Span, layers_text
 from convoy.plan.spec import ModelSpec
 
-Kernels = Mapping[str, str]  # of each member, by name: in which form it holds weights and K/V
+Offers = Mapping[str, MemberOffer]  # of members, or of ranks together, by name
 
 MEMORY_SHARE = 0.8  # of what is free: the rest is for the system and for what a step needs, `plan.working`
 RESERVE_TOKENS = 16  # one block: a stage without room for that cannot run a token
 
 
-def stage_bytes(spec: ModelSpec, span: Span, dtype: str) -> int:
-    """The least a member must have: the stage's weights, and K/V for one block."""
-    weights = spec.weight_bytes(span.start, span.end, embed=span.embed, output=span.output, dtype=dtype)
-    return weights + spec.kv_bytes(span.start, span.end, RESERVE_TOKENS, dtype)
+def stage_bytes(spec: ModelSpec, span: Span, dtype: str, world_size: int = 1) -> int:
+    """The least a member must have: the stage's weights, or a rank's, and K/V for one block."""
+    own = rank_spec(spec, world_size)
+    weights = own.weight_bytes(span.start, span.end, embed=span.embed, output=span.output, dtype=dtype)
+    return weights + own.kv_bytes(span.start, span.end, RESERVE_TOKENS, dtype)
 
 
-def check_memory(
-    spec: ModelSpec, owners: Sequence[tuple[str, Span]], memory_bytes: Mapping[str, int], kernels: Kernels
-) -> None:
+def check_memory(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> None:
     """Raise PlanError naming each stage that does not fit, with what it needs and what its member has."""
     refusals = []
-    for index, (member, span) in enumerate(owners):
-        needed, offered = stage_bytes(spec, span, kernels[member]), memory_bytes[member]
-        if needed > offered:
-            need, have = _apart(needed, offered)
+    for index, (name, span) in enumerate(owners):
+        needed, offer = _needed(spec, span, offers[name]), offers[name]
+        if needed > offer.memory_bytes:
+            need, have = _apart(needed, offer.memory_bytes)
             layers = layers_text(span.start, span.end)
-            refusals.append(f"stage {index} on {member} needs {need} for {layers} but has {have}")
+            if offer.world_size == 1:
+                refusals.append(f"stage {index} on {name} needs {need} for {layers} but has {have}")
+                continue
+            least = min(offer.each, key=lambda rank: rank.memory_bytes).name
+            refusals.append(
+                f"stage {index} on {offer.label} needs {need} on each rank for its part of {layers} "
+                f"but {least} has {have}"
+            )
     if refusals:
         raise PlanError("; ".join(refusals), hint="add a member, or move layers to one with more memory")
 
 
-def fits(
-    spec: ModelSpec, owners: Sequence[tuple[str, Span]], memory_bytes: Mapping[str, int], kernels: Kernels
-) -> bool:
+def fits(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> bool:
     """Whether `check_memory` would pass."""
-    return all(stage_bytes(spec, span, kernels[member]) <= memory_bytes[member] for member, span in owners)
+    return all(_needed(spec, span, offers[name]) <= offers[name].memory_bytes for name, span in owners)
+
+
+def _needed(spec: ModelSpec, span: Span, offer: MemberOffer) -> int:
+    return stage_bytes(spec, span, offer.kernel, offer.world_size)
 
 
 def relieve(
     spec: ModelSpec,
     owners: Sequence[tuple[str, Span]],
-    memory_bytes: Mapping[str, int],
-    kernels: Kernels,
+    offers: Offers,
     allowed: Callable[[Sequence[tuple[str, Span]]], bool] = lambda _owners: True,
 ) -> list[tuple[str, Span]]:
     """Shift layers, one at a time, from stages that do not fit to the member with most room left.
@@ -58,7 +67,7 @@ def relieve(
     """
     current = list(owners)
     for _ in range(spec.num_layers):
-        room = [memory_bytes[member] - stage_bytes(spec, span, kernels[member]) for member, span in current]
+        room = [offers[name].memory_bytes - _needed(spec, span, offers[name]) for name, span in current]
         fullest = room.index(min(room))
         if room[fullest] >= 0 or current[fullest][1].end - current[fullest][1].start == 1:
             break

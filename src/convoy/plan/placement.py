@@ -15,10 +15,13 @@ from dataclasses import dataclass
 
 from convoy.errors import PlanError, SpanError
 from convoy.plan.arrange import OutputOwner, Rest
+from convoy.plan.grouping import gather_named
 from convoy.plan.kernels import form_of
-from convoy.plan.memory import Kernels, check_memory
+from convoy.plan.memory import check_memory
 from convoy.plan.offer import MemberOffer
+from convoy.plan.parallel import Mode
 from convoy.plan.route import Route, missing_layers
+from convoy.plan.sharding import check_sharding
 from convoy.plan.sharing import check_rules, share
 from convoy.plan.span import Span, format_span, layers_text, parse_span
 from convoy.plan.spec import ModelSpec
@@ -39,12 +42,25 @@ class Placement:
     memory_bytes: Mapping[str, int]
     members: tuple[MemberOffer, ...] = ()
     rules: tuple[PlacementRule, ...] = ()  # all of them hold
+    reason: str = ""  # why its members share the model in this mode, where that was chosen
 
     @property
     def hidden_dtype(self) -> str:
         """In which hidden states cross links: as the narrowest stage holds them."""
         used = {form_of(self.kernels[stage.member]).dtype for stage in self.stages}
         return "bfloat16" if "bfloat16" in used else "float32"
+
+    @property
+    def mode(self) -> Mode:
+        """How its members share the model."""
+        if any(stage.world_size > 1 for stage in self.stages):
+            return "tensor"
+        return "pipeline" if len(self.stages) > 1 else "single"
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """All members with a stage or a slice of one, in the order of the route and of ranks."""
+        return tuple(name for stage in self.stages for name in stage.holders)
 
     @property
     def route(self) -> Route:
@@ -60,28 +76,45 @@ def place(
 ) -> Placement:
     """Give every member a stage.
 
-    ``spans`` maps member names to span texts. Who is not in it shares the layers left over as ``rules``
+    ``spans`` maps member names to span texts, or ``alpha+beta`` to that of a stage which both hold as ranks;
+    an offer may be that of ranks already. Who is not in it shares the layers left over as ``rules``
     allow: between equal members so that stages take the same time, else by memory. Raises SpanError for spans
     that are wrong, alone or together, or break a rule; PlanError where there are too many members or too
     little memory, or no way to share the layers keeps the rules.
     """
-    head = _find_head(members)
-    memory_bytes = {member.name: member.memory_bytes for member in members}
-    kernels = {member.name: member.kernel for member in members}
-    given = _parse(spec, memory_bytes, spans or {})
-    rest = _share_rest(spec, members, given, rules, kernels)
+    members, spans = gather_named(members, spans or {})
+    for member in members:
+        if member.world_size > 1:
+            check_sharding(spec, member.world_size)
+    head, offers = _find_head(members), {member.name: member for member in members}
+    given = _parse(spec, offers, spans)
+    rest = _share_rest(spec, members, given, rules)
     owners = sorted([*given.items(), *rest], key=lambda owner: (owner[1], owner[0]))
     _check_layers(spec, owners)
     _check_output(spec, owners, head)
     _check_cuts(spec, owners)
-    check_rules(spec, members, owners, rules, given)
-    check_memory(spec, owners, memory_bytes, kernels)
-    stages = tuple(StageAssignment(name, s.start, s.end, s.embed, s.output) for name, s in owners)
-    return Placement(spec, stages, head, kernels, memory_bytes, tuple(members), tuple(rules))
+    named = {one.name for name in given for one in offers[name].each}
+    check_rules(spec, members, owners, rules, named)
+    check_memory(spec, owners, offers)
+    each = [one for member in members for one in member.each]
+    return Placement(
+        spec=spec,
+        stages=tuple(_stage(offers[name], span) for name, span in owners),
+        head=head,
+        kernels={member.name: member.kernel for member in each},
+        memory_bytes={member.name: member.memory_bytes for member in each},
+        members=tuple(each),
+        rules=tuple(rules),
+    )
+
+
+def _stage(offer: MemberOffer, span: Span) -> StageAssignment:
+    ranks = [member.name for member in offer.ranks]
+    return StageAssignment(offer.name, span.start, span.end, span.embed, span.output, ranks)
 
 
 def _find_head(members: Sequence[MemberOffer]) -> str:
-    names = [member.name for member in members]
+    names = [one.name for member in members for one in member.each]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise PlanError(f"member {twice} is listed twice")
@@ -96,7 +129,7 @@ def _find_head(members: Sequence[MemberOffer]) -> str:
     return heads[0]
 
 
-def _parse(spec: ModelSpec, members: Mapping[str, int], spans: Mapping[str, str]) -> dict[str, Span]:
+def _parse(spec: ModelSpec, members: Mapping[str, MemberOffer], spans: Mapping[str, str]) -> dict[str, Span]:
     given = {}
     for name, text in spans.items():
         if name not in members:
@@ -113,7 +146,6 @@ def _share_rest(
     members: Sequence[MemberOffer],
     given: Mapping[str, Span],
     rules: Sequence[PlacementRule],
-    kernels: Kernels,
 ) -> list[tuple[str, Span]]:
     without = [member for member in members if member.name not in given]
     if not without:
@@ -123,7 +155,7 @@ def _share_rest(
     # reverse.
     without.sort(key=lambda member: member.head is not (start == 0))
     rest = Rest(start, end, _output_owner(spec, members, given, end))
-    return share(spec, without, rest, rules, kernels)
+    return share(spec, without, rest, rules)
 
 
 def _output_owner(

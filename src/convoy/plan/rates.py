@@ -1,33 +1,32 @@
-"""How many tokens a second a placement should come to, and what limits it: from bandwidths and round trips.
+"""How many tokens a second a placement should come to, and what limits it: from speeds and round trips.
 
-A stage takes as long as reading what a step needs of its weights and K/V, or as multiplying, whichever is
-longer; a hop half of a round trip, and what the wire takes for the bytes. One sequence passes everything in
-turn. With as many micro-batches in flight as stages the slowest stage sets the pace, or the way round the
-ring where that takes longer than all of them. What Python and the kernels' starts cost is not in it, so
-small models are slower than this.
+A stage takes what reading the weights takes that a step passes, what multiplying takes longer than that,
+what looking back on K/V takes, and what each layer costs however little there is to do. A hop takes half of a
+round trip, and what the wire takes for the bytes. One sequence passes everything in turn. With as many
+micro-batches in flight as stages the slowest stage sets the pace, or the way round the ring where that takes
+longer than all of them; of a prompt, the first chunk finds stages behind it idle, and the last before it.
+Scheduling, drawing and text are not in it, and members of one machine do not slow
+each other down.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from convoy.plan.cache import CacheGroup
 from convoy.plan.placement import Placement
 from convoy.plan.route import Hop
+from convoy.plan.sharding import rank_spec
 from convoy.plan.spec import ModelSpec
+from convoy.plan.speed import REFERENCE_LINEARS, Speed
+from convoy.plan.weights import LayerWeights
 from convoy.wire.messages import StageAssignment
 
-
-@dataclass(frozen=True)
-class Speed:
-    """What a member measured. ``measured``: that it is its own figure, and not another's taken for it."""
-
-    read_bytes_per_s: float  # of weights, as its kernel gets them out of memory on its threads
-    flop_per_s: float  # of large matrix products in the kernel's numbers
-    measured: bool = True
+_PARTIAL_BYTES = 4  # parts of sums are float32
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,24 @@ class Links:
 
 @dataclass(frozen=True)
 class Workload:
-    """What rates are asked for: decodes of sequences of ``context`` tokens, prompts in chunks."""
+    """What is asked for: decodes of sequences of ``context`` tokens, and prompts as long, in chunks."""
 
     context: int = 512
     batch: int = 32
     chunk: int = 256
+
+
+@dataclass(frozen=True)
+class Load:
+    """One step: decodes that look back on ``context`` tokens each, or a chunk of one prompt that does."""
+
+    num_rows: float  # of hidden states
+    context: float
+    is_chunk: bool = False
+
+    @property
+    def num_outputs(self) -> float:
+        return 1 if self.is_chunk else self.num_rows
 
 
 class Rate(msgspec.Struct, frozen=True):
@@ -66,8 +78,32 @@ class RatesReport(msgspec.Struct, frozen=True):
     context: int
     decode: Rate  # one sequence
     decode_batch: Rate
-    prefill: Rate  # one long prompt, ``batch`` tokens in a chunk
+    prefill: Rate  # one prompt of ``context`` tokens, ``batch`` of them in a chunk
     assumed: list[str]
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds of one stage for a step, by what takes them; of several ranks, of the slowest."""
+
+    reading_s: float
+    multiplying_s: float  # beyond that
+    layers_s: float  # what Python and the operations' starts take
+    summing_s: float = 0.0  # what ranks wait for each other's parts of sums
+
+    @property
+    def total_s(self) -> float:
+        return self.reading_s + self.multiplying_s + self.layers_s + self.summing_s
+
+    @property
+    def limit(self) -> str:
+        parts = {
+            "memory bandwidth": self.reading_s,
+            "matrix products": self.multiplying_s,
+            "own time for each layer": self.layers_s,
+            "sums over links": self.summing_s,
+        }
+        return max(parts, key=lambda what: parts[what])
 
 
 @dataclass(frozen=True)
@@ -81,37 +117,73 @@ class _Work:
 def predict(
     placement: Placement, speeds: Mapping[str, Speed], links: Links, workload: Workload
 ) -> RatesReport:
-    """``speeds`` has every member that holds a stage."""
+    """``speeds`` has every member that holds a stage, or a slice of one."""
     num_stages = len(placement.stages)
-    lone = _works(placement, speeds, links, 1, workload.context)
+    lone = _works(placement, speeds, links, Load(1, workload.context))
     in_flight = min(num_stages, workload.batch)
     shared = workload.batch / in_flight
-    micro = _works(placement, speeds, links, shared, workload.context)
-    chunk = _works(placement, speeds, links, workload.chunk, 0)
+    micro = _works(placement, speeds, links, Load(shared, workload.context))
+    size = min(workload.chunk, workload.context)
+    behind = (workload.context - size) / 2  # of a chunk, in the middle of the prompt
+    chunk = _works(placement, speeds, links, Load(size, behind, is_chunk=True))
     return RatesReport(
         context=workload.context,
         decode=_in_turn(lone),
         decode_batch=_in_flight(micro, shared, workload.batch, num_stages, in_flight),
-        prefill=_in_flight(chunk, workload.chunk, workload.chunk, num_stages, num_stages),
+        prefill=_one_prompt(chunk, size, workload.context, num_stages),
         assumed=_assumed(placement, speeds, links),
     )
 
 
-def _works(
-    placement: Placement, speeds: Mapping[str, Speed], links: Links, num_rows: float, context: int
-) -> list[_Work]:
-    """Of every stage, then of every hop, for so many sequences, or with context 0 tokens of one prompt."""
-    spec = placement.spec
+def _works(placement: Placement, speeds: Mapping[str, Speed], links: Links, load: Load) -> list[_Work]:
+    """Of every stage, then of every hop."""
     stages = []
     for stage in placement.stages:
-        kernel, speed = placement.kernels[stage.member], speeds[stage.member]
-        reading = read_bytes(spec, stage, kernel, num_rows, context) / speed.read_bytes_per_s
-        computing = flop(spec, stage, num_rows, context) / speed.flop_per_s
-        what = "memory bandwidth" if reading >= computing else "matrix products"
-        stages.append(_Work(max(reading, computing), f"{stage.member}'s {what}"))
-    sent = spec.boundary_bytes(placement.hidden_dtype)
-    hops = [_hop(hop, links, sent * (num_rows if hop.all_rows or context else 1)) for hop in _ring(placement)]
+        time = _time_of_ranks(placement, stage, speeds, links, load)
+        stages.append(_Work(time.total_s, f"{'+'.join(stage.holders)}'s {time.limit}"))
+    sent = placement.spec.boundary_bytes(placement.hidden_dtype)
+    rows = {True: load.num_rows, False: load.num_outputs}
+    hops = [_hop(hop, links, sent * rows[hop.all_rows]) for hop in _ring(placement)]
     return [*stages, *hops]
+
+
+def _time_of_ranks(
+    placement: Placement, stage: StageAssignment, speeds: Mapping[str, Speed], links: Links, load: Load
+) -> StageTime:
+    """Of the slowest, for which the others wait at every sum."""
+    spec, kernel = rank_spec(placement.spec, stage.world_size), placement.kernels[stage.member]
+    times = [stage_time(spec, stage, kernel, speeds[name], load) for name in stage.holders]
+    slowest = max(times, key=lambda time: time.total_s)
+    return replace(slowest, summing_s=summing_s(placement.spec, stage, links, load))
+
+
+def summing_s(spec: ModelSpec, stage: StageAssignment, links: Links, load: Load) -> float:
+    """What the ranks of a stage send each other in a step: sums of every layer, and logits at its end."""
+    if stage.world_size == 1:
+        return 0.0
+    row_bytes = spec.hidden_size * _PARTIAL_BYTES
+    total = num_all_reduces(stage) * all_reduce_s(stage.holders, links, load.num_rows * row_bytes)
+    if stage.output:
+        logits = load.num_outputs * spec.vocab_size * _PARTIAL_BYTES
+        total += _trip_s(stage.holders, links) + logits / links.bytes_per_s
+    return total
+
+
+def num_all_reduces(stage: StageAssignment) -> int:
+    """Of a step: behind attention and behind the MLP of each layer, and of the embedding."""
+    return 2 * (stage.end - stage.start) + stage.embed
+
+
+def all_reduce_s(ranks: Sequence[str], links: Links, num_bytes: float) -> float:
+    """Of a tensor that every rank has a part of: round the ring whole, or there and back in pieces."""
+    hops, trip_s, sending_s = len(ranks) - 1, _trip_s(ranks, links), num_bytes / links.bytes_per_s
+    return min(hops * (trip_s + sending_s), 2 * hops * trip_s + 2 * sending_s)
+
+
+def _trip_s(ranks: Sequence[str], links: Links) -> float:
+    """One way, over the slowest link of the ring."""
+    ends = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+    return max(links.round_trip_s(one, other) for one, other in ends) / 2
 
 
 def _ring(placement: Placement) -> list[Hop]:
@@ -143,55 +215,103 @@ def _in_flight(works: Sequence[_Work], each: float, batch: int, num_stages: int,
     return Rate(_per_second(each, step), step, batch, limit)
 
 
+def _one_prompt(works: Sequence[_Work], size: int, num_tokens: int, num_stages: int) -> Rate:
+    """Of a prompt by itself, in chunks of ``size``: one goes all the way, the others come behind it."""
+    paced = _in_flight(works, size, size, num_stages, num_stages)
+    total = sum(work.seconds for work in works) + (num_tokens / size - 1) * paced.step_s
+    return msgspec.structs.replace(paced, tokens_per_s=_per_second(num_tokens, total))
+
+
 def _per_second(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def read_bytes(spec: ModelSpec, stage: StageAssignment, kernel: str, num_rows: float, context: int) -> float:
-    """That a step reads: weights that its tokens pass, and K/V of ``context`` tokens for each row."""
+def stage_time(spec: ModelSpec, stage: StageAssignment, kernel: str, speed: Speed, load: Load) -> StageTime:
+    """What a step takes in one stage, without its hops."""
     layers = spec.layers[stage.start : stage.end]
-    weights = sum(layer.read_bytes(kernel, spec.experts_per_token, num_rows) for layer in layers)
+    reading, multiplying, linears = 0.0, 0.0, 0.0
+    for layer in layers:
+        for num_rows, num_bytes, elements in _parts(layer, kernel, spec.experts_per_token, load.num_rows):
+            times = speed.linear_s(num_rows, num_bytes, elements)
+            reading, multiplying = reading + times[0], multiplying + times[1]
+        linears += _num_linears(layer, spec.experts_per_token, load.num_rows)
     if stage.output:
-        weights += spec.output_bytes(kernel)
-    return weights + num_rows * spec.kv_bytes(stage.start, stage.end, context, kernel)
+        elements = spec.vocabulary_rows * spec.hidden_size
+        times = speed.linear_s(load.num_outputs, spec.output_bytes(kernel), elements)
+        reading, multiplying = reading + times[0], multiplying + times[1]
+    cache_bytes = _cache_bytes(spec, stage, kernel, load)
+    reading += cache_bytes / (speed.cache_bytes_per_s or speed.read_bytes_per_s)
+    multiplying += _attention_flop(spec, stage, load) / (speed.attention_flop_per_s or speed.flop_per_s)
+    own = linears / REFERENCE_LINEARS * speed.layer_s + len(layers) * (load.num_rows - 1) * speed.row_s
+    return StageTime(reading, multiplying, own + speed.step_s)
 
 
-def flop(spec: ModelSpec, stage: StageAssignment, num_rows: float, context: int) -> float:
-    """Multiplications and additions of a step; attention of a prompt's chunk itself is not counted."""
-    layers = spec.layers[stage.start : stage.end]
-    weights = sum(layer.used_elements(spec.experts_per_token) for layer in layers)
-    outputs = num_rows if context else 1
-    products = num_rows * weights + (outputs * spec.vocab_size * spec.hidden_size if stage.output else 0)
-    keys = sum(
-        len([layer for layer in group.layers if stage.start <= layer < stage.end]) * _per_key(group, context)
+def _parts(
+    layer: LayerWeights, kernel: str, chosen: int, num_rows: float
+) -> list[tuple[float, float, float]]:
+    """Rows, bytes and elements: of what every token passes, and of the experts that any goes to."""
+    parts = [(num_rows, float(layer.each.num_bytes(kernel)), float(layer.each.elements))]
+    reached = layer.reached_share(chosen, num_rows)
+    if reached:
+        rows_each = num_rows * layer.chosen_share(chosen) / reached
+        parts.append((rows_each, layer.experts.num_bytes(kernel) * reached, layer.experts.elements * reached))
+    return parts
+
+
+def _num_linears(layer: LayerWeights, chosen: int, num_rows: float) -> float:
+    """How many are called: an expert's as often as it is reached."""
+    each, experts = (sum(m.count for m in part.linears) for part in (layer.each, layer.experts))
+    return each + experts * layer.reached_share(chosen, num_rows)
+
+
+def _cache_bytes(spec: ModelSpec, stage: StageAssignment, kernel: str, load: Load) -> float:
+    """What decodes read of K/V; states are written too. A chunk reads none that is worth a word."""
+    if load.is_chunk:
+        return 0.0
+    sizes = (
+        group.sequence_bytes(stage.start, stage.end, round(load.context), kernel)
+        * (2 if group.kind == "recurrent" else 1)
         for group in spec.cache_groups
     )
-    return 2 * (products + num_rows * keys)
+    return load.num_rows * sum(sizes)
 
 
-def _per_key(group: CacheGroup, context: int) -> float:
-    """Of one token in one layer, over all the keys that it sees."""
+def _attention_flop(spec: ModelSpec, stage: StageAssignment, load: Load) -> float:
+    """Of a chunk, over the keys before it and over states; its own keys are in its rows' time."""
+    if not load.is_chunk:
+        return 0.0
+    per_token = sum(
+        len([layer for layer in group.layers if stage.start <= layer < stage.end])
+        * _per_token(group, load.context)
+        for group in spec.cache_groups
+    )
+    return 2 * load.num_rows * per_token
+
+
+def _per_token(group: CacheGroup, context: float) -> float:
+    """Multiplications of one token in one layer, over all the keys that it sees, or over a state twice."""
+    if group.kind == "recurrent":
+        return 2.0 * group.state_elements
     if group.kind not in {"kv", "latent", "entries"}:
         return 0.0
-    return (
-        group.num_heads * (group.head_dim + group.value_dim) * group.retained_tokens(context) / group.stride
-    )
+    keys = group.retained_tokens(round(context)) / group.stride
+    return group.num_heads * (group.head_dim + group.value_dim) * keys
 
 
 def _assumed(placement: Placement, speeds: Mapping[str, Speed], links: Links) -> list[str]:
-    names = [stage.member for stage in placement.stages if not speeds[stage.member].measured]
+    names = [name for name in placement.holders if not speeds[name].measured]
     told = (
         [f"that {', '.join(names)} {'is' if len(names) == 1 else 'are'} as fast as this machine"]
         if names
         else []
     )
+    sums = [pair for stage in placement.stages for pair in itertools.pairwise(stage.holders)]
+    hops = [(hop.sender, hop.receiver) for hop in _ring(placement)]
     unknown = [
-        f"{hop.sender} to {hop.receiver}"
-        for hop in _ring(placement)
-        if frozenset((hop.sender, hop.receiver)) not in links.by_pair
+        f"{one} to {other}" for one, other in [*sums, *hops] if frozenset((one, other)) not in links.by_pair
     ]
     if unknown:
         told.append(f"a round trip of {links.otherwise_s * 1000:g} ms: {', '.join(unknown)}")
-    if len(placement.stages) > 1:
+    if len(placement.holders) > 1:
         told.append(f"wires that carry {links.bytes_per_s / 1e6:g} MB/s")
     return told

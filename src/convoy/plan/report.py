@@ -8,11 +8,13 @@ import msgspec
 
 from convoy.errors import PlanError
 from convoy.plan.blocks import BlockDemand, Room, choose_blocks
+from convoy.plan.compare import Compared, TensorReport
 from convoy.plan.kernels import form_of
 from convoy.plan.offer import MemberOffer
 from convoy.plan.placement import Placement
 from convoy.plan.rates import RatesReport
 from convoy.plan.rules import breaches, keep_text, place_text, satisfies
+from convoy.plan.sharding import rank_spec
 from convoy.plan.span import Span, format_span
 from convoy.plan.spec import ModelSpec
 from convoy.plan.working import working_bytes
@@ -21,7 +23,10 @@ from convoy.wire.messages import StageAssignment
 
 
 class StageReport(msgspec.Struct, frozen=True):
-    """One stage, with what it takes of its member's memory."""
+    """One stage, with what it takes of its member's memory; of several ranks, with what it takes of each.
+
+    ``memory_bytes`` is then the smallest rank's. ``weight_share``: what one of them has of all weights.
+    """
 
     member: str
     kernel: str  # in which form it holds weights and K/V
@@ -37,6 +42,16 @@ class StageReport(msgspec.Struct, frozen=True):
     working_bytes: int  # that a step takes at most, beside weights and K/V
     max_kv_tokens: int  # of a sequence, that fit beside the weights; windows keep their window
     sees_token_ids: bool
+    ranks: list[str] = []  # who holds it together, the member first; empty: that one alone
+    weight_share: float = 1.0
+
+
+class ParallelReport(msgspec.Struct, frozen=True):
+    """How members share the model, and why so. ``refused``: why not otherwise, by mode."""
+
+    mode: str
+    reason: str
+    refused: dict[str, str] = {}
 
 
 class HopReport(msgspec.Struct, frozen=True):
@@ -108,6 +123,9 @@ class PlanReport(msgspec.Struct, frozen=True):
     standbys: list[str] = []  # who waits for the loss of another, with no stage until then
     blocks: BlocksReport | None = None
     rates: RatesReport | None = None
+    parallel: ParallelReport | None = None
+    rates_by_mode: dict[str, RatesReport] = {}
+    tensor: TensorReport | None = None  # what all-reduces cost and save, where ranks could share layers
 
 
 def report(
@@ -117,8 +135,12 @@ def report(
     standbys: Sequence[str] = (),
     blocks: BlocksReport | None = None,
     rates: RatesReport | None = None,
+    compared: Compared | None = None,
 ) -> PlanReport:
-    """The numbers of a placement, and who was ``left_out`` of it before it was made."""
+    """The numbers of a placement, and who was ``left_out`` of it before it was made.
+
+    ``compared``: the other ways to share the model among these members.
+    """
     spec, dtype, route = placement.spec, placement.hidden_dtype, placement.route
     stages = [_stage(placement, stage) for stage in placement.stages]
     token_bytes = spec.boundary_bytes(dtype)
@@ -135,8 +157,8 @@ def report(
         hops=hops,
         token_id_members=readers,
         peers_seeing_token_ids=[name for name in readers if name != placement.head],
-        weight_bytes=sum(stage.weight_bytes for stage in stages),
-        kv_bytes_per_token=sum(stage.kv_bytes_per_token for stage in stages),
+        weight_bytes=sum(stage.weight_bytes * max(1, len(stage.ranks)) for stage in stages),
+        kv_bytes_per_token=sum(stage.kv_bytes_per_token * max(1, len(stage.ranks)) for stage in stages),
         hop_bytes_per_token=sum(hop.bytes_per_token for hop in hops),
         max_kv_tokens=min(stage.max_kv_tokens for stage in stages),
         rules=rule_reports(spec, placement.members, placement.rules),
@@ -144,6 +166,9 @@ def report(
         standbys=list(standbys),
         blocks=blocks,
         rates=rates,
+        parallel=ParallelReport(placement.mode, placement.reason, compared.refused if compared else {}),
+        rates_by_mode=compared.rates if compared else {},
+        tensor=compared.tensor if compared else None,
     )
 
 
@@ -153,10 +178,11 @@ def report_blocks(placement: Placement, demand: BlockDemand) -> BlocksReport:
     rooms = {}
     for stage in placement.stages:
         kernel = placement.kernels[stage.member]
-        run = stage.start, stage.end
-        weights = placement.spec.weight_bytes(*run, embed=stage.embed, output=stage.output, dtype=kernel)
-        sizes = [group.block_bytes(*run, demand.block_size, kernel) for group in groups]
-        rooms[stage.member] = Room(placement.memory_bytes[stage.member] - weights, sizes)
+        spec, run = rank_spec(placement.spec, stage.world_size), (stage.start, stage.end)
+        weights = spec.weight_bytes(*run, embed=stage.embed, output=stage.output, dtype=kernel)
+        sizes = [group.block_bytes(*run, demand.block_size, kernel) for group in spec.cache_groups]
+        for name in stage.holders:
+            rooms[name] = Room(placement.memory_bytes[name] - weights, sizes)
     choice = choose_blocks(groups, rooms, demand)
     if not choice.most:
         raise PlanError(
@@ -205,10 +231,14 @@ def _rule(spec: ModelSpec, members: Sequence[MemberOffer], number: int, rule: Pl
 
 
 def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
-    spec, dtype = placement.spec, placement.kernels[stage.member]
-    weights = spec.weight_bytes(stage.start, stage.end, embed=stage.embed, output=stage.output, dtype=dtype)
+    dtype = placement.kernels[stage.member]
+    spec = rank_spec(placement.spec, stage.world_size)
+    weights, whole = (
+        one.weight_bytes(stage.start, stage.end, embed=stage.embed, output=stage.output, dtype=dtype)
+        for one in (spec, placement.spec)
+    )
     kv_bytes = spec.kv_token_bytes(stage.start, stage.end, dtype)
-    memory_bytes = placement.memory_bytes[stage.member]
+    memory_bytes = min(placement.memory_bytes[name] for name in stage.holders)
     return StageReport(
         member=stage.member,
         kernel=dtype,
@@ -224,6 +254,8 @@ def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
         working_bytes=working_bytes(spec, stage.start, stage.end, output=stage.output),
         max_kv_tokens=_kv_tokens(spec, stage, memory_bytes - weights, dtype),
         sees_token_ids=stage.member in placement.route.token_id_members,
+        ranks=list(stage.ranks),
+        weight_share=weights / whole,
     )
 
 

@@ -43,11 +43,15 @@ class Route:
 
     @property
     def token_id_members(self) -> tuple[str, ...]:
-        """Who sees token ids: the head, whoever embeds or samples, and stages whose layers need ids."""
+        """Who sees token ids: the head, whoever embeds or samples, and stages whose layers need ids.
+
+        All ranks of such a stage do: each has a part of the vocabulary, and looks ids up in it.
+        """
         readers = [
-            stage.member
+            name
             for stage in self.stages
             if stage.embed or stage.output or self.spec.needs_token_ids(stage.start, stage.end)
+            for name in stage.holders
         ]
         return tuple(dict.fromkeys([self.head, *readers]))
 
@@ -68,8 +72,9 @@ class Route:
         return not self.missing
 
     def without(self, gone: Collection[str]) -> Route:
-        """The route that is left when these members are gone."""
-        return Route(self.spec, tuple(s for s in self.stages if s.member not in gone), self.head)
+        """The route that is left when these members are gone; a stage that lacks a rank is gone with it."""
+        left = (stage for stage in self.stages if not set(stage.holders) & set(gone))
+        return Route(self.spec, tuple(left), self.head)
 
     def describe(self) -> str:
         """One line: ``complete: alpha 0:3,output -> beta 4:11 -> alpha``, or ``missing layers 4-11``."""
@@ -77,8 +82,8 @@ class Route:
 
     @property
     def text(self) -> str:
-        """Who passes to whom, with spans: ``alpha 0:3,output -> beta 4:11 -> alpha``."""
-        names = [f"{stage.member} {self._span_text(stage)}" for stage in self.stages]
+        """Who passes to whom, with spans: ``alpha 0:3,output -> beta+gamma 4:11 -> alpha``."""
+        names = [f"{'+'.join(stage.holders)} {self._span_text(stage)}" for stage in self.stages]
         if self.hops and not self.hops[-1].all_rows:
             names.append(self.hops[-1].receiver)
         return " -> ".join(names)

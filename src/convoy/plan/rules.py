@@ -36,10 +36,14 @@ class Breach:
 
 
 def satisfies(rule: PlacementRule, member: MemberOffer) -> bool:
-    """Whether ``member`` may hold what ``rule`` keeps. A level below `hardware` never satisfies a rule."""
+    """Whether ``member`` may hold what ``rule`` keeps; of ranks that hold it together each one.
+
+    A level below `hardware` never satisfies a rule.
+    """
     if rule.level is None:
-        return member.name in rule.members
-    return member.level >= max(rule.level, Level.HARDWARE)
+        return all(one.name in rule.members for one in member.each)
+    least = max(rule.level, Level.HARDWARE)
+    return all(one.level >= least for one in member.each)
 
 
 def breaches(
@@ -53,8 +57,9 @@ def breaches(
     for number, rule in enumerate(rules, start=first_number):
         for member, span in owners:
             parts = _kept_parts(spec, rule, span)
-            if parts and not satisfies(rule, member):
-                found.append(Breach(number, rule, member, parts))
+            if parts:
+                out = [one for one in member.each if not satisfies(rule, one)]
+                found += [Breach(number, rule, one, parts) for one in out]
     return found
 
 

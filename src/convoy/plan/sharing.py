@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from convoy.errors import PlanError, SpanError
 from convoy.plan.arrange import OutputOwner, Owners, Rest, arrangements, owners_of, wanted_runs
-from convoy.plan.memory import Kernels, fits, relieve
+from convoy.plan.memory import fits, relieve
 from convoy.plan.offer import MemberOffer
 from convoy.plan.rules import Breach, breaches, mend_text, room
 from convoy.plan.span import Span, layers_text
@@ -19,7 +19,6 @@ def share(
     members: Sequence[MemberOffer],
     rest: Rest,
     rules: Sequence[PlacementRule],
-    kernels: Kernels,
 ) -> Owners:
     """Part of ``rest`` for each of ``members``, in the given order if the rules allow it.
 
@@ -27,7 +26,6 @@ def share(
     PlanError where no way keeps the rules.
     """
     by_name = {member.name: member for member in members}
-    memory_bytes = {member.name: member.memory_bytes for member in members}
 
     def kept(owners: Sequence[tuple[str, Span]]) -> bool:
         return not breaches(spec, rules, [(by_name[name], span) for name, span in owners])
@@ -36,8 +34,8 @@ def share(
     for arranged in arrangements(spec, members, rest, rules):
         if not kept(arranged):
             continue
-        owners = relieve(spec, arranged, memory_bytes, kernels, kept)
-        if fits(spec, owners, memory_bytes, kernels):
+        owners = relieve(spec, arranged, by_name, kept)
+        if fits(spec, owners, by_name):
             return owners
         first = first or owners
     if first is not None:

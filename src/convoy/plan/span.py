@@ -1,4 +1,7 @@
-"""Spans: the text form of what a member owns, inclusive as in ds4: `0:19`, `20:output`, `0:19,output`."""
+"""Spans: the text form of what a member owns, inclusive as in ds4: `0:19`, `20:output`, `0:19,output`.
+
+Members that hold one together are joined: `alpha+beta=0:19,output`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ EXAMPLES = (
     "layers count from 0: 0:5 is the first six, 0:5,output those and the output, 6:output the rest and it"
 )
 _MAX_DIGITS = 6
+JOINT = "+"  # between the ranks that a span is for: "alpha+beta=0:9,output"
 
 
 @dataclass(frozen=True, order=True)
@@ -73,3 +77,11 @@ def format_span(span: Span, num_layers: int) -> str:
 def layers_text(start: int, end: int) -> str:
     """Layers [start, end) in words: ``layer 4`` or ``layers 4-7``."""
     return f"layer {start}" if end - start == 1 else f"layers {start}-{end - 1}"
+
+
+def split_key(key: str) -> tuple[str, ...]:
+    """Whom a span is for: ``alpha`` alone, or ``alpha+beta``, rank 0 first. Raises SpanError."""
+    names = tuple(name.strip() for name in key.split(JOINT))
+    if not all(names) or len(set(names)) < len(names):
+        raise SpanError(f"a span is for {key!r}, expected NAME or NAME+NAME with names that differ")
+    return names

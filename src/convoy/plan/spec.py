@@ -42,6 +42,7 @@ class ModelSpec:
     )  # first layer after the cut -> why not there
     experts_per_token: int = 0  # in each layer that has any
     kv_sources: Mapping[int, int] = field(default_factory=dict)  # layer without K/V -> whose it reads
+    num_ranks: int = 1  # that share a stage; weights and heads are those of one of them (`plan.sharding`)
 
     @classmethod
     def from_config(
@@ -60,9 +61,7 @@ class ModelSpec:
         heads = read_heads(reader, family, num_layers, hidden_size)
         input_size, _ = per_layer_input(reader, family)
         streams = read_streams(reader, family, num_layers, hidden_size)
-        stored = reader.word("dtype") or reader.word("torch_dtype") or "float32"
-        if stored not in DTYPE_BYTES:
-            raise reader.wrong("dtype", stored, f"one of {', '.join(sorted(DTYPE_BYTES))}")
+        _check_rotary(reader)
         layers = _read_layers(reader, family, heads, hidden_size, shapes)
         return cls(
             name=name,
@@ -72,7 +71,7 @@ class ModelSpec:
             vocab_size=reader.count("vocab_size", most=MAX_VOCABULARY),
             max_context=_max_context(reader),
             tied_embeddings=reader.flag("tie_word_embeddings"),
-            stored_dtype=stored,
+            stored_dtype=_stored_dtype(reader),
             layers=layers,
             experts_per_token=_experts_per_token(reader, layers),
             cache_groups=cache_groups(heads),
@@ -100,18 +99,18 @@ class ModelSpec:
         """Of the first cache group; others may differ."""
         return self.cache_groups[0].head_dim
 
-    @property
-    def layer_elements(self) -> tuple[int, ...]:
-        """Weight elements of each layer."""
-        return tuple(layer.elements for layer in self.layers)
-
     def layer_bytes(self, layer: int, dtype: str) -> int:
         """Weight bytes of one layer."""
         return self.layers[layer].num_bytes(dtype)
 
+    @property
+    def vocabulary_rows(self) -> int:
+        """Of the embedding and of `lm_head`, as many as any rank has."""
+        return -(-self.vocab_size // self.num_ranks)
+
     def embed_bytes(self, dtype: str) -> int:
         """Bytes of the embedding matrix, [vocab_size, hidden_size]."""
-        return self.vocab_size * self.hidden_size * dtype_bytes(dtype)
+        return self.vocabulary_rows * self.hidden_size * dtype_bytes(dtype)
 
     def output_bytes(self, dtype: str) -> int:
         """Bytes of the final norm and `lm_head`, and of what joins several streams before them.
@@ -120,7 +119,7 @@ class ModelSpec:
         """
         beside = self.hidden_size + self.joining_elements
         return form_of(dtype).linear_bytes(
-            self.vocab_size, self.hidden_size, head=True
+            self.vocabulary_rows, self.hidden_size, head=True
         ) + beside * dtype_bytes(dtype)
 
     def weight_bytes(self, start: int, end: int, *, embed: bool, output: bool, dtype: str) -> int:
@@ -128,8 +127,8 @@ class ModelSpec:
 
         ``dtype`` is one, or a kernel, which says more (`plan.kernels`). A tied matrix counts once where
         embedding and output sit together, else at each of them. A packed one cannot be looked up by row: then
-        the embedding lies beside it, in the dtype of the file. Layers that make an input of token ids need
-        the embedding with them, and a norm.
+        the embedding lies beside it, in the dtype of the file, or of a device. Layers that make an input of
+        token ids need the embedding with them, and a norm.
         """
         total = sum(layer.num_bytes(dtype) for layer in self.layers[start:end])
         if self.needs_embedding(start, end):
@@ -138,7 +137,9 @@ class ModelSpec:
         if output:
             total += self.output_bytes(dtype)
         if embed and output and self.tied_embeddings:
-            return total + (self.embed_bytes(self.stored_dtype) if form_of(dtype).packed else 0)
+            form = form_of(dtype)
+            held = self.stored_dtype if form.dtype == "float32" else form.dtype
+            return total + (self.embed_bytes(held) if form.packed else 0)
         return total + (self.embed_bytes(dtype) if embed else 0)
 
     def kv_token_bytes(self, start: int, end: int, dtype: str) -> int:
@@ -160,6 +161,27 @@ class ModelSpec:
     def needs_embedding(self, start: int, end: int) -> bool:
         """Whether its layers look token ids up in the embedding."""
         return self.layer_input_size > 0 and self.needs_token_ids(start, end)
+
+
+def _stored_dtype(reader: ConfigReader) -> str:
+    stored = reader.word("dtype") or reader.word("torch_dtype") or "float32"
+    if stored not in DTYPE_BYTES:
+        raise reader.wrong("dtype", stored, f"one of {', '.join(sorted(DTYPE_BYTES))}")
+    return stored
+
+
+def _check_rotary(reader: ConfigReader) -> None:
+    """No more of a head is turned than there is: some write the share by itself, some for types of layers."""
+    key = "partial_rotary_factor"
+    values: list[object] = [reader.get(key)]
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = reader.get(name)
+        if isinstance(rope, Mapping):
+            values += [part.get(key) for part in (rope, *rope.values()) if isinstance(part, Mapping)]
+    for value in values:
+        if value is None or (isinstance(value, int | float) and value is not True and 0 < value <= 1):
+            continue
+        raise reader.wrong(key, value, "a number above 0 and at most 1")
 
 
 def _max_context(reader: ConfigReader) -> int:

@@ -23,6 +23,16 @@ _EXPERT = re.compile(r"\bexperts\.([0-9]+)\.")
 _STACK = re.compile(r"\bexperts\.[a-z_]+\Z")
 
 Use = Literal["each", "expert", "looked up"]
+# How ranks share a matrix: by its outputs or by its inputs; "keys", by the outputs of K/V heads, of which
+# several ranks may have the same; "joined", those of queries, keys and values; "" not at all
+Split = Literal["", "outputs", "inputs", "keys", "joined"]
+_SPLITS: dict[str, Split] = {
+    **dict.fromkeys(("q_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "sinks"), "outputs"),
+    **dict.fromkeys(("q_b_proj", "kv_b_proj"), "outputs"),  # of latents
+    **dict.fromkeys(("o_proj", "down_proj", "w2"), "inputs"),
+    **dict.fromkeys(("k_proj", "v_proj"), "keys"),
+    "qkv_proj": "joined",
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Matrix:
     outputs: int
     inputs: int
     count: int = 1
+    split: Split = ""
 
     @property
     def elements(self) -> int:
@@ -44,6 +55,9 @@ class Part:
 
     linears: tuple[Matrix, ...] = ()
     others: int = 0
+    # of them those that ranks share as the outputs of a matrix, and as those of K/V heads
+    others_split: int = 0
+    others_keys: int = 0
 
     @property
     def elements(self) -> int:
@@ -76,14 +90,14 @@ class LayerWeights:
 
     def used_elements(self, chosen: int) -> float:
         """That one token is multiplied with, where it goes to ``chosen`` of the experts."""
-        return self.each.elements + self.experts.elements * self._share(chosen)
+        return self.each.elements + self.experts.elements * self.chosen_share(chosen)
 
-    def read_bytes(self, word: str, chosen: int, num_tokens: float = 1) -> float:
-        """That a step of so many tokens reads, whose experts are taken to be drawn apart from each other."""
-        reached = 1 - math.pow(1 - self._share(chosen), num_tokens)
-        return self.each.num_bytes(word) + self.experts.num_bytes(word) * reached
+    def reached_share(self, chosen: int, num_tokens: float) -> float:
+        """Of the experts those that any of so many tokens goes to, where each chooses by itself."""
+        return 1 - math.pow(1 - self.chosen_share(chosen), num_tokens)
 
-    def _share(self, chosen: int) -> float:
+    def chosen_share(self, chosen: int) -> float:
+        """Of the experts those that one token goes to."""
         return min(1.0, chosen / self.num_experts) if self.num_experts else 0.0
 
 
@@ -91,8 +105,9 @@ def layer_weights(
     tensors: Iterable[tuple[str, Shape]], hidden_size: int, *, looked_up: int = 0
 ) -> LayerWeights:
     """From names and shapes behind ``model.layers.N.``, whether experts are stacked or one by one."""
-    linears: dict[Use, Counter[tuple[int, int]]] = {"each": Counter(), "expert": Counter()}
+    linears: dict[Use, Counter[tuple[int, int, Split]]] = {"each": Counter(), "expert": Counter()}
     others: Counter[Use] = Counter()
+    shared: Counter[tuple[Use, Split]] = Counter()
     numbers: set[int] = set()
     for name, shape in tensors:
         alone = _EXPERT.search(name)
@@ -105,23 +120,34 @@ def layer_weights(
         if stacked and len(shape) == 3:
             linears[use].update(_of_stack(name, shape, hidden_size))
         elif len(shape) == 2 and name.endswith(".weight") and not _stays(name):
-            linears[use][shape[0], shape[1]] += 1
+            linears[use][shape[0], shape[1], split_of(name)] += 1
         else:
             others[use] += math.prod(shape)
+            shared[use, split_of(name)] += math.prod(shape)
     each, experts = (
-        Part(tuple(Matrix(*key, count) for key, count in sorted(linears[use].items())), others[use])
+        Part(
+            tuple(Matrix(*key[:2], count, key[2]) for key, count in sorted(linears[use].items())),
+            others[use],
+            *(shared[use, "outputs"], shared[use, "keys"]),
+        )
         for use in ("each", "expert")
     )
     return LayerWeights(each, experts, len(numbers), looked_up)
+
+
+def split_of(name: str) -> Split:
+    """How ranks share a tensor of a layer; a bias as its matrix, which is not at all for one by inputs."""
+    leaf = name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias").rpartition(".")[2]
+    return _SPLITS.get(leaf, "")
 
 
 def _stays(name: str) -> bool:
     return _ROUTER.search(name) is not None or name.endswith(_NO_LINEAR)
 
 
-def _of_stack(name: str, shape: Shape, hidden_size: int) -> Counter[tuple[int, int]]:
+def _of_stack(name: str, shape: Shape, hidden_size: int) -> Counter[tuple[int, int, Split]]:
     """A stack has a matrix for each expert, whichever way round; of gate and up it has two."""
     count, between = shape[0], math.prod(shape[1:]) // hidden_size
     if "gate_up" in name:
-        return Counter({(between // 2, hidden_size): 2 * count})
-    return Counter({(hidden_size, between): count})
+        return Counter({(between // 2, hidden_size, split_of(name)): 2 * count})
+    return Counter({(hidden_size, between, split_of(name)): count})

@@ -17,9 +17,16 @@ from convoy.serve.chat_answer import ChatAnswer
 from convoy.serve.completion_answer import CompletionAnswer
 from convoy.serve.generate import Generate
 from convoy.serve.guard import Guard
+from convoy.serve.http_counts import HttpCounts
 from convoy.serve.lifecycle import Lifecycle
+from convoy.serve.metrics import Metrics
 from convoy.serve.options import ServeOptions
 from convoy.serve.service import ServedModel, Service
+
+PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}"),
+    *("/health", "/status", "/metrics"),
+)
 
 
 def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | None = None) -> ASGIApp:
@@ -32,6 +39,8 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     chat = Generate(service, options, life, threads, ChatBody, read_chat, ChatAnswer)
     completion = Generate(service, options, life, threads, CompletionBody, read_completion, CompletionAnswer)
     about = _About(service, life)
+    counts = HttpCounts(PATHS)
+    metrics = Metrics((*service.metrics, counts.families), life)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
@@ -39,8 +48,9 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/v1/models/{name:path}", about.model),
         Route("/health", about.health),
         Route("/status", about.status),
+        Route("/metrics", metrics.answer),
     ]
-    return Guard(Router(routes, redirect_slashes=False), options)
+    return counts.around(Guard(Router(routes, redirect_slashes=False), options))
 
 
 class _About:

@@ -15,9 +15,14 @@ _JSON = re.compile(r"application/([\w.+-]+\+)?json")
 _DISCARD_FACTOR = 8
 
 
-async def read_body(headers: Headers, receive: Receive, options: ServeOptions) -> bytes:
-    """The whole body. Raises `BodyTooLong`, `BodyTooSlow`, `WrongMediaType` or `ClientGone`."""
-    _check_media_type(headers)
+async def read_body(
+    headers: Headers, receive: Receive, options: ServeOptions, media_type: str | None = None
+) -> bytes:
+    """The whole body, JSON unless it is to be of another ``media_type``.
+
+    Raises `BodyTooLong`, `BodyTooSlow`, `WrongMediaType` or `ClientGone`.
+    """
+    _check_media_type(headers, media_type)
     length = headers.get("content-length", "")
     too_long = length.isdigit() and int(length) > options.max_body_bytes
     try:
@@ -65,12 +70,13 @@ async def _next_part(receive: Receive) -> tuple[bytes, bool]:
     return message.get("body", b""), message.get("more_body", False)
 
 
-def _check_media_type(headers: Headers) -> None:
+def _check_media_type(headers: Headers, expected: str | None) -> None:
     kind = headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if not _JSON.fullmatch(kind):
+    if kind != expected if expected else not _JSON.fullmatch(kind):
+        expected = expected or "application/json"
         raise WrongMediaType(
-            f"the body's content type is {kind[:80]!r}, expected application/json",
-            hint='send the header "Content-Type: application/json"',
+            f"the body's content type is {kind[:80]!r}, expected {expected}",
+            hint=f'send the header "Content-Type: {expected}"',
         )
     encoding = headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":

@@ -6,6 +6,7 @@ Tokenising a large body takes a while, so the server calls these on a thread of 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,7 @@ def _read(
             ignore_eos=bool(body.ignore_eos) or scoring,
             num_choices=num_choices,
             prompt_logprobs=params.logprobs if scored else None,
-            cache_salt=_salt(options),
+            cache_salt=_salt(options, body.cache_salt),
         )
         for ids in prompts
     )
@@ -243,9 +244,12 @@ def _check_stream(body: GenerationBody) -> None:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
 
 
-def _salt(options: ServeOptions) -> bytes:
-    """Of the caller's API key: who has another key cannot see by its times what this one asked."""
-    return b"" if options.api_key is None else hashlib.sha256(options.api_key.encode()).digest()
+def _salt(options: ServeOptions, asked: str | None) -> bytes:
+    """Of the caller's API key: who has another key cannot see by its times what this one asked. ``asked``
+    divides further, among those who come with one key.
+    """
+    own = b"" if options.api_key is None else hashlib.sha256(options.api_key.encode()).digest()
+    return own if asked is None else hmac.digest(own or b"no key", asked.encode(), "sha256")
 
 
 def _stops(given: str | list[str] | None) -> tuple[str, ...]:

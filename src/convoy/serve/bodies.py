@@ -50,6 +50,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = None  # vLLM's word: prompts share a prefix only where this is the same too
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +24,7 @@ class Exchange:
         self.status = 0  # 0: nothing sent yet
         self.complete = False
         self.outcome = ""
+        self.refusal_headers: Callable[[], Mapping[str, str]] = dict  # further ones, of an error's answer
         self._receive = receive
         self._send = send
         self._write_timeout_s = write_timeout_s

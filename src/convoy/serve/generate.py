@@ -18,7 +18,7 @@ from convoy.engine.outputs import ErrorOutput, FinishOutput
 from convoy.errors import ConvoyError, Unavailable
 from convoy.serve.arrival import read_body
 from convoy.serve.asked import Asked
-from convoy.serve.bodies import Body, decode_body
+from convoy.serve.bodies import Body, ChatBody, decode_body
 from convoy.serve.exchange import Exchange
 from convoy.serve.generation import Batch, Generation
 from convoy.serve.lifecycle import Lifecycle
@@ -26,6 +26,7 @@ from convoy.serve.options import ServeOptions
 from convoy.serve.problem import body_for
 from convoy.serve.service import Service
 from convoy.serve.tally import Answer
+from convoy.serve.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, STREAM, Span
 
 _log = logging.getLogger(__name__)
 
@@ -45,14 +46,19 @@ class Generate(Generic[Body]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
         with self.lifecycle.answering():
-            data = await read_body(Headers(scope=scope), receive, self.options)
-            await exchange.while_connected(self._run(data, exchange))
+            headers = Headers(scope=scope)
+            data = await read_body(headers, receive, self.options)
+            parent = headers.get("traceparent", "")
+            await exchange.while_connected(self._run(data, exchange, parent))
 
-    async def _run(self, data: bytes, exchange: Exchange) -> None:
+    async def _run(self, data: bytes, exchange: Exchange, parent: str) -> None:
         began_s = time.monotonic()
         asked = await anyio.to_thread.run_sync(self._prepare, data, limiter=self.threads)
+        read_s = time.monotonic() - began_s
         answer = self.answer(asked)
         generation = Generation(asked.model.engine, asked.requests)
+        kind = "chat" if self.body is ChatBody else "completion"
+        span = self.options.traces.begin(kind, asked.model.name, parent, read_s)
         try:
             with self.lifecycle.generating(generation):
                 async with generation:
@@ -67,6 +73,8 @@ class Generate(Generic[Body]):
             raise
         finally:
             _report(exchange, answer, began_s)
+            if self.options.traces.is_on:
+                _end_span(span, exchange, answer, began_s, read_s)
 
     def _prepare(self, data: bytes) -> Asked:
         return self.translate(decode_body(data, self.body), self.service, self.options)
@@ -128,3 +136,21 @@ def _report(exchange: Exchange, answer: Answer, began_s: float) -> None:
         first_s,
         now_s - began_s,
     )
+
+
+def _end_span(span: Span, exchange: Exchange, answer: Answer, began_s: float, read_s: float) -> None:
+    """Reading (the body into tokens), waiting for a step, prefill to the first token, and decoding."""
+    tally, end_s = answer.tally, time.monotonic() - began_s
+    asked = tally.asked
+    span.note({"convoy.request.id": exchange.id, STREAM: asked.stream, "convoy.choices": tally.num_choices})
+    span.note({MAX_TOKENS: sum(one.max_tokens * one.num_choices for one in asked.requests)})
+    span.note({INPUT_TOKENS: asked.num_prompt_tokens, OUTPUT_TOKENS: tally.completion_tokens})
+    span.part("read", 0.0, read_s)
+    if tally.first_token_s is not None:
+        first_s = tally.first_token_s - began_s
+        span.note({FIRST_S: first_s})
+        queued_s = min(first_s, read_s + tally.queued_s)
+        span.part("queue", read_s, queued_s)
+        span.part("prefill", queued_s, first_s)
+        span.part("decode", first_s, end_s)
+    span.end(exchange.outcome)

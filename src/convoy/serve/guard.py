@@ -57,7 +57,8 @@ class Guard:
     async def _refuse(self, exchange: Exchange, error: Exception) -> None:
         exchange.outcome = type(error).__name__
         if not exchange.status:
-            await exchange.send_json(answer_for(error).status, body_for(error), headers_for(error))
+            headers = {**headers_for(error), **exchange.refusal_headers()}
+            await exchange.send_json(answer_for(error).status, body_for(error), headers)
         elif not exchange.complete:
             # Headers are out: end the stream with the error, so that it cannot pass for a whole one.
             await exchange.send_events([body_for(error)])

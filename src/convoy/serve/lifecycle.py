@@ -26,9 +26,11 @@ class Lifecycle:
         return self._num_answers
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Around the answer to one request. Raises `Draining` once the server drains."""
-        if self.draining:
+    def answering(self, *, admitted: bool = False) -> Iterator[None]:
+        """Around the answer to one request. Raises `Draining` once the server drains, unless it was admitted
+        before: as a part of what runs.
+        """
+        if self.draining and not admitted:
             raise Draining("the server is shutting down", hint="send the request to another server")
         self._num_answers += 1
         self._idle.clear()

@@ -6,6 +6,7 @@ import ipaddress
 from dataclasses import dataclass, field
 
 from convoy.errors import ConfigError
+from convoy.serve.traces import NO_TRACES, Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class ServeOptions:
     heartbeat_s: float = 15.0  # a stream says at least a comment this often
     drain_s: float = 30.0
     access_log: bool = False
+    traces: Traces = NO_TRACES
 
     def check(self) -> None:
         """Raises `ConfigError` for options that cannot be served or should not be."""

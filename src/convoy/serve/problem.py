@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -41,6 +42,8 @@ ANSWERS: dict[type[Exception], Answer] = {
     refusals.BodyTooLong: Answer(413, _INVALID, "body_too_long"),
     refusals.BodyTooSlow: Answer(408, _INVALID, "body_timeout"),
     refusals.WrongMediaType: Answer(415, _INVALID, "unsupported_media_type"),
+    refusals.Conflict: Answer(409, _INVALID, "idempotency_conflict"),
+    refusals.NoBalance: Answer(402, "insufficient_quota", "insufficient_quota"),
     errors.CapacityError: Answer(503, "server_error", "no_capacity"),
     errors.PlanError: Answer(503, "server_error", "no_capacity", "no plan fits the members", shown=False),
     errors.QueueFull: Answer(429, "rate_limit_error", "queue_full"),
@@ -100,7 +103,8 @@ def headers_for(error: BaseException) -> dict[str, str]:
     status = answer_for(error).status
     headers = {}
     if status in {429, 503}:
-        headers["retry-after"] = "1" if status == 429 else "5"
+        wait_s = getattr(error, "retry_after_s", None) or (1 if status == 429 else 5)
+        headers["retry-after"] = str(math.ceil(wait_s))
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, refusals.WrongMethod):

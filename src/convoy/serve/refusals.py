@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.errors import RequestError
+from convoy.errors import CapacityError, RequestError
 
 
 class UnknownModel(RequestError):  # noqa: N818
@@ -39,6 +39,14 @@ class BodyTooSlow(RequestError):  # noqa: N818
 
 class WrongMediaType(RequestError):  # noqa: N818
     """A body that is not JSON by its own headers (415)."""
+
+
+class Conflict(RequestError):  # noqa: N818
+    """An Idempotency-Key that means another request, or one that is under way (409)."""
+
+
+class NoBalance(CapacityError):  # noqa: N818
+    """The account has less than the request may cost (402)."""
 
 
 class ClientGone(Exception):  # noqa: N818 - not an error: nobody is left to tell

@@ -8,14 +8,16 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from convoy.errors import ConfigError
+from convoy.serve.abortable import AbortableSocket
 from convoy.serve.api import make_app
 from convoy.serve.lifecycle import Lifecycle
 from convoy.serve.options import ServeOptions
@@ -44,6 +46,11 @@ class Stop:
                 event.set()
             elif not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(event.set)
+
+    def request_now(self) -> None:
+        """Both at once."""
+        self.request()
+        self.request()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """From here on events are set on ``loop``; earlier requests count."""
@@ -87,13 +94,15 @@ def run_server(
     options: ServeOptions,
     *,
     on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] = lambda: None,
     on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
     stop: Stop | None = None,
 ) -> int:
     """Serve until `Stop.request`, SIGTERM or SIGINT (on the main thread), then drain for ``options.drain_s``.
 
     ``on_ready`` is called with the base URL (``http://127.0.0.1:8000``), on a thread of its own, once
-    requests are answered; what it raises ends the server. ``on_drain`` is called once no more are taken, with
+    requests are answered; what it raises ends the server. ``on_stop`` is called, on a thread too, once a stop
+    was asked for and while requests are still taken. ``on_drain`` is called once no more are taken, with
     how many answers are under way, if any, and the seconds they have. A second
     signal ends it at once. Returns how many answers were cut off by then. Raises `ConfigError` before
     anything is served.
@@ -102,10 +111,14 @@ def run_server(
     stop = stop or Stop()
     with (
         bind(options) as listening,
-        asyncio.Runner(loop_factory=_loop_factory()) as runner,
-        _signals(stop),
+        asyncio.Runner(loop_factory=loop_factory()) as runner,
+        signals(stop),
     ):
-        return runner.run(_serve(service, options, listening, stop, on_ready=on_ready, on_drain=on_drain))
+        return runner.run(
+            _serve(
+                *(service, options, listening, stop), on_ready=on_ready, on_stop=on_stop, on_drain=on_drain
+            )
+        )
 
 
 async def _serve(
@@ -115,46 +128,74 @@ async def _serve(
     stop: Stop,
     *,
     on_ready: Callable[[str], None] | None,
+    on_stop: Callable[[], None],
     on_drain: Callable[[int, float], None],
 ) -> int:
+    lifecycle = Lifecycle()
+    server = HttpServer(make_app(service, options, lifecycle))
+    url = url_of(options.host, listener)
+    ready = None if on_ready is None else partial(on_ready, url)
+    _log.info("listening url=%s authenticated=%s", url, options.api_key is not None)
+    return await serve_until_stopped(
+        [(server, listener)],
+        *(lifecycle, stop, options.drain_s),
+        on_ready=ready,
+        on_stop=on_stop,
+        on_drain=on_drain,
+    )
+
+
+async def serve_until_stopped(
+    servers: Sequence[tuple[HttpServer, socket.socket]],
+    lifecycle: Lifecycle,
+    stop: Stop,
+    drain_s: float,
+    *,
+    on_ready: Callable[[], None] | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+    on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
+) -> int:
+    """Serve on every listener until ``stop``, then drain; how many answers were cut off by then.
+
+    ``on_ready``, ``on_stop`` and ``on_drain``: as in `run_server`.
+    """
     loop = asyncio.get_running_loop()
     stop.attach(loop)
-    lifecycle = Lifecycle()
-    server = _Server(make_app(service, options, lifecycle))
-    serving = loop.create_task(server.serve(sockets=[listener]))
+    serving = [loop.create_task(server.serve(sockets=[listener])) for server, listener in servers]
     try:
-        await _first_of(server.ready.wait(), serving)
-        url = _url(options.host, listener)
-        _log.info("listening url=%s authenticated=%s", url, options.api_key is not None)
+        for server, _ in servers:
+            await first_of(server.ready.wait(), *serving)
         if on_ready is not None:
-            announcing = loop.run_in_executor(None, on_ready, url)
-            await _first_of(stop.drain.wait(), serving, announcing)
+            announcing = loop.run_in_executor(None, on_ready)
+            await first_of(stop.drain.wait(), *serving, announcing)
             if announcing.done():
                 announcing.result()
-        await _first_of(stop.drain.wait(), serving)
+        await first_of(stop.drain.wait(), *serving)
+        await first_of(loop.run_in_executor(None, on_stop), stop.now.wait())
         lifecycle.draining = True
-        _log.info("draining drain_s=%g", options.drain_s)
+        _log.info("draining drain_s=%g", drain_s)
         if lifecycle.num_answers:
-            on_drain(lifecycle.num_answers, options.drain_s)
-        return await _drain(lifecycle, stop, options.drain_s)
+            on_drain(lifecycle.num_answers, drain_s)
+        return await drain(lifecycle, stop, drain_s)
     finally:
-        server.should_exit = True
-        await serving
+        for server, _ in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
         _log.info("closed")
 
 
-async def _drain(lifecycle: Lifecycle, stop: Stop, drain_s: float) -> int:
+async def drain(lifecycle: Lifecycle, stop: Stop, drain_s: float) -> int:
     """Until the last answer is out, ``drain_s`` is over or a second stop comes; then cut what is left.
 
     Returns how many that were.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
-            await _first_of(lifecycle.wait_idle(), stop.now.wait())
+            await first_of(lifecycle.wait_idle(), stop.now.wait())
     return lifecycle.cut()
 
 
-async def _first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+async def first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
     """Until one of them is done; coroutines that are not are cancelled, futures go on."""
     tasks = [asyncio.ensure_future(one) for one in awaited]
     try:
@@ -165,14 +206,20 @@ async def _first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) ->
                 task.cancel()
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn without its own idea of signals, and with an event when it is up."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, *, max_socket_bytes: int = 0, tls: tuple[str, str] | None = None) -> None:
+        """``max_socket_bytes``: of a WebSocket's message; 0: there are none. ``tls``: certificate and key."""
+        certificate, key = tls or (None, None)
         config = uvicorn.Config(
             app,
             lifespan="off",
-            ws="none",
+            ws=AbortableSocket if max_socket_bytes else "none",
+            ws_max_size=max_socket_bytes,
+            ws_per_message_deflate=False,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
             log_config=None,
             access_log=False,
             proxy_headers=False,
@@ -191,7 +238,7 @@ class _Server(uvicorn.Server):
 
 
 @contextmanager
-def _signals(stop: Stop) -> Iterator[None]:
+def signals(stop: Stop) -> Iterator[None]:
     """SIGTERM and SIGINT ask for a stop while this lasts; elsewhere than on the main thread nothing is
     changed.
     """
@@ -210,7 +257,7 @@ def _signals(stop: Stop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     try:
         import uvloop
     except ImportError:
@@ -218,7 +265,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-def _url(host: str, listener: socket.socket) -> str:
+def url_of(host: str, listener: socket.socket) -> str:
     port = listener.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - shown, not bound
     if ":" in shown and not shown.startswith("["):

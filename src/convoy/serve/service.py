@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from convoy.cluster.metric_families import Source
 from convoy.engine.outputs import Output
 from convoy.engine.request import GenerationRequest
 from convoy.serve.refusals import UnknownModel
@@ -68,13 +69,14 @@ class ServedModel:
 @dataclass(frozen=True, slots=True)
 class Service:
     """``health`` gives (ready, reason); ``status`` a value that msgspec can encode. Both may block for a
-    moment. ``level`` gives the cluster's level of attestation, at once.
+    moment. ``level`` gives the cluster's level of attestation, at once. ``metrics`` are asked on a thread.
     """
 
     models: tuple[ServedModel, ...]
     health: Callable[[], tuple[bool, str]]
     status: Callable[[], Any]
     level: Callable[[], str] | None = None
+    metrics: tuple[Source, ...] = ()
 
     def model(self, name: str | None) -> ServedModel:
         """The model of that name, or the only one when a request names none. Raises `UnknownModel`."""

@@ -53,6 +53,7 @@ class Tally:
     completion_tokens: int = 0
     cached_tokens: int = 0  # as far as choices have finished
     first_token_s: float | None = None  # monotonic
+    queued_s: float = 0.0  # of the prompt that waited longest, once it has ended
 
     def __post_init__(self) -> None:
         self.id = self.prefix + secrets.token_hex(12)
@@ -66,6 +67,7 @@ class Tally:
         elif isinstance(output, FinishOutput) and output.choice == 0:
             # a prompt is counted once, however many choices it has
             self.cached_tokens += output.cached_tokens
+            self.queued_s = max(self.queued_s, output.queued_s)
 
     def choice_of(self, index: int, output: TokenOutput | FinishOutput) -> int:
         """The number of a choice among all prompts' choices."""

@@ -12,9 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 from convoy.crypto.claims import LINK_ID_BYTES, NO_LINK
-from convoy.errors import HandshakeError, Incompatible, LinkBroken, PeerUnreachable, RosterError
+from convoy.errors import (
+    HandshakeError,
+    Incompatible,
+    LinkBroken,
+    PeerUnreachable,
+    RosterError,
+)
 from convoy.transport.admission import place_of
-from convoy.transport.establish import TO_DIALLER, TO_LISTENER, establish_initiator, send_opening
+from convoy.transport.establish import (
+    TO_DIALLER,
+    TO_LISTENER,
+    broke_off,
+    establish_initiator,
+    send_opening,
+)
 from convoy.transport.link import Link
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.membership import Membership
@@ -96,7 +108,7 @@ def _open(
         for stream in streams:
             stream.close()
         if isinstance(error, LinkBroken):
-            raise HandshakeError(f"the handshake with {peer.name} broke off: {error.message}") from error
+            raise broke_off(peer.name, error) from error
         raise
 
 

@@ -22,7 +22,7 @@ from convoy.crypto.claims import (
 )
 from convoy.crypto.handshake import Initiator, Responder, Secrets
 from convoy.crypto.seal import make_sealing
-from convoy.errors import ConvoyError, HandshakeError, LinkBroken
+from convoy.errors import ConvoyError, HandshakeError, HandshakeLate, LinkBroken
 from convoy.transport.link import Link
 from convoy.transport.link_facts import LinkFacts
 from convoy.transport.member import LocalMember, Member
@@ -203,8 +203,14 @@ def _refuse(streams: tuple[Stream, Stream], context: Context, peer: str, error: 
         streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_END, end))
     _close(streams)
     if isinstance(error, LinkBroken):
-        return HandshakeError(f"the handshake with {peer} broke off: {error.message}")
+        return broke_off(peer, error)
     return type(error)(error.message, hint=error.hint)
+
+
+def broke_off(peer: str, error: LinkBroken) -> HandshakeError:
+    """What a handshake comes to whose link ended. A silence may be a busy machine's; an end is an answer."""
+    kind = HandshakeLate if isinstance(error.__context__, TimeoutError) else HandshakeError
+    return kind(f"the handshake with {peer} broke off: {error.message}")
 
 
 def _close(streams: tuple[Stream, Stream]) -> None:

@@ -13,8 +13,9 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from convoy.transport.incoming import Received, ReceivedTensor
-from convoy.wire.fetch import Piece, Prepare
+from convoy.wire.fetch import Held, Piece, Prepare
 from convoy.wire.messages import Drawn, Message, Plan, ReadBlocks, Step, WriteBlocks
+from convoy.wire.ranks import RankStep
 
 T = TypeVar("T")
 
@@ -113,7 +114,7 @@ def weight_of(received: Received) -> int:
 def weight_of_message(message: Message) -> int:
     """About the bytes of memory that ``message`` holds."""
     match message:
-        case Step() as step:
+        case RankStep(step=step) | (Step() as step):
             num_objects = 1 + len(step.rows) + len(step.grants)
             num_numbers = len(step.released) + sum(len(grant.blocks) for grant in step.grants)
             num_bytes = sum(len(row.tags) for row in step.rows) + sum(len(g.shared) for g in step.grants)
@@ -127,9 +128,9 @@ def weight_of_message(message: Message) -> int:
             return num_objects * _OBJECT_BYTES + sum(len(answer.logits) for answer in answers)
         case ReadBlocks(blocks=blocks) | WriteBlocks(blocks=blocks):
             return 16 * _OBJECT_BYTES + len(blocks) * _NUMBER_BYTES
-        case Piece(data=data):
+        case Piece(data=data) | Held(tensors=data):
             return _OBJECT_BYTES + len(data)
         case Prepare(plan=Plan(stages=stages)) | Plan(stages=stages):
-            return (1 + len(stages)) * _OBJECT_BYTES
+            return (1 + len(stages) + sum(len(stage.ranks) for stage in stages)) * _OBJECT_BYTES
         case _:
             return 16 * _OBJECT_BYTES

@@ -146,6 +146,16 @@ class Incoming:
         message = decode_message(header.type, payload) if header.last else self._long(header, payload)
         return ReceivedMessage(header.generation, header.step, message)
 
+    @property
+    def stream(self) -> Stream:
+        """The connection."""
+        return self._stream
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something was received that `receive` has not looked at."""
+        return self._start != self._end
+
     def retire(self) -> None:
         """SWITCH was this connection's last frame: close it. Raises `FrameError` if something follows."""
         if self._start != self._end:
@@ -175,7 +185,7 @@ class Incoming:
             raise FrameError(f"a tensor begins with record {header.record}, expected 0")
         first = _memory(header.length - TAG_BYTES)
         self._open(header, first)
-        dtype, shape, nbytes = decode_descriptor(first, self._options.max_tensor_bytes)
+        dtype, shape, nbytes = decode_descriptor(first, max_tensor_bytes(header.type, self._options))
         single = DESCRIPTOR_BYTES + nbytes <= RECORD_BYTES
         if header.last != single or len(first) != DESCRIPTOR_BYTES + (nbytes if single else 0):
             raise FrameError(f"the first record of a tensor of {nbytes} bytes has {len(first)} bytes")
@@ -298,6 +308,11 @@ class Incoming:
         rest = bytes(self._view[self._start : self._end])
         self._start, self._end = 0, len(rest)
         self._view[: len(rest)] = rest
+
+
+def max_tensor_bytes(kind: FrameType, options: LinkOptions) -> int:
+    """The largest tensor of a frame type. Parts of sums come in pieces of a record, of which few are kept."""
+    return RECORD_BYTES - DESCRIPTOR_BYTES if kind is FrameType.PARTIAL else options.max_tensor_bytes
 
 
 def _noun(kind: FrameType) -> str:

@@ -20,11 +20,13 @@ from convoy.transport.incoming import (
     Received,
     ReceivedMessage,
     ReceivedTensor,
+    max_tensor_bytes,
 )
 from convoy.transport.link_facts import LinkFacts
 from convoy.transport.options import LinkOptions
 from convoy.transport.outgoing import Outgoing, Parcel, message_parcel
 from convoy.transport.pings import Pings
+from convoy.transport.reader import Reader
 from convoy.transport.replacement import Connections, Replacement
 from convoy.transport.stream import Stream
 from convoy.wire.codec import encode_message, frame_type_of
@@ -75,12 +77,14 @@ class Link:
         worn = self._replacement.begin
         self._outgoing = Outgoing(streams[0], sealing[0], cluster, options, self._end, on_worn=worn)
         self._incoming = Incoming(streams[1], sealing[1], cluster, options, read_end, on_worn=worn)
+        self.reader = Reader(lambda: self._incoming, self._is_ours, self._is_going)
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._error: ConvoyError | None = None
         self._closing: LinkClosed | None = None
         self._pings = Pings(peer, self._outgoing)
         self._threads: list[threading.Thread] = []
+        self.sent_hops = self.received_hops = 0  # hidden states
 
     @property
     def sent_sealed_bytes(self) -> int:
@@ -151,18 +155,25 @@ class Link:
         step: int,
         boundary: int,
         kind: FrameType = FrameType.HIDDEN,
-    ) -> None:
+        until_s: float | None = None,
+    ) -> bool:
         """Send a hidden state that goes into layer ``boundary``, or another tensor of `TENSOR_TYPES`.
 
-        Its memory must not change afterwards: it may be queued. Raises `FrameTooLong` over
-        ``max_tensor_bytes``, and what `send` raises.
+        Its memory must not change afterwards: it may be queued. With ``until_s`` it is, and False says that
+        there was no room before that (``time.monotonic``). Raises `FrameTooLong` over the kind's limit, and
+        what `send` raises.
         """
         _check_position(generation, step, boundary)
         assert kind in TENSOR_TYPES, "only frames of tensors carry one"
-        limit = self._options.max_tensor_bytes
+        limit = max_tensor_bytes(kind, self._options)
         if tensor.nbytes > limit:
             raise FrameTooLong(f"a tensor of {tensor.nbytes} bytes is over the limit of {limit}")
-        self._outgoing.send(Parcel(kind, generation, step, boundary, tensor=tensor))
+        parcel = Parcel(kind, generation, step, boundary, tensor=tensor)
+        if until_s is not None:
+            return self._outgoing.post(parcel, until_s)
+        self._outgoing.send(parcel)
+        self.sent_hops += kind is FrameType.HIDDEN
+        return True
 
     def ping(self, timeout_s: float) -> float:
         """Round trip in seconds, through both layers both ways.
@@ -300,20 +311,22 @@ class Link:
             _log.exception("a receiver of the link to %s failed", self.peer)
             error = LinkBroken(f"this side failed on the link to {self.peer}: {type(bug).__name__}")
         self._end(error)
+        self.reader.end()
         self._incoming.wipe()
         ended(self, self._error or error)
 
     def _receive_until_end(self, deliver: Deliver, allowed: frozenset[FrameType]) -> ConvoyError:
-        while self._error is None and self._closing is None:
-            received = self._incoming.receive(allowed)
-            if isinstance(received, ReceivedMessage) and self._is_ours(received.message):
-                continue
-            if self._closing is None:
-                self._incoming.patience.suspend()
-                deliver(self, received)
+        def take(received: Received) -> None:
+            self.received_hops += isinstance(received, ReceivedTensor) and received.kind is FrameType.HIDDEN
+            deliver(self, received)
+
+        self.reader.run(take, allowed)
         if self._error is None:
             self._incoming.discard_until_end()
         return LinkClosed(f"this side closed the link to {self.peer}")
+
+    def _is_going(self) -> bool:
+        return self._error is None and self._closing is None
 
     def _switch(self, fresh: Connections) -> None:
         """The peer's direction goes on over ``fresh``; if this end listened, its own direction follows."""

@@ -105,6 +105,17 @@ class TlsStream:
     def set_deadline(self, at_s: float | None) -> None:
         self._deadline_s = at_s
 
+    def fileno(self) -> int:
+        """The descriptor, or -1 once it is closed."""
+        return self._sock.fileno()
+
+    def pending(self) -> int:
+        """Bytes of a record that is open and was not read whole; 0 once it is closed."""
+        try:
+            return self._sock.pending()
+        except (OSError, ValueError):
+            return 0
+
     def close(self) -> None:
         # SSLSocket.shutdown would drop the TLS state first, and a later send would go out without TLS.
         with contextlib.suppress(OSError):

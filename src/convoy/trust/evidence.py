@@ -14,6 +14,7 @@ from convoy.crypto.keys import prefixed
 from convoy.wire.messages import Evidence
 
 LABEL = b"convoy attestation v1"
+PROVIDER_LABEL = b"convoy provider evidence v1"
 NONCE_BYTES = 32
 
 Sign = Callable[[bytes], bytes]
@@ -44,6 +45,25 @@ def make_evidence(
     """Sign claims and a hardware statement. ``hardware``: its kind and its parts, empty without any."""
     kind, parts = hardware
     return Evidence(claims, sign(evidence_bytes(occasion, claims, kind, parts)), kind, list(parts))
+
+
+def provider_binding(provider: bytes) -> bytes:
+    """In the place of a link's binding, where a member proves itself for the provider with this identity key.
+
+    A member takes the key from the link that it was asked on and from its roster, so it says nothing for
+    others.
+    """
+    return hashlib.sha256(prefixed(PROVIDER_LABEL, b"member of", provider)).digest()
+
+
+def provider_purpose(coordinator: bytes, nonce: bytes, request_key: bytes, expires_s: int) -> bytes:
+    """In the place of a nonce: for whom and when (a coordinator's key and challenge), and for which key.
+
+    Who knows the challenge to be its own knows the evidence to be fresh; for whoever else has the key for
+    requests and its expiry, the evidence is at most as old as that key.
+    """
+    said = (coordinator, nonce, request_key, expires_s.to_bytes(8, "big"))
+    return hashlib.sha256(prefixed(PROVIDER_LABEL, b"purpose", *said)).digest()
 
 
 def _prefixed(what: bytes, occasion: Occasion, *rest: bytes) -> bytes:

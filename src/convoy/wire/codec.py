@@ -10,7 +10,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from convoy.errors import FrameError
-from convoy.wire.fetch import Piece, Prepare, Prepared
+from convoy.wire.fetch import Fetch, Held, Piece, Prepare, Prepared
 from convoy.wire.frame import RECORD_BYTES
 from convoy.wire.message_types import MESSAGE_TYPES
 from convoy.wire.messages import (
@@ -31,6 +31,7 @@ from convoy.wire.messages import (
     Step,
     StepFailed,
 )
+from convoy.wire.ranks import Agree, RankStep
 from convoy.wire.text import plain_text, require_plain
 
 _TYPE_OF: dict[type[Message], FrameType] = {message: kind for kind, message in MESSAGE_TYPES.items()}
@@ -58,6 +59,8 @@ def decode_message(kind: FrameType, payload: bytes | bytearray | memoryview) -> 
     try:
         if kind is FrameType.STEP and len(payload) > RECORD_BYTES:
             return _decode_long_step(payload)
+        if kind is FrameType.RANK_STEP:
+            return _decode_rank_step(payload)
         message = decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise FrameError(f"a {kind.name} of {len(payload)} bytes is not the message its type says") from None
@@ -78,6 +81,16 @@ class _StepParts(Message, frozen=True):
     draws: Annotated[list[msgspec.Raw], Entries] = msgspec.field(default_factory=list)
 
 
+class _RankStepParts(Message, frozen=True):
+    """A `RankStep` of which the step is not built yet."""
+
+    step: msgspec.Raw
+    hidden: bool
+    output: bool
+
+
+_step = msgspec.msgpack.Decoder(Step)
+_rank_step_parts = msgspec.msgpack.Decoder(_RankStepParts)
 _step_parts = msgspec.msgpack.Decoder(_StepParts)
 _grant = msgspec.msgpack.Decoder(BlockGrant)
 _draw = msgspec.msgpack.Decoder(DrawRequest)
@@ -89,6 +102,15 @@ def _decode_long_step(payload: bytes | bytearray | memoryview) -> Step:
     grants = _decode_each(parts.grants, _grant, lambda grant: len(grant.blocks), MAX_STEP_BLOCKS)
     draws = _decode_each(parts.draws, _draw, lambda draw: len(draw.logit_bias), MAX_STEP_BIASES)
     return Step(parts.number, parts.released, grants, parts.rows, parts.tokens, draws)
+
+
+def _decode_rank_step(payload: bytes | bytearray | memoryview) -> RankStep:
+    parts = _rank_step_parts.decode(payload)
+    is_long = len(payload) > RECORD_BYTES
+    step = _decode_long_step(memoryview(parts.step)) if is_long else _step.decode(parts.step)
+    if step.draws:
+        raise FrameError(f"a RANK_STEP has {len(step.draws)} draws, which are rank 0's")
+    return RankStep(step, parts.hidden, parts.output)
 
 
 def _decode_each(
@@ -112,6 +134,7 @@ _PROSE: dict[type[Message], dict[str, int]] = {
     BlocksDone: {"error": 500},
     Piece: {"error": 500},
     Prepared: {"error": 500},
+    Held: {"error": 500},
     Bye: {"reason": 200},
 }
 
@@ -126,9 +149,14 @@ def _made_plain(message: Message) -> Message:
         case Hello(dtypes=dtypes, kernels=kernels):
             names = [*dtypes, *kernels]
         case Plan(model=model, model_digest=digest, kernel=kernel, activation_dtype=dtype, stages=stages):
-            names = [model, digest, kernel, dtype, *(stage.member for stage in stages), *message.kernels]
+            names = [model, digest, kernel, dtype, *message.kernels]
+            names += [name for stage in stages for name in (stage.member, *stage.ranks)]
+        case Agree(dtype=dtype):
+            names = [dtype] if dtype else []
         case StepFailed(about=about):
             names = [about] if about else []
+        case Fetch(wrong=member) | Piece(source=member):
+            names = [member] if member else []
         case Prepare(plan=plan):
             _made_plain(plan)
             return message

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from convoy.crypto.cipher import TAG_BYTES
 from convoy.errors import FrameError, FrameTooLong
-from convoy.wire.fetch import MAX_PIECE_BYTES
+from convoy.wire.fetch import MAX_HELD_BYTES, MAX_PIECE_BYTES
 from convoy.wire.messages import FrameType
 
 HEADER_BYTES = 48
@@ -43,6 +43,7 @@ _SIZE = struct.Struct(">I")
 # What a STEP can need is what its draws look back on: the 32 sequences and 64 guesses that a head has in a
 # step unless told otherwise, 131,072 tokens of 4 bytes for each: 48 MiB. Beside that, `MAX_STEP_BIASES` of
 # 15 bytes are 4.7 MiB, and 32 shared prompts as long in blocks of 16 (5 bytes and a tag of 16) 5.3 MiB.
+# A RANK_STEP is a STEP without draws.
 # What a DRAWN can need is logits for 32 sessions over a vocabulary of 262,144: 32 MiB, and 20 alternatives
 # of 15 bytes for each of `MAX_STEP_TOKENS` answers: 4.7 MiB.
 MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
@@ -53,6 +54,7 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.REFUSE: 16 * 1024,
     FrameType.ACTIVATE: 1024,
     FrameType.ACTIVATED: 256,
+    FrameType.HOLDING: 128,
     FrameType.ROSTER: 1024 * 1024 + 64,
     FrameType.CHALLENGE: 4 * 1024,
     FrameType.EVIDENCE: 64 * 1024,
@@ -60,6 +62,7 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.PIECE: MAX_PIECE_BYTES + 4 * 1024,
     FrameType.PREPARE: 1024 * 1024,
     FrameType.PREPARED: 4 * 1024,
+    FrameType.HELD: MAX_HELD_BYTES + 1024,
     FrameType.STEP: 64 * 1024 * 1024,
     FrameType.HIDDEN: RECORD_BYTES,
     FrameType.STEP_FAILED: 16 * 1024,
@@ -70,6 +73,12 @@ MAX_PAYLOAD_BYTES: dict[FrameType, int] = {
     FrameType.BLOCKS_DONE: 4 * 1024,
     FrameType.INQUIRE: 64,
     FrameType.REACHED: 64,
+    FrameType.PARTIAL: RECORD_BYTES,
+    FrameType.AGREE: 256,
+    FrameType.RANK_STEP: 16 * 1024 * 1024,
+    FrameType.RANK_OUTPUT: 64,
+    FrameType.VOUCH: 256,
+    FrameType.VOUCHED: 64 * 1024,
     FrameType.PING: 64,
     FrameType.PONG: 64,
     FrameType.SWITCH: 64,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.wire.fetch import Fetch, Piece, Prepare, Prepared
+from convoy.wire.fetch import Fetch, Held, Holding, Piece, Prepare, Prepared
 from convoy.wire.messages import (
     Activate,
     Activated,
@@ -29,6 +29,8 @@ from convoy.wire.messages import (
     Switch,
     WriteBlocks,
 )
+from convoy.wire.ranks import Agree, RankOutput, RankStep
+from convoy.wire.vouch import Vouch, Vouched
 
 MESSAGE_TYPES: dict[FrameType, type[Message]] = {
     FrameType.HELLO: Hello,
@@ -38,6 +40,7 @@ MESSAGE_TYPES: dict[FrameType, type[Message]] = {
     FrameType.REFUSE: Refuse,
     FrameType.ACTIVATE: Activate,
     FrameType.ACTIVATED: Activated,
+    FrameType.HOLDING: Holding,
     FrameType.ROSTER: RosterUpdate,
     FrameType.CHALLENGE: Challenge,
     FrameType.EVIDENCE: Evidence,
@@ -45,6 +48,7 @@ MESSAGE_TYPES: dict[FrameType, type[Message]] = {
     FrameType.PIECE: Piece,
     FrameType.PREPARE: Prepare,
     FrameType.PREPARED: Prepared,
+    FrameType.HELD: Held,
     FrameType.STEP: Step,
     FrameType.STEP_FAILED: StepFailed,
     FrameType.DRAWN: Drawn,
@@ -53,6 +57,11 @@ MESSAGE_TYPES: dict[FrameType, type[Message]] = {
     FrameType.BLOCKS_DONE: BlocksDone,
     FrameType.INQUIRE: Inquire,
     FrameType.REACHED: Reached,
+    FrameType.AGREE: Agree,
+    FrameType.RANK_STEP: RankStep,
+    FrameType.RANK_OUTPUT: RankOutput,
+    FrameType.VOUCH: Vouch,
+    FrameType.VOUCHED: Vouched,
     FrameType.PING: Ping,
     FrameType.PONG: Pong,
     FrameType.SWITCH: Switch,

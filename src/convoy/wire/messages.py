@@ -1,8 +1,7 @@
 """What members say to each other: one closed set of messages, one frame type each.
 
 The byte layout is in docs/protocol.md; the codec is `wire.codec`, the header `wire.frame`. Messages are plain
-values: nothing here checks that an index fits a pool or a span fits a model; whoever receives one does
-(`engine.peer`, `model.stage`).
+values: that an index fits a pool, or a span a model, is checked by whoever receives one.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ class FrameType(enum.IntEnum):
     REFUSE = 0x14
     ACTIVATE = 0x15
     ACTIVATED = 0x16
+    HOLDING = 0x17
     ROSTER = 0x18
     CHALLENGE = 0x19
     EVIDENCE = 0x1A
@@ -35,6 +35,7 @@ class FrameType(enum.IntEnum):
     PIECE = 0x1C
     PREPARE = 0x1D
     PREPARED = 0x1E
+    HELD = 0x1F
     STEP = 0x20
     HIDDEN = 0x21
     STEP_FAILED = 0x22
@@ -45,13 +46,21 @@ class FrameType(enum.IntEnum):
     BLOCKS_DONE = 0x27
     INQUIRE = 0x28
     REACHED = 0x29
+    PARTIAL = 0x2A
+    AGREE = 0x2B
+    RANK_STEP = 0x2C
+    RANK_OUTPUT = 0x2D
+    VOUCH = 0x2E
+    VOUCHED = 0x2F
     PING = 0x30
     PONG = 0x31
     SWITCH = 0x32
     BYE = 0x3F
 
 
-TENSOR_TYPES = frozenset({FrameType.HIDDEN, FrameType.BLOCKS})  # they carry no message
+# they carry no message
+TENSOR_TYPES = frozenset({FrameType.HIDDEN, FrameType.BLOCKS, FrameType.PARTIAL})
+MAX_RANKS = 16  # of a stage
 PREFIX_TAG_BYTES = 16  # each of `Row.tag`, `Row.tags` and `BlockGrant.shared`
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{0,64}\Z")]
@@ -113,13 +122,27 @@ class Evidence(Message, frozen=True):
 
 
 class StageAssignment(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Layers [start, end) and what else a member owns in a plan."""
+    """Layers [start, end) and what else a member owns in a plan.
+
+    ``ranks``: who holds a slice of each of these layers, ``member`` first; empty: that one, whole.
+    """
 
     member: str
     start: int
     end: int
     embed: bool
     output: bool
+    ranks: Annotated[list[str], msgspec.Meta(max_length=MAX_RANKS)] = []
+
+    @property
+    def world_size(self) -> int:
+        """How many members hold these layers together."""
+        return max(1, len(self.ranks))
+
+    @property
+    def holders(self) -> list[str]:
+        """Who they are, in the order of their ranks."""
+        return list(self.ranks) or [self.member]
 
 
 class Plan(Message, frozen=True):
@@ -162,11 +185,15 @@ class Ready(Message, frozen=True):
 
 
 class Refuse(Message, frozen=True):
-    """Peer to head: no, and why. Ends that plan at this peer."""
+    """Peer to head: no, and why. Ends that plan at this peer.
+
+    ``kernel``: the one that does not hold there for the plan's model, where that is why.
+    """
 
     generation: int
     reason: str
     hint: str
+    kernel: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Activate(Message, frozen=True):

@@ -30,6 +30,8 @@ class HostBatch:
     def padded(self, size: int) -> HostBatch:
         """A batch of lone tokens with rows of none behind it, ``size`` in all, which write nothing."""
         missing = size - len(self.lengths)
+        if not missing:
+            return self
         return replace(
             self,
             positions=np.pad(self.positions, (0, missing)),

@@ -10,12 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton.language as tl
 
 from convoy.errors import StepError
 from convoy.model.draw import Draw, Outcome, draw
+from convoy.model.gpu.language import kernel, next_power
 from convoy.model.gpu.pending import Pending
 from convoy.model.gpu.staging import Staging
 from convoy.model.sampling import Sampled
+
+_BLOCK = 8192  # logits that a program looks at together
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class PendingDraws:
     draws: Sequence[Draw]
     vocab_size: int
     greedy: tuple[int, ...]  # indices into ``draws``
-    found: Pending  # int64 [2, len(greedy)]: tokens, and how many logits are not finite
+    found: Pending  # int32 [2, len(greedy)]: tokens, and how many logits are not finite
     others: tuple[int, ...]
     logits: Pending  # float32 [len(others), vocab_size]
 
@@ -52,7 +56,7 @@ def start_draws(
         raise StepError(f"a step has {len(logits)} outputs and {len(draws)} draws")
     greedy = tuple(index for index, one in enumerate(draws) if _is_greedy(one))
     others = tuple(index for index in range(len(draws)) if index not in set(greedy))
-    found = torch.stack(best_tokens(_rows(logits, greedy, staging)))
+    found = best_tokens(_rows(logits, greedy, staging))
     return PendingDraws(
         *(draws, logits.shape[1]),
         *(greedy, Pending.copied(found, copies)),
@@ -60,17 +64,25 @@ def start_draws(
     )
 
 
-def best_tokens(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     """Of each row the token with the greatest logit, of equal ones the lowest, as NumPy's argmax has it.
 
-    And how many logits are not finite; where any is not, the token means nothing. int64 [rows] each.
+    And how many logits are not finite; where any is not, the token means nothing. int32 [2, rows], by one
+    kernel: what torch makes of it is ten, each of which the thread that submits steps would start.
     """
-    num_bad = (~torch.isfinite(logits)).sum(-1)
-    ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    if not logits.shape[0]:
-        return num_bad, num_bad
-    best = logits == logits.amax(-1, keepdim=True)
-    return torch.where(best, ids, logits.shape[1]).amin(-1).long(), num_bad
+    num_rows, width = logits.shape
+    out = torch.empty(2, num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows:
+        best_kernel[num_rows,](
+            out,
+            logits,
+            num_rows,
+            logits.stride(0),
+            WIDTH=width,
+            BLOCK=min(_BLOCK, next_power(width)),
+            num_warps=8,
+        )
+    return out
 
 
 def _is_greedy(one: Draw) -> bool:
@@ -83,3 +95,29 @@ def _rows(logits: torch.Tensor, chosen: tuple[int, ...], staging: Staging) -> to
     if len(chosen) == logits.shape[0]:
         return logits
     return logits.index_select(0, staging.on_card(torch.tensor(chosen, dtype=torch.int64)))
+
+
+# fmt: off
+
+
+@kernel
+def best_kernel(out: tl.tensor, logits: tl.tensor, rows: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr,
+                BLOCK: tl.constexpr) -> None:
+    """Grid (rows,)"""
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    lowest = float("-inf")
+    best = tl.full([BLOCK], lowest, dtype=tl.float32)
+    where = tl.full([BLOCK], WIDTH - 1, dtype=tl.int32)
+    bad = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, WIDTH, BLOCK):
+        token = start + lane
+        known = token < WIDTH
+        found = tl.load(logits + row * stride + token, mask=known, other=lowest).to(tl.float32)
+        # of a number that is not finite the difference from itself is none
+        bad += (known & (found - found != 0)).to(tl.int32)
+        where = tl.where(found > best, token, where)
+        best = tl.maximum(best, found)
+    greatest = tl.max(best, 0)
+    tl.store(out + row, tl.min(tl.where(best == greatest, where, WIDTH - 1), 0))
+    tl.store(out + rows + row, tl.sum(bad, 0))

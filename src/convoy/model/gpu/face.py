@@ -10,6 +10,7 @@ from torch import nn
 
 from convoy.model.gpu.batch import DeviceBatch
 from convoy.model.gpu.pools import LayerPool
+from convoy.model.gpu.sums import DeviceSums
 
 
 class Model(Protocol):
@@ -32,6 +33,8 @@ class Model(Protocol):
 
     @property
     def takes_tokens(self) -> bool: ...
+
+    def join(self, sums: DeviceSums) -> None: ...
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
 

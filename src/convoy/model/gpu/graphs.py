@@ -8,15 +8,18 @@ that write nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from convoy.model.gpu.attention import HeadShape, Ints, Launch
 from convoy.model.gpu.batch import ROW_FIELDS, DeviceBatch, GroupBatch, HostBatch, aligned_sizes, fill
-from convoy.model.gpu.staging import Staging
+from convoy.model.gpu.staging import Slot, Staging
+from convoy.model.gpu.sums import DeviceSums
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WARM_UPS = 2  # runs before a capture: kernels are compiled, the libraries take their memory
@@ -35,6 +38,7 @@ class GraphShape:
     dtype: torch.dtype
     device: torch.device
     num_units: int  # multiprocessors
+    sums: DeviceSums | None = None  # of a rank, which runs what the others run
 
 
 class DecodeGraph:
@@ -64,6 +68,8 @@ class DecodeGraph:
         )
         self._hidden = torch.zeros(size, shape.hidden_size, dtype=shape.dtype, device=shape.device)
         self._out = torch.zeros_like(self._hidden)
+        # bytes and rows of the last batch, for graphs of other ranks
+        self._filled: tuple[npt.NDArray[np.uint8], int] = (np.empty(0, np.uint8), 0)
         self._graph = self._capture(run, memory)
 
     def fits(self, host: HostBatch) -> bool:
@@ -77,6 +83,16 @@ class DecodeGraph:
 
         Returns [rows, hidden_size], which the next run of this graph overwrites.
         """
+        self.fill(host, tokens, hidden, staging)
+        if self._shape.sums is not None:
+            self._shape.sums.meet()
+        self.replay()
+        return self.found(len(host.lengths))
+
+    def fill(
+        self, host: HostBatch, tokens: Ints | None, hidden: torch.Tensor | None, staging: Staging
+    ) -> None:
+        """What the next `replay` runs; as `run` has it."""
         num_rows, padded = len(host.lengths), host.padded(self.size)
         ids = np.zeros(self.size, np.int32)
         if tokens is not None:
@@ -84,13 +100,35 @@ class DecodeGraph:
         parts = [ids, padded.positions, padded.slots, padded.rows, padded.tables]
         used = aligned_sizes([part.size for part in parts])[-1]
         slot = staging.take(4 * used)
-        staged = slot.memory[: 4 * used].view(torch.int32)
-        fill(staged, parts)
-        self._ints[:used].copy_(staged, non_blocking=True)
+        fill(slot.memory[: 4 * used].view(torch.int32), parts)
+        self._filled = slot.array[: 4 * used], num_rows
+        self._send(slot, 4 * used)
+        self._take_in(hidden, staging)
+
+    def fill_like(self, other: DecodeGraph, hidden: torch.Tensor | None, staging: Staging) -> None:
+        """With what another rank's was just filled with."""
+        filled, _ = self._filled = other._filled
+        slot = staging.take(len(filled))
+        np.copyto(slot.array[: len(filled)], filled)
+        self._send(slot, len(filled))
+        self._take_in(hidden, staging)
+
+    def _send(self, slot: Slot, num_bytes: int) -> None:
+        staged = slot.memory[:num_bytes].view(torch.int32)
+        self._ints[: len(staged)].copy_(staged, non_blocking=True)
         slot.done.record(torch.cuda.current_stream(self._shape.device))
+
+    def _take_in(self, hidden: torch.Tensor | None, staging: Staging) -> None:
         if hidden is not None:
-            self._hidden[:num_rows].copy_(staging.on_card(hidden))
-        self._graph.replay()
+            self._hidden[: self._filled[1]].copy_(staging.on_card(hidden))
+
+    def replay(self) -> None:
+        """Begin to run it. Ranks are replayed with nothing in between that may wait."""
+        with torch.cuda.device(self._shape.device):
+            self._graph.replay()
+
+    def found(self, num_rows: int) -> torch.Tensor:
+        """What came of so many rows, [num_rows, hidden_size]."""
         return self._out[:num_rows]
 
     def _capture(self, run: Run, memory: Any) -> torch.cuda.CUDAGraph:
@@ -105,8 +143,12 @@ class DecodeGraph:
                 once()
         torch.cuda.current_stream(self._shape.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        sums = self._shape.sums
         # other threads may use other devices meanwhile
-        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+        with (
+            nullcontext() if sums is None else sums.captures(),
+            torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"),
+        ):
             once()
         return graph
 
@@ -120,11 +162,19 @@ class DecodeGraphs:
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, DecodeGraph] = {}
 
+    def captured(self, num_rows: int) -> DecodeGraph | None:
+        """The graph for so many rows, where it was captured already."""
+        return self._graphs.get(_bucket(num_rows) or 0)
+
     def find(self, num_rows: int) -> DecodeGraph | None:
         """The graph for so many rows; None beyond the greatest bucket."""
-        size = next((bucket for bucket in BUCKETS if bucket >= num_rows), None)
+        size = _bucket(num_rows)
         if size is None:
             return None
         if size not in self._graphs:
             self._graphs[size] = DecodeGraph(size, self._shape, self._run, self._memory)
         return self._graphs[size]
+
+
+def _bucket(num_rows: int) -> int | None:
+    return next((bucket for bucket in BUCKETS if bucket >= num_rows), None)

@@ -16,6 +16,15 @@ def kernel(function: Callable[..., Any]) -> Any:
     return triton.jit(function)
 
 
+def kernel_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
+    """The same, compiled once for whatever these arguments are, and not anew for 1 and multiples of 16."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        return triton.jit(function, do_not_specialize=list(numbers))
+
+    return decorate
+
+
 def next_power(number: int, least: int = 1) -> int:
     """The smallest power of two that is not below ``number`` and ``least``: what a kernel's ranges need."""
     power = 1

@@ -19,14 +19,17 @@ from transformers import AttentionInterface
 from convoy.errors import ModelError
 from convoy.model.gpu.attention import LOG2_E, attend
 from convoy.model.gpu.batch import DeviceBatch, GroupBatch
+from convoy.model.gpu.linears import round_linears, rounded_linear
 from convoy.model.gpu.pointwise import store
 from convoy.model.gpu.pools import LayerPool
+from convoy.model.gpu.sums import DeviceSums
 from convoy.model.gpu.weights import LoadProgress
 from convoy.model.layer_inputs import takes_shared_kv
 from convoy.model.load import load_modules
 from convoy.model.loaded import LoadedModules
 from convoy.model.rope import RopeUse, Rotation, Rotations
 from convoy.model.source import ModelSource
+from convoy.plan.sharding import WHOLE, Shard
 from convoy.wire.messages import StageAssignment
 
 ATTENTION_NAME = "convoy_cuda"
@@ -74,15 +77,32 @@ AttentionInterface.register(ATTENTION_NAME, device_attention)
 class LibraryDecoder:
     """What `gpu.decoder.Decoder` is, of modules of the library."""
 
-    def __init__(self, source: ModelSource, modules: LoadedModules, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self,
+        source: ModelSource,
+        modules: LoadedModules,
+        device: torch.device,
+        dtype: torch.dtype,
+        bits: int = 0,
+    ) -> None:
         self._modules = modules
         self._dtype = dtype
         self._kv_sources = dict(source.spec.kv_sources)
         self._shares = takes_shared_kv(modules.layers.values())
         self.bytes_read = modules.bytes_read
         _move(modules, device, dtype)
+        if bits:
+            for layer in modules.layers.values():
+                round_linears(layer, bits, source.name)
+            if modules.output is not None:
+                modules.output = rounded_linear(modules.output, 8)
         self.weight_bytes = modules.weight_bytes
         self._rotations = _rotations(modules, source.spec.max_context, device, dtype)
+
+    def join(self, sums: DeviceSums) -> None:
+        """What is here are slices, and this the way to the other ranks."""
+        assert self._modules.ranks is not None
+        self._modules.ranks.join(sums)
 
     @property
     def can_capture(self) -> bool:
@@ -109,7 +129,7 @@ class LibraryDecoder:
         assert self._modules.embedding is not None
         rows: torch.Tensor = self._modules.embedding(ids)
         scale = self._modules.embed_scale
-        return rows if scale is None else (rows.float() * scale).to(self._dtype)
+        return (rows if scale is None else rows.float() * scale).to(self._dtype)
 
     def run(
         self,
@@ -157,17 +177,21 @@ def load_library_decoder(
     device: torch.device,
     dtype: torch.dtype,
     progress: LoadProgress | None,
+    bits: int = 0,
+    shard: Shard = WHOLE,
 ) -> LibraryDecoder:
-    """Raises ModelError as `load_modules` does, and for K/V that our kernels do not keep."""
+    """``bits``: as `gpu.weights.load_weights` has it. Raises ModelError as `load_modules` does, for K/V that
+    our kernels do not keep, and for experts that are to be rounded.
+    """
     for group in source.spec.cache_groups:
         if group.kind != "kv":
             raise ModelError(
                 f"{source.name}: {group.kind} state does not run on cuda yet", hint="run it on cpu"
             )
-    modules = load_modules(source, assignment, packed=False, progress=progress)
+    modules = load_modules(source, assignment, packed=False, progress=progress, shard=shard)
     for number, layer in modules.layers.items():
         _configure(source, number, layer, dtype)
-    return LibraryDecoder(source, modules, device, dtype)
+    return LibraryDecoder(source, modules, device, dtype, bits)
 
 
 def _configure(source: ModelSource, number: int, layer: nn.Module, dtype: torch.dtype) -> None:

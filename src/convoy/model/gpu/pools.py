@@ -91,6 +91,35 @@ class DevicePools(SpanKv):
             pool.values.index_copy_(0, index, runs[1])
 
 
+class CarriesKv:
+    """A stage whose K/V is read and written."""
+
+    _kv: DevicePools
+
+    @torch.inference_mode()
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
+        """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
+
+        Raises StepError for what this stage does not have, and for more than `span_kv.MAX_CARRIED_BYTES`.
+        """
+        return self._kv.read_blocks(start, end, blocks)
+
+    @torch.inference_mode()
+    def write_blocks(
+        self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
+    ) -> None:
+        """Fill ``blocks``, which no sequence has, in layers from ``start`` on; ``kv`` as `read_blocks` gives.
+
+        They hold the prefixes of ``tags`` once the last layer here is among them, and no prefix before: so
+        layers come in order. Raises StepError; nothing is changed then.
+        """
+        self._kv.write_blocks(start, blocks, tags, kv)
+
+    def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        """Of what `read_blocks` gives. Raises StepError for more than `span_kv.MAX_CARRIED_BYTES`."""
+        return self._kv.carried_shape(num_layers, num_blocks)
+
+
 def head_shape(group: CacheGroup, block_size: int) -> HeadShape:
     """With the usual scale, and no cap: where a layer has others, it says so to `attend`."""
     return HeadShape(

@@ -31,6 +31,11 @@ def make_rotation(source: ModelSource, head_dim: int, device: torch.device) -> R
         frequencies, scaling = 1.0 / (float(theta) ** exponents), 1.0
     else:
         frequencies, scaling = _library_frequencies(source, str(kind))
+    if 2 * len(frequencies) != head_dim:  # the kernels turn heads whole
+        raise ModelError(
+            f"{source.name}: config.json turns {2 * len(frequencies)} dimensions of heads of {head_dim}, and "
+            f"all are turned on {device.type}"
+        )
     positions = torch.arange(source.spec.max_context, device=device, dtype=torch.float32)
     angles = torch.outer(positions, frequencies.to(device=device, dtype=torch.float32))
     return Rotation(angles.cos() * scaling, angles.sin() * scaling)

@@ -6,57 +6,38 @@ bfloat16 on the host; between the last layer and the output of one stage they st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import nn
 
-from convoy.errors import HiddenError, ModelError, PlanError, StepError
-from convoy.model.device import CUDA_KERNEL, check_device
+from convoy.errors import ModelError, PlanError, StepError
+from convoy.model.device import check_device
 from convoy.model.draw import Draw
 from convoy.model.gpu.batch import DeviceBatch, describe_rows, on_device
+from convoy.model.gpu.checked import CheckedStep
 from convoy.model.gpu.decoder import Decoder
 from convoy.model.gpu.drawing import PendingDraws, best_tokens, start_draws
 from convoy.model.gpu.face import Model
-from convoy.model.gpu.graphs import DecodeGraphs, GraphShape
+from convoy.model.gpu.graphs import DecodeGraph, DecodeGraphs, GraphShape
+from convoy.model.gpu.loading import load_model
+from convoy.model.gpu.options import DTYPES, DeviceOptions
 from convoy.model.gpu.pending import Pending
-from convoy.model.gpu.pools import DevicePools
-from convoy.model.gpu.rope import make_rotation
+from convoy.model.gpu.pools import CarriesKv, DevicePools
 from convoy.model.gpu.staging import Staging
-from convoy.model.gpu.weights import LoadProgress, StageWeights, load_weights, why_not_ours
+from convoy.model.gpu.sums import DeviceSums
+from convoy.model.gpu.weights import LoadProgress, StageWeights
 from convoy.model.gpu.working import measure_working
-from convoy.model.kv import BlockTable, StagedStep
-from convoy.model.library import LIBRARY
+from convoy.model.kv import BlockTable
 from convoy.model.source import ModelSource
-from convoy.model.tensors import HIDDEN_DTYPES
+from convoy.model.tensors import check_hidden, check_tokens, output_rows
+from convoy.plan.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages import MAX_BATCH, Row, StageAssignment, Step
 
-KERNEL = CUDA_KERNEL
-# to look for mistakes: no rounding to bfloat16, and the library's layers for every family
-CHECK_KERNEL = "plain-f32"
-_DTYPES = {KERNEL: torch.bfloat16, CHECK_KERNEL: torch.float32}
 
-
-@dataclass(frozen=True)
-class DeviceOptions:
-    """What `model.stage.StageOptions` says, of a device."""
-
-    device: torch.device
-    kernel: str
-    block_size: int  # tokens
-    require_tags: bool
-    captured: bool = True
-    num_threads: None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which it computes."""
-        return _DTYPES[self.kernel]
-
-
-class CudaStage:
+class CudaStage(CarriesKv):
     """The layers of one member on one device. Not thread-safe: one thread runs its steps, in order.
 
     Without ``captured``, from the next pools on, decodes run as prefills do, which is slower.
@@ -71,13 +52,16 @@ class CudaStage:
         assignment: StageAssignment,
         model: Model,
         options: DeviceOptions,
+        shard: Shard = WHOLE,
     ) -> None:
-        spec = source.spec
+        spec = rank_spec(source.spec, shard.world_size, shard.experts)
+        self.shard = shard
         self.assignment = assignment
         self.hidden_size = spec.hidden_size
         self.vocab_size = spec.vocab_size
         self.token_id_layers = spec.token_id_layers
         self.weight_bytes = model.weight_bytes
+        self.weight_share = share_of(self.weight_bytes, source.spec, assignment, options.kernel)
         self.bytes_read = model.bytes_read
         self.options = options
         self.device = options.device
@@ -101,6 +85,7 @@ class CudaStage:
         self._outputs = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
         self._graphs: DecodeGraphs | None = None
         self._working_bytes: int | None = None
+        self._sums: DeviceSums | None = None
 
     @classmethod
     def load(
@@ -115,38 +100,29 @@ class CudaStage:
         captured: bool = True,
         progress: LoadProgress | None = None,
         before: object = None,
+        shard: Shard = WHOLE,
     ) -> CudaStage:
-        """Load the assignment's weights; ``progress`` is called with (loaded, total) bytes.
+        """Load the assignment's weights; ``progress`` is called with (loaded, total) bytes. Of a ``shard``
+        there is one rank's slice, which runs once it was joined to the others.
 
         Raises ModelError for a device that is not there, a kernel that does not run there, and as the loading
         of `gpu.weights` and `gpu.library_layers` does; PlanError for weights that the device has no room for.
         """
+        shard = settle(source.spec, shard)
         chosen = check_device(device)
-        if kernel not in _DTYPES:
-            raise ModelError(f"kernel {kernel!r} does not run on {device}, expected {' or '.join(_DTYPES)}")
+        if kernel not in DTYPES:
+            raise ModelError(f"kernel {kernel!r} does not run on {device}, expected {', '.join(DTYPES)}")
         if block_size < 1 or block_size & (block_size - 1):
             raise ModelError(f"block size {block_size} is not a power of two, as {device} needs it")
-        kept = before.give_up_weights(source, chosen) if isinstance(before, CudaStage) else None
         options = DeviceOptions(chosen, kernel, block_size, require_tags, captured)
-        try:
-            with torch.cuda.device(chosen), torch.inference_mode():
-                model: Model
-                if kernel == KERNEL and why_not_ours(source) is None:
-                    weights = load_weights(source, assignment, chosen, progress, kept)
-                    head_dim = source.spec.cache_groups[0].head_dim
-                    model = Decoder(weights, make_rotation(source, head_dim, chosen))
-                else:
-                    with LIBRARY:
-                        # transformers, which takes seconds, and not before
-                        from convoy.model.gpu.library_layers import load_library_decoder
+        kept = before.give_up_weights(source, options, shard) if isinstance(before, CudaStage) else None
+        model = load_model(source, assignment, options, progress, kept, shard)
+        return cls(source, assignment, model, options, shard)
 
-                    model = load_library_decoder(source, assignment, chosen, options.dtype, progress)
-        except torch.cuda.OutOfMemoryError as error:
-            raise PlanError(
-                f"{source.name}: layers {assignment.start} to {assignment.end - 1} do not fit on {device}",
-                hint="give this member fewer layers",
-            ) from error
-        return cls(source, assignment, model, options)
+    def join(self, sums: DeviceSums) -> None:
+        """Before anything runs, where this is one rank's slice."""
+        self._sums = sums
+        self._owned.join(sums)
 
     def forget(self) -> None:
         """Free the K/V pools and the graphs over them; steps are refused until there are new ones."""
@@ -155,13 +131,16 @@ class CudaStage:
 
     def give_up(self, source: ModelSource, options: object) -> None:  # noqa: ARG002 - as `Stage` has it
         """This stage is over, and one on the host has no use for its weights."""
-        self.give_up_weights(source, self.device)
+        self.give_up_weights(source, self.options)
 
-    def give_up_weights(self, source: ModelSource, device: torch.device) -> StageWeights | None:
-        """This stage is over: its weights, where one of ``source`` on ``device`` can use them."""
+    def give_up_weights(
+        self, source: ModelSource, options: DeviceOptions, shard: Shard = WHOLE
+    ) -> StageWeights | None:
+        """This stage is over: its weights, where one of ``source`` with these options can use them."""
         self.forget()
         model, self._model = self._model, None
-        same = ((source.digest, source.path), device) == (self._source, self.device)
+        same = (source.digest, source.path) == self._source
+        same &= (options.device, options.bits) == (self.device, self.options.bits) and shard == self.shard
         return model.weights if same and isinstance(model, Decoder) else None
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:
@@ -177,7 +156,7 @@ class CudaStage:
         if self.captured and kv.layers:
             shape = GraphShape(
                 *(self.hidden_size, kv.max_blocks(every), kv.shapes, self._dtype),
-                *(self.device, self._num_units),
+                *(self.device, self._num_units, self._sums),
             )
             self._graphs = DecodeGraphs(shape, self._run_decode)
 
@@ -214,7 +193,7 @@ class CudaStage:
             rows = [(Row(0, 0, num_tokens, 0), table)]
             host = describe_rows(rows, self._kv.num_groups, self.options.block_size)
             batch, tokens = on_device(host, ids, self._kv.shapes, self.device, self._num_units)
-            x = self._owned.run(x, tokens, batch, self._kv.layers)
+            x = self._finished(self._owned.run(x, tokens, batch, self._kv.layers))
         if self._owned.owns_output:
             best_tokens(self._owned.logits(x[:MAX_BATCH].contiguous()))
 
@@ -270,105 +249,139 @@ class CudaStage:
 
         What ``stays`` is left on the device; with ``selects`` only rows that go on to an output come.
         """
+        return self.launch(self.check(step, hidden, tokens), stays=stays, selects=selects)
+
+    def check(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> CheckedStep:
+        """Apply the step: what is left is for `launch`, here or on another rank. Raises StepError."""
         tables = self._kv.tables
         staged = tables.stage(step)
         num_tokens = sum(row.num_tokens for row in step.rows)
-        ids = self._check_tokens(tokens, num_tokens) if self.takes_tokens else None
-        hidden = None if self.assignment.embed else self._check_hidden(hidden, num_tokens)
+        ids = tokens if self.takes_tokens else None
+        if self.takes_tokens:
+            check_tokens(tokens, num_tokens, self.vocab_size)
+        embeds = self.assignment.embed
+        hidden = None if embeds else check_hidden(hidden, num_tokens, self.hidden_size)
         tables.commit(staged)
+        runs = self._kv.layers and staged.rows
+        host = describe_rows(staged.rows, self._kv.num_groups, self.options.block_size) if runs else None
+        return CheckedStep(step, host, hidden, ids)
+
+    @torch.inference_mode()
+    def launch(self, checked: CheckedStep, *, stays: bool = False, selects: bool = False) -> Pending:
+        """What `start` does behind `check`."""
         with torch.cuda.device(self.device):
-            found = self._compute(staged, hidden, ids)
-            kept = stays or self._goes_on
-            found = self.select(step, found) if selects else found
-            return Pending.kept(found) if kept else Pending.copied(found, self._copies)
+            return self._leave(checked.step, self._compute(checked), stays=stays, selects=selects)
+
+    @torch.inference_mode()
+    def fill(self, checked: CheckedStep, like: DecodeGraph | None = None) -> DecodeGraph | None:
+        """A graph with the step's inputs, to be replayed, or those of another rank's ``like`` it.
+
+        None where the step is `launch`'s: it is no decode, or one that was not captured yet.
+        """
+        host = checked.host
+        if self._graphs is None or host is None or not host.is_decode:
+            return None
+        graph = self._graphs.captured(len(host.lengths))
+        if graph is None or not graph.fits(host):
+            return None
+        with torch.cuda.device(self.device):
+            if like is None:
+                graph.fill(host, checked.told, checked.hidden, self._staging)
+            else:
+                graph.fill_like(like, checked.hidden, self._staging)
+        return graph
+
+    @torch.inference_mode()
+    def left(self, graph: DecodeGraph, checked: CheckedStep, *, selects: bool = False) -> Pending:
+        """What `launch` gives, of a graph that `fill` gave and that was replayed."""
+        with torch.cuda.device(self.device):
+            found = graph.found(len(checked.step.rows)).clone()
+            return self._leave(checked.step, found, stays=False, selects=selects)
+
+    def _leave(self, step: Step, found: torch.Tensor, *, stays: bool, selects: bool) -> Pending:
+        # all ranks have the same, and the first of them says it
+        kept = stays or self._goes_on or self.shard.rank > 0
+        found = self.select(step, found) if selects else found
+        return Pending.kept(found) if kept else Pending.copied(found, self._copies)
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
         """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
-        wanted, end = list[int](), 0
-        for row in step.rows:
-            end += row.num_tokens
-            wanted.extend(range(end - row.num_outputs, end))
-        if hidden.shape[0] != end:
-            raise StepError(f"a step of {end} tokens has a hidden state of {hidden.shape[0]} rows")
-        if len(wanted) == end:
+        wanted = output_rows(step, hidden.shape[0])
+        if wanted is None:
             return hidden
-        index = torch.tensor(wanted, dtype=torch.int64)
-        return hidden.index_select(0, self._staging.on_card(index) if hidden.is_cuda else index)
+        return hidden.index_select(0, self._staging.on_card(wanted) if hidden.is_cuda else wanted)
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size] on the host."""
+        """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size] on the host.
+
+        Of several ranks all are to do this, and the first has them all.
+        """
         with torch.inference_mode(), torch.cuda.device(self.device):
             return Pending.copied(self.device_output(hidden).float(), self._copies).wait()
 
     @torch.inference_mode()
     def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> PendingDraws:
         """Begin to draw from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError."""
+        with self._beside(hidden):
+            return start_draws(self.device_output(hidden), draws, self._copies, self._staging)
+
+    @torch.inference_mode()
+    def take_part(self, hidden: torch.Tensor) -> None:
+        """In what the first rank draws: give it this one's part of the logits."""
+        with self._beside(hidden):
+            self.device_output(hidden)
+
+    @contextmanager
+    def _beside(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Outputs of ``hidden`` run beside the layers of the next steps."""
         with torch.cuda.device(self.device):
-            outputs = self._outputs
             if hidden.is_cuda:
-                outputs.wait_stream(torch.cuda.current_stream(hidden.device))
-                hidden.record_stream(outputs)
-            with torch.cuda.stream(outputs):
-                return start_draws(self.device_output(hidden), draws, self._copies, self._staging)
+                self._outputs.wait_stream(torch.cuda.current_stream(hidden.device))
+                hidden.record_stream(self._outputs)
+            with torch.cuda.stream(self._outputs):
+                yield
 
     @torch.inference_mode()
     def device_output(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits on the device, [M, vocab_size], bfloat16 or float32."""
         if not self._owned.owns_output:
             raise StepError("this stage does not own the output")
-        hidden = self._check_hidden(hidden, hidden.shape[0])
+        hidden = check_hidden(hidden, hidden.shape[0], self.hidden_size)
         if not hidden.shape[0]:
             return torch.empty(0, self.vocab_size, device=self.device)
         with torch.cuda.device(self.device):
-            return self._owned.logits(self._staging.on_card(hidden).to(self._dtype).contiguous())
-
-    @torch.inference_mode()
-    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
-
-        Raises StepError for what this stage does not have, and for more than `span_kv.MAX_CARRIED_BYTES`.
-        """
-        return self._kv.read_blocks(start, end, blocks)
-
-    @torch.inference_mode()
-    def write_blocks(
-        self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
-    ) -> None:
-        """Fill ``blocks``, which no sequence has, in layers from ``start`` on; ``kv`` as `read_blocks` gives.
-
-        They hold the prefixes of ``tags`` once the last layer here is among them, and no prefix before: so
-        layers come in order. Raises StepError; nothing is changed then.
-        """
-        self._kv.write_blocks(start, blocks, tags, kv)
-
-    def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """Of what `read_blocks` gives. Raises StepError for more than `span_kv.MAX_CARRIED_BYTES`."""
-        return self._kv.carried_shape(num_layers, num_blocks)
+            logits = self._owned.logits(self._staging.on_card(hidden).to(self._dtype).contiguous())
+            parts = None if self._sums is None else self._sums.gather(logits)
+            return logits if parts is None else torch.cat(parts, dim=-1)[:, : self.vocab_size]
 
     @property
     def _goes_on(self) -> bool:
         """Whether a hidden state that leaves the layers goes to the output here."""
         return self.assignment.output and self.assignment.end == self._spec.num_layers
 
-    def _compute(
-        self, staged: StagedStep, hidden: torch.Tensor | None, ids: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _compute(self, checked: CheckedStep) -> torch.Tensor:
         """[T, hidden_size] on the device, which is the caller's."""
-        if not self._kv.layers or not staged.rows:
-            return self._enter(hidden, None if ids is None else self._staging.on_card(ids))
-        host = describe_rows(staged.rows, self._kv.num_groups, self.options.block_size)
-        tokens = np.empty(0, np.int32) if ids is None else ids.numpy().astype(np.int32)
+        host, hidden, ids = checked.host, checked.hidden, checked.ids
+        if host is None:
+            return self._finished(self._enter(hidden, None if ids is None else self._staging.on_card(ids)))
+        tokens = checked.told
         graph = self._graphs.find(len(host.lengths)) if self._graphs and host.is_decode else None
         if graph is not None and graph.fits(host):
-            told = None if ids is None else tokens
-            return graph.run(host, told, hidden, self._staging).clone()
-        batch, copied = on_device(host, tokens, self._kv.shapes, self.device, self._num_units)
+            return graph.run(host, tokens, hidden, self._staging).clone()
+        told = np.empty(0, np.int32) if tokens is None else tokens
+        batch, copied = on_device(host, told, self._kv.shapes, self.device, self._num_units)
         here = None if ids is None else copied
-        return self._owned.run(self._enter(hidden, here), here, batch, self._kv.layers)
+        return self._finished(self._owned.run(self._enter(hidden, here), here, batch, self._kv.layers))
 
     def _run_decode(self, ids: torch.Tensor, hidden: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
         x = self._owned.embed(ids) if self.assignment.embed else hidden
-        return self._owned.run(x, ids, batch, self._kv.layers)
+        return self._finished(self._owned.run(x, ids, batch, self._kv.layers))
+
+    def _finished(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, behind which the sums of ranks are those of another run."""
+        if self._sums is not None:
+            self._sums.finish()
+        return x
 
     def _enter(self, hidden: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
         """What goes into the first layer, in memory of its own."""
@@ -382,19 +395,3 @@ class CudaStage:
         if self._model is None:
             raise StepError("this stage is over, and another has its weights")
         return self._model
-
-    def _check_tokens(self, tokens: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-        if tokens is None or tokens.shape != (num_tokens,):
-            found = "no tokens" if tokens is None else f"tokens of shape {list(tokens.shape)}"
-            raise StepError(f"a step of {num_tokens} tokens came with {found}")
-        ids = tokens.numpy()
-        if num_tokens and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
-            raise StepError(f"a step has a token outside the vocabulary of {self.vocab_size}")
-        return tokens
-
-    def _check_hidden(self, hidden: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-        wanted = (num_tokens, self.hidden_size)
-        if hidden is None or hidden.shape != wanted or hidden.dtype not in HIDDEN_DTYPES:
-            found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
-            raise HiddenError(f"expected a float32 or bfloat16 hidden state of {list(wanted)}, got {found}")
-        return hidden

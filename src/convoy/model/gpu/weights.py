@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,10 +13,14 @@ from convoy.errors import ModelError
 from convoy.model.checkpoint import map_tensor
 from convoy.model.formats.read import unpack_into
 from convoy.model.gpu.draw import draw_into
+from convoy.model.gpu.rounded import Matrix, RoundedMatrix, round_matrix
 from convoy.model.source import ModelSource
 from convoy.model.synthetic import draw_tensor, drawn_key
 from convoy.plan.config import ConfigReader
 from convoy.wire.messages import StageAssignment
+
+if TYPE_CHECKING:
+    from convoy.model.parallel.slices import Slices
 
 DTYPE = torch.bfloat16
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -29,21 +34,26 @@ class LayerWeights:
     """One decoder layer. ``qkv`` is q, k and v over each other, ``gate_up`` gate and up."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Matrix
     qkv_bias: torch.Tensor | None
     head_norms: torch.Tensor | None  # [2, head_dim]: for q and for k
-    out: torch.Tensor
+    out: Matrix
     out_bias: torch.Tensor | None
     middle_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Matrix
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: Matrix
     down_bias: torch.Tensor | None
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Its linears."""
+        return self.qkv, self.out, self.gate_up, self.down
 
     def tensors(self) -> list[torch.Tensor]:
         """All that it holds."""
         found = [getattr(self, field.name) for field in fields(self)]
-        return [tensor for tensor in found if tensor is not None]
+        return [tensor for part in found for tensor in tensors_of(part)]
 
 
 @dataclass
@@ -53,16 +63,23 @@ class StageWeights:
     layers: dict[int, LayerWeights]  # by their number in the whole model
     embedding: torch.Tensor | None
     norm: torch.Tensor | None
-    head: torch.Tensor | None  # lm_head; the embedding itself where they are tied
+    head: Matrix | None  # lm_head; the embedding itself where they are tied and it is not rounded
     eps: float
     bytes_read: int
 
     @property
     def weight_bytes(self) -> int:
         """Resident bytes; a tied matrix counts once."""
-        ends = [tensor for tensor in (self.embedding, self.norm, self.head) if tensor is not None]
+        ends = [tensor for part in (self.embedding, self.norm, self.head) for tensor in tensors_of(part)]
         held = [tensor for layer in self.layers.values() for tensor in layer.tensors()] + ends
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+
+
+def tensors_of(part: Matrix | None) -> list[torch.Tensor]:
+    """Those that it is held in."""
+    if isinstance(part, RoundedMatrix):
+        return [part.numbers, part.scales]
+    return [] if part is None else [part]
 
 
 def load_weights(
@@ -71,8 +88,13 @@ def load_weights(
     device: torch.device,
     progress: LoadProgress | None,
     kept: StageWeights | None = None,
+    bits: int = 0,
+    slices: Slices | None = None,
 ) -> StageWeights:
     """Read or draw just the tensors of the assignment; layers in ``kept`` are used again.
+
+    ``bits``: 8 or 4, to which linears are rounded; 0: they stay in bfloat16. `lm_head` gets 8 in any case.
+    ``slices``: what one rank has of each tensor; None: all.
 
     For a model that `why_not_ours` says nothing of. Raises ModelError for a span outside the model, and for
     missing, misshapen or unreadable tensors.
@@ -84,7 +106,7 @@ def load_weights(
             f"asked for {assignment.start} to {assignment.end - 1}"
         )
     reader = ConfigReader(source.config, source.name)
-    loader = _Loader(source, device, progress, assignment)
+    loader = _Loader(source, device, progress, assignment, bits, slices)
     layers = {} if kept is None else dict(kept.layers)
     for layer in range(assignment.start, assignment.end):
         if layer not in layers:
@@ -92,12 +114,10 @@ def load_weights(
     layers = {layer: layers[layer] for layer in range(assignment.start, assignment.end)}
     tied = spec.tied_embeddings
     embedding = loader.whole("model.embed_tokens.weight") if assignment.embed else None
-    norm = head = None
+    norm, head = None, None
     if assignment.output:
         norm = loader.whole("model.norm.weight")
-        head = embedding if tied and embedding is not None else None
-        if head is None:
-            head = loader.whole("model.embed_tokens.weight" if tied else "lm_head.weight")
+        head = loader.head(embedding if tied else None, tied=tied)
     eps = reader.get("rms_norm_eps")
     return StageWeights(
         *(layers, embedding, norm, head),
@@ -127,9 +147,13 @@ class _Loader:
         device: torch.device,
         progress: LoadProgress | None,
         assignment: StageAssignment,
+        bits: int,
+        slices: Slices | None,
     ) -> None:
         self._source = source
+        self._slices = slices
         self._device = device
+        self._bits = bits
         self._progress = progress
         wanted = [f"model.layers.{layer}." for layer in range(assignment.start, assignment.end)]
         wanted += ["model.embed_tokens."] if assignment.embed else []
@@ -146,20 +170,30 @@ class _Loader:
         head_norms = self._joined(norms) if norms[0] in self._source.tensors else None
         return LayerWeights(
             input_norm=self.whole(f"{prefix}input_layernorm.weight"),
-            qkv=self._joined([f"{name}.weight" for name in qkv]),
+            qkv=self._matrix([f"{name}.weight" for name in qkv]),
             qkv_bias=self._biases(qkv),
             head_norms=None if head_norms is None else head_norms.view(2, -1),
-            out=self.whole(f"{attention}o_proj.weight"),
+            out=self._matrix([f"{attention}o_proj.weight"]),
             out_bias=self._biases([f"{attention}o_proj"]),
             middle_norm=self.whole(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self._joined([f"{name}.weight" for name in gate_up]),
+            gate_up=self._matrix([f"{name}.weight" for name in gate_up]),
             gate_up_bias=self._biases(gate_up),
-            down=self.whole(f"{mlp}down_proj.weight"),
+            down=self._matrix([f"{mlp}down_proj.weight"]),
             down_bias=self._biases([f"{mlp}down_proj"]),
         )
 
     def whole(self, name: str) -> torch.Tensor:
         return self._joined([name])
+
+    def head(self, embedding: torch.Tensor | None, *, tied: bool) -> Matrix:
+        """`lm_head`, which may be the ``embedding``."""
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        whole = self.whole(name) if embedding is None else embedding
+        return round_matrix(whole, 8) if self._bits else whole
+
+    def _matrix(self, names: list[str]) -> Matrix:
+        whole = self._joined(names)
+        return round_matrix(whole, self._bits) if self._bits else whole
 
     def _biases(self, linears: list[str]) -> torch.Tensor | None:
         names = [f"{name}.bias" for name in linears]
@@ -186,9 +220,21 @@ class _Loader:
                 f"{self._source.name}: the checkpoint has no tensor {name}",
                 hint="a shard is missing or the directory is of another model",
             )
-        return described.shape
+        if self._slices is None:
+            return described.shape
+        return tuple(self._slices.take(name, torch.empty(described.shape, device="meta")).shape)
 
     def _fill(self, target: torch.Tensor, name: str) -> None:
+        if self._slices is None:
+            self._fill_whole(target, name)
+            return
+        stored = self._source.layout.made.get(name) or self._source.tensors[name]
+        # drawn, or unpacked, a tensor is whole for a moment
+        whole = torch.empty(stored.shape, dtype=DTYPE, device=self._device)
+        self._fill_whole(whole, name)
+        target.copy_(self._slices.take(name, whole))
+
+    def _fill_whole(self, target: torch.Tensor, name: str) -> None:
         whole = self._source.layout.made.get(name)
         if whole is None:
             self._fill_plain(target, name)

@@ -1,0 +1,56 @@
+"""``--metrics``: where a program that answers no HTTP otherwise may be scraped; nowhere unless it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.errors import UsageError
+
+if TYPE_CHECKING:
+    from convoy.cluster.metric_families import Source
+
+
+def _checked(text: str | None) -> str | None:
+    """Said before anything is started. Raises `UsageError`."""
+    if text is not None:
+        _parsed(text)
+    return text
+
+
+MetricsFlag = Annotated[
+    str | None,
+    typer.Option(
+        callback=_checked, help="HOST:PORT where Prometheus may scrape this process.  [default: nowhere]"
+    ),
+]
+
+
+@contextmanager
+def serving_metrics(text: str | None, source: Source, tell: Callable[[str, str], None]) -> Iterator[None]:
+    """While the block runs, at HOST:PORT; nothing for None. It says where, and who may read off loopback.
+
+    Raises `ConfigError` where the address is not to be had.
+    """
+    if text is None:
+        yield
+        return
+    from convoy.cluster.metrics_server import metrics_server
+    from convoy.serve.options import is_loopback
+
+    host, port = _parsed(text)
+    here = is_loopback(host)
+    hosts = frozenset({"localhost", "127.0.0.1", "[::1]", host}) if here else None
+    with metrics_server([source], (host, port), hosts) as url:
+        tell("metrics", url if here else f"{url}, for whoever reaches it")
+        yield
+
+
+def _parsed(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise UsageError(f"--metrics is {text[:80]!r}, expected HOST:PORT", hint="--metrics 127.0.0.1:9464")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,82 @@
+"""``convoy provide``: answer for a coordinator, with an engine that speaks OpenAI's HTTP on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.certify import read_certificate_file
+from convoy.cli.config import read_api_key
+from convoy.cli.endpoint import DEFAULT_URL
+from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
+from convoy.cli.output import JsonFlag, print_json_line, print_note
+from convoy.cli.serve_provide import CertificateFlag, CoordinatorKeyFlag, read_coordinator_key
+from convoy.cli.traces import TracesFlag, tracing
+
+if TYPE_CHECKING:
+    from convoy.fleet.capacity import Capacity
+
+CoordinatorArgument = Annotated[str, typer.Argument(help="wss://HOST[:PORT]; ws:// to this machine alone.")]
+UpstreamFlag = Annotated[str, typer.Option(help="The engine: a `convoy serve`, vLLM, llama.cpp, Ollama.")]
+UpstreamKeyFlag = Annotated[Path | None, typer.Option(help="File with the engine's API key.")]
+ModelFlag = Annotated[
+    list[str] | None, typer.Option(help="Offer this model of the engine's.  [default: all]")
+]
+SharedCacheFlag = Annotated[
+    bool,
+    typer.Option(help="The engine may share prefixes of prompts between accounts: send it no cache_salt."),
+]
+SlotsFlag = Annotated[int, typer.Option(min=1, max=4096, help="Requests at once, of each model.")]
+
+
+def provide(
+    coordinator: CoordinatorArgument,
+    upstream: UpstreamFlag = DEFAULT_URL,
+    upstream_key_file: UpstreamKeyFlag = None,
+    model: ModelFlag = None,
+    slots: SlotsFlag = 8,
+    shared_cache: SharedCacheFlag = False,
+    coordinator_key: CoordinatorKeyFlag = None,
+    certificate: CertificateFlag = None,
+    traces: TracesFlag = None,
+    directory: DirectoryFlag = DEFAULT_HOME,
+    as_json: JsonFlag = False,
+) -> None:
+    """Register with a coordinator, and answer what it sends."""
+    from convoy.cluster.witness import OwnProcess
+    from convoy.fleet.provider.provide import ProvideOptions
+    from convoy.fleet.provider.run import provide_until_drained
+    from convoy.fleet.provider.upstream import Upstream
+
+    key = read_coordinator_key(coordinator_key)
+    ProvideOptions(coordinator, {}).check()
+    identity = Home(directory).open_identity()
+    certified = b"" if certificate is None else read_certificate_file(certificate, identity.public_key)
+    engine_key = None if upstream_key_file is None else read_api_key(upstream_key_file)
+    say = _say_json if as_json else _say
+
+    def options(offers: dict[str, Capacity]) -> ProvideOptions:
+        return ProvideOptions(
+            *(coordinator, offers),
+            coordinator_key=key,
+            certificate=certified,
+            events=lambda text: say("coordinator", text),
+            traces=on,
+            shares_cache=shared_cache,
+            witness=OwnProcess(identity),
+        )
+
+    with tracing(traces, "convoy-provider") as on:
+        say("key", f"this provider's key is {identity.public_key.hex()}")
+        engine = Upstream(upstream, engine_key)
+        provide_until_drained(identity, engine, options, models=model, slots=slots, say=say)
+
+
+def _say(_kind: str, text: str) -> None:
+    print_note(text)
+
+
+def _say_json(kind: str, text: str) -> None:
+    print_json_line({"event": kind, "text": text})

@@ -1,0 +1,126 @@
+"""``convoy proxy``: beside a user's tools, seal what they ask to a provider that they trust.
+
+proxy.toml: coordinator, api_key_file, trust_providers, trust_operators, allow_plain, default_max_tokens,
+and under [telemetry] traces, under [evidence] what providers must show: see `cli.trust_rules`.
+It gives way to flags; keys to trust of both count.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from convoy.cli.config import override, read_api_key
+from convoy.cli.output import JsonFlag, print_fields, print_json_line, print_note
+from convoy.cli.toml_file import read_toml
+from convoy.cli.traces import TelemetryConfig, TracesFlag, tracing
+from convoy.cli.trust_rules import EvidenceTable, LevelName, rules_of
+from convoy.errors import UsageError
+
+if TYPE_CHECKING:
+    from convoy.fleet.proxy.trust import Trust
+
+
+CoordinatorArgument = Annotated[
+    str | None, typer.Argument(help="https://HOST[:PORT]; http:// to this machine alone.")
+]
+ConfigFlag = Annotated[Path | None, typer.Option(help="proxy.toml: the same, and whom to trust.")]
+KeyFlag = Annotated[Path | None, typer.Option(help="File with your API key at the coordinator.")]
+ProviderFlag = Annotated[
+    list[str] | None, typer.Option(help="Seal to the provider with this key, which it shows.")
+]
+OperatorFlag = Annotated[
+    list[str] | None, typer.Option(help="Seal to providers that this operator's key certified.")
+]
+PlainFlag = Annotated[
+    bool, typer.Option("--allow-plain", help="Without one to trust, let the coordinator read.")
+]
+LevelFlag = Annotated[
+    LevelName | None, typer.Option(help="The least that a provider's evidence must prove.  [default: none]")
+]
+PortFlag = Annotated[int, typer.Option(min=0, max=65535, help="On loopback; 0 lets the system choose.")]
+
+
+class ProxyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole file."""
+
+    coordinator: str | None = None
+    api_key_file: str | None = None
+    trust_providers: list[str] = []
+    trust_operators: list[str] = []
+    allow_plain: bool = False
+    default_max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1024
+    telemetry: TelemetryConfig = TelemetryConfig()
+    evidence: EvidenceTable = EvidenceTable()
+
+
+def proxy(
+    coordinator: CoordinatorArgument = None,
+    api_key_file: KeyFlag = None,
+    trust_provider: ProviderFlag = None,
+    trust_operator: OperatorFlag = None,
+    allow_plain: PlainFlag = False,
+    min_level: LevelFlag = None,
+    port: PortFlag = 8770,
+    config: ConfigFlag = None,
+    traces: TracesFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Seal what tools ask, so that a coordinator cannot read it."""
+    from convoy.fleet.proxy.proxy import ProxyOptions
+    from convoy.fleet.proxy.server import run_proxy
+    from convoy.serve.options import ServeOptions
+
+    read = ProxyFile() if config is None else read_proxy_file(config)
+    url = coordinator or read.coordinator
+    key_file = api_key_file or (None if read.api_key_file is None else Path(read.api_key_file))
+    if url is None or key_file is None:
+        raise UsageError("a coordinator and --api-key-file are needed", hint="as arguments, or in --config")
+    read = override(read, evidence=override(read.evidence, min_level=min_level))
+    trust = _trust(read, config, trust_provider or [], trust_operator or [])
+    key = read_api_key(key_file)
+
+    def ready(own_url: str) -> None:
+        facts = {"url": own_url, "coordinator": url, "trusts": len(trust.providers) + len(trust.operators)}
+        if as_json:
+            print_json_line({"event": "ready", **facts})
+        else:
+            print_fields(facts.items())
+
+    with tracing(traces or read.telemetry.traces, "convoy-proxy") as on:
+        plain, default = allow_plain or read.allow_plain, read.default_max_tokens
+        options = ProxyOptions(trust, plain, default, traces=on)
+        cut_off = run_proxy(url, key, options, ServeOptions(port=port), on_ready=ready)
+    if cut_off:
+        print_note(f"{cut_off} answers were cut off")
+
+
+def _trust(read: ProxyFile, file: Path | None, providers: list[str], operators: list[str]) -> Trust:
+    """What the file says, and the keys of flags besides."""
+    from convoy.fleet.proxy.trust import Trust
+
+    operator_keys = read_keys("--trust-operator", [*read.trust_operators, *operators])
+    provider_keys = read_keys("--trust-provider", [*read.trust_providers, *providers])
+    return Trust(provider_keys, operator_keys, rules_of(read.evidence, file, operator_keys))
+
+
+def read_keys(what: str, texts: list[str]) -> frozenset[bytes]:
+    """Ed25519 public keys. Raises `UsageError` for one that is none."""
+    keys = set()
+    for text in texts:
+        try:
+            key = bytes.fromhex(text)
+        except ValueError:
+            key = b""
+        if len(key) != 32:
+            raise UsageError(f"{what}: {text[:80]!r} is no key, expected 64 hexadecimal digits")
+        keys.add(key)
+    return frozenset(keys)
+
+
+def read_proxy_file(path: Path) -> ProxyFile:
+    """Raises `ConfigError` naming the file and the key."""
+    return read_toml(path, ProxyFile)

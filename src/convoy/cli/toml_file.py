@@ -1,0 +1,51 @@
+"""A TOML file of a closed set of keys, read as a whole."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar, get_args
+
+import msgspec
+
+from convoy.errors import ConfigError
+
+_MAX_FILE_BYTES = 1 << 20
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`")
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def read_toml(path: Path, kind: type[S]) -> S:
+    """Raises `ConfigError` naming the file and the key, with the nearest known one."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path} has {len(data)} bytes, and the limit is {_MAX_FILE_BYTES}")
+    try:
+        return msgspec.convert(tomllib.loads(data.decode()), kind)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        text = str(error)
+        raise ConfigError(f"{path}: {text[:1].lower()}{text[1:]}", hint=_nearest(text, kind)) from None
+
+
+def _nearest(text: str, kind: type[msgspec.Struct]) -> str | None:
+    found = _UNKNOWN.search(text)
+    if found is None:
+        return None
+    near = difflib.get_close_matches(found[1], set(_names(kind)), n=1)
+    return f"did you mean {near[0]}?" if near else None
+
+
+def _names(kind: type[msgspec.Struct]) -> Iterator[str]:
+    """Of its keys and those of its tables."""
+    for field in msgspec.structs.fields(kind):
+        yield field.encode_name
+        for one in (field.type, *get_args(field.type)):
+            if isinstance(one, type) and issubclass(one, msgspec.Struct):
+                yield from _names(one)

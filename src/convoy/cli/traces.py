@@ -1,0 +1,43 @@
+"""``--traces URL``, and ``traces`` under [telemetry]: spans of requests for an OpenTelemetry collector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+if TYPE_CHECKING:
+    from convoy.serve.traces import Traces
+
+TracesFlag = Annotated[
+    str | None, typer.Option(help="Send spans to this OTLP/HTTP collector, such as http://127.0.0.1:4318.")
+]
+
+
+class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """[telemetry]. ``traces``: the URL of an OTLP/HTTP collector."""
+
+    traces: Annotated[str, msgspec.Meta(min_length=1, max_length=500)] | None = None
+
+
+@contextmanager
+def tracing(url: str | None, service: str) -> Iterator[Traces]:
+    """Spans of ``service`` to ``url``, or nowhere; what waits is sent at the end.
+
+    Raises `ConfigError` for a URL that is none, and where OpenTelemetry is not installed.
+    """
+    from convoy.serve.traces import NO_TRACES
+
+    if url is None:
+        yield NO_TRACES
+        return
+    from convoy.serve.otlp import OtlpTraces
+
+    traces = OtlpTraces.to(url, service)
+    try:
+        yield traces
+    finally:
+        traces.close()

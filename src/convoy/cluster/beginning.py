@@ -1,0 +1,79 @@
+"""The first plan over those who came; where it does not come to run, the next best."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from convoy.cluster.company import Company
+from convoy.cluster.granted import Granted
+from convoy.cluster.planning import Planner, Proposal
+from convoy.cluster.unfit import drop_failed_kernel
+from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, SelfCheckError, SpanError
+from convoy.wire.messages import Hello
+
+_log = logging.getLogger(__name__)
+
+_PING_S = 1.0
+
+
+def begin(
+    company: Company,
+    planner: Planner,
+    hellos: Callable[[], dict[str, Hello]],
+    install: Callable[[Proposal], Granted],
+    *,
+    replaceable: bool,
+) -> Granted:
+    """Over those who came. Where that fails for want of the others, raises why the first did not come.
+
+    ``hellos``: of those that are here, the head's first. ``replaceable``: where ranks do not come together,
+    whole layers do as well.
+    """
+    absent = company.absent
+    try:
+        proposal = planner.first(hellos())
+        for why in absent.values():
+            _log.warning("%s; the cluster starts without it, and goes on dialling it", why.message)
+        while True:
+            try:
+                return install(proposal)
+            except (PeerError, LinkClosed, SelfCheckError) as error:
+                if drop_failed_kernel(company, proposal.plan, next(iter(hellos())), error):
+                    proposal = planner.first(hellos())
+                    continue
+                fell = replaceable and proposal.placement.mode == "tensor"
+                proposal = _next(company, planner, hellos, proposal, error, fell=fell)
+    except (CapacityError, SpanError) as error:
+        for why in absent.values():
+            raise why from error
+        raise
+
+
+def _next(
+    company: Company,
+    planner: Planner,
+    hellos: Callable[[], dict[str, Hello]],
+    before: Proposal,
+    error: ConvoyError,
+    *,
+    fell: bool,
+) -> Proposal:
+    """Members ended while the first plan was loaded: as after a loss, those that are left hold the model.
+
+    So do all of them, with whole layers, where ranks did not come together and nobody asked for them. Raises
+    ``error`` where that is not why, or where they cannot.
+    """
+    others = before.members - {next(iter(hellos()))}
+    for name in company.silent(others, _PING_S) if fell else ():
+        company.give_up(name, "it answers no ping")
+    gone = others - company.present().keys()
+    if not gone and not (fell and planner.has_failed(hellos())):
+        raise error
+    try:
+        proposal = planner.again(hellos(), None)
+    except ConvoyError:
+        raise error from None
+    if gone:
+        _log.warning("%s; the cluster starts without %s", error.message, ", ".join(sorted(gone)))
+    return proposal

@@ -1,0 +1,59 @@
+"""Who hands what to whom in a ring of ranks: numbers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """``rank``'s place among ``world_size``. What circulates goes both ways, and reaches every rank once.
+
+    Rank 0 gathers on the shorter way: ranks up to the middle hand to the left, those behind it to the right.
+    """
+
+    rank: int
+    world_size: int
+
+    @property
+    def left(self) -> int:
+        return (self.rank - 1) % self.world_size
+
+    @property
+    def right(self) -> int:
+        return (self.rank + 1) % self.world_size
+
+    @property
+    def middle(self) -> int:
+        """As far as something travels to the right, in ranks."""
+        return self.world_size // 2
+
+    def circulating(self) -> list[tuple[int, int]]:
+        """(who hands it to this rank, whose it is), the nearest first."""
+        rank, size = self.rank, self.world_size
+        found = [(self.left, (rank - far) % size) for far in range(1, self.middle + 1)]
+        return found + [(self.right, (rank + far) % size) for far in range(1, (size - 1) // 2 + 1)]
+
+    def onward(self, sender: int, origin: int) -> list[int]:
+        """To whom this rank hands what ``origin`` made and ``sender`` handed over, which may be this rank."""
+        found = []
+        if sender in {self.rank, self.left} and (self.right - origin) % self.world_size <= self.middle:
+            found.append(self.right)
+        far = (origin - self.left) % self.world_size
+        if sender in {self.rank, self.right} and far <= (self.world_size - 1) // 2:
+            found.append(self.left)
+        return [to for to in found if to != origin]
+
+    def gathering(self) -> list[tuple[int, int]]:
+        """(who hands it to this rank, whose it is) of what goes to rank 0."""
+        if self.rank == 0:
+            near = [(self.right, origin) for origin in range(1, self.middle + 1)]
+            return near + [(self.left, origin) for origin in range(self.middle + 1, self.world_size)]
+        if self.rank <= self.middle:
+            return [(self.right, origin) for origin in range(self.rank + 1, self.middle + 1)]
+        return [(self.left, origin) for origin in range(self.middle + 1, self.rank)]
+
+    @property
+    def toward_first(self) -> int:
+        """To whom this rank hands what goes to rank 0."""
+        return self.left if self.rank <= self.middle else self.right

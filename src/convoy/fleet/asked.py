@@ -1,0 +1,134 @@
+"""A consumer's body, as far as the coordinator must know it: what it may cost and where it may go."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from convoy.crypto.keys import prefixed
+from convoy.crypto.sealed_request import MAX_SEALED_BYTES, sealed_size
+from convoy.errors import RequestError
+from convoy.fleet.coordinator.options import ModelOptions
+from convoy.serve.refusals import BodyTooLong
+
+Kind = Literal["chat", "completion"]
+
+MAX_TOKENS = 1 << 20  # of one answer
+MAX_CHOICES = 128
+_TAGGED_BYTES = 2048  # of the prompt's beginning
+BYTES_PER_TOKEN = 4  # of text, on average: for routing, and for who leaves an answer
+_MAX_MODEL_CHARS = 255
+# other words of engines for max_tokens, which some believe before that one
+_OTHER_LIMITS = ("max_completion_tokens", "n_predict", "num_predict", "max_new_tokens", "max_output_tokens")
+_SALT_LABEL = b"convoy cache salt v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """``body`` is what the provider gets; ``most_prompt_tokens`` is what it may charge for at most."""
+
+    kind: Kind
+    model: str
+    stream: bool
+    max_tokens: int  # of all choices together
+    prompt_tokens: int  # a guess
+    most_prompt_tokens: int
+    tag: bytes
+    body: bytes
+
+    def __repr__(self) -> str:  # no prompt, whoever formats this
+        return f"Wanted({self.kind}, {len(self.body)} bytes)"
+
+
+def read_wanted(
+    data: bytes, kind: Kind, account: str, models: Mapping[str, ModelOptions], cache_key: bytes = b""
+) -> Wanted:
+    """Raises `RequestError` naming the field; all else in the body is the provider's to judge.
+
+    ``cache_key``: a secret, from which ``account`` gets the salt under which an engine keeps its prefixes.
+    """
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise RequestError("the body is not valid JSON", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body is JSON, but not an object", code="invalid_json")
+    model = body.get("model")
+    if not isinstance(model, str) or not 1 <= len(model) <= _MAX_MODEL_CHARS or not model.isprintable():
+        raise RequestError("model: expected the name of a model", param="model")
+    stream = body.get("stream") or False
+    if not isinstance(stream, bool):
+        raise RequestError("stream: expected true or false", param="stream")
+    options = models.get(model) or ModelOptions()
+    each, choices = _each(body, kind, options.default_max_tokens), _choices(body, kind)
+    fields: dict[str, object] = {**fields_of(data), "max_tokens": each}
+    for name in _OTHER_LIMITS:
+        fields.pop(name, None)
+    if cache_key:
+        fields["cache_salt"] = _salt(cache_key, account, body.get("cache_salt"))
+    prompt = body.get("messages" if kind == "chat" else "prompt")
+    beginning = msgspec.json.encode(prompt)[:_TAGGED_BYTES]
+    return Wanted(
+        kind=kind,
+        model=model,
+        stream=stream,
+        max_tokens=each * choices,
+        prompt_tokens=max(1, len(data) // BYTES_PER_TOKEN),
+        # a token has a byte or more, and what a chat template adds is less than JSON's own words
+        most_prompt_tokens=len(data) + 64,
+        tag=hashlib.sha256(f"{account}\n{model}\n".encode() + beginning).digest(),
+        body=_bounded(msgspec.json.encode(fields)),
+    )
+
+
+def fields_of(data: bytes) -> dict[str, msgspec.Raw]:
+    """Of JSON that is an object, each value as it was written: written anew, a number may be far longer."""
+    return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+
+
+def _bounded(body: bytes) -> bytes:
+    size = sealed_size(len(body))
+    if size > MAX_SEALED_BYTES:
+        raise BodyTooLong(f"the body has {size} bytes once sealed, and the limit is {MAX_SEALED_BYTES}")
+    return body
+
+
+def _salt(cache_key: bytes, account: str, own: object) -> str:
+    """Of an account, which others cannot know; with a salt of its own, accounts of its own."""
+    said = b"" if own is None else msgspec.json.encode(own)
+    return hmac.digest(cache_key, prefixed(_SALT_LABEL, account.encode(), said), "sha256").hex()
+
+
+def _each(body: dict[str, Any], kind: Kind, default: int) -> int:
+    names = ("max_completion_tokens", "max_tokens") if kind == "chat" else ("max_tokens",)
+    for name in names:
+        value = body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKENS:
+            raise RequestError(f"{name}: expected 0 to {MAX_TOKENS}", param=name)
+        return value
+    return default
+
+
+def _choices(body: dict[str, Any], kind: Kind) -> int:
+    count = 1
+    for name in ("n", "best_of"):
+        value = body.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_CHOICES:
+            raise RequestError(f"{name}: expected 1 to {MAX_CHOICES}", param=name)
+        count = max(count, value)
+    prompts = body.get("prompt") if kind == "completion" else None
+    many = isinstance(prompts, list) and any(isinstance(one, str | list) for one in prompts)
+    if many and prompts is not None:
+        if len(prompts) > MAX_CHOICES:
+            raise RequestError(f"prompt: {len(prompts)} prompts, at most {MAX_CHOICES}", param="prompt")
+        count *= len(prompts)
+    return count

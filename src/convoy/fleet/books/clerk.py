@@ -1,0 +1,169 @@
+"""The ledger for an event loop: what is asked of it at once is one transaction, and one wait for the disk.
+
+SQLite has one writer at a time. So one thread writes here for all requests: whatever came while it wrote is
+its next transaction. Another thread waits for the disk, for all that settled while it waited last, and
+meanwhile the first one writes on. PostgreSQL has writers beside each other, and there each is on its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection
+
+from convoy.errors import ConvoyError
+from convoy.fleet.books.ledger import Bill, Hold, Ledger
+from convoy.fleet.books.store import Store
+
+T = TypeVar("T")
+
+_MAX_TOGETHER = 128  # in one transaction: who waits for it waits for all of it
+_END_S = 30.0
+
+
+@dataclass(slots=True)
+class _Job:
+    """``work`` raises `ConvoyError` before it writes anything, or not at all."""
+
+    work: Callable[[Connection], Any]
+    survives_power: bool
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Future[Any]
+    result: Any = None
+    error: BaseException | None = None
+
+    def tell(self) -> None:
+        """On the loop's thread."""
+        if self.done.done():  # whoever asked is gone
+            return
+        if self.error is not None:
+            self.done.set_exception(self.error)
+        else:
+            self.done.set_result(self.result)
+
+
+class Clerk:
+    """What was asked is done, also where whoever asked is gone before it is. `close` ends the threads."""
+
+    def __init__(self, store: Store, ledger: Ledger) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._to_write: SimpleQueue[_Job | None] = SimpleQueue()
+        self._to_sync: SimpleQueue[list[_Job] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    async def reserve(self, hold: Hold) -> bool:
+        """As `Ledger.reserve`."""
+        return await self._do(lambda db: self._ledger.reserve_in(db, hold), survives_power=False)
+
+    async def settle(self, request_id: str, bill: Bill) -> int:
+        """As `Ledger.settle`: what is charged outlives this process and a loss of power."""
+        return await self._do(lambda db: self._ledger.settle_in(db, request_id, bill), survives_power=True)
+
+    async def release(self, request_id: str) -> None:
+        """As `Ledger.release`."""
+        await self._do(lambda db: self._ledger.release_in(db, request_id), survives_power=False)
+
+    def close(self) -> None:
+        """Once what was asked is done."""
+        if self._threads:
+            self._to_write.put(None)
+            for thread in self._threads:
+                thread.join(_END_S)
+
+    async def _do(self, work: Callable[[Connection], T], *, survives_power: bool) -> T:
+        if self._store.is_postgres:
+            loop = asyncio.get_running_loop()
+            return await asyncio.shield(loop.run_in_executor(None, self._alone, work, survives_power))
+        if not self._threads:
+            for name, run in (("ledger", self._write), ("ledger disk", self._sync)):
+                self._threads.append(threading.Thread(target=run, name=name, daemon=True))
+                self._threads[-1].start()
+        loop = asyncio.get_running_loop()
+        job = _Job(work, survives_power, loop, loop.create_future())
+        self._to_write.put(job)
+        result: T = await job.done
+        return result
+
+    def _alone(self, work: Callable[[Connection], T], survives_power: bool) -> T:
+        with self._store.write(survives_power=survives_power) as db:
+            return work(db)
+
+    # The threads.
+
+    def _write(self) -> None:
+        while (jobs := _together(self._to_write)) is not None:
+            try:
+                self._write_all(jobs)
+            except BaseException:  # noqa: BLE001 - one of them, or the database: each is told its own
+                self._write_each(jobs)
+            waits = [job for job in jobs if job.survives_power and job.error is None]
+            _tell([job for job in jobs if not (job.survives_power and job.error is None)])
+            if waits:
+                self._to_sync.put(waits)
+        self._to_sync.put(None)
+
+    def _write_all(self, jobs: list[_Job]) -> None:
+        with self._store.write(survives_power=False) as db:
+            for job in jobs:
+                try:
+                    job.result = job.work(db)
+                except ConvoyError as error:
+                    job.error = error
+
+    def _write_each(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            job.error = None
+            try:
+                self._write_all([job])
+            except BaseException as error:  # noqa: BLE001 - told to whoever asked
+                job.error = error
+
+    def _sync(self) -> None:
+        while (found := _together(self._to_sync)) is not None:
+            jobs = [job for jobs in found for job in jobs]
+            try:
+                self._store.sync()
+            except OSError as error:
+                for job in jobs:
+                    job.error = error
+            _tell(jobs)
+
+
+def _together(queue: SimpleQueue[Any]) -> list[Any] | None:
+    """All that is there, once something is; None at the end."""
+    found = queue.get()
+    if found is None:
+        return None
+    together = [found]
+    while len(together) < _MAX_TOGETHER:
+        try:
+            found = queue.get_nowait()
+        except Empty:
+            break
+        if found is None:
+            queue.put(None)  # the end is after these
+            break
+        together.append(found)
+    return together
+
+
+def _tell(jobs: list[_Job]) -> None:
+    by_loop: dict[asyncio.AbstractEventLoop, list[_Job]] = {}
+    for job in jobs:
+        by_loop.setdefault(job.loop, []).append(job)
+    for loop, told in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_tell_all, told)
+        except RuntimeError:
+            continue  # the loop is closed, and whoever asked is gone; what was asked is done
+
+
+def _tell_all(jobs: list[_Job]) -> None:
+    for job in jobs:
+        job.tell()

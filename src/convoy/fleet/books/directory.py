@@ -1,0 +1,146 @@
+"""Who may ask and who may serve: API keys and approved providers, as the database has them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from convoy.errors import ConfigError
+from convoy.fleet.books.keys import KeyFacts, Scope, hash_key, hint_of, new_key
+from convoy.fleet.books.store import Store
+from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, PROVIDERS
+from convoy.serve.refusals import Forbidden, Unauthenticated
+
+# made once: it is asked for every request
+_LOOK_UP = select(API_KEYS.c.account, API_KEYS.c.scope, API_KEYS.c.revoked_s).where(
+    API_KEYS.c.key_hash == bindparam("hash")
+)
+_IDENTITY_BYTES = 32
+_MAX_LABEL = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Approved:
+    """A provider that an administrator let in."""
+
+    identity: bytes
+    name: str
+    approved_s: int
+    revoked_s: int | None
+
+
+class Directory:
+    """Threads may share it."""
+
+    def __init__(self, store: Store, now: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._now = now
+
+    def make_key(self, scope: Scope, account: str | None, label: str = "") -> str:
+        """A new key, which is shown here and never again. Raises `ConfigError` for no such account."""
+        if (account is None) == (scope is Scope.CONSUMER):
+            raise ConfigError("a consumer's key is of an account, and any other is of none")
+        if len(label) > _MAX_LABEL or not label.isprintable():
+            raise ConfigError(f"a label of {len(label)} characters, expected at most {_MAX_LABEL}")
+        key = new_key()
+        with self._store.write() as db:
+            if account is not None:
+                known = db.scalar(select(ACCOUNTS.c.name).where(ACCOUNTS.c.name == account))
+                if known is None:
+                    raise ConfigError(f"there is no account {account}")
+            db.execute(
+                insert(API_KEYS).values(
+                    key_hash=hash_key(key),
+                    account=account,
+                    scope=scope.value,
+                    label=label,
+                    hint=hint_of(key),
+                    created_s=int(self._now()),
+                )
+            )
+        return key
+
+    def look_up(self, key: str, scope: Scope) -> str | None:
+        """The account of a consumer's key, None for an administrator's.
+
+        Raises `Unauthenticated` or `Forbidden`.
+        """
+        with self._store.read() as db:
+            found = db.execute(_LOOK_UP, {"hash": hash_key(key)}).one_or_none()
+        if found is None or found.revoked_s is not None:
+            raise Unauthenticated(
+                "the API key is not known here" if found is None else "the API key was revoked"
+            )
+        if found.scope != scope.value:
+            raise Forbidden(f"the API key has scope {found.scope}, and this wants {scope.value}")
+        account: str | None = found.account
+        return account
+
+    def revoke_key(self, account: str | None, hint: str) -> int:
+        """Of an account's keys (administrators' for None) those that begin so; how many were not before."""
+        columns = API_KEYS.c
+        of_account = columns.account.is_(None) if account is None else columns.account == account
+        with self._store.write() as db:
+            done = db.execute(
+                update(API_KEYS)
+                .where(of_account, columns.hint == hint, columns.revoked_s.is_(None))
+                .values(revoked_s=int(self._now()))
+            )
+        return int(done.rowcount)
+
+    def keys(self) -> list[KeyFacts]:
+        """All, the oldest first."""
+        columns = API_KEYS.c
+        wanted = select(
+            *(columns.account, columns.scope, columns.label, columns.hint),
+            *(columns.created_s, columns.revoked_s),
+        )
+        with self._store.read() as db:
+            rows = db.execute(wanted.order_by(columns.created_s, columns.hint)).all()
+        return [
+            KeyFacts(account, Scope(scope), label, hint, created_s, revoked_s)
+            for account, scope, label, hint, created_s, revoked_s in rows
+        ]
+
+    def approve(self, identity: bytes, name: str) -> None:
+        """Let a provider in under a name, or in again. Raises `ConfigError` for a name that another has."""
+        if len(identity) != _IDENTITY_BYTES or not (1 <= len(name) <= 255 and name.isprintable()):
+            raise ConfigError(f"a provider's key of {len(identity)} bytes and name of {len(name)} characters")
+        values = {"name": name, "approved_s": int(self._now()), "revoked_s": None}
+        try:
+            with self._store.write() as db:
+                again = db.execute(update(PROVIDERS).where(PROVIDERS.c.identity == identity).values(**values))
+                if not again.rowcount:
+                    db.execute(insert(PROVIDERS).values(identity=identity, **values))
+        except IntegrityError:
+            raise ConfigError(f"another provider is called {name} already") from None
+
+    def revoke_provider(self, name: str) -> bool:
+        """Whether there was one to put out."""
+        with self._store.write() as db:
+            done = db.execute(
+                update(PROVIDERS)
+                .where(PROVIDERS.c.name == name, PROVIDERS.c.revoked_s.is_(None))
+                .values(revoked_s=int(self._now()))
+            )
+        return bool(done.rowcount)
+
+    def provider_name(self, identity: bytes) -> str | None:
+        """Under which it was approved; None for one that was not, or not any more."""
+        columns = PROVIDERS.c
+        wanted = select(columns.name).where(columns.identity == identity, columns.revoked_s.is_(None))
+        with self._store.read() as db:
+            name: str | None = db.scalar(wanted)
+        return name
+
+    def providers(self) -> list[Approved]:
+        """All that ever were, by name."""
+        columns = PROVIDERS.c
+        wanted = select(columns.identity, columns.name, columns.approved_s, columns.revoked_s)
+        with self._store.read() as db:
+            rows = db.execute(wanted.order_by(columns.name)).all()
+        return [Approved(bytes(identity), *rest) for identity, *rest in rows]

@@ -1,0 +1,69 @@
+"""What a provider says of itself: how many requests it runs at once, and how fast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from convoy.errors import ProviderError
+
+MAX_SLOTS = 4096
+MIN_RATE, MAX_RATE = 1e-3, 1e9  # tokens a second
+MAX_COUNT = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """For one model. Rates are measured by the provider, in tokens a second.
+
+    ``decode_rate`` is that of a lone stream, ``batch_rate`` that of ``slots`` streams together.
+    """
+
+    slots: int
+    decode_rate: float
+    batch_rate: float
+    prefill_rate: float
+    max_context: int
+
+    def check(self) -> None:
+        """Raises `ProviderError` for what no provider can be."""
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise ProviderError(f"a provider offers {self.slots} slots, expected 1 to {MAX_SLOTS}")
+        for name in ("decode_rate", "batch_rate", "prefill_rate"):
+            rate = getattr(self, name)
+            if not MIN_RATE <= rate <= MAX_RATE:
+                raise ProviderError(
+                    f"a provider offers a {name} of {rate}, expected {MIN_RATE:g} to {MAX_RATE:g}"
+                )
+        if not 1 <= self.max_context <= MAX_COUNT:
+            raise ProviderError(
+                f"a provider offers a context of {self.max_context} tokens, expected 1 or more"
+            )
+
+    def token_s(self, running: int) -> float:
+        """Seconds a token takes in each of ``running`` streams: from a lone one to all slots, a line."""
+        alone = 1 / self.decode_rate
+        full = max(alone, self.slots / self.batch_rate)
+        return alone + (full - alone) * (max(1, running) - 1) / max(1, self.slots - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A heartbeat's account of one model, now."""
+
+    free_slots: int
+    queued_tokens: int  # of prompts that wait or run there
+    free_memory_bytes: int
+    decode_rate: float  # tokens a second that each stream got lately, as measured there; 0: none ran
+    streams: float = 1.0  # so many at once, in the mean
+
+    def check(self) -> None:
+        """Raises `ProviderError` for counts that cannot be."""
+        for name in ("free_slots", "queued_tokens", "free_memory_bytes"):
+            count = getattr(self, name)
+            if not 0 <= count <= MAX_COUNT:
+                raise ProviderError(f"a provider says {name} {count}, expected 0 to {MAX_COUNT}")
+        if not (math.isfinite(self.decode_rate) and 0 <= self.decode_rate <= MAX_RATE):
+            raise ProviderError(f"a provider says decode_rate {self.decode_rate}, expected 0 or more")
+        if not 0 <= self.streams <= MAX_SLOTS:
+            raise ProviderError(f"a provider says {self.streams} streams, expected 0 to {MAX_SLOTS}")

@@ -1,0 +1,81 @@
+"""Requests and answers that pass through the coordinator sealed: it has no key to them."""
+
+from __future__ import annotations
+
+from convoy.crypto.sealed_request import RequestFacts, key_id_of
+from convoy.errors import SealError
+from convoy.fleet.asked import Wanted
+from convoy.fleet.coordinator.attempt import AnswerHead, serve_of
+from convoy.fleet.coordinator.provider_socket import Registration
+from convoy.fleet.coordinator.way import Way
+from convoy.fleet.lease import ANSWER_TYPE, Lease
+from convoy.wire.fleet import Began, Chunk, Done, Failed, Serve
+from convoy.wire.records import Timed, encode_record
+
+
+def facts_of(lease: Lease, wanted: Wanted) -> RequestFacts:
+    """What a body under this lease is bound to; the proxy and the coordinator both know all of it."""
+    return RequestFacts(
+        provider=lease.provider,
+        key_id=key_id_of(lease.request_key),
+        model=wanted.model,
+        request_id=lease.request_id,
+        lease=lease.lease.encode(),
+        expires_s=lease.expires_s,
+        max_tokens=wanted.max_tokens,
+        kind=wanted.kind,
+    )
+
+
+class PassedOn:
+    """A `Seal` of somebody else's."""
+
+    def __init__(self, lease: Lease, wanted: Wanted, sealed: bytes) -> None:
+        self._lease = lease
+        self.wanted = wanted
+        self._sealed = sealed
+        self._began: bytes | None = None
+
+    def serve(self, registration: Registration, request_id: str) -> Serve:
+        """As it came. Raises `SealError` where the provider has another key by now: it would not open."""
+        if registration.request_key != self._lease.request_key or request_id != self._lease.request_id:
+            raise SealError("the provider came back with another key")
+        facts = facts_of(self._lease, self.wanted)
+        return serve_of(facts, self.wanted, self._sealed)
+
+    def begun(self, began: Began) -> AnswerHead:
+        """The answer's own head is sealed: to whoever passes it on, all are alike."""
+        self._began = encode_record(began)
+        return AnswerHead(200, ANSWER_TYPE)
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """A record; before the first one, that of the beginning."""
+        before, self._began = self._began or b"", None
+        return before + encode_record(chunk)
+
+
+class AsRecords:
+    """A `Form` for proxies. That it is blind is said by the proxy alone."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def headers(self, way: Way, head: AnswerHead) -> dict[str, str]:
+        """Of every sealed answer."""
+        return {
+            "content-type": head.content_type,
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",
+            **way.timing.header(),
+        }
+
+    def broken(self) -> bytes:
+        """Its provider failed."""
+        return encode_record(Failed(self._request_id, "the provider failed", full=False))
+
+    def ending(self, way: Way, head: AnswerHead) -> bytes:  # noqa: ARG002 - a `Form`'s
+        """What was billed, and the times."""
+        way.timing.reach("total_e2e")
+        billed = way.billed
+        done = Done(self._request_id, billed.prompt_tokens, billed.completion_tokens)
+        return encode_record(done) + encode_record(Timed(way.timing.us()))

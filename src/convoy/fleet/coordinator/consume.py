@@ -1,0 +1,126 @@
+"""The endpoints of those who send their text to the coordinator, which seals it to the provider it picks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from convoy.errors import Unavailable
+from convoy.fleet.asked import Kind, read_wanted
+from convoy.fleet.coordinator.attempt import AnswerHead, OwnSeal
+from convoy.fleet.coordinator.coordinator import Coordinator
+from convoy.fleet.coordinator.way import (
+    GONE,
+    Begun,
+    Way,
+    account_of,
+    hold_of,
+    no_provider,
+    outcome_of,
+    pass_on,
+)
+from convoy.fleet.timing import Timing
+from convoy.serve.arrival import read_body
+from convoy.serve.exchange import Exchange
+from convoy.serve.lifecycle import Lifecycle
+from convoy.serve.options import ServeOptions
+from convoy.serve.problem import body_for
+from convoy.serve.refusals import UnknownModel
+
+SEALED_HEADER = "x-convoy-sealed"
+
+
+@dataclass(frozen=True, slots=True)
+class Consume:
+    """An ASGI endpoint; `serve.guard.Guard` turns what it raises into an answer while nothing was sent."""
+
+    coordinator: Coordinator
+    options: ServeOptions
+    lifecycle: Lifecycle
+    kind: Kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
+        exchange: Exchange = scope["convoy.exchange"]
+        timing = Timing(parts=self.coordinator.options.traces.is_on)
+        exchange.refusal_headers = timing.header
+        headers = Headers(scope=scope)
+        with self.lifecycle.answering():
+            account = await account_of(self.coordinator, headers)  # strangers' bodies are not kept
+            data = await read_body(headers, receive, self.options)
+            await exchange.while_connected(self._run(account, data, headers, exchange, timing))
+
+    async def _run(
+        self, account: str, data: bytes, headers: Headers, exchange: Exchange, timing: Timing
+    ) -> None:
+        with timing.measure("parse"):
+            options = self.coordinator.options
+            wanted = read_wanted(data, self.kind, account, options.models, options.cache_key)
+            check_known(self.coordinator, wanted.model)
+            body_hash = hashlib.sha256(data).digest()
+            hold = hold_of(self.coordinator, account, wanted, body_hash, headers)
+        parent = headers.get("traceparent", "")
+        way = Way(self.coordinator, account, wanted, timing, hold, parent=parent)
+        await way.reserve()
+        try:
+            await self._serve(way, exchange)
+            exchange.outcome = exchange.outcome or "complete"
+        except BaseException as error:
+            exchange.outcome = outcome_of(error)
+            raise
+        finally:
+            way.report(exchange.outcome)
+
+    async def _serve(self, way: Way, exchange: Exchange) -> None:
+        begun: Begun | None = None
+        try:
+            begun = await self._begin(way)
+            await pass_on(way, exchange, begun, _InClear())
+        finally:
+            await way.end(None if begun is None else begun.attempt)
+
+    async def _begin(self, way: Way) -> Begun:
+        """Tries, until one has its first token; for a whole answer, until one has it all."""
+        while True:
+            await way.place()
+            attempt = await way.send(OwnSeal(way.wanted))
+            try:
+                return await way.first_token(attempt)
+            except GONE as error:
+                way.failed(error)
+                if not way.may_try_again:
+                    raise no_provider(error) from error
+
+
+class _InClear:
+    """As the provider's engine wrote it."""
+
+    def headers(self, way: Way, head: AnswerHead) -> dict[str, str]:
+        return {
+            "content-type": head.content_type,
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",
+            **way.timing.header(),
+            "x-convoy-provider": way.provider,
+            SEALED_HEADER: "by-coordinator",
+        }
+
+    def broken(self) -> bytes:
+        text = "the provider failed before the answer was complete"
+        return b"data: " + msgspec.json.encode(body_for(Unavailable(text, public=text))) + b"\n\n"
+
+    def ending(self, way: Way, head: AnswerHead) -> bytes:
+        if not (way.wanted.stream and head.content_type.startswith("text/event-stream")):
+            return b""
+        return b": timing " + msgspec.json.encode(way.timing.us()) + b"\n\n"
+
+
+def check_known(coordinator: Coordinator, model: str) -> None:
+    """Raises `UnknownModel`."""
+    if not coordinator.is_known(model):
+        raise UnknownModel(
+            f"the model {model[:80]!r} is not served here", param="model", code="model_not_found"
+        )

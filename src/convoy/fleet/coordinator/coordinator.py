@@ -1,0 +1,359 @@
+"""The coordinator: providers that are connected, and requests on their way to them.
+
+`dispatch.Dispatcher` decides; this gives it the time, sends what it decided, and wakes whoever waited.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from convoy.cluster.metric_families import Metric
+from convoy.errors import (
+    AttestationError,
+    ConvoyError,
+    FrameError,
+    NotReady,
+    ProviderError,
+    QueueFull,
+)
+from convoy.fleet.books.clerk import Clerk
+from convoy.fleet.books.directory import Directory
+from convoy.fleet.books.ledger import Ledger
+from convoy.fleet.books.store import Store
+from convoy.fleet.coordinator.ask import Ask, Owner
+from convoy.fleet.coordinator.dispatch import Assignment, Dispatcher
+from convoy.fleet.coordinator.metrics import FleetCounts, ModelState, ProviderState, fleet_families
+from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.provider_socket import Heard, ProviderSocket, Registration, Unapproved
+from convoy.fleet.vetting import ProviderVetting
+from convoy.serve.lifecycle import Lifecycle
+from convoy.serve.options import is_loopback
+from convoy.wire.fleet import Refused
+
+_log = logging.getLogger(__name__)
+
+_POLICY_VIOLATION, _TRY_AGAIN = 1008, 1013  # of WebSocket's reasons to close
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedProvider:
+    """A provider as it is listed."""
+
+    name: str
+    identity: str
+    software: str
+    level: str
+    why: str  # it is not a higher one
+    members: dict[str, str]  # the level of each that sent evidence
+    absent: tuple[str, ...]  # of its roster, and sent none
+    models: dict[str, int]  # and how many requests of each run there
+    draining: bool
+
+
+class Coordinator:
+    """Lives on the event loop's thread; only the database is used on others."""
+
+    def __init__(self, options: CoordinatorOptions, store: Store, public_key: bytes) -> None:
+        """``public_key``: by which providers know this coordinator."""
+        self.options = options
+        self.directory = Directory(store)
+        self.ledger = Ledger(store, options.instance)
+        self.clerk = Clerk(store, self.ledger)
+        self.public_key = public_key
+        self.lifecycle = Lifecycle()
+        self.counts = FleetCounts()
+        self._vetting = ProviderVetting(options.trust)
+        self._dispatcher = Dispatcher(options.queue)
+        self._sockets: dict[str, ProviderSocket] = {}
+        self._drained: set[str] = set()
+        self._waiting: dict[int, asyncio.Future[str]] = {}
+        self._numbers = itertools.count()
+        self._greeting: Counter[str] = Counter()  # sockets that have not registered yet, by address
+        self._closing: set[asyncio.Task[None]] = set()
+        self._wake = asyncio.Event()
+
+    # Requests.
+
+    def next_number(self) -> int:
+        """Of a request, for routing."""
+        return next(self._numbers)
+
+    async def place(self, ask: Ask) -> str:
+        """The provider that ``ask`` goes to, as soon as there is one.
+
+        Raises `QueueFull`, also where its deadline passes while it waits, and `NotReady`.
+        """
+        return await self._wait(ask, self._dispatcher.submit(ask, time.monotonic()))
+
+    async def place_again(self, ask: Ask) -> str:
+        """As `place`, for one that a provider failed."""
+        return await self._wait(ask, self._dispatcher.again(ask, time.monotonic()))
+
+    async def _wait(self, ask: Ask, assignment: Assignment | None) -> str:
+        if assignment is not None:
+            return assignment.provider
+        future = self._waiting[ask.number] = asyncio.get_running_loop().create_future()
+        self._wake.set()
+        try:
+            provider: str = await future
+            return provider
+        except asyncio.CancelledError:
+            self.abandon(ask.number)
+            raise
+        finally:
+            self._waiting.pop(ask.number, None)
+
+    def socket(self, provider: str) -> ProviderSocket:
+        """Of a provider that was assigned. Raises `ProviderError` where it went meanwhile."""
+        socket = self._sockets.get(provider)
+        if socket is None:
+            raise ProviderError(f"{provider} is gone")
+        return socket
+
+    def first_token(self, ask: Ask) -> None:
+        """It has read the prompt."""
+        self._dispatcher.first_token(ask.number)
+
+    def finished(self, ask: Ask, *, first_s: float, output_tokens: int, decode_s: float) -> None:
+        """It was answered whole."""
+        self._go_on(
+            self._dispatcher.finished(
+                *(ask.number, time.monotonic()),
+                first_s=first_s,
+                output_tokens=output_tokens,
+                decode_s=decode_s,
+            )
+        )
+
+    def failed(self, ask: Ask) -> Ask:
+        """Its provider failed it: as it may be placed again."""
+        again, placed = self._dispatcher.failed(ask.number, time.monotonic())
+        self._go_on(placed)
+        return ask if again is None else again
+
+    def abandon(self, number: int) -> None:
+        """Nobody wants it any more."""
+        self._go_on(self._dispatcher.abandon(number, time.monotonic()))
+
+    def models(self) -> list[str]:
+        """Those that are served now, and those that have a price."""
+        return sorted({*self._dispatcher.models(), *self.options.models})
+
+    def is_known(self, model: str) -> bool:
+        """Whether anybody serves it now or is known to, later."""
+        return model in self.options.models or model in self._dispatcher.models()
+
+    def waiting(self, model: str) -> int:
+        """How many wait for it."""
+        return self._dispatcher.waiting(model)
+
+    def free_slots(self, model: str) -> int:
+        """Of all its providers."""
+        seats = self._dispatcher.seats(model)
+        return 0 if seats is None else seats.free_slots()
+
+    def num_providers(self, model: str) -> int:
+        """Connected ones that serve it."""
+        seats = self._dispatcher.seats(model)
+        return 0 if seats is None else len(seats)
+
+    def levels(self, model: str) -> dict[str, int]:
+        """How many of its providers proved which level."""
+        seats = self._dispatcher.seats(model)
+        found = [self._sockets[name].verdict.level for name in (() if seats is None else seats.names())]
+        return {level.text: found.count(level) for level in sorted(set(found))}
+
+    # Providers.
+
+    async def take_provider(self, websocket: WebSocket) -> None:
+        """A provider's socket, from its first byte to its last."""
+        address = websocket.client.host if websocket.client else ""
+        if self._is_crowded(address) or len(self._sockets) >= self.options.max_providers:
+            await websocket.close(_TRY_AGAIN)
+            return
+        socket = ProviderSocket(websocket, self.options, self.public_key, self._vetting)
+        try:
+            with self._greets(address):
+                await websocket.accept()
+                registration = await socket.register(self.directory.provider_name)
+        except (ConvoyError, TimeoutError, WebSocketDisconnect, KeyError) as error:
+            await self._refuse(socket, error)
+            return
+        self._replace(registration.name)
+        self._sockets[registration.name] = socket
+        await self._live(registration, socket)
+
+    def _is_crowded(self, address: str) -> bool:
+        most, of_one = self.options.max_greeting, self.options.max_greeting_of_address
+        # whoever ends TLS beside this one dials in everybody's name
+        alone = self._greeting[address] >= of_one and not is_loopback(address)
+        return alone or self._greeting.total() >= most
+
+    @contextmanager
+    def _greets(self, address: str) -> Iterator[None]:
+        self._greeting[address] += 1
+        try:
+            yield
+        finally:
+            self._greeting[address] -= 1
+            self._greeting += Counter()  # forgets those of whom none is left
+
+    async def _live(self, registration: Registration, socket: ProviderSocket) -> None:
+        """From when it has its name until its socket ends."""
+        name, reason, code = registration.name, "its socket ended", 0
+        try:
+            self._join(registration, socket)
+            await socket.run(lambda heard: self._heard(name, socket, heard))
+        except (ProviderError, AttestationError, FrameError) as error:
+            reason, code = error.message, _POLICY_VIOLATION
+            _log.warning("provider put out name=%s: %s", name, error.message)
+        except TimeoutError:
+            reason, code = f"it was silent for {self.options.silence_s:g} s", _POLICY_VIOLATION
+        except (WebSocketDisconnect, KeyError, RuntimeError) as error:
+            _log.debug("provider's socket ended name=%s class=%s", name, type(error).__name__)
+        finally:
+            # first of all: who reads nothing must not be waited for
+            if self._sockets.get(name) is socket:
+                self._leave(name, socket, reason)
+        if code:
+            await socket.close(code)
+
+    def _join(self, registration: Registration, socket: ProviderSocket) -> None:
+        name, level = registration.name, socket.verdict.level
+        socket.on_failed_proof = lambda: self.counts.challenge_failed(name)
+        _log.info("provider joined name=%s models=%d level=%s", name, len(registration.offers), level.text)
+        owner = Owner(registration.identity, registration.operator)
+        now_s = time.monotonic()
+        self._go_on(self._dispatcher.join(*(name, registration.offers, level, now_s), owner=owner))
+
+    async def _refuse(self, socket: ProviderSocket, error: BaseException) -> None:
+        reason = error.message if isinstance(error, ConvoyError) else "no registration came in time"
+        _log.info("provider refused: %s", reason)
+        self.counts.registration_refused()
+        try:
+            unapproved = isinstance(error, Unapproved)
+            await socket.send(Refused(reason[:500], not isinstance(error, FrameError), unapproved))
+        except (WebSocketDisconnect, RuntimeError, ProviderError):
+            pass  # nobody is left to tell
+        await socket.close(_POLICY_VIOLATION)
+
+    def _replace(self, name: str) -> None:
+        """The same provider on a new socket: the old one is over, whatever it still believes."""
+        old = self._sockets.get(name)
+        if old is not None:
+            self._leave(name, old, "it came back on another socket")
+            self._close_soon(old, _TRY_AGAIN)
+
+    def _close_soon(self, socket: ProviderSocket, code: int) -> None:
+        """Nobody waits for it: that takes as long as the other side likes."""
+        task = asyncio.ensure_future(socket.close(code))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _leave(self, name: str, socket: ProviderSocket, reason: str) -> None:
+        del self._sockets[name]
+        self._drained.discard(name)
+        # answers are told first: who reads one asks for another provider while this one's seats are gone
+        self._dispatcher.leave(name)
+        socket.end(f"{name}: {reason}")
+        self._wake.set()  # what it failed may have nobody else now
+        _log.info("provider left name=%s: %s", name, reason)
+
+    def _heard(self, name: str, socket: ProviderSocket, heard: Heard) -> None:
+        if self._sockets.get(name) is not socket:
+            raise ProviderError("another socket has its name now, or it was put out")
+        if heard.drains:
+            self._drained.add(name)
+            self._dispatcher.drain(name)
+            self._wake.set()
+            return
+        if heard.level is not None:
+            self._go_on(self._dispatcher.set_level(name, heard.level, time.monotonic()))
+        self._go_on(self._dispatcher.note_load(name, heard.loads, time.monotonic()))
+
+    async def put_out(self, name: str) -> bool:
+        """End a provider's socket, because an administrator says so; whether there was one."""
+        socket = self._sockets.get(name)
+        if socket is None:
+            return False
+        self._leave(name, socket, "an administrator put it out")
+        self._close_soon(socket, _POLICY_VIOLATION)
+        return True
+
+    def providers(self) -> list[ConnectedProvider]:
+        """Those that are connected, by name."""
+        found = []
+        for name, socket in sorted(self._sockets.items()):
+            registration = socket.registration
+            assert registration is not None, "it registered"
+            running, verdict = {}, socket.verdict
+            for model in registration.offers:
+                seats = self._dispatcher.seats(model)
+                running[model] = 0 if seats is None else seats.running(name)
+            found.append(
+                ConnectedProvider(
+                    *(name, registration.identity.hex(), registration.software),
+                    *(verdict.level.text, verdict.why),
+                    *({one.member: one.level.text for one in verdict.members}, verdict.absent),
+                    *(running, name in self._drained),
+                )
+            )
+        return found
+
+    def families(self) -> Iterator[Metric]:
+        """For a scrape: what it counted, and what is true of it now."""
+        models = []
+        for name in self.models():
+            state = self.num_providers(name), self.free_slots(name), self._dispatcher.running(name)
+            models.append(ModelState(name, *state, self.waiting(name)))
+        providers = [ProviderState(one.name, one.level, one.draining) for one in self.providers()]
+        return fleet_families(self.counts, models, providers, draining=self.lifecycle.draining)
+
+    # Time.
+
+    async def run(self) -> None:
+        """Whatever time brings: deadlines, and providers that may be tried again. Until it is cancelled."""
+        while True:
+            now_s = time.monotonic()
+            expired, placed = self._dispatcher.tick(now_s)
+            for ask in expired:
+                self._end_waiting(ask)
+            self._go_on(placed)
+            next_s = self._dispatcher.next_tick_s(now_s)
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(None if next_s is None else max(0.0, next_s - now_s) + 0.001):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _end_waiting(self, ask: Ask) -> None:
+        future = self._waiting.get(ask.number)
+        if future is None or future.done():
+            return
+        waited_s = ask.deadline_s - ask.arrived_s
+        seats = self._dispatcher.seats(ask.model)
+        if seats is None or not seats.num_open():
+            text = f"no provider of {ask.model} came within {waited_s:.0f} s"
+            future.set_exception(NotReady(text, public=text))
+            return
+        text = f"no provider of {ask.model} was free within {waited_s:.0f} s"
+        future.set_exception(QueueFull(text, public=text, retry_after_s=self._dispatcher.wait_s(ask)))
+
+    def _go_on(self, placed: Iterable[Assignment]) -> None:
+        for assignment in placed:
+            future = self._waiting.get(assignment.ask.number)
+            if future is None or future.done():  # whoever waited went in this very moment
+                self.abandon(assignment.ask.number)
+            else:
+                future.set_result(assignment.provider)
+        self._wake.set()

@@ -1,0 +1,143 @@
+"""What a coordinator counts and is, for Prometheus. Labels are few: known models, approved providers.
+
+None of them is an account, a key, or anything else that a client may make many of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from convoy.cluster.member_metrics import build_info
+from convoy.cluster.metric_families import Metric, counter, gauge, histogram
+from convoy.engine.histogram import Histogram, HistogramCounts
+from convoy.fleet.timing import SEGMENTS, Timing
+
+_SEGMENT_S = (
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
+    *(0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
+)
+_MAX_SERIES = 2000  # of one name: who registers ever new models makes no more
+_OTHERS = "(other)"
+Key = tuple[str, ...]
+
+
+class Tally:
+    """Sums by labels, of which there are at most ``_MAX_SERIES``; then the rest goes under one."""
+
+    def __init__(self, *labels: str) -> None:
+        self._labels = labels
+        self._sums: Counter[Key] = Counter()
+
+    def add(self, *values: str, amount: int = 1) -> None:
+        if values not in self._sums and len(self._sums) >= _MAX_SERIES:
+            values = (_OTHERS,) * len(self._labels)
+        self._sums[values] += amount
+
+    def family(self, name: str, text: str) -> Metric:
+        sums = sorted(self._sums.items())
+        return counter(name, text, [(dict(zip(self._labels, key, strict=True)), n) for key, n in sums])
+
+
+class FleetCounts:
+    """Lives on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._segments = {name: Histogram(_SEGMENT_S) for name in SEGMENTS}
+        self._requests = Tally("model", "outcome")
+        self._tokens = Tally("model", "kind")
+        self._charged = Tally("model")
+        self._failures = Tally("provider")
+        self._unproved = Tally("provider")
+        self._refused = 0
+
+    def request(self, model: str, outcome: str, timing: Timing) -> None:
+        """It is over. Every segment is counted, 0 where it did not apply."""
+        self._requests.add(model, word_of(outcome))
+        for name, seconds in timing.seconds().items():
+            self._segments[name].observe(seconds)
+
+    def billed(self, model: str, *, prompt_tokens: int, completion_tokens: int, cost_micro: int) -> None:
+        """It was settled, for what it really cost."""
+        self._tokens.add(model, "prompt", amount=prompt_tokens)
+        self._tokens.add(model, "completion", amount=completion_tokens)
+        self._charged.add(model, amount=cost_micro)
+
+    def provider_failed(self, provider: str) -> None:
+        """It refused a request, failed it or fell silent."""
+        self._failures.add(provider)
+
+    def challenge_failed(self, provider: str) -> None:
+        """Not answered, or not rightly."""
+        self._unproved.add(provider)
+
+    def registration_refused(self) -> None:
+        self._refused += 1
+
+    def families(self) -> Iterator[Metric]:
+        """Up to now."""
+        yield self._requests.family("convoy_fleet_requests", "Requests that are over, and how.")
+        segments: list[tuple[dict[str, str], HistogramCounts]] = [
+            ({"segment": name}, one.snapshot()) for name, one in self._segments.items()
+        ]
+        yield histogram("convoy_fleet_segment_seconds", "Each part of a request's way.", segments)
+        yield self._tokens.family("convoy_fleet_billed_tokens", "Tokens that were settled for.")
+        yield self._charged.family("convoy_fleet_charged_micro", "Millionths of a unit that were charged.")
+        yield self._failures.family("convoy_fleet_provider_failures", "Requests that it failed.")
+        yield self._unproved.family("convoy_fleet_challenges_failed", "Challenges not answered rightly.")
+        text = "Registrations that were refused."
+        yield counter("convoy_fleet_registrations_refused", text, [({}, self._refused)])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """Of one model, now."""
+
+    name: str
+    providers: int
+    free_slots: int
+    running: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderState:
+    """Of one that is connected, now."""
+
+    name: str
+    level: str
+    draining: bool
+
+
+def fleet_families(
+    counts: FleetCounts,
+    models: Iterable[ModelState],
+    providers: Iterable[ProviderState],
+    *,
+    draining: bool,
+) -> Iterator[Metric]:
+    """Of a coordinator at this moment."""
+    yield build_info("coordinator")
+    yield gauge("convoy_draining", "1 once no more requests are taken.", [({}, int(draining))])
+    listed = list(models)
+    for name, text, attribute in (
+        ("convoy_fleet_providers", "Connected providers of a model.", "providers"),
+        ("convoy_fleet_free_slots", "Requests that they would take at once.", "free_slots"),
+        ("convoy_fleet_requests_running", "Requests that are with a provider.", "running"),
+        ("convoy_fleet_requests_waiting", "Requests that wait for one.", "waiting"),
+    ):
+        yield gauge(name, text, [({"model": one.name}, getattr(one, attribute)) for one in listed])
+    by_level = Counter((one.level, str(one.draining).lower()) for one in providers)
+    yield gauge(
+        "convoy_fleet_providers_connected",
+        "Connected providers, by what they proved and whether they take nothing new.",
+        [({"level": level, "draining": draining}, n) for (level, draining), n in sorted(by_level.items())],
+    )
+    yield from counts.families()
+
+
+def word_of(outcome: str) -> str:
+    """A label of what a log line says: `QueueFull` is queue_full, "client gone" is client_gone."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|\s+", "_", outcome or "unknown").lower()

@@ -1,0 +1,185 @@
+"""A coordinator that listens: consumers and providers at one door, administrators at another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from convoy.errors import ConfigError
+from convoy.fleet.books.store import Store
+from convoy.fleet.coordinator.admin import make_admin_app
+from convoy.fleet.coordinator.consume import Consume
+from convoy.fleet.coordinator.coordinator import Coordinator
+from convoy.fleet.coordinator.leases import Leases, MakeLease, ReleaseLease, UseLease
+from convoy.fleet.coordinator.options import CoordinatorOptions, ModelOptions
+from convoy.fleet.coordinator.way import account_of
+from convoy.serve.guard import Guard
+from convoy.serve.http_counts import HttpCounts
+from convoy.serve.lifecycle import Lifecycle
+from convoy.serve.options import ServeOptions, is_loopback
+from convoy.serve.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
+from convoy.wire.fleet import MAX_CHUNK_MESSAGE_BYTES
+
+PUBLIC_PATHS = (
+    *("/v1/leases", "/v1/leases/{lease}", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Where it listens. ``tls``: certificate and key files; ``behind_tls_proxy``: somebody else has them."""
+
+    public: ServeOptions
+    admin: ServeOptions
+    tls: tuple[str, str] | None = None
+    behind_tls_proxy: bool = False
+
+    def check(self) -> None:
+        """Raises `ConfigError`: keys and prompts cross no network in clear text."""
+        if not is_loopback(self.admin.host):
+            raise ConfigError(f"the administrators' door is on loopback alone, and not on {self.admin.host}")
+        if not (is_loopback(self.public.host) or self.tls or self.behind_tls_proxy):
+            raise ConfigError(
+                f"refusing to listen on {self.public.host} without TLS",
+                hint="--tls-certificate and --tls-key, or --behind-tls-proxy where a proxy ends TLS",
+            )
+
+
+def make_public_app(coordinator: Coordinator, options: ServeOptions, lifecycle: Lifecycle) -> ASGIApp:
+    """Consumers' HTTP and providers' WebSockets."""
+    about = _About(coordinator, lifecycle)
+    chat = Consume(coordinator, options, lifecycle, "chat")
+    completion = Consume(coordinator, options, lifecycle, "completion")
+    leases = Leases(coordinator)
+    routes = [
+        Route("/v1/leases", MakeLease(leases, options, lifecycle), methods=["POST"]),
+        Route("/v1/leases/{lease}", UseLease(leases, options, lifecycle), methods=["POST"]),
+        Route("/v1/leases/{lease}", ReleaseLease(leases), methods=["DELETE"]),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", completion, methods=["POST"]),
+        Route("/v1/models", about.models),
+        Route("/health", about.health),
+    ]
+    consumers = Guard(Router(routes, redirect_slashes=False), options)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "websocket":
+            await consumers(scope, receive, send)
+            return
+        websocket = WebSocket(scope, receive, send)
+        if scope["path"] != "/provider" or lifecycle.draining:
+            await websocket.close()
+            return
+        await coordinator.take_provider(websocket)
+
+    return app
+
+
+class _About:
+    def __init__(self, coordinator: Coordinator, lifecycle: Lifecycle) -> None:
+        self._coordinator = coordinator
+        self._lifecycle = lifecycle
+
+    async def models(self, request: Request) -> Response:
+        """With what a consumer chooses by: whether anybody serves it now, and its price."""
+        await account_of(self._coordinator, Headers(scope=request.scope))
+        coordinator = self._coordinator
+        listed = []
+        for name in coordinator.models():
+            price = coordinator.options.models.get(name, ModelOptions()).price
+            listed.append(
+                {
+                    "id": name,
+                    "object": "model",
+                    "created": 0,
+                    "owned_by": "convoy",
+                    "health": "ready" if coordinator.num_providers(name) else "no provider",
+                    "providers": coordinator.num_providers(name),
+                    "levels": coordinator.levels(name),
+                    "waiting": coordinator.waiting(name),
+                    "price": {"prompt_micro": price.prompt_micro, "completion_micro": price.completion_micro},
+                }
+            )
+        return _json({"object": "list", "data": listed})
+
+    async def health(self, request: Request) -> Response:  # noqa: ARG002
+        if self._lifecycle.draining:
+            return _json({"status": "draining", "reason": "the coordinator is shutting down"}, 503)
+        return _json({"status": "ready", "reason": f"{len(self._coordinator.providers())} providers"})
+
+
+def run_coordinator(
+    options: CoordinatorOptions,
+    doors: Doors,
+    store: Store,
+    public_key: bytes,
+    *,
+    on_ready: Callable[[str, str, int], None] | None = None,
+    stop: Stop | None = None,
+) -> int:
+    """Serve until a signal or `Stop.request`, then drain. Returns how many answers were cut off.
+
+    ``on_ready`` hears both base URLs and how many broken requests were given their money back. Raises
+    `ConfigError` before anything is served, also where another one runs under its name on this database.
+    """
+    doors.check()
+    stop = stop or Stop()
+    with bind(doors.public) as public, bind(doors.admin) as admin, signals(stop):
+        coordinator = Coordinator(options, store, public_key)
+        store.claim(options.instance)
+        released = coordinator.ledger.recover()
+        scheme = "https" if doors.tls else "http"
+        urls = (
+            url_of(doors.public.host, public).replace("http", scheme, 1),
+            url_of(doors.admin.host, admin),
+        )
+
+        def ready() -> None:
+            if on_ready is not None:
+                on_ready(*urls, released)
+
+        with (
+            closing(coordinator.clerk),
+            asyncio.Runner(loop_factory=loop_factory()) as runner,
+        ):
+            return runner.run(_serve(coordinator, doors, [public, admin], stop, ready))
+
+
+async def _serve(
+    coordinator: Coordinator, doors: Doors, listeners: list[Any], stop: Stop, ready: Callable[[], None]
+) -> int:
+    lifecycle, counts = coordinator.lifecycle, HttpCounts(PUBLIC_PATHS)
+    public = HttpServer(
+        counts.around(make_public_app(coordinator, doors.public, lifecycle)),
+        max_socket_bytes=MAX_CHUNK_MESSAGE_BYTES,
+        tls=doors.tls,
+    )
+    admin = HttpServer(make_admin_app(coordinator, doors.admin, counts.families))
+    ticking = asyncio.ensure_future(coordinator.run())
+    ticking.add_done_callback(lambda task: None if task.cancelled() else stop.request_now())
+    try:
+        cut = await serve_until_stopped(
+            list(zip((public, admin), listeners, strict=True)),
+            *(lifecycle, stop, doors.public.drain_s),
+            on_ready=ready,
+        )
+        if ticking.done():
+            ticking.result()  # without it nobody's deadline would pass: that is an end, and a loud one
+        return cut
+    finally:
+        ticking.cancel()
+
+
+def _json(body: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")

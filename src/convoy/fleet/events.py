@@ -1,0 +1,85 @@
+"""What an answer of an upstream says of itself: how many tokens it gave, and how many it read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from convoy.errors import ProviderError
+
+MAX_EVENT_BYTES = 1024 * 1024
+_DONE = b"[DONE]"
+
+
+class EventReader:
+    """Reads an answer as it passes. ``keep_usage``: whoever asked wants the event with the counts."""
+
+    def __init__(self, *, stream: bool, keep_usage: bool = True) -> None:
+        self._stream = stream
+        self._keep_usage = keep_usage
+        self._rest = b""
+        self.tokens = 0  # seen so far
+        self.prompt_tokens = 0
+        self.completion_tokens = 0
+        self.ended = False  # it said that it is complete
+
+    def feed(self, data: bytes) -> bytes:
+        """The whole events in what came so far, as they are to be passed on. Raises `ProviderError`."""
+        *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ProviderError(f"an event of the upstream has more than {MAX_EVENT_BYTES} bytes")
+        kept = [event for event in events if self._event(event)]
+        return b"".join(event + b"\n\n" for event in kept)
+
+    def whole(self, data: bytes) -> None:
+        """An answer that is no stream."""
+        self._count(_object(data))
+        self.tokens = max(1, self.completion_tokens)
+        self.ended = True
+
+    def _event(self, event: bytes) -> bool:
+        """Whether to pass it on."""
+        lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
+        if not lines:
+            return bool(event.strip())
+        data = b"\n".join(lines)
+        if data == _DONE:
+            self.ended = True
+            return True
+        found = _object(data)
+        if found.get("error") is not None:
+            raise ProviderError("the upstream broke off with an error")
+        self._count(found)
+        choices = found.get("choices")
+        if isinstance(choices, list) and choices:
+            self.tokens += sum(_says_something(choice) for choice in choices)
+            return True
+        return self._keep_usage or not found.get("usage")
+
+    def _count(self, found: dict[str, Any]) -> None:
+        usage = found.get("usage")
+        if isinstance(usage, dict):
+            for name in ("prompt_tokens", "completion_tokens"):
+                value = usage.get(name)
+                if isinstance(value, int) and 0 <= value <= 1 << 40:
+                    setattr(self, name, value)
+
+
+def _says_something(choice: object) -> bool:
+    if not isinstance(choice, dict):
+        return False
+    delta = choice.get("delta")
+    if isinstance(delta, dict):  # tool calls, refusals, reasoning under whatever name: all are tokens
+        return any(value for name, value in delta.items() if name != "role")
+    return bool(choice.get("text"))
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ProviderError("the upstream answers something that is not JSON") from None
+    if not isinstance(found, dict):
+        raise ProviderError("the upstream answers JSON that is no object")
+    return found

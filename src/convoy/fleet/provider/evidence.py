@@ -1,0 +1,47 @@
+"""What a provider shows of itself and its members, anew for each challenge of its coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from convoy.cluster.witness import Witnessed
+from convoy.crypto.identity import Identity
+from convoy.errors import ConvoyError
+from convoy.trust.evidence import provider_purpose
+from convoy.wire.provider_evidence import ProviderEvidence, sign_provider_evidence
+
+_log = logging.getLogger(__name__)
+
+
+class Witness(Protocol):
+    """`cluster.witness` has those that there are."""
+
+    def gather(self, purpose: bytes, registers: Sequence[int]) -> Witnessed: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shower:
+    """Whose evidence, and the key for requests that it is shown for."""
+
+    witness: Witness
+    identity: Identity
+    request_key: bytes
+    expires_s: int
+
+    async def show(self, coordinator: bytes, nonce: bytes, registers: Sequence[int]) -> bytes:
+        """The bytes for the coordinator; none where nothing can be shown. Takes as long as the members do."""
+        try:
+            return await asyncio.to_thread(self._show, coordinator, nonce, registers)
+        except ConvoyError as error:
+            _log.warning("no evidence for the coordinator: %s", error.message)
+            return b""
+
+    def _show(self, coordinator: bytes, nonce: bytes, registers: Sequence[int]) -> bytes:
+        purpose = provider_purpose(coordinator, nonce, self.request_key, self.expires_s)
+        found = self.witness.gather(purpose, registers)
+        made = ProviderEvidence(coordinator, nonce, list(registers), found.roster, found.members)
+        return sign_provider_evidence(made, self.request_key, self.expires_s, self.identity.sign)

@@ -1,0 +1,387 @@
+"""A provider: it dials its coordinator, registers, answers what comes, and dials again when that ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import msgspec
+import psutil
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import WebSocketException
+
+from convoy.crypto.identity import Identity
+from convoy.crypto.sealed_request import RequestKey
+from convoy.errors import ConfigError, ConvoyError, FrameError, PeerRefused, ProviderError
+from convoy.fleet.capacity import Capacity
+from convoy.fleet.outward import verified_tls
+from convoy.fleet.provider.evidence import Shower, Witness
+from convoy.fleet.provider.pace import Pace
+from convoy.fleet.provider.provided import Provided, SeenRequests
+from convoy.fleet.provider.provided_span import AnswerSpan
+from convoy.fleet.provider.upstream import Upstream
+from convoy.serve.options import is_loopback
+from convoy.serve.traces import NO_TRACES, Traces
+from convoy.wire.fleet import (
+    MAX_GREETING_BYTES,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    Cancel,
+    Challenge,
+    Credit,
+    Draining,
+    FleetMessage,
+    Heartbeat,
+    ModelLoad,
+    Offer,
+    Proof,
+    Prove,
+    Refused,
+    Register,
+    Registered,
+    Serve,
+    decode_from_coordinator,
+    encode_fleet,
+    proof_bytes,
+    registration_bytes,
+    request_key_bytes,
+)
+
+_log = logging.getLogger(__name__)
+
+_KEY_S = 20 * 3600  # that a key for requests is offered; the socket is made anew with another before that
+_KEY_DRAIN_S = 600.0  # for what runs then
+_OPEN_S, _GREETING_S = 10.0, 30.0
+_FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
+_SOFTWARE = "convoy"
+
+
+@dataclass(frozen=True, slots=True)
+class ProvideOptions:
+    """``coordinator_key``: if given, no other coordinator is registered with. ``certificate``: an operator's,
+    of `wire.certified`, for proxies that trust that operator.
+    """
+
+    url: str
+    offers: dict[str, Capacity]
+    heartbeat_s: float = 5.0
+    drain_s: float = 60.0
+    coordinator_key: bytes | None = None
+    certificate: bytes = b""
+    witness: Witness | None = None  # who shows evidence; None: nobody
+    authorities: str | None = None  # instead of the URL's own, where a proxy has another
+    events: Callable[[str], None] = field(default=lambda _text: None)
+    traces: Traces = NO_TRACES
+    shares_cache: bool = False  # the engine's prefixes, between accounts: declared, never so by itself
+
+    def check(self) -> None:
+        """Raises `ConfigError`: in clear text only to this machine itself."""
+        parts = urlsplit(self.url)
+        if parts.scheme not in {"ws", "wss"} or not parts.hostname:
+            raise ConfigError(
+                f"the coordinator {self.url[:200]!r} is no URL of a WebSocket", hint="wss://HOST"
+            )
+        if parts.scheme == "ws" and not is_loopback(parts.hostname):
+            raise ConfigError(
+                f"refusing to dial {parts.hostname} without TLS", hint=f"wss://{parts.netloc}, or a tunnel"
+            )
+
+    @property
+    def authority(self) -> str:
+        """host:port as dialled, which the registration is signed for."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None, "checked"
+        port = parts.port or (443 if parts.scheme == "wss" else 80)
+        host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+        return self.authorities or f"{host}:{port}"
+
+
+class Provider:
+    """Lives on one event loop. `run` until `drain`, or until the coordinator refuses it for good."""
+
+    def __init__(self, identity: Identity, upstream: Upstream, options: ProvideOptions) -> None:
+        options.check()
+        self._identity = identity
+        self._upstream = upstream
+        self._options = options
+        self._key = RequestKey()
+        self._key_made_s = time.time()
+        self._seen = SeenRequests()
+        self._running: dict[str, tuple[Provided, asyncio.Task[None]]] = {}
+        self._models: dict[str, str] = {}  # by request
+        self._draining = asyncio.Event()
+        self._leaving = False  # this socket: it takes nothing new
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._sending = asyncio.Lock()
+        self._connection: ClientConnection | None = None
+        self._proving: asyncio.Task[None] | None = None
+        self._paces = {model: Pace() for model in options.offers}
+        self._said = ""  # why the last try failed
+
+    def drain(self) -> None:
+        """Finish what runs, take nothing new, and end. On the loop's thread."""
+        self._draining.set()
+
+    async def run(self) -> None:
+        """Raises `PeerRefused` where the coordinator says that another try is of no use."""
+        wait_s = _FIRST_WAIT_S
+        while not self._draining.is_set():
+            began = time.monotonic()
+            try:
+                await self._connected()
+            except PeerRefused:
+                raise
+            except (OSError, TimeoutError, WebSocketException, ConvoyError) as error:
+                self._say(_why_not(error))
+            finally:
+                await self._stop_all()
+            if time.monotonic() - began > _MOST_WAIT_S:
+                wait_s = _FIRST_WAIT_S
+            if not self._draining.is_set():
+                # many providers lose a coordinator at once, and must not all come back at once
+                pause_s = wait_s * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+                wait_s = min(_MOST_WAIT_S, wait_s * 2)
+                await _first(self._draining.wait(), asyncio.sleep(pause_s))
+
+    async def _connected(self) -> None:
+        if time.time() - self._key_made_s > _KEY_S / 2:
+            self._key, self._key_made_s = RequestKey(), time.time()
+        url = self._options.url.rstrip("/") + "/provider"
+        async with connect(
+            url,
+            ssl=verified_tls() if url.startswith("wss:") else None,
+            max_size=MAX_MESSAGE_BYTES,
+            open_timeout=_OPEN_S,
+            compression=None,
+            proxy=None,
+            max_queue=64,
+        ) as connection:
+            async with asyncio.timeout(_GREETING_S):
+                name, window, coordinator = await self._register(connection)
+            self._connection, self._leaving = connection, False
+            self._said = ""
+            self._options.events(f"registered as {name}")
+            await self._live(connection, name, window, coordinator)
+
+    async def _register(self, connection: ClientConnection) -> tuple[str, int, bytes]:
+        challenge = decode_from_coordinator(_bytes(await connection.recv()), MAX_GREETING_BYTES)
+        if not isinstance(challenge, Challenge) or challenge.protocol != PROTOCOL:
+            raise ProviderError(f"the coordinator does not speak version {PROTOCOL} of this protocol")
+        pinned = self._options.coordinator_key
+        if pinned is not None and challenge.coordinator != pinned:
+            raise PeerRefused(
+                f"the coordinator has the key {challenge.coordinator.hex()}, expected {pinned.hex()}"
+            )
+        offers = [_offer(model, capacity) for model, capacity in self._options.offers.items()]
+        expires_s = int(self._key_made_s) + _KEY_S
+        unsigned = Register(
+            identity=self._identity.public_key,
+            request_key=self._key.public,
+            request_key_expires_s=expires_s,
+            key_signature=self._identity.sign(request_key_bytes(self._key.public, expires_s)),
+            certificate=self._options.certificate,
+            software=_SOFTWARE,
+            offers=offers,
+            signature=bytes(64),
+            evidence=await self._evidence(challenge.coordinator, challenge),
+        )
+        said = registration_bytes(challenge, self._options.authority, unsigned)
+        signature = self._identity.sign(said)
+        await connection.send(encode_fleet(msgspec.structs.replace(unsigned, signature=signature)))
+        answer = decode_from_coordinator(_bytes(await connection.recv()), MAX_GREETING_BYTES)
+        if isinstance(answer, Refused):
+            if answer.again:
+                raise _NotYet(self._not_yet(answer))
+            raise PeerRefused(f"the coordinator says: {answer.reason}")
+        if not isinstance(answer, Registered):
+            raise ProviderError(f"a {type(answer).__name__} came in answer to a registration")
+        return answer.name, answer.window, challenge.coordinator
+
+    def _not_yet(self, refused: Refused) -> str:
+        if not refused.unapproved:
+            return f"the coordinator says: {refused.reason}"
+        key = self._identity.public_key.hex()
+        return (
+            "waiting for approval: on the coordinator's machine, "
+            f"convoy coordinator providers --approve {key} NAME"
+        )
+
+    def _say(self, text: str) -> None:
+        """Why there is no socket: each try that fails as the last one did says nothing new."""
+        if text != self._said:
+            self._options.events(text)
+        self._said = text
+
+    async def _live(self, connection: ClientConnection, name: str, window: int, coordinator: bytes) -> None:
+        beating = asyncio.ensure_future(self._beat())
+        ending = asyncio.ensure_future(self._end_when_due(connection))
+        try:
+            async for data in connection:
+                message = decode_from_coordinator(_bytes(data), MAX_MESSAGE_BYTES)
+                await self._take(message, name, window, coordinator)
+        finally:
+            beating.cancel()
+            ending.cancel()
+            if self._proving is not None:
+                self._proving.cancel()
+            self._connection = None
+
+    async def _take(self, message: object, name: str, window: int, coordinator: bytes) -> None:
+        match message:
+            case Serve():
+                self._serve(message, name, window)
+            case Cancel(request_id=request_id):
+                if request_id in self._running:
+                    self._running[request_id][1].cancel()
+            case Credit(request_id=request_id, chunks=chunks):
+                if request_id in self._running:
+                    self._running[request_id][0].window.grant(chunks)
+            case Prove():
+                if self._proving is not None:
+                    self._proving.cancel()  # the newest counts
+                self._proving = asyncio.ensure_future(self._prove(message, coordinator))
+            case _:
+                raise FrameError(f"a {type(message).__name__} came where requests come")
+
+    async def _prove(self, prove: Prove, coordinator: bytes) -> None:
+        """Beside what runs: members may take seconds."""
+        signature = self._identity.sign(proof_bytes(coordinator, prove.nonce))
+        evidence = await self._evidence(coordinator, prove)
+        try:
+            await self._send(Proof(prove.nonce, signature, evidence))
+        except (ProviderError, WebSocketException, OSError) as error:
+            _log.debug("a challenge was not answered: %s", type(error).__name__)
+
+    async def _evidence(self, coordinator: bytes, asked: Challenge | Prove) -> bytes:
+        if self._options.witness is None:
+            return b""
+        expires_s = int(self._key_made_s) + _KEY_S
+        shower = Shower(self._options.witness, self._identity, self._key.public, expires_s)
+        return await shower.show(coordinator, asked.nonce, asked.registers)
+
+    def _serve(self, serve: Serve, name: str, window: int) -> None:
+        if serve.request_id in self._running:  # the first one goes on
+            _log.warning("a request came twice, while it runs")
+            return
+        span = self._span_of(serve)
+        provided = (
+            Provided(serve, self._send, window)
+            if span is None
+            else Provided(serve, span.send, window, span.traceparent)
+        )
+        if serve.model in self._paces:
+            provided.pace = self._paces[serve.model]
+        provided.shares_cache = self._options.shares_cache
+        self._models[serve.request_id] = serve.model
+        task = asyncio.ensure_future(self._answer(serve, provided, name))
+        self._running[serve.request_id] = provided, task
+        self._idle.clear()
+        task.add_done_callback(lambda done: self._over(serve.request_id, done))
+        if span is not None:
+            task.add_done_callback(lambda _: span.end())
+
+    def _span_of(self, serve: Serve) -> AnswerSpan | None:
+        options = self._options
+        if not options.traces.is_on:
+            return None
+        return AnswerSpan(options.traces, serve, self._send, is_offered=serve.model in options.offers)
+
+    async def _answer(self, serve: Serve, provided: Provided, name: str) -> None:
+        capacity = self._options.offers.get(serve.model)
+        running = sum(model == serve.model for model in self._models.values())
+        try:
+            if capacity is None or self._leaving or running > capacity.slots:
+                text = "it drains" if self._leaving else f"{running - 1} requests run here"
+                await provided.refuse(text, full=True)
+                return
+            wanted, sealer = provided.open(self._key, name, self._seen)
+        except ConvoyError as error:
+            _log.warning("a request was refused: %s", error.message)
+            await provided.refuse(error.message, refused=True)
+            return
+        await provided.run(wanted, sealer, self._upstream)
+
+    def _over(self, request_id: str, task: asyncio.Task[None]) -> None:
+        del self._running[request_id]
+        del self._models[request_id]
+        if not self._running:
+            self._idle.set()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.warning("a request ended with %s", type(error).__name__)
+
+    async def _beat(self) -> None:
+        while True:
+            loads = []
+            for model, capacity in self._options.offers.items():
+                ids = [request_id for request_id, of in self._models.items() if of == model]
+                queued = sum(self._running[request_id][0].prompt_tokens for request_id in ids)
+                free = 0 if self._leaving else max(0, capacity.slots - len(ids))
+                memory = psutil.virtual_memory().available
+                loads.append(ModelLoad(model, free, queued, memory, *self._paces[model].beat()))
+            await self._send(Heartbeat(loads))
+            await asyncio.sleep(self._options.heartbeat_s)
+
+    async def _end_when_due(self, connection: ClientConnection) -> None:
+        """Once it drains, or its key is old; either way what runs is ended first."""
+        await _first(self._draining.wait(), self._key_is_old())
+        self._leaving = True
+        await self._send(Draining())
+        if not self._draining.is_set():
+            await _first(self._idle.wait(), self._draining.wait(), asyncio.sleep(_KEY_DRAIN_S))
+        if self._draining.is_set():
+            await _first(self._idle.wait(), asyncio.sleep(self._options.drain_s))
+        await connection.close()
+
+    async def _key_is_old(self) -> None:
+        await asyncio.sleep(max(1.0, self._key_made_s + _KEY_S * 3 / 4 - time.time()))
+
+    async def _stop_all(self) -> None:
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _send(self, message: FleetMessage) -> None:
+        connection = self._connection
+        if connection is None:
+            raise ProviderError("the coordinator's socket ended")
+        async with self._sending:
+            await connection.send(encode_fleet(message))
+
+
+class _NotYet(ProviderError):  # noqa: N818
+    """The coordinator was reached and says no; it may say yes later."""
+
+
+def _why_not(error: BaseException) -> str:
+    if isinstance(error, _NotYet):
+        return error.message
+    text = error.message if isinstance(error, ConvoyError) else type(error).__name__
+    return f"the coordinator is not to be reached: {text}"
+
+
+def _offer(model: str, one: Capacity) -> Offer:
+    # whoever checks the signature encodes what it read, where a rate is a float
+    decode, batch, prefill = (float(rate) for rate in (one.decode_rate, one.batch_rate, one.prefill_rate))
+    return Offer(model, one.slots, decode, batch, prefill, one.max_context)
+
+
+def _bytes(data: str | bytes) -> bytes:
+    if isinstance(data, str):
+        raise FrameError("the coordinator sends text")
+    return data
+
+
+async def _first(*awaited: Awaitable[object]) -> None:
+    tasks = [asyncio.ensure_future(one) for one in awaited]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,258 @@
+"""One request at a provider: opened, asked of the engine behind it, and its answer sealed piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import TypeVar
+
+import msgspec
+
+from convoy.crypto.sealed_answer import MAX_CHUNK_BYTES, AnswerSealer
+from convoy.crypto.sealed_request import RequestFacts, RequestKey, request_hash
+from convoy.errors import ConvoyError, ProviderError, RequestError
+from convoy.fleet.asked import Wanted, fields_of, read_wanted
+from convoy.fleet.coordinator.attempt import AnswerCounts, AnswerHead, is_of_engine
+from convoy.fleet.events import EventReader
+from convoy.fleet.provider.pace import Pace
+from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
+from convoy.wire.fleet import Began, Chunk, Done, Failed, FleetMessage, Serve
+
+_STILL_HERE_S = 5.0  # between two signs of life while the engine says nothing
+_MAX_SEEN = 1 << 17  # request ids that are remembered until they expire
+_MAX_REFUSAL_BYTES = 64 * 1024
+_MAX_WHOLE_BYTES = 64 * 1024 * 1024  # of an answer that is no stream
+
+T = TypeVar("T")
+
+Send = Callable[[FleetMessage], Awaitable[None]]
+
+
+class SeenRequests:
+    """No request is answered twice while its seal would open."""
+
+    def __init__(self) -> None:
+        self._expires_s: dict[str, int] = {}
+
+    def add(self, request_id: str, expires_s: int, now_s: float) -> None:
+        """Raises `ProviderError` for one that was seen, has expired, or is one too many."""
+        if expires_s <= now_s:
+            raise ProviderError("a sealed request has expired")
+        if request_id in self._expires_s:
+            raise ProviderError("a sealed request came twice")
+        if len(self._expires_s) >= _MAX_SEEN:
+            self._expires_s = {name: until for name, until in self._expires_s.items() if until > now_s}
+            if len(self._expires_s) >= _MAX_SEEN:
+                raise ProviderError(f"{_MAX_SEEN} requests are remembered, and none has expired")
+        self._expires_s[request_id] = expires_s
+
+
+class Window:
+    """How many chunks may be sent before whoever reads them took some."""
+
+    def __init__(self, size: int) -> None:
+        self._left = size
+        self._granted = asyncio.Event()
+
+    def grant(self, count: int) -> None:
+        """So many more."""
+        self._left += count
+        self._granted.set()
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether `take` waits."""
+        return self._left <= 0
+
+    async def take(self) -> None:
+        """Wait for leave to send one."""
+        while self._left <= 0:
+            self._granted.clear()
+            await self._granted.wait()
+        self._left -= 1
+
+
+class Provided:
+    """Answers one `Serve`. ``window``: chunks of it that may be under way; ``trace``: for the engine."""
+
+    def __init__(self, serve: Serve, send: Send, window: int, trace: str = "") -> None:
+        self._serve = serve
+        self._trace = trace
+        self._send = send
+        self.window = Window(window)
+        self.prompt_tokens = 0  # a guess, for the provider's own account of its load
+        self.pace = Pace()  # a provider has one for all that it answers for a model
+        self.shares_cache = False  # the engine's prefixes, between accounts
+        self._decodes = False
+        self._tokens = 0
+        self._begun = False
+
+    def open(self, key: RequestKey, name: str, seen: SeenRequests) -> tuple[Wanted, AnswerSealer]:
+        """Raises `SealError` or `ProviderError` for a body that was not sealed for here, now and this."""
+        serve = self._serve
+        facts = RequestFacts(
+            provider=name,
+            key_id=serve.key_id,
+            model=serve.model,
+            request_id=serve.request_id,
+            lease=serve.lease,
+            expires_s=serve.expires_s,
+            max_tokens=serve.max_tokens,
+            kind=serve.kind,
+        )
+        opened = key.open(facts, serve.sealed)
+        seen.add(serve.request_id, serve.expires_s, time.time())  # once it opened: anybody may name an id
+        try:
+            wanted = read_wanted(opened.body, serve.kind, "", {})
+        except RequestError as error:
+            raise ProviderError(f"a sealed body is no request: {error.param or 'not JSON'}") from None
+        if (wanted.model, wanted.max_tokens) != (serve.model, serve.max_tokens):
+            raise ProviderError("what is said beside a sealed body is not what it asks for")
+        self.prompt_tokens = wanted.prompt_tokens
+        return wanted, AnswerSealer(opened.answer_secret, request_hash(facts, serve.sealed))
+
+    async def refuse(self, reason: str, *, full: bool = False, refused: bool = False) -> None:
+        """No answer: see `Failed`."""
+        await self._send(Failed(self._serve.request_id, reason[:500], full=full, refused=refused))
+
+    async def run(self, wanted: Wanted, sealer: AnswerSealer, upstream: Upstream) -> None:
+        """To the end, or to a `Failed` that says why not."""
+        try:
+            async with AsyncExitStack() as stack:
+                asked = upstream.ask(
+                    wanted.kind, _for_engine(wanted, shares_cache=self.shares_cache), self._trace
+                )
+                answer = await self._alive(sealer, stack.enter_async_context(asked))
+                if answer.status != 200:
+                    await self._refused(sealer, answer)
+                    return
+                reader = EventReader(stream=wanted.stream, keep_usage=_wants_usage(wanted))
+                await self._head(sealer, answer)
+                if wanted.stream:
+                    await self._stream(sealer, answer, reader, wanted.max_tokens)
+                else:
+                    await self._whole(sealer, answer, reader)
+        except ConvoyError as error:
+            await self.refuse(error.message)
+
+    async def _refused(self, sealer: AnswerSealer, answer: UpstreamAnswer) -> None:
+        """The engine says no: to this request, which whoever asked may read, or to any."""
+        if is_of_engine(answer.status):
+            await self.refuse(f"its engine answers {answer.status}", full=answer.status in {429, 503})
+            return
+        body = b""
+        async for piece in answer.body:
+            body += piece
+            if len(body) > _MAX_REFUSAL_BYTES:
+                raise ProviderError(f"a refusal of the engine has more than {_MAX_REFUSAL_BYTES} bytes")
+        await self._head(sealer, answer)
+        await self._chunk(sealer, body)
+        await self._end(sealer, 0, 0)
+
+    async def _alive(self, sealer: AnswerSealer, awaited: Awaitable[T]) -> T:
+        """What is awaited of the engine; while that is silent, an empty chunk now and then."""
+        task = asyncio.ensure_future(awaited)
+        try:
+            while not (await asyncio.wait({task}, timeout=_STILL_HERE_S))[0]:
+                await self._begin(sealer)
+                await self._chunk(sealer, b"")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})  # what it opened is closed after it
+
+    async def _begin(self, sealer: AnswerSealer) -> None:
+        if not self._begun:
+            self._begun = True
+            await self._send(Began(self._serve.request_id, sealer.nonce))
+
+    async def _head(self, sealer: AnswerSealer, answer: UpstreamAnswer) -> None:
+        await self._begin(sealer)
+        await self._chunk(sealer, msgspec.json.encode(AnswerHead(answer.status, answer.content_type)))
+
+    async def _stream(
+        self, sealer: AnswerSealer, answer: UpstreamAnswer, reader: EventReader, max_tokens: int
+    ) -> None:
+        try:
+            async for piece in answer.body:
+                passed = reader.feed(piece)
+                self._count(reader.tokens)
+                for start in range(0, len(passed), MAX_CHUNK_BYTES):
+                    await self._chunk(sealer, passed[start : start + MAX_CHUNK_BYTES])
+                if not reader.ended and reader.tokens > most_given(max_tokens):
+                    # it gives more than was asked and is paid for, however that was asked of it
+                    await self._chunk(sealer, b"data: [DONE]\n\n")
+                    await self._end(sealer, reader.prompt_tokens or self.prompt_tokens, max_tokens)
+                    return
+        finally:
+            if self._decodes:
+                self.pace.end()
+                self._decodes = False
+        if not reader.ended:
+            raise ProviderError("the engine's answer ended before it was complete")
+        await self._end(sealer, reader.prompt_tokens, reader.completion_tokens or reader.tokens)
+
+    def _count(self, tokens: int) -> None:
+        """So many were given so far: with the first the prompt is read, and its pace is of those after."""
+        given, self._tokens = tokens - self._tokens, tokens
+        if given and not self._decodes:
+            self.pace.begin()
+            self._decodes = True
+            given -= 1
+        self.pace.given(given)
+
+    async def _whole(self, sealer: AnswerSealer, answer: UpstreamAnswer, reader: EventReader) -> None:
+        data = await self._alive(sealer, _join(answer.body))
+        reader.whole(data)
+        self._tokens = reader.tokens
+        for start in range(0, len(data), MAX_CHUNK_BYTES):
+            await self._chunk(sealer, data[start : start + MAX_CHUNK_BYTES])
+        await self._end(sealer, reader.prompt_tokens, reader.completion_tokens)
+
+    async def _chunk(self, sealer: AnswerSealer, data: bytes, *, last: bool = False) -> None:
+        if self.window.is_shut and self._decodes:
+            with self.pace.held_up():
+                await self.window.take()
+        else:
+            await self.window.take()
+        sealed = sealer.seal(data, last=last)
+        await self._send(Chunk(self._serve.request_id, sealed, self._tokens, last))
+
+    async def _end(self, sealer: AnswerSealer, prompt_tokens: int, completion_tokens: int) -> None:
+        """The counts once more under the seal, so that whoever pays can compare."""
+        counts = AnswerCounts(prompt_tokens, completion_tokens)
+        await self._chunk(sealer, msgspec.json.encode(counts), last=True)
+        await self._send(Done(self._serve.request_id, prompt_tokens, completion_tokens))
+
+
+async def _join(pieces: AsyncIterator[bytes]) -> bytes:
+    joined = bytearray()
+    async for piece in pieces:
+        joined += piece
+        if len(joined) > _MAX_WHOLE_BYTES:
+            raise ProviderError(f"an answer of the engine has more than {_MAX_WHOLE_BYTES} bytes")
+    return bytes(joined)
+
+
+def most_given(max_tokens: int) -> int:
+    """Events with text that so many tokens come in at most: some engines make two of one."""
+    return max_tokens + max_tokens // 8 + 16
+
+
+def _wants_usage(wanted: Wanted) -> bool:
+    options = msgspec.json.decode(wanted.body).get("stream_options")
+    return bool(isinstance(options, dict) and options.get("include_usage"))
+
+
+def _for_engine(wanted: Wanted, *, shares_cache: bool) -> bytes:
+    """A stream says what it came to only where that is asked for."""
+    fields: dict[str, object] = {**fields_of(wanted.body)}
+    if shares_cache:
+        fields.pop("cache_salt", None)
+    if wanted.stream:
+        options = msgspec.json.decode(wanted.body).get("stream_options")
+        fields["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
+    return msgspec.json.encode(fields)

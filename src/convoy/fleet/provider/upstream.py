@@ -1,0 +1,130 @@
+"""The engine behind a provider: any server that speaks OpenAI's HTTP, the head of a cluster among them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+
+from convoy.errors import ConfigError, ProviderError
+from convoy.fleet.asked import Kind
+from convoy.fleet.capacity import Capacity
+from convoy.fleet.events import EventReader
+
+_PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+_CONNECT_S, _READ_S = 10.0, 600.0
+_MAX_MODELS_BYTES = 1024 * 1024
+_TRIAL_TOKENS, _TRIAL_PROMPT = 24, 512  # of each request by which rates are measured
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamAnswer:
+    """Headers are here; `body` is read as it comes."""
+
+    status: int
+    content_type: str
+    body: AsyncIterator[bytes]
+
+
+class Upstream:
+    """``url`` without /v1, or with it."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        base = url.rstrip("/").removesuffix("/v1")
+        if not base.startswith(("http://", "https://")):
+            raise ConfigError(f"the upstream {url[:200]!r} is no URL of HTTP", hint="http://127.0.0.1:8000")
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._client = httpx.AsyncClient(
+            base_url=base,
+            headers=headers,
+            timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,  # proxies and keys of the environment are not for this
+        )
+
+    async def models(self) -> dict[str, int]:
+        """Names and contexts. Raises `ProviderError` where it does not answer, or with something else."""
+        try:
+            response = await self._client.get("/v1/models")
+        except httpx.HTTPError as error:
+            raise ProviderError(
+                f"the upstream does not answer: {type(error).__name__}", hint="start it first"
+            ) from None
+        try:
+            if response.status_code != 200 or len(response.content) > _MAX_MODELS_BYTES:
+                raise ProviderError(f"the upstream answers {response.status_code} to /v1/models")
+            listed = msgspec.json.decode(response.content)["data"]
+            return {str(one["id"]): int(one.get("max_model_len") or 4096) for one in listed}
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            raise ProviderError("the upstream's /v1/models lists no models") from None
+
+    @asynccontextmanager
+    async def ask(self, kind: Kind, body: bytes, trace: str = "") -> AsyncIterator[UpstreamAnswer]:
+        """An answer, whose connection ends with the context. ``trace``: a traceparent for the engine.
+
+        Raises `ProviderError` where none comes.
+        """
+        headers = {"content-type": "application/json"} | ({"traceparent": trace} if trace else {})
+        request = self._client.build_request("POST", _PATHS[kind], content=body, headers=headers)
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise ProviderError(f"the upstream does not answer: {type(error).__name__}") from None
+        try:
+            kind_of = response.headers.get("content-type", "application/json")
+            yield UpstreamAnswer(response.status_code, kind_of, _body(response))
+        finally:
+            await response.aclose()
+
+    async def measure(self, model: str, max_context: int, slots: int) -> Capacity:
+        """Its rates, by a few requests. Raises `ProviderError` where one of them is not answered."""
+        prompt = " ".join(["word"] * min(_TRIAL_PROMPT, max(1, max_context // 4)))
+        read_s, tokens = await self._trial(model, prompt, 1)
+        prefill_rate = max(1.0, tokens / read_s)
+        alone_s, given = await self._trial(model, "Count.", _TRIAL_TOKENS)
+        began = time.perf_counter()
+        together = await asyncio.gather(*(self._trial(model, "Count.", _TRIAL_TOKENS) for _ in range(slots)))
+        all_s = time.perf_counter() - began
+        return Capacity(
+            slots=slots,
+            decode_rate=max(0.01, given / alone_s),
+            batch_rate=max(0.01, sum(count for _, count in together) / all_s),
+            prefill_rate=prefill_rate,
+            max_context=max_context,
+        )
+
+    async def _trial(self, model: str, prompt: str, max_tokens: int) -> tuple[float, int]:
+        """Seconds, and tokens: of the prompt where one token was asked for, else of the answer."""
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        began = time.perf_counter()
+        async with self.ask("chat", msgspec.json.encode(body)) as answer:
+            data = b"".join([piece async for piece in answer.body])
+        if answer.status != 200:
+            raise ProviderError(f"the upstream answers {answer.status} to a request of a few tokens")
+        reader = EventReader(stream=False)
+        reader.whole(data)
+        count = reader.prompt_tokens if max_tokens == 1 else reader.completion_tokens
+        return max(1e-6, time.perf_counter() - began), max(1, count)
+
+    async def close(self) -> None:
+        """Every connection."""
+        await self._client.aclose()
+
+
+async def _body(response: httpx.Response) -> AsyncIterator[bytes]:
+    try:
+        async for piece in response.aiter_raw():
+            yield piece
+    except httpx.HTTPError as error:
+        raise ProviderError(f"the upstream broke off: {type(error).__name__}") from None

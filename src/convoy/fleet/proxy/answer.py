@@ -1,0 +1,106 @@
+"""A sealed answer at the proxy: opened chunk by chunk, and whole only if its seal says so."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from convoy.crypto.sealed_answer import AnswerOpener
+from convoy.errors import FrameError, ProviderError, SealError
+from convoy.fleet.coordinator.attempt import AnswerCounts, AnswerHead
+from convoy.fleet.proxy.client import suspect
+from convoy.wire.fleet import Began, Chunk, Done, Failed
+from convoy.wire.records import Record, RecordReader, Timed
+
+
+class AnswerReader:
+    """For one reader: `head`, then `pieces` to the end. Both raise `ProviderError`."""
+
+    def __init__(self, body: AsyncIterator[bytes], secret: bytes, request_hash: bytes) -> None:
+        self._records = _records(body)
+        self._secret = secret
+        self._hash = request_hash
+        self._opener: AnswerOpener | None = None
+        self.counts: AnswerCounts | None = None  # by the provider, under its seal
+        self.billed: AnswerCounts | None = None  # by the coordinator
+        self.us: dict[str, int] = {}
+
+    async def head(self) -> AnswerHead:
+        """The first chunk."""
+        record = await anext(self._records, None)
+        if isinstance(record, Failed):
+            raise suspect("the provider failed before it began")
+        if not isinstance(record, Began):
+            raise suspect("the coordinator relays an answer that does not begin")
+        self._opener = AnswerOpener(self._secret, self._hash, record.nonce)
+        while not (first := await self._next_chunk()) and not self._opener.ended:
+            pass  # its engine says nothing yet
+        try:
+            head = msgspec.json.decode(first, type=AnswerHead)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise suspect("the provider's answer has no head") from None
+        kind = head.content_type
+        if not (200 <= head.status <= 599 and kind.isascii() and kind.isprintable() and len(kind) <= 200):
+            raise suspect("the provider's answer has a head that is none")
+        return head
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body; then `counts`, and what else the coordinator says."""
+        assert self._opener is not None, "the head comes first"
+        while self.counts is None:
+            piece = await self._next_chunk()
+            if self._opener.ended:
+                self.counts = _counts(piece)
+            elif piece:
+                yield piece
+        async for record in self._records:
+            if isinstance(record, Done) and self.billed is None:
+                self.billed = AnswerCounts(record.prompt_tokens, record.completion_tokens)
+            elif isinstance(record, Timed):
+                self.us = record.us
+            else:
+                raise suspect("the coordinator relays more than the answer")
+
+    @property
+    def difference(self) -> str:
+        """Between what was billed and what the provider counts; empty if there is none."""
+        assert self.counts is not None, "after the last piece"
+        sealed = f"{self.counts.prompt_tokens}+{self.counts.completion_tokens}"
+        if self.billed is None:
+            return f"no bill was shown, sealed {sealed}"
+        if self.billed == self.counts:
+            return ""
+        return f"billed {self.billed.prompt_tokens}+{self.billed.completion_tokens}, sealed {sealed}"
+
+    async def _next_chunk(self) -> bytes:
+        assert self._opener is not None, "chunks come after the beginning"
+        record = await anext(self._records, None)
+        if isinstance(record, Failed):
+            raise suspect("the provider failed before the answer was complete")
+        if not isinstance(record, Chunk):
+            raise suspect("the answer ended before its last chunk")
+        try:
+            return self._opener.open(record.sealed, last=record.last)
+        except SealError:
+            raise suspect("the answer was changed on its way, or parts of it moved or left out") from None
+
+
+async def _records(body: AsyncIterator[bytes]) -> AsyncIterator[Record]:
+    reader = RecordReader()
+    async for data in body:
+        try:
+            found = reader.feed(data)
+        except FrameError:
+            raise suspect("the coordinator relays something that is no sealed answer") from None
+        for record in found:
+            yield record
+
+
+def _counts(data: bytes) -> AnswerCounts:
+    try:
+        return msgspec.json.decode(data, type=AnswerCounts)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise ProviderError(
+            "the provider's answer has no counts", public="the provider's answer has no counts"
+        ) from None

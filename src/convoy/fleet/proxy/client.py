@@ -1,0 +1,208 @@
+"""A proxy's connections to its coordinator, every byte of whose answers is suspect."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+
+from convoy.errors import ConfigError, FrameError, ProviderError
+from convoy.fleet.asked import Kind
+from convoy.fleet.lease import (
+    ANSWER_TYPE,
+    MAX_LEASED_BYTES,
+    SEALED_TYPE,
+    Lease,
+    LeaseAsked,
+    Reseal,
+    read_lease,
+)
+from convoy.fleet.outward import verified_tls
+from convoy.serve.options import is_loopback
+from convoy.serve.problem import ErrorBody, ErrorDetail
+from convoy.wire.text import plain_text
+
+PATHS: dict[Kind, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+_CONNECT_S, _READ_S = 10.0, 600.0
+_MAX_MODELS_BYTES = 16 * 1024 * 1024
+
+
+class Refusal(Exception):  # noqa: N818 - an answer, not a fault
+    """The coordinator says no, in words that were made harmless; ``retry_after``: its seconds, or empty."""
+
+    def __init__(self, status: int, body: ErrorBody, retry_after: str) -> None:
+        super().__init__(f"the coordinator answers {status}")
+        self.status = status
+        self.body = body
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class SealedAnswer:
+    """It has begun; ``body`` is read as it comes."""
+
+    body: AsyncIterator[bytes]
+    timing: dict[str, int]  # microseconds, as far as they are known
+
+
+def check_url(url: str) -> None:
+    """Raises `ConfigError`: in clear text only to this machine itself."""
+    parts = urlsplit(url)
+    if parts.scheme not in {"http", "https"} or not parts.hostname:
+        raise ConfigError(f"the coordinator {url[:200]!r} is no URL of HTTP", hint="https://HOST")
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
+        raise ConfigError(
+            f"refusing to speak to {parts.hostname} without TLS", hint=f"https://{parts.netloc}"
+        )
+
+
+class CoordinatorClient:
+    """``api_key``: of an account there."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        check_url(url)
+        base = url.rstrip("/").removesuffix("/v1")
+        self._client = httpx.AsyncClient(
+            base_url=base,
+            headers={"authorization": f"Bearer {api_key}", "accept-encoding": "identity"},
+            timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            verify=verified_tls() if base.startswith("https") else False,  # http is for loopback
+            trust_env=False,  # proxies and keys of the environment are not for this
+            follow_redirects=False,
+        )
+
+    async def lease(self, asked: LeaseAsked, idempotency_key: str | None, trace: str = "") -> Lease:
+        """``trace``: a traceparent. Raises `Refusal`, and `ProviderError` for what is no answer."""
+        headers = {"content-type": "application/json"} | ({"traceparent": trace} if trace else {})
+        if idempotency_key is not None:
+            headers["idempotency-key"] = idempotency_key
+        async with self._ask("POST", "/v1/leases", msgspec.json.encode(asked), headers) as response:
+            data = await _bounded(response, MAX_LEASED_BYTES)
+            if response.status_code != 200:
+                raise _refusal(response, data)
+            return _lease(data, Lease)
+
+    @asynccontextmanager
+    async def use(self, lease: Lease, sealed: bytes) -> AsyncIterator[SealedAnswer | Lease]:
+        """The answer, or another lease to seal for. Raises as `lease`."""
+        path, headers = f"/v1/leases/{lease.lease}", {"content-type": SEALED_TYPE}
+        async with self._ask("POST", path, sealed, headers) as response:
+            kind = response.headers.get("content-type", "")
+            if response.status_code == 200 and kind == ANSWER_TYPE:
+                yield SealedAnswer(pieces(response), _timing(response))
+                return
+            data = await _bounded(response, MAX_LEASED_BYTES)
+            if response.status_code == 409:
+                yield _lease(data, Reseal).reseal
+                return
+            if response.status_code == 200:
+                raise suspect("the coordinator answers a sealed request in clear text")
+            raise _refusal(response, data)
+
+    async def release(self, lease: Lease) -> None:
+        """Not needed; its time would be over soon."""
+        try:
+            request = self._client.build_request("DELETE", f"/v1/leases/{lease.lease}", timeout=_CONNECT_S)
+            response = await self._client.send(request, stream=True)
+            await response.aclose()  # unread: whatever it says, and however much
+        except httpx.HTTPError:
+            return
+
+    @asynccontextmanager
+    async def plain(
+        self, kind: Kind, body: bytes, idempotency_key: str | None
+    ) -> AsyncIterator[httpx.Response]:
+        """The text itself, for those who allow that."""
+        headers = {"content-type": "application/json"}
+        if idempotency_key is not None:
+            headers["idempotency-key"] = idempotency_key
+        async with self._ask("POST", PATHS[kind], body, headers) as response:
+            yield response
+
+    async def models(self) -> tuple[int, bytes]:
+        """Status and JSON, as they come."""
+        async with self._ask("GET", "/v1/models", b"", {}) as response:
+            return response.status_code, await _bounded(response, _MAX_MODELS_BYTES)
+
+    async def close(self) -> None:
+        """Every connection."""
+        await self._client.aclose()
+
+    @asynccontextmanager
+    async def _ask(
+        self, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> AsyncIterator[httpx.Response]:
+        request = self._client.build_request(method, path, content=body, headers=headers)
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise suspect(f"the coordinator is not to be reached: {type(error).__name__}") from None
+        try:
+            yield response
+        finally:
+            await response.aclose()
+
+
+def suspect(text: str) -> ProviderError:
+    """What a coordinator did that it should not; the user's tool may read it."""
+    return ProviderError(text, public=text)
+
+
+async def pieces(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Raises `ProviderError` where it breaks off."""
+    try:
+        async for piece in response.aiter_raw():
+            yield piece
+    except httpx.HTTPError as error:
+        raise suspect(f"the coordinator broke off: {type(error).__name__}") from None
+
+
+async def _bounded(response: httpx.Response, most: int) -> bytes:
+    data = bytearray()
+    async for piece in pieces(response):
+        data += piece
+        if len(data) > most:
+            raise suspect(f"the coordinator answers with more than {most} bytes")
+    return bytes(data)
+
+
+L = TypeVar("L", Lease, Reseal)
+
+
+def _lease(data: bytes, kind: type[L]) -> L:
+    try:
+        return read_lease(data, kind)
+    except FrameError:
+        raise suspect("the coordinator answers something that is no lease") from None
+
+
+def _timing(response: httpx.Response) -> dict[str, int]:
+    try:
+        found = msgspec.json.decode(response.headers.get("x-timing", "{}")[:4096], type=dict[str, int])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return {name: us for name, us in found.items() if name.isascii() and name.isidentifier()}
+
+
+def _refusal(response: httpx.Response, data: bytes) -> Refusal:
+    status = response.status_code if 400 <= response.status_code <= 599 else 502
+    try:
+        said = msgspec.json.decode(data, type=ErrorBody).error
+        detail = ErrorDetail(
+            plain_text(said.message, 500),
+            plain_text(said.type, 60),
+            None if said.param is None else plain_text(said.param, 60),
+            None if said.code is None else plain_text(said.code, 60),
+        )
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        text = f"the coordinator answers {response.status_code}"
+        detail = ErrorDetail(text, "server_error", None, "coordinator")
+    retry_after = response.headers.get("retry-after", "")
+    wait = retry_after if retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 6 else ""
+    return Refusal(status, ErrorBody(detail), wait)

@@ -1,0 +1,47 @@
+"""What a proxy counts. It names no model: what its tools send as one is their text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from convoy.cluster.member_metrics import build_info
+from convoy.cluster.metric_families import Metric, counter
+from convoy.fleet.coordinator.metrics import Tally, word_of
+from convoy.serve.exchange import Exchange
+
+
+class ProxyCounts:
+    """Lives on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._requests = Tally("outcome")
+        self.plain = self.resealed = self.usage_differs = 0
+
+    @contextmanager
+    def answering(self, exchange: Exchange) -> Iterator[None]:
+        """Around one request that was understood."""
+        outcome = "complete"
+        try:
+            yield
+            outcome = exchange.outcome or outcome
+        except asyncio.CancelledError:
+            outcome = "client gone"
+            raise
+        except Exception as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            self._requests.add(word_of(outcome))
+
+    def families(self) -> Iterator[Metric]:
+        """Up to now."""
+        yield build_info("proxy")
+        yield self._requests.family("convoy_proxy_requests", "Requests that are over, and how.")
+        for name, text, value in (
+            ("convoy_proxy_plain", "Requests that were sent in plain, as it was allowed.", self.plain),
+            ("convoy_proxy_resealed", "Bodies that were sealed anew, to another provider.", self.resealed),
+            ("convoy_proxy_usage_differs", "Bills other than what was sealed.", self.usage_differs),
+        ):
+            yield counter(name, text, [({}, value)])

@@ -1,0 +1,272 @@
+"""A local endpoint beside a user's tools: what they ask is sealed here, to a provider that is trusted here.
+
+The coordinator learns the model, sizes, times and whose account it is. Where nobody is trusted, nothing is
+sent, unless plain requests are allowed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from convoy.crypto.sealed_request import request_hash, seal_request, sealed_size
+from convoy.errors import SealError, Unavailable
+from convoy.fleet.asked import Kind, Wanted, read_wanted
+from convoy.fleet.coordinator.attempt import AnswerHead
+from convoy.fleet.coordinator.blind import facts_of
+from convoy.fleet.coordinator.consume import SEALED_HEADER
+from convoy.fleet.coordinator.options import ModelOptions
+from convoy.fleet.coordinator.way import start
+from convoy.fleet.lease import Lease, LeaseAsked
+from convoy.fleet.proxy.answer import AnswerReader
+from convoy.fleet.proxy.client import CoordinatorClient, Refusal, SealedAnswer, pieces, suspect
+from convoy.fleet.proxy.metrics import ProxyCounts
+from convoy.fleet.proxy.span import ProxySpan, proxied
+from convoy.fleet.proxy.trust import LeaseCheck, Trust, Untrusted
+from convoy.serve.arrival import read_body
+from convoy.serve.exchange import Exchange
+from convoy.serve.lifecycle import Lifecycle
+from convoy.serve.options import ServeOptions
+from convoy.serve.traces import NO_TRACES, Traces
+
+_log = logging.getLogger(__name__)
+_KEY_S = 24 * 3600
+_Who = dict[str, str]  # headers that say who answers, and what it proved
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyOptions:
+    """``default_max_tokens``: of a request that names none; the coordinator's own is not asked for."""
+
+    trust: Trust
+    allow_plain: bool = False
+    default_max_tokens: int = 1024
+    max_attempts: int = 6
+    traces: Traces = NO_TRACES
+
+
+class Tags:
+    """Names for beginnings of prompts that nobody else can make or try: under a key that lives a day."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._key, self._made_s = secrets.token_bytes(32), now()
+
+    def of(self, label: str, data: bytes) -> bytes:
+        """32 bytes."""
+        if self._now() - self._made_s > _KEY_S:
+            self._key, self._made_s = secrets.token_bytes(32), self._now()
+        return hmac.digest(self._key, label.encode() + b"\n" + data, hashlib.sha256)
+
+
+class Proxy:
+    """Lives on one event loop."""
+
+    def __init__(self, client: CoordinatorClient, options: ProxyOptions) -> None:
+        self.client = client
+        self.options = options
+        self._leases = LeaseCheck(options.trust)
+        self._tags = Tags()
+        self._cache_key = secrets.token_bytes(32)
+        self.counts = ProxyCounts()
+
+    async def answer(
+        self, data: bytes, kind: Kind, idempotency_key: str | None, exchange: Exchange, parent: str = ""
+    ) -> None:
+        """Sealed, or not at all; plain where that is allowed and nobody is trusted.
+
+        ``parent``: a traceparent of the tool.
+        """
+        wanted = self._wanted(data, kind)
+        traces = self.options.traces
+        with self.counts.answering(exchange), proxied(traces, kind, parent, exchange) as span:
+            await self._answer(data, wanted, idempotency_key, exchange, span)
+
+    async def _answer(
+        self, data: bytes, wanted: Wanted, idempotency_key: str | None, exchange: Exchange, span: ProxySpan
+    ) -> None:
+        hidden = None
+        if idempotency_key is not None:
+            hidden = self._tags.of("idempotency", idempotency_key.encode()).hex()
+        try:
+            lease = await self.client.lease(self._asked(wanted), hidden, span.traceparent)
+            span.leased(wanted)
+            for _ in range(self.options.max_attempts):
+                again = await self._try(lease, wanted, exchange, span)
+                if again is None:
+                    return
+                lease = again
+                self.counts.resealed += 1
+            raise suspect(f"the coordinator gave {self.options.max_attempts} leases, and none was served")
+        except Untrusted as error:
+            if not self.options.allow_plain or exchange.status:
+                raise
+            _log.warning("sent in plain request=%s: %s", exchange.id, error.message)
+            self.counts.plain += 1
+            if idempotency_key is not None:  # in clear it is another request than what was sealed
+                hidden = self._tags.of("idempotency in plain", idempotency_key.encode()).hex()
+            await self._plain(data, wanted, hidden, exchange)
+        except Refusal as refusal:
+            exchange.outcome = "Refusal"
+            headers = {"retry-after": refusal.retry_after} if refusal.retry_after else {}
+            await exchange.send_json(refusal.status, refusal.body, headers)
+
+    def _wanted(self, data: bytes, kind: Kind) -> Wanted:
+        default = ModelOptions(default_max_tokens=self.options.default_max_tokens)
+        return read_wanted(data, kind, "", _Always(default), self._cache_key)
+
+    def _asked(self, wanted: Wanted) -> LeaseAsked:
+        trust = self.options.trust
+        return LeaseAsked(
+            model=wanted.model,
+            kind=wanted.kind,
+            stream=wanted.stream,
+            prompt_tokens=_coarse(wanted.prompt_tokens),
+            most_prompt_tokens=sealed_size(len(wanted.body)),
+            max_tokens=wanted.max_tokens,
+            tag=self._tags.of("beginning", wanted.tag),
+            body_tag=self._tags.of("body", wanted.kind.encode() + wanted.body),
+            providers=sorted(trust.providers),
+            operators=sorted(trust.operators),
+            level=trust.rules.minimum.text,
+        )
+
+    async def _try(self, lease: Lease, wanted: Wanted, exchange: Exchange, span: ProxySpan) -> Lease | None:
+        """None once it is answered, or the lease for another try."""
+        try:
+            verdict = self._leases.check(lease)
+        except Untrusted:
+            await self.client.release(lease)
+            raise
+        who = {
+            "x-convoy-provider-key": lease.identity.hex(),
+            "x-convoy-provider-level": verdict.level.text,
+        }
+        facts = facts_of(lease, wanted)
+        try:
+            sealed, secret = seal_request(lease.request_key, facts, wanted.body)
+        except SealError as error:
+            raise suspect(error.message) from None
+        async with self.client.use(lease, sealed) as answer:
+            if not isinstance(answer, SealedAnswer):
+                return answer
+            reader = AnswerReader(answer.body, secret, request_hash(facts, sealed))
+            head = await reader.head()
+            span.first_token()
+            if wanted.stream:
+                await self._stream(reader, head, who, answer, exchange)
+            else:
+                await self._whole(reader, head, who, answer, exchange)
+        return None
+
+    async def _stream(
+        self, reader: AnswerReader, head: AnswerHead, who: _Who, answer: SealedAnswer, exchange: Exchange
+    ) -> None:
+        await exchange.send(start(head.status, _headers(head, who, answer.timing)))
+        async for piece in reader.pieces():
+            await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+        end = b""
+        if head.content_type.startswith("text/event-stream"):
+            end = b": timing " + msgspec.json.encode(reader.us) + b"\n\n"
+            if reader.difference:
+                end += f": usage differs: {reader.difference}\n\n".encode()
+        self._compare(reader, exchange)
+        await exchange.send({"type": "http.response.body", "body": end})
+
+    async def _whole(
+        self, reader: AnswerReader, head: AnswerHead, who: _Who, answer: SealedAnswer, exchange: Exchange
+    ) -> None:
+        body = b"".join([piece async for piece in reader.pieces()])
+        headers = _headers(head, who, reader.us or answer.timing)
+        if reader.difference:
+            headers["x-convoy-usage-differs"] = reader.difference
+        self._compare(reader, exchange)
+        await exchange.send(start(head.status, {**headers, "content-length": str(len(body))}))
+        await exchange.send({"type": "http.response.body", "body": body})
+
+    def _compare(self, reader: AnswerReader, exchange: Exchange) -> None:
+        if reader.difference:
+            self.counts.usage_differs += 1
+            _log.warning("usage differs request=%s: %s", exchange.id, reader.difference)
+
+    async def _plain(self, data: bytes, wanted: Wanted, hidden: str | None, exchange: Exchange) -> None:
+        async with self.client.plain(wanted.kind, data, hidden) as response:
+            kind = response.headers.get("content-type", "application/json")
+            headers = {"content-type": kind, "cache-control": "no-store", SEALED_HEADER: "by-coordinator"}
+            await exchange.send(start(response.status_code, headers))
+            async for piece in pieces(response):
+                await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+            await exchange.send({"type": "http.response.body", "body": b""})
+
+
+class _Always(dict[str, ModelOptions]):
+    """Every model has the same."""
+
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__()
+        self._options = options
+
+    def get(self, key: str, default: object = None) -> ModelOptions:  # noqa: ARG002
+        return self._options
+
+
+def _headers(head: AnswerHead, who: _Who, timing: dict[str, int]) -> dict[str, str]:
+    """None of the coordinator's: that it was blind is said here, by who made it so."""
+    return {
+        "content-type": head.content_type,
+        "cache-control": "no-store",
+        "x-accel-buffering": "no",
+        "x-timing": msgspec.json.encode(timing).decode(),
+        **who,
+        SEALED_HEADER: "end-to-end",
+    }
+
+
+def _coarse(count: int) -> int:
+    """Its two highest bits: enough to route by."""
+    shift = max(0, count.bit_length() - 2)
+    return max(1, count >> shift << shift)
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyAsked:
+    """An ASGI endpoint for one kind of request."""
+
+    proxy: Proxy
+    options: ServeOptions
+    lifecycle: Lifecycle
+    kind: Kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
+        exchange: Exchange = scope["convoy.exchange"]
+        headers = Headers(scope=scope)
+        with self.lifecycle.answering():
+            data = await read_body(headers, receive, self.options)
+            key, parent = headers.get("idempotency-key"), headers.get("traceparent", "")
+            await exchange.while_connected(self.proxy.answer(data, self.kind, key, exchange, parent))
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyModels:
+    """The coordinator's list, as it says."""
+
+    proxy: Proxy
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
+        exchange: Exchange = scope["convoy.exchange"]
+        status, data = await self.proxy.client.models()
+        try:
+            body: object = msgspec.json.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            text = "the coordinator answers something that is not JSON"
+            raise Unavailable(text, public=text) from None
+        await exchange.send_json(status if 200 <= status <= 599 else 502, body)

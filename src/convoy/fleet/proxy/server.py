@@ -1,0 +1,87 @@
+"""A proxy that listens on this machine, until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from convoy.errors import ConfigError
+from convoy.fleet.proxy.client import CoordinatorClient, check_url
+from convoy.fleet.proxy.proxy import Proxy, ProxyAsked, ProxyModels, ProxyOptions
+from convoy.serve.guard import Guard
+from convoy.serve.http_counts import HttpCounts
+from convoy.serve.lifecycle import Lifecycle
+from convoy.serve.metrics import Metrics
+from convoy.serve.options import ServeOptions, is_loopback
+from convoy.serve.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
+
+PROXY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+
+
+def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) -> ASGIApp:
+    """OpenAI's paths, behind the same door as a head's."""
+
+    async def health(_: Request) -> Response:
+        if lifecycle.draining:
+            return JSONResponse({"status": "draining", "reason": "the proxy is shutting down"}, 503)
+        return JSONResponse({"status": "ready", "reason": "it listens"})
+
+    counts = HttpCounts(PROXY_PATHS)
+    metrics = Metrics((proxy.counts.families, counts.families), lifecycle)
+    routes = [
+        Route("/v1/chat/completions", ProxyAsked(proxy, options, lifecycle, "chat"), methods=["POST"]),
+        Route("/v1/completions", ProxyAsked(proxy, options, lifecycle, "completion"), methods=["POST"]),
+        Route("/v1/models", ProxyModels(proxy)),
+        Route("/health", health),
+        Route("/metrics", metrics.answer),
+    ]
+    return counts.around(Guard(Router(routes, redirect_slashes=False), options))
+
+
+def run_proxy(
+    coordinator: str,
+    api_key: str,
+    proxy_options: ProxyOptions,
+    options: ServeOptions,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    stop: Stop | None = None,
+) -> int:
+    """Serve until a signal or `Stop.request`; how many answers were cut off.
+
+    Raises `ConfigError` before anything is served: text is in clear between the tools and here, so off
+    loopback there is no listener, and without anybody to trust there is nothing to do.
+    """
+    check_url(coordinator)
+    trust = proxy_options.trust
+    if not is_loopback(options.host):
+        raise ConfigError(f"a proxy listens on loopback alone, and not on {options.host}")
+    if not (trust.providers or trust.operators or proxy_options.allow_plain):
+        raise ConfigError(
+            "this proxy trusts nobody, and would refuse every request",
+            hint="name a key: --trust-provider HEX or --trust-operator HEX",
+        )
+    stop = stop or Stop()
+    with bind(options) as listener, signals(stop):
+        url = url_of(options.host, listener)
+
+        async def serve() -> int:
+            lifecycle = Lifecycle()
+            client = CoordinatorClient(coordinator, api_key)
+            server = HttpServer(make_proxy_app(Proxy(client, proxy_options), options, lifecycle))
+            try:
+                return await serve_until_stopped(
+                    [(server, listener)],
+                    *(lifecycle, stop, options.drain_s),
+                    on_ready=None if on_ready is None else lambda: on_ready(url),
+                )
+            finally:
+                await client.close()
+
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(serve())

@@ -1,0 +1,56 @@
+"""A proxy's span of one request. Its model is named once the coordinator knows it: until then nothing is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from convoy.fleet.asked import Wanted
+from convoy.fleet.coordinator.way import outcome_of
+from convoy.serve.exchange import Exchange
+from convoy.serve.traces import FIRST_S, MAX_TOKENS, MODEL, STREAM, Span, Traces
+
+
+class ProxySpan:
+    """Lease, first token, and the rest."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self._began_s = time.perf_counter()
+        self._leased_s = self._first_s = 0.0
+        self.traceparent = span.traceparent
+
+    def leased(self, wanted: Wanted) -> None:
+        """A provider is free for it."""
+        self._leased_s = self._now_s()
+        self._span.note({MODEL: wanted.model, MAX_TOKENS: wanted.max_tokens, STREAM: wanted.stream})
+        self._span.part("lease", 0.0, self._leased_s)
+
+    def first_token(self) -> None:
+        """Its answer begins, under the seal."""
+        self._first_s = self._now_s()
+        self._span.note({FIRST_S: self._first_s})
+        self._span.part("first_token", self._leased_s, self._first_s)
+
+    def end(self, exchange: Exchange, outcome: str) -> None:
+        """``exchange``: with the tool."""
+        if self._first_s:
+            self._span.part("answer", self._first_s, self._now_s())
+        self._span.note({"convoy.request.id": exchange.id})
+        self._span.end(outcome)
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._began_s
+
+
+@contextmanager
+def proxied(traces: Traces, kind: str, parent: str, exchange: Exchange) -> Iterator[ProxySpan]:
+    """The span of what is done inside."""
+    span = ProxySpan(traces.begin(kind, "", parent))
+    try:
+        yield span
+    except BaseException as error:
+        span.end(exchange, outcome_of(error))
+        raise
+    span.end(exchange, exchange.outcome or "complete")

@@ -1,0 +1,46 @@
+"""A coordinator's judgement of its providers' evidence, by its operator's rules."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import functools
+
+from convoy.cluster.software import own_claims
+from convoy.trust.provider import (
+    Challenged,
+    Claimant,
+    ProviderRules,
+    ProviderVerdict,
+    appraise_provider,
+)
+from convoy.wire.claims import Claims
+
+
+class ProviderVetting:
+    """Threads may share it."""
+
+    def __init__(self, rules: ProviderRules, own: Claims | None = None) -> None:
+        """``own``: what this process would claim of its software, for rules that say "same"."""
+        self.rules = rules
+        self._known = own
+
+    @functools.cached_property
+    def _own(self) -> Claims:
+        """Looked up only where a rule says "same": it reads every file of the package."""
+        if self._known is None and all(rule.values for rule in self.rules.policy.software):
+            return Claims("", {}, "", "", [])
+        return self._known or own_claims()
+
+    def judge(
+        self, evidence: bytes, claimant: Claimant, challenged: Challenged | None = None
+    ) -> ProviderVerdict:
+        """A verdict that suffices. Raises `AttestationError` with the reason for one that does not."""
+        now = datetime.datetime.now(datetime.UTC)
+        verdict = appraise_provider(evidence, claimant, self.rules, self._own, challenged=challenged, now=now)
+        self.rules.require(verdict)
+        return verdict
+
+    async def judged(self, evidence: bytes, claimant: Claimant, challenged: Challenged) -> ProviderVerdict:
+        """As `judge`, on a thread: a large cluster's signatures take milliseconds."""
+        return await asyncio.to_thread(self.judge, evidence, claimant, challenged)

@@ -1,0 +1,51 @@
+"""What is looked up by token id, its rows shared out over ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from convoy.model.layer_inputs import LayerInputs
+from convoy.model.parallel.ranks import Ranks
+
+
+class VocabularyPart(nn.Embedding):
+    """Rows [rank * rows, (rank + 1) * rows) of the vocabulary; looked up, they are whole, in float32.
+
+    A token's row is on one rank and zeros on the others, so its sum has its bits.
+    """
+
+    def __init__(self, embedding: nn.Embedding, ranks: Ranks) -> None:
+        rows, width = embedding.weight.shape
+        super().__init__(rows, width, _weight=embedding.weight.detach(), _freeze=True)
+        self._ranks = ranks
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 [T] to [T, hidden_size]."""
+        return self._ranks.add(self.own_rows(tokens))
+
+    def own_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The same before it is whole: this rank's rows, and zeros."""
+        own = tokens - self._ranks.shard.rank * self.num_embeddings
+        foreign = (own < 0) | (own >= self.num_embeddings)
+        rows = super().forward(own.masked_fill(foreign, 0)).to(torch.float32)
+        return rows.masked_fill_(foreign[:, None], 0.0)
+
+
+class RankInputs(LayerInputs):
+    """The inputs that layers make from token ids, with tables of which each rank has some rows."""
+
+    def __init__(self, inputs: LayerInputs, embedding: nn.Embedding, ranks: Ranks) -> None:
+        nn.Module.__init__(self)
+        self.__dict__.update(inputs.__dict__)
+        self.embedding = embedding
+        tables = [table for table in inputs.tables.values() if isinstance(table, nn.Embedding)]
+        self._parts = [VocabularyPart(table, ranks) for table in tables]
+        self.tables = nn.ModuleDict(dict(zip(inputs.tables, self._parts, strict=True)))
+        self._ranks = ranks
+
+    def look_up(self, tokens: torch.Tensor) -> list[torch.Tensor]:
+        """Each layer's rows, made whole in one go."""
+        own = [part.own_rows(tokens) for part in self._parts]
+        whole = self._ranks.add(torch.cat(own, dim=-1))
+        return list(torch.split(whole, [part.embedding_dim for part in self._parts], dim=-1))

@@ -1,0 +1,30 @@
+"""``GET /metrics`` of a server: what its parts say of themselves at that moment, in Prometheus' text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import Response
+
+from convoy.cluster.metric_families import CONTENT_TYPE_LATEST, Metric, Source, gauge, text_of
+from convoy.serve.lifecycle import Lifecycle
+
+
+class Metrics:
+    """An endpoint; the door before it decides who may read. ``sources`` are asked on a thread."""
+
+    def __init__(self, sources: Sequence[Source], lifecycle: Lifecycle) -> None:
+        self._sources = (*sources, lambda: http_families(lifecycle))
+
+    async def answer(self, request: Request) -> Response:  # noqa: ARG002
+        text = await anyio.to_thread.run_sync(text_of, self._sources)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST, "cache-control": "no-store"})
+
+
+def http_families(lifecycle: Lifecycle) -> Iterator[Metric]:
+    """Of the server itself."""
+    answers, draining = lifecycle.num_answers, int(lifecycle.draining)
+    yield gauge("convoy_http_answers", "Requests that are being answered.", [({}, answers)])
+    yield gauge("convoy_draining", "1 once no more requests are taken.", [({}, draining)])

@@ -1,0 +1,61 @@
+"""What follows from the kernels of a plan, and kernels that a device has in place of a host's."""
+
+from __future__ import annotations
+
+import pytest
+
+from convoy.cluster.offer import agree_dtype, agree_kernels, can_take_part
+from convoy.cluster.options import HeadOptions
+from convoy.errors import UsageError
+from convoy.model.device import CUDA_INT4, CUDA_INT8, CUDA_KERNEL, kernel_on_cuda
+from convoy.plan.kernels import form_of
+from convoy.wire.messages import Hello
+
+
+def hello(*kernels: str) -> Hello:
+    return Hello("test", ["float32", "bfloat16"], list(kernels), 1 << 30, 1, "test", False)
+
+
+def test_a_prompt_is_cut_into_long_chunks_only_where_every_stage_is_on_a_device() -> None:
+    options = HeadOptions()
+    devices, mixed = (
+        options.for_kernels([CUDA_KERNEL, CUDA_INT8]),
+        options.for_kernels(["exact-f32", CUDA_KERNEL]),
+    )
+    assert (devices.chunk_tokens, devices.step_tokens) == (2048, 2048)
+    assert (mixed.chunk_tokens, mixed.step_tokens) == (256, 512)
+    # a window's ring has room for the longest row
+    rows = [one.demand(block_size=16, max_context=4096).max_row_tokens for one in (devices, mixed, options)]
+    assert rows == [2048, 256, 256]
+    assert HeadOptions(prefill_chunk=64).for_kernels([CUDA_KERNEL]).chunk_tokens == 64
+
+
+def test_what_is_asked_of_hosts_is_on_a_device_what_it_has_in_its_place() -> None:
+    assert [kernel_on_cuda(name) for name in ("auto", "w8a8", "w4a16")] == [CUDA_KERNEL, CUDA_INT8, CUDA_INT4]
+    for name in ("exact-f32", "plain-f32"):
+        with pytest.raises(UsageError, match="does not run on cuda"):
+            kernel_on_cuda(name)
+
+
+def test_members_on_devices_run_each_its_own_kernel_beside_hosts() -> None:
+    hellos = {"alpha": hello("w8a8"), "beta": hello(CUDA_INT8), "gamma": hello(CUDA_KERNEL)}
+    kernels = agree_kernels(hellos, "alpha")
+    assert kernels == {"alpha": "w8a8", "beta": CUDA_INT8, "gamma": CUDA_KERNEL}
+    auto = hello(CUDA_KERNEL, CUDA_INT8, CUDA_INT4)
+    assert agree_kernels({"alpha": hello("w8a8"), "beta": auto}, "alpha")["beta"] == CUDA_INT8
+    assert agree_kernels({"alpha": hello(CUDA_INT4), "beta": auto}, "alpha")["beta"] == CUDA_INT4
+    assert agree_kernels({"alpha": hello("plain-f32"), "beta": auto}, "alpha")["beta"] == CUDA_KERNEL
+    assert agree_dtype(hellos, "alpha", kernels.values()) == "bfloat16"
+    assert can_take_part(hellos["alpha"], {CUDA_INT8})
+    assert not can_take_part(hellos["gamma"], {"exact-f32"})
+
+
+def test_rounded_weights_of_a_device_are_counted_with_their_scales() -> None:
+    assert form_of(CUDA_INT8).linear_bytes(30, 128) == 30 * (128 + 4)
+    assert form_of(CUDA_INT4).linear_bytes(30, 128) == 30 * (64 + 2 * 4)
+    # what is no multiple of a group, and lm_head
+    assert (
+        form_of(CUDA_INT4).linear_bytes(30, 100)
+        == form_of(CUDA_INT4).linear_bytes(30, 100, head=True)
+        == 3120
+    )

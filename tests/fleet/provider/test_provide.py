@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from convoy.errors import ConfigError, ProviderError
+from convoy.fleet.capacity import Load
+from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.seats import Seats
+from convoy.fleet.coordinator.server import Doors
+from convoy.fleet.provider.provide import ProvideOptions, Provider
+from convoy.fleet.provider.upstream import Upstream
+from convoy.serve.options import ServeOptions
+from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question, streamed
+from support.waiting import wait_until
+
+HERE = ServeOptions(allow_unauthenticated=True)
+
+
+@pytest.mark.parametrize("url", ["ws://example.org", "http://127.0.0.1", "wss://", "", "ws://10.0.0.1:80"])
+def test_a_coordinator_is_dialled_over_tls_or_on_this_machine(url: str) -> None:
+    with pytest.raises(ConfigError):
+        ProvideOptions(url, {}).check()
+    for good in ("wss://example.org", "ws://127.0.0.1:1", "ws://localhost:1", "ws://[::1]:1"):
+        ProvideOptions(good, {}).check()
+
+
+def test_a_coordinator_listens_over_tls_or_on_this_machine() -> None:
+    away = ServeOptions(host="0.0.0.0", allow_unauthenticated=True)  # noqa: S104 - that is what is refused
+    with pytest.raises(ConfigError, match="without TLS"):
+        Doors(away, HERE).check()
+    with pytest.raises(ConfigError, match="loopback alone"):
+        Doors(HERE, away).check()
+    Doors(away, HERE, tls=("a", "b")).check()
+    Doors(away, HERE, behind_tls_proxy=True).check()
+
+
+def test_a_provider_that_drains_ends_what_it_runs_and_takes_nothing_new(tmp_path: Path) -> None:
+    engine, other = FakeEngine(), FakeEngine()
+    fleet = FleetUnderTest(tmp_path, CoordinatorOptions(instance="test"))
+    try:
+        with (
+            engine_server(engine) as url,
+            engine_server(other) as other_url,
+            ThreadPoolExecutor(2) as pool,
+            fleet.client() as client,
+        ):
+            fleet.add("one", url)
+            engine.trouble = ["slow"]
+            asked = pool.submit(client.post, "/v1/chat/completions", json=question(20, 22, stream=True))
+            wait_until(lambda: engine.bodies)
+            ended = pool.submit(fleet.stop_provider, 0)
+            with fleet.admin() as admin:
+                wait_until(lambda: admin.get("/status").json()["providers"][0]["draining"])
+            fleet.add("two", other_url)
+            assert client.post("/v1/chat/completions", json=question(1, 2)).status_code == 200
+            assert len(engine.bodies) == 1
+            engine.go_on.set()
+            assert streamed(asked.result().text) == "42."
+            ended.result()
+    finally:
+        fleet.close()
+
+
+def test_a_provider_with_an_old_key_ends_what_runs_before_it_comes_back_with_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_old = threading.Event()
+
+    async def key_is_old(_: Provider) -> None:
+        while not is_old.is_set():
+            await asyncio.sleep(0.01)
+        is_old.clear()
+
+    monkeypatch.setattr(Provider, "_key_is_old", key_is_old)
+    fleet, engine = FleetUnderTest(tmp_path, CoordinatorOptions(instance="test")), FakeEngine()
+    try:
+        with engine_server(engine) as url, ThreadPoolExecutor(1) as pool, fleet.client() as client:
+            fleet.add("one", url)
+            engine.trouble = ["slow"]
+            asked = pool.submit(client.post, "/v1/chat/completions", json=question(20, 22, stream=True))
+            wait_until(lambda: engine.bodies)
+            is_old.set()
+            with fleet.admin() as admin:
+                wait_until(lambda: admin.get("/status").json()["providers"][0]["draining"])
+            engine.go_on.set()
+            assert streamed(asked.result().text) == "42."
+            fleet.wait_registered()
+            assert client.post("/v1/chat/completions", json=question(1, 2)).status_code == 200
+            one, two = (body["cache_salt"] for body in engine.bodies)
+            assert one == two  # the account's
+    finally:
+        fleet.close()
+
+
+def test_a_pinned_coordinator_is_the_only_one_that_is_registered_with(tmp_path: Path) -> None:
+    fleet = FleetUnderTest(tmp_path, CoordinatorOptions(instance="test"))
+    try:
+        fleet.add("pinned", "http://127.0.0.1:1", coordinator_key=fleet.identity.public_key)
+        with pytest.raises(AssertionError):
+            fleet.add("other", "http://127.0.0.1:1", coordinator_key=bytes(32), wait_s=1.0)
+        assert "expected" in str(fleet.error_of(-1))
+    finally:
+        fleet.close()
+
+
+def test_an_engines_rates_are_measured_and_its_absence_is_said() -> None:
+    async def measure(url: str) -> None:
+        upstream = Upstream(url)
+        try:
+            models = await upstream.models()
+            assert models == {MODEL: 4096}
+        finally:
+            await upstream.close()
+
+    with engine_server(FakeEngine()) as url:
+        asyncio.run(measure(url + "/v1/"))
+    with pytest.raises(ProviderError, match="does not answer"):
+        asyncio.run(measure(url))
+    with pytest.raises(ConfigError):
+        Upstream("example.org")
+
+
+def test_a_provider_that_is_not_approved_yet_says_so_once_and_who_can_mend_it(tmp_path: Path) -> None:
+    fleet = FleetUnderTest(tmp_path, CoordinatorOptions(instance="test"))
+    try:
+        fleet.add("new", "http://127.0.0.1:1", approved=False)
+        wait_until(lambda: fleet.events)
+        key = fleet.identities[0].hex()
+        command = f"convoy coordinator providers --approve {key} NAME"
+        assert fleet.events == [f"new: waiting for approval: on the coordinator's machine, {command}"]
+        fleet.directory.approve(fleet.identities[0], "new")
+        fleet.wait_registered()
+        assert fleet.events[1:] == ["new: registered as new"]
+    finally:
+        fleet.close()
+
+
+def test_a_heartbeat_says_what_the_engine_gave_each_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Load] = []
+    note_load = Seats.note_load
+
+    def heard(self: Seats, name: str, load: Load) -> None:
+        said.append(load)
+        note_load(self, name, load)
+
+    monkeypatch.setattr(Seats, "note_load", heard)
+    fleet = FleetUnderTest(tmp_path, CoordinatorOptions(instance="test"))
+    engine = FakeEngine()
+    try:
+        with engine_server(engine) as url, ThreadPoolExecutor(1) as pool, fleet.client() as client:
+            fleet.add("one", url, heartbeat_s=0.1)
+            engine.trouble = ["slow"]
+            body = question(10**15, 1, stream=True)  # sixteen digits, and a wait after the first
+            asked = pool.submit(client.post, "/v1/chat/completions", json=body)
+            wait_until(lambda: engine.bodies)
+            wait_until(lambda: any(load.free_slots == 3 for load in said))
+            count = len(said)
+            wait_until(lambda: len(said) > count + 2)  # so that it decoded for a while
+            assert not any(load.decode_rate for load in said)
+            engine.go_on.set()
+            assert streamed(asked.result().text) == f"{10**15 + 1}."
+            wait_until(lambda: any(load.decode_rate for load in said))
+            rates = [load for load in said if load.decode_rate]
+            assert rates[0].decode_rate < 16 / 0.05
+            assert rates[0].streams == pytest.approx(1.0)
+            wait_until(lambda: said[-1].decode_rate == 0)  # and after a while nothing of it
+    finally:
+        fleet.close()

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from convoy.crypto.sealed_request import MAX_SEALED_BYTES
+from convoy.errors import RequestError
+from convoy.fleet.asked import read_wanted
+from convoy.serve.refusals import BodyTooLong
+
+BODY = b'{"model":"m","messages":[],"x":[1e15, "\\u00e9"]%s}'
+
+
+def asked(more: bytes = b"", account: str = "ann", cache_key: bytes = b"") -> dict[str, object]:
+    found: dict[str, object] = msgspec.json.decode(
+        read_wanted(BODY % more, "chat", account, {}, cache_key).body
+    )
+    return found
+
+
+def test_what_is_passed_on_is_as_it_was_written_and_so_no_longer() -> None:
+    assert b'"x":[1e15, "\\u00e9"]' in read_wanted(BODY % b"", "chat", "ann", {}).body
+    number = b"1e15," * 1_000_000
+    assert len(read_wanted(BODY % (b',"y":[' + number + b"1]"), "chat", "ann", {}).body) < len(number) + 200
+
+
+def test_a_body_that_no_seal_holds_is_refused_before_any_provider_hears_of_it() -> None:
+    with pytest.raises(BodyTooLong):
+        asked(b',"y":"' + b"x" * MAX_SEALED_BYTES + b'"')
+    with pytest.raises(RequestError):
+        read_wanted(b'{"model":"m","y":"\xff"}', "chat", "ann", {})
+
+
+def test_max_tokens_is_the_only_limit_that_an_engine_is_told() -> None:
+    found = asked(b',"n_predict":9999,"max_new_tokens":9999,"num_predict":9999,"max_tokens":4')
+    assert found["max_tokens"] == 4
+    assert not {"n_predict", "max_new_tokens", "num_predict"} & set(found)
+
+
+def test_accounts_have_cache_salts_that_others_cannot_ask_for() -> None:
+    ann, bob = asked(cache_key=b"k")["cache_salt"], asked(account="bob", cache_key=b"k")["cache_salt"]
+    assert isinstance(ann, str)
+    assert len(ann) == 64
+    assert ann != bob
+    assert asked(cache_key=b"k")["cache_salt"] == ann
+    assert asked(cache_key=b"other")["cache_salt"] != ann
+    own = b',"cache_salt":"' + ann.encode() + b'"'
+    stolen = asked(own, account="bob", cache_key=b"k")["cache_salt"]
+    assert stolen not in {ann, bob}
+    assert asked(own)["cache_salt"] == ann  # at the provider: as it was sealed
+    assert "cache_salt" not in asked()

@@ -1,0 +1,299 @@
+"""Compiled code against torch's operators, bit for bit, and what happens where there is none."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.errors import SelfCheckError, StepError
+from convoy.model.kv import BlockTable
+from convoy.model.linear import PackedLinear, pad_rows
+from convoy.model.native import attention_check, build, library
+from convoy.model.native.attention import NativeGroup
+from convoy.model.native.attention_check import attention_holds
+from convoy.model.native.linears import MAX_F32_ROWS
+from convoy.model.native.norm import native_norm, norm_holds
+from convoy.model.packed import HeadShape, describe_group
+from convoy.model.pool import KvPool
+from convoy.model.quantized import Int8Linear, int8_linear, native_holds, round_weight
+from convoy.model.selfcheck import check_linears
+from convoy.wire.messages import Row
+from support.tiny_models import Threads
+
+SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256), (1024, 1536), (2816, 64), (1031, 33), (2, 2))
+needs_native = pytest.mark.skipif(
+    library.native_library() is None, reason=f"nothing is compiled here: {library.why_no_native()}"
+)
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def in_order(x: torch.Tensor, weight: torch.Tensor, run: int) -> torch.Tensor:
+    """The slow reference: one product after the other, each rounded once, as a fused multiply-add is."""
+    total: torch.Tensor | None = None
+    for start in range(0, x.shape[1], run):
+        chain = torch.zeros(x.shape[0], len(weight))
+        for k in range(start, min(start + run, x.shape[1])):
+            # a product of two float32 is exact in float64: the sum alone is rounded, nearly always once
+            product = x[:, k, None].double() * weight[:, k].double()
+            chain = (chain.double() + product).float()
+        total = chain if total is None else total + chain
+    assert total is not None
+    return total
+
+
+@needs_native
+@pytest.mark.parametrize(("width", "outputs"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_row_has_onednns_bits_beside_any_others_on_any_threads(
+    width: int, outputs: int, with_bias: bool, threads: Threads
+) -> None:
+    linear = PackedLinear(numbers(outputs, width), numbers(outputs, seed=1) if with_bias else None)
+    assert linear.takes_lone_rows
+    x = numbers(64, width, seed=2)
+    plain = PackedLinear(*linear.dense())
+    plain.leave_native()
+    expected = plain(x)
+    for count in (1, 2):
+        threads(count)
+        for rows in range(1, 65):
+            start = rows % (65 - rows)
+            assert torch.equal(linear(x[start : start + rows]), expected[start : start + rows])
+    assert MAX_F32_ROWS < 64  # so that both were met
+
+
+@needs_native
+def test_products_are_added_in_the_order_of_the_inputs() -> None:
+    weight, x = numbers(70, 96), numbers(3, 96, seed=2)
+    assert (PackedLinear(weight, None)(x) - in_order(x, weight, 96)).abs().max() < 1e-5
+    same = PackedLinear(weight, None)(x) == in_order(x, weight, 96)
+    assert same.float().mean() > 0.99  # rounding twice differs once in many thousands
+
+
+@needs_native
+@pytest.mark.parametrize(("width", "outputs"), SHAPES)
+def test_eight_bits_have_the_slow_references_bits(width: int, outputs: int, threads: Threads) -> None:
+    weight, bias = numbers(outputs, width), numbers(outputs, seed=1)
+    linear, x = Int8Linear(weight, bias), numbers(64, width, seed=2)
+    rounded, scale = round_weight(weight)
+    expected = int8_linear(x, rounded, scale, bias)
+    assert native_holds()
+    for count in (1, 2):
+        threads(count)
+        for rows in (1, 2, 3, 5, 6, 7, 13, 16, 31, 64):
+            assert torch.equal(linear(x[:rows]), expected[:rows])
+
+
+@needs_native
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 3e38])
+@pytest.mark.parametrize("place", [0, 20, 104])
+def test_a_number_that_is_not_finite_leaves_no_finite_result_of_eight_bits(bad: float, place: int) -> None:
+    linear, x = Int8Linear(numbers(70, 105), None), numbers(3, 105, seed=2)
+    expected = linear(x)
+    x[1, place] = bad
+    found = linear(x)
+    assert found[1].isnan().all()
+    assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+@needs_native
+def test_rows_that_do_not_lie_side_by_side_are_multiplied_as_others_are() -> None:
+    linear, rounded = PackedLinear(numbers(70, 96), None), Int8Linear(numbers(70, 96), None)
+    x = numbers(3, 200, seed=2)
+    for of in (linear, rounded):
+        assert torch.equal(of(x[:, 50:146]), of(x[:, 50:146].contiguous()))
+        assert torch.equal(of(x.t()[:96].t()), of(x[:, :96].contiguous()))
+        assert torch.equal(of(x[None, :, :96])[0], of(x[:, :96].contiguous()))
+
+
+@needs_native
+@pytest.mark.parametrize("size", [2, 40, 64, 105, 1024, 1031, 5120])
+def test_a_norm_has_torchs_bits(size: int, threads: Threads) -> None:
+    assert norm_holds(size)
+    x, weight = numbers(33, size), numbers(size, seed=1)
+    expected = nn.functional.rms_norm(x, (size,), weight, 1e-5)
+    for count in (1, 2):
+        threads(count)
+        for rows in (1, 2, 9, 33):
+            assert torch.equal(native_norm(x[:rows].contiguous(), weight, 1e-5), expected[:rows])
+
+
+@needs_native
+@pytest.mark.parametrize("heads", [(16, 4, 64), (4, 2, 16), (3, 3, 32), (14, 2, 64), (8, 1, 128)])
+@pytest.mark.parametrize("window", [None, 70])
+def test_attention_of_lone_rows_has_torchs_bits(heads: tuple[int, int, int], window: int | None) -> None:
+    assert attention_holds(HeadShape(*heads, 16, 100, window, least_rows=4))
+
+
+@needs_native
+def test_heads_of_another_shape_than_the_batchs_are_refused_before_an_address_is_taken() -> None:
+    shape = HeadShape(4, 2, 16, 16, 1)
+    group = describe_group([(Row(0, 0, 1, 0), BlockTable([[0]]))], 0, shape)
+    native, pool = NativeGroup(group), KvPool(1, 2, 16, 16)
+    right, long = numbers(1, 8, 16), numbers(1, 8, 32)
+    for heads, factors, turned in (
+        (right, right, 32),
+        (long, right, 16),
+        (right, long, 16),
+        (right[:0],) * 2 + (16,),
+    ):
+        with pytest.raises(StepError, match="heads come as"):
+            native.attend(heads, factors, factors, turned, pool)
+    assert native.attend(right, right, right, 16, pool).shape == (1, 4, 16)
+
+
+@needs_native
+def test_the_check_draws_the_same_numbers_each_time_and_none_of_anybody_elses() -> None:
+    before = torch.get_rng_state()
+    assert attention_check._holds.__wrapped__(HeadShape(4, 2, 16, 16, 40, least_rows=4))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@needs_native
+def test_a_head_that_is_no_whole_number_of_vectors_is_left_to_torch() -> None:
+    assert not attention_holds(HeadShape(4, 2, 20, 16, 100))
+    assert not attention_holds(HeadShape(4, 2, 32, 8, 100))
+
+
+@needs_native
+def test_linears_whose_compiled_bits_differ_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = PackedLinear(numbers(70, 96), None)
+    native = linear._native
+    assert native is not None
+    monkeypatch.setattr(linear, "_native", lambda x: native(x) + 1)
+    check_linears([linear])
+    assert not linear.takes_lone_rows
+    assert torch.equal(linear(pad_rows(numbers(1, 96)))[:1], native(numbers(1, 96)))
+
+
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    build.built_library.cache_clear()
+    library.native_library.cache_clear()
+    native_holds.cache_clear()
+    norm_holds.cache_clear()
+    yield
+    build.built_library.cache_clear()
+    library.native_library.cache_clear()
+    native_holds.cache_clear()
+    norm_holds.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_without_a_compiler_torch_does_it_all_with_the_same_bits() -> None:
+    weight, x = numbers(256, 704), numbers(5, 704, seed=2)
+    linear, rounded = PackedLinear(weight, None), Int8Linear(weight, None)
+    assert not linear.takes_lone_rows
+    assert library.why_no_native()
+    whole, scale = round_weight(weight)
+    assert torch.equal(rounded(x), int8_linear(x, whole, scale, None))
+    assert torch.equal(linear(x), linear(torch.cat((x, x)))[:5])
+
+
+WRITES_LIB = 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo lib > "$2"; shift; done'
+
+
+def compiler(folder: Path, script: str) -> str:
+    """A program that takes a compiler's place."""
+    path = folder / "cc"
+    path.write_text(f"#!/bin/sh\n{script}\n", encoding="ascii")
+    path.chmod(0o700)
+    return str(path)
+
+
+def test_a_compiler_that_fails_is_reported_with_its_first_line(tmp_path: Path) -> None:
+    broken = compiler(
+        tmp_path, '[ "$1" = --version ] && exit 0\necho "no such option" >&2; echo more >&2; exit 3'
+    )
+    with pytest.raises(SelfCheckError, match=r"could not compile kernels\.c: no such option"):
+        build.compile_into(tmp_path / "native", broken)
+    assert list((tmp_path / "native").iterdir()) == []
+
+
+def test_what_was_compiled_once_is_taken_from_the_cache(tmp_path: Path) -> None:
+    script = f'echo x >> "$(dirname "$0")/runs"\n{WRITES_LIB}'
+    fake = compiler(tmp_path, script)
+    first = build.compile_into(tmp_path / "native", fake)
+    assert build.compile_into(tmp_path / "native", fake) == first
+    assert first.read_text() == "lib\n"
+    assert (tmp_path / "runs").read_text().count("x") == 3  # asked twice for its version
+    assert stat.S_IMODE(first.parent.stat().st_mode) == 0o700
+
+
+def test_a_library_is_on_the_disk_before_it_has_its_name_and_its_name_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "native"
+    synced: list[tuple[int, list[str]]] = []
+
+    def sync(handle: int) -> None:
+        synced.append((os.fstat(handle).st_ino, [path.suffix for path in folder.iterdir()]))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    made = build.compile_into(folder, compiler(tmp_path, WRITES_LIB))
+    assert synced == [(made.stat().st_ino, [".part"]), (folder.stat().st_ino, [".so"])]
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720])
+def test_nothing_is_compiled_into_a_directory_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "native"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(SelfCheckError, match="others may write to"):
+        build.compile_into(folder, compiler(tmp_path, "exit 0"))
+
+
+def test_a_library_that_others_may_write_to_is_not_loaded(tmp_path: Path) -> None:
+    fake = compiler(tmp_path, WRITES_LIB)
+    build.compile_into(tmp_path / "native", fake).chmod(0o722)
+    with pytest.raises(SelfCheckError, match="others may write to"):
+        build.compile_into(tmp_path / "native", fake)
+
+
+def test_a_directory_below_one_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home").chmod(0o777)
+    with pytest.raises(SelfCheckError, match="others may write to"):
+        build.compile_into(tmp_path / "home" / "native", compiler(tmp_path, "exit 0"))
+
+
+def test_directories_that_are_made_are_nobody_elses_whatever_the_umask_is(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        made = build.compile_into(tmp_path / "cache" / "convoy" / "native", compiler(tmp_path, WRITES_LIB))
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(path.stat().st_mode) for path in list(made.parents)[:3]] == [0o700] * 3
+
+
+def test_a_user_without_a_home_directory_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "missing_features", list)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(build, "FOLDER", Path("~nobody-of-this-name/native"))
+    with pytest.raises(SelfCheckError, match="no home directory"):
+        build.built_library.__wrapped__()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "native"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+    with pytest.raises(SelfCheckError, match="belongs to another user"):
+        build.compile_into(folder, compiler(tmp_path, "exit 0"))
+
+
+def test_a_cpu_without_the_vectors_is_named_by_what_it_lacks(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor : 0\nflags : fma avx2 avx512f avx512bw avx512vl avx512dq\n", encoding="ascii")
+    found = build.missing_features(info)
+    assert found in (["avx512_vnni"], ["x86-64 Linux"])

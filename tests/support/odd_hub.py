@@ -1,0 +1,36 @@
+"""Fixtures of one odd model: its directory, its manifest, and a hub on loopback that has it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from convoy.model import hub_stream
+from convoy.model.digests import Hashing, make_manifest
+from convoy.model.manifest import Manifest
+from convoy.model.source import ModelSource
+from support.fake_hub import FakeHub
+from support.odd_models import make_odd_llama
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory; nobody changes it."""
+    return make_odd_llama(tmp_path_factory.mktemp("model") / "odd")
+
+
+@pytest.fixture(scope="session")
+def manifest(model: Path) -> Manifest:
+    return make_manifest(ModelSource.resolve(str(model)), Hashing())
+
+
+@pytest.fixture
+def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """It serves a copy, which may be changed; who asks it again does so at once."""
+    monkeypatch.setattr(hub_stream, "_WAIT_S", 0.0)
+    fake = FakeHub(shutil.copytree(model, tmp_path / "served"))
+    yield fake
+    fake.close()

@@ -1,0 +1,81 @@
+"""Programs of a fleet as a person starts them, with all that they say kept in a file each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+START_S = 90.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+    return port
+
+
+class Program:
+    """``convoy ARGUMENTS``, in ``folder``; `stop` ends it as a person would."""
+
+    def __init__(self, folder: Path, name: str, *arguments: str) -> None:
+        self.log = folder / f"{name}.log"
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "convoy", *arguments],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def until(self, text: str) -> None:
+        """Until it says so."""
+        end_s = time.monotonic() + START_S
+        while text not in self.said():
+            assert self.process.poll() is None, f"it ended: {self.said()[-2000:]}"
+            assert time.monotonic() < end_s, f"{text!r} was not said: {self.said()[-2000:]}"
+            time.sleep(0.02)
+
+    def ready(self) -> dict[str, Any]:
+        """What it says with --json once it listens."""
+        self.until('{"event": "ready"')
+        line = next(line for line in self.said().splitlines() if line.startswith('{"event": "ready"'))
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def memory(self) -> bytes:
+        """All that it may write to, on Linux: where its texts lie."""
+        found = bytearray()
+        with Path(f"/proc/{self.process.pid}/mem").open("rb", buffering=0) as mem:
+            for line in Path(f"/proc/{self.process.pid}/maps").read_text().splitlines():
+                span, rights, *_ = line.split()
+                if not rights.startswith("rw"):
+                    continue
+                start, end = (int(part, 16) for part in span.split("-"))
+                mem.seek(start)
+                try:
+                    found += mem.read(end - start)
+                except OSError:  # a guard page, or given back meanwhile
+                    continue
+        return bytes(found)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()

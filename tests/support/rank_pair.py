@@ -1,0 +1,119 @@
+"""Both ranks of a stage in one process, joined by sealed links in memory: what leads, and what follows.
+
+A follower's thread does what a peer's does with orders, until it is told to stop: nothing else of a member is
+here, no plan, no bring-up and no recovery.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from convoy.engine.collective.sealed import SealedCollective
+from convoy.engine.group.executor import GroupExecutor
+from convoy.engine.group.follower import FollowerLoop, Order
+from convoy.engine.group.leader import LeaderStage
+from convoy.errors import ConvoyError
+from convoy.model.stage import Stage
+from convoy.transport.link import Link, Received, ReceivedTensor
+from convoy.transport.memory_link import memory_link_pair
+from convoy.wire.messages import FrameType, StepFailed
+from support.members import make_local_members
+
+GENERATION = 7
+WAIT_S = 20.0
+_ORDERS = frozenset(
+    {
+        *(FrameType.PARTIAL, FrameType.RANK_STEP, FrameType.RANK_OUTPUT, FrameType.HIDDEN),
+        *(FrameType.READ_BLOCKS, FrameType.WRITE_BLOCKS, FrameType.BLOCKS),
+    }
+)
+_ANSWERS = frozenset({FrameType.PARTIAL, FrameType.BLOCKS, FrameType.BLOCKS_DONE, FrameType.STEP_FAILED})
+
+
+@dataclass
+class RankPair:
+    """``orders`` has what the follower takes next; None ends its thread, behind what came before it."""
+
+    leader: LeaderStage
+    executor: GroupExecutor
+    follower: FollowerLoop
+    collectives: list[SealedCollective]
+    links: tuple[Link, Link]
+    orders: queue.SimpleQueue[Received | None] = field(default_factory=queue.SimpleQueue)
+    failed: list[ConvoyError] = field(default_factory=list)
+
+    def follow(self) -> threading.Thread:
+        """Start to run what is ordered."""
+        thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+        thread.start()
+        return thread
+
+    def _follow(self) -> None:
+        while (received := self.orders.get()) is not None:
+            try:
+                if isinstance(received, ReceivedTensor):
+                    self.follower.accept_tensor(received)
+                else:
+                    self.follower.accept(self.links[1], cast(Order, received.message), received.generation)
+            except ConvoyError as error:
+                self.failed.append(error)
+                failed = StepFailed(received.step, error.message)
+                with contextlib.suppress(ConvoyError):  # the link is what failed
+                    self.links[1].send(failed, generation=received.generation, step=received.step)
+
+
+@contextmanager
+def rank_pair(
+    stages: Sequence[Stage], *, num_kv_heads: int, num_blocks: int = 32, deadline_s: float = WAIT_S
+) -> Iterator[RankPair]:
+    """``stages``: rank 0's and rank 1's, which may be joined again later. Nobody follows yet."""
+    links = memory_link_pair(*make_local_members(["alpha", "beta"]))
+    sums = [SealedCollective(rank, 2, {1 - rank: links[rank]}, GENERATION, deadline_s) for rank in (0, 1)]
+    for stage, collective in zip(stages, sums, strict=True):
+        stage.make_pools(num_blocks)
+        stage.join(collective)
+    leader = LeaderStage(
+        stages[0],
+        sums[0],
+        {1: links[0]},
+        generation=GENERATION,
+        num_kv_heads=num_kv_heads,
+        timeout_s=WAIT_S,
+    )
+    follower = FollowerLoop(stages[1], sums[1], GENERATION)
+    pair = RankPair(leader, GroupExecutor(leader, GENERATION), follower, sums, links)
+    _start(pair)
+    try:
+        yield pair
+    finally:
+        pair.orders.put(None)
+        pair.executor.close()
+        sums[1].abort(ConvoyError("the test is over"))
+        for link in links:
+            link.close()
+
+
+def _start(pair: RankPair) -> None:
+    def to_leader(link: Link, received: Received) -> None:
+        if not pair.collectives[0].deliver(link, received) and not pair.leader.takes(link, received):
+            pair.executor.deliver(link, received)
+
+    def to_follower(link: Link, received: Received) -> None:
+        if not pair.collectives[1].deliver(link, received):
+            pair.orders.put(received)
+
+    def lost(link: Link, error: ConvoyError) -> None:
+        pair.collectives[0].link_ended(link, error)
+        pair.executor.lost(link, error)
+
+    def ended(link: Link, error: Any) -> None:
+        pair.collectives[1].link_ended(link, error)
+
+    pair.links[0].start(to_leader, lost, _ANSWERS)
+    pair.links[1].start(to_follower, ended, _ORDERS)
