@@ -28,7 +28,7 @@ _NUM_WIDE = 2
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 4, 64
 _CONTEXT = 512  # tokens that decodes look back on, and 256 that a chunk does
 _BLOCK = 16  # tokens
-_LEAST_S = 1e-9
+_LEAST_SHARE = 0.02  # of the longer step: on busy cores it may seem no longer than the shorter one
 _ROUNDS, _MEASURE_S = 3, 0.04  # at least, of each kind of step
 _MOST_S = 3.0  # of all; then once has to do: on busy cores threads wait for each other
 
@@ -45,15 +45,15 @@ def measure_layers(kernel: str, num_threads: int | None) -> Speed:
         probe.until_s = time.perf_counter() + _MOST_S
 
     def layer_s(*load: int) -> float:
-        return max(_LEAST_S, (several.best_s(*load) - one.best_s(*load)) / (_NUM_LAYERS - 1))
+        return _beyond_s(several.best_s(*load), one.best_s(*load)) / (_NUM_LAYERS - 1)
 
     own = {load: layer_s(*load) for load in ((1, 1, 0), (FEW_ROWS, 1, 0), (1, MANY_ROWS, 0))}
     # two wide layers against two narrow ones
     linears = {
-        load: max(_LEAST_S, (broad.best_s(*load) - one.best_s(*load) - own[load]) / _NUM_WIDE) for load in own
+        load: _beyond_s(broad.best_s(*load), one.best_s(*load) + own[load]) / _NUM_WIDE for load in own
     }
-    looking_s = layer_s(FEW_ROWS, 1, _CONTEXT) - own[FEW_ROWS, 1, 0]
-    chunk_s = layer_s(1, MANY_ROWS, MANY_ROWS) - own[1, MANY_ROWS, 0]
+    looking_s = _beyond_s(layer_s(FEW_ROWS, 1, _CONTEXT), own[FEW_ROWS, 1, 0])
+    chunk_s = _beyond_s(layer_s(1, MANY_ROWS, MANY_ROWS), own[1, MANY_ROWS, 0])
     parts = [source.spec.layers[0].each for source in (wide, narrow)]
     num_bytes, elements = parts[0].num_bytes(kernel) - parts[1].num_bytes(kernel), parts[0].elements
     elements -= parts[1].elements
@@ -63,12 +63,17 @@ def measure_layers(kernel: str, num_threads: int | None) -> Speed:
         read_bytes_per_s=num_bytes / linears[1, 1, 0],
         flop_per_s=2 * MANY_ROWS * elements / linears[1, MANY_ROWS, 0],
         few_flop_per_s=2 * FEW_ROWS * elements / linears[FEW_ROWS, 1, 0],
-        cache_bytes_per_s=kv_bytes / max(_LEAST_S, looking_s),
-        attention_flop_per_s=attended / max(_LEAST_S, chunk_s),
+        cache_bytes_per_s=kv_bytes / looking_s,
+        attention_flop_per_s=attended / chunk_s,
         layer_s=own[1, 1, 0],
-        row_s=max(_LEAST_S, (own[1, MANY_ROWS, 0] - own[1, 1, 0]) / (MANY_ROWS - 1)),
-        step_s=max(_LEAST_S, one.best_s(1, 1, 0) - own[1, 1, 0]),
+        row_s=_beyond_s(own[1, MANY_ROWS, 0], own[1, 1, 0]) / (MANY_ROWS - 1),
+        step_s=_beyond_s(one.best_s(1, 1, 0), own[1, 1, 0]),
     )
+
+
+def _beyond_s(longer_s: float, shorter_s: float) -> float:
+    """What ``longer_s`` takes more, which is never nothing: rates are divided by it."""
+    return max(longer_s - shorter_s, _LEAST_SHARE * longer_s)
 
 
 def _describe(hidden_size: int, between: int) -> ModelSource:
