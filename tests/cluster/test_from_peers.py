@@ -185,7 +185,20 @@ def test_a_member_that_sends_other_bytes_is_named_and_another_asked(
     spans = {"alpha": "0:1,output", "beta": "2:2", "delta": "3:3", "gamma": "4:4"}
     peers = with_files(model), without(tmp_path), with_files(model)
     caplog.set_level(logging.WARNING, "convoy")
-    with offline(own, *peers, spans=spans, bends={"beta": lie}) as (cluster, _):
+    has_lied = threading.Event()
+
+    def lie_first(link: Link, question: Message, answer: Message) -> Message:
+        if isinstance(question, Fetch):
+            has_lied.set()
+        return lie(link, question, answer)
+
+    def be_second(_link: Link, _question: Message, answer: Message) -> Message:
+        """Who says first what it has is asked first."""
+        assert has_lied.wait(30)
+        return answer
+
+    bends: dict[str, Bend] = {"beta": lie_first, "delta": be_second}
+    with offline(own, *peers, spans=spans, bends=bends) as (cluster, _):
         assert len(answer_of(cluster)) == 12
         assert got(cluster, "gamma")["delta"] > 30_000
     assert "beta sent other bytes of model.layers.4." in caplog.text

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from convoy.engine.engine import Engine, EngineOptions
+from convoy.engine.executor import StepResult
 from convoy.engine.histogram import Histogram
 from convoy.engine.limits import GroupLimits
 from convoy.engine.outputs import FinishOutput, Output
@@ -101,7 +103,8 @@ def test_an_engine_counts_what_it_was_asked_and_not_its_own_first_token() -> Non
 
 
 def test_an_aborted_request_is_counted_as_one() -> None:
-    engine = engine_of(FakeExecutor())
+    executor = Held()
+    engine = engine_of(executor)
     engine.start()
     try:
         outputs: list[Output] = []
@@ -109,10 +112,26 @@ def test_an_aborted_request_is_counted_as_one() -> None:
         wait_until(lambda: bool(outputs))
         assert engine.stats().kv_usage > 0
         handle.abort()
-        finished = engine.stats().requests.finished
+        executor.may_go_on.set()
+        wait_until(lambda: engine.stats().requests.finished["abort"] == 1)
+        assert engine.stats().requests.finished["length"] == 0
     finally:
+        executor.may_go_on.set()
         engine.close()
-    assert finished["abort"] + finished["length"] == 1
+
+
+class Held(FakeExecutor):
+    """Gives the third step's result once it may: a request of many tokens is not over before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+
+    def collect(self) -> StepResult:
+        result = super().collect()
+        if result.number >= 3:
+            assert self.may_go_on.wait(30)
+        return result
 
 
 def test_what_is_run_again_after_a_preemption_is_counted_once() -> None:
