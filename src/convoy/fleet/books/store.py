@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ from convoy.errors import ConfigError
 
 _WRITES = "convoy_writes"  # of a connection that is about to
 _BUSY_S = 10  # that a writer waits for another process's
-_CHECKPOINT_SYNCS = 64  # after so many waits for the disk, which are no request's any more
-_LOG_PAGES = 16_384  # 64 MiB: should nobody settle, a writer has to move them after all
 _SCHEMES = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 
 
@@ -39,7 +37,6 @@ class Store:
         self._engine = _open(url)
         self._writing = threading.Lock()
         self._log_file = _log_file(self._engine)
-        self._num_syncs = 0
         self._claims = ExitStack()
         self.is_postgres = self._engine.dialect.name == "postgresql"
         try:
@@ -70,19 +67,8 @@ class Store:
 
     def sync(self) -> None:
         """What was written outlives a loss of power from here on. PostgreSQL sees to that by itself."""
-        if self._log_file is None:
-            return
-        _sync(self._log_file)
-        self._num_syncs += 1
-        if self._num_syncs % _CHECKPOINT_SYNCS == 0:
-            self._checkpoint()
-
-    def _checkpoint(self) -> None:
-        """Move what was written from SQLite's log into the database, here rather than in whoever writes next:
-        that waits for the disk twice.
-        """
-        with closing(self._engine.raw_connection()) as connection:
-            connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)")
+        if self._log_file is not None:
+            _sync(self._log_file)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -159,7 +145,6 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=NORMAL")  # `Store.write` syncs what has to outlive a loss of power
-    cursor.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.execute(f"PRAGMA busy_timeout={_BUSY_S * 1000}")
     cursor.close()
