@@ -37,6 +37,7 @@ def listed(violations: list[str]) -> str:
     "rule",
     [
         imports.wrong_direction,
+        imports.neighbours,
         imports.import_cycles,
         imports.reserved_imports,
         imports.reserved_codecs,

@@ -80,6 +80,10 @@ PURE = (
 )
 
 
+# They meet over a socket alone; what they share lies beside them.
+PROGRAMS = tuple(f"convoy.fleet.{part}" for part in ("coordinator", "provider", "proxy"))
+
+
 def wrong_direction(modules: list[Module]) -> list[str]:
     """Imports that go up the house or to a neighbour on the same floor, and rooms that it does not have."""
     by_name = {module.name: module for module in modules}
@@ -97,6 +101,22 @@ def wrong_direction(modules: list[Module]) -> list[str]:
             if upstairs:
                 found.append(f"{importer.place}:{line}: {importer.room or 'convoy'} imports {target}")
     return sorted(found)
+
+
+def neighbours(modules: list[Module]) -> list[str]:
+    """Imports between parts of a room that are programs of their own."""
+    places = {module.name: module.place for module in modules}
+    found = []
+    for name, edges in import_graph(modules).items():
+        for target, line in edges.items():
+            mine, other = _program(name), _program(target)
+            if mine and other and mine != other:
+                found.append(f"{places[name]}:{line}: {mine} imports {target}")
+    return sorted(found)
+
+
+def _program(name: str) -> str | None:
+    return next((part for part in PROGRAMS if f"{name}.".startswith(f"{part}.")), None)
 
 
 def import_cycles(modules: list[Module]) -> list[str]:

@@ -12,6 +12,7 @@ from architecture.imports import (
     Purity,
     import_cycles,
     impure_modules,
+    neighbours,
     reserved_codecs,
     reserved_imports,
     wrong_direction,
@@ -70,6 +71,19 @@ def test_a_higher_room_may_import_a_lower_one_and_itself(tree: Tree) -> None:
 def test_rooms_of_one_floor_may_not_import_each_other(tree: Tree) -> None:
     found = wrong_direction(tree({"bench/hop.py": "import convoy.evaluate.score", "evaluate/score.py": ""}))
     assert found == ["src/convoy/bench/hop.py:1: bench imports convoy.evaluate.score"]
+
+
+def test_programs_of_one_room_may_not_import_each_other(tree: Tree) -> None:
+    text = "from convoy.fleet.lease import Lease\nfrom convoy.fleet.coordinator.way import start"
+    files = {
+        "fleet/proxy/proxy.py": text,
+        "fleet/lease.py": "Lease = 1",
+        "fleet/coordinator/way.py": "start = 1",
+    }
+    found = neighbours(tree(files))
+    assert found == [
+        "src/convoy/fleet/proxy/proxy.py:2: convoy.fleet.proxy imports convoy.fleet.coordinator.way"
+    ]
 
 
 def test_the_package_itself_may_not_import_a_room(tree: Tree) -> None:

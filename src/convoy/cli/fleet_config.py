@@ -51,9 +51,10 @@ class FleetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def load_fleet_config(path: Path | None, instance: str, authorities: tuple[str, ...]) -> CoordinatorOptions:
     """Defaults without a file. Raises `ConfigError` naming the file and the key."""
+    from convoy.fleet.asked import ModelOptions
     from convoy.fleet.books.price import Price
     from convoy.fleet.coordinator.dispatch import QueueLimits
-    from convoy.fleet.coordinator.options import CoordinatorOptions, ModelOptions
+    from convoy.fleet.coordinator.options import CoordinatorOptions
 
     read = FleetFile() if path is None else read_toml(path, FleetFile)
     models = {}

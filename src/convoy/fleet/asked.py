@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from convoy.crypto.keys import prefixed
 from convoy.crypto.sealed_request import MAX_SEALED_BYTES, sealed_size
 from convoy.errors import RequestError
-from convoy.fleet.coordinator.options import ModelOptions
+from convoy.fleet.books.price import Price
 from convoy.serve.refusals import BodyTooLong
 
 Kind = Literal["chat", "completion"]
@@ -26,6 +26,14 @@ _MAX_MODEL_CHARS = 255
 # other words of engines for max_tokens, which some believe before that one
 _OTHER_LIMITS = ("max_completion_tokens", "n_predict", "num_predict", "max_new_tokens", "max_output_tokens")
 _SALT_LABEL = b"convoy cache salt v1"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What consumers are told of a model, and what it costs them."""
+
+    price: Price = field(default_factory=Price)
+    default_max_tokens: int = 1024  # of a request that names none
 
 
 @dataclass(frozen=True, slots=True)

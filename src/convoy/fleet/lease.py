@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from convoy.crypto.sealed_request import MAX_SEALED_BYTES, sealed_size
+from convoy.crypto.sealed_request import MAX_SEALED_BYTES, RequestFacts, key_id_of, sealed_size
 from convoy.errors import FrameError, RequestError
 from convoy.fleet.asked import BYTES_PER_TOKEN, MAX_CHOICES, MAX_TOKENS, Wanted
 from convoy.wire.fleet import (
@@ -117,3 +117,17 @@ def read_lease(data: bytes, kind: type[L]) -> L:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise FrameError(f"{len(data)} bytes of the coordinator are no lease") from None
+
+
+def facts_of(lease: Lease, wanted: Wanted) -> RequestFacts:
+    """What a body under this lease is bound to; the proxy and the coordinator both know all of it."""
+    return RequestFacts(
+        provider=lease.provider,
+        key_id=key_id_of(lease.request_key),
+        model=wanted.model,
+        request_id=lease.request_id,
+        lease=lease.lease.encode(),
+        expires_s=lease.expires_s,
+        max_tokens=wanted.max_tokens,
+        kind=wanted.kind,
+    )

@@ -16,7 +16,7 @@ from convoy.fleet.asked import Wanted, read_wanted
 from convoy.fleet.capacity import Capacity
 from convoy.fleet.coordinator import attempt as attempts
 from convoy.fleet.coordinator.answering import Answering, ProviderFailed
-from convoy.fleet.coordinator.attempt import Attempt, OwnSeal, is_of_engine
+from convoy.fleet.coordinator.attempt import Attempt, OwnSeal
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.provider_socket import ProviderSocket, Registration
 from convoy.fleet.timing import Timing
@@ -134,8 +134,3 @@ def test_signs_of_life_do_not_put_off_a_first_token_for_ever() -> None:
     with pytest.raises(ProviderFailed, match="no token"):
         asyncio.run(run())
     assert time.monotonic() - began_s < 1.0
-
-
-def test_what_an_engine_refuses_to_whoever_asks_is_no_answer() -> None:
-    assert all(is_of_engine(status) for status in (401, 403, 404, 408, 429, 500, 503, 599))
-    assert not any(is_of_engine(status) for status in (200, 400, 413, 415, 422))

@@ -22,8 +22,7 @@ from convoy.crypto.sealed_request import RequestFacts, key_id_of, seal_request
 from convoy.fleet.asked import read_wanted
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.coordinator.attempt import serve_of
-from convoy.fleet.coordinator.blind import facts_of
-from convoy.fleet.lease import Lease
+from convoy.fleet.lease import Lease, facts_of
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
 from convoy.wire.fleet import (

@@ -14,11 +14,11 @@ import pytest
 from starlette.datastructures import Headers
 
 from convoy.errors import RequestError
-from convoy.fleet.asked import read_wanted
+from convoy.fleet.asked import ModelOptions, read_wanted
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.books.price import Price
 from convoy.fleet.coordinator.dispatch import QueueLimits
-from convoy.fleet.coordinator.options import CoordinatorOptions, ModelOptions
+from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.way import hold_of
 from convoy.fleet.timing import SEGMENTS
 from support.fleet import FAST, MODEL, FakeEngine, FleetUnderTest, engine_server, question, streamed

@@ -7,9 +7,8 @@ import msgspec
 
 from convoy.crypto.sealed_request import seal_request
 from convoy.fleet.asked import read_wanted
-from convoy.fleet.coordinator.blind import facts_of
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.lease import SEALED_TYPE, Lease, read_lease
+from convoy.fleet.lease import SEALED_TYPE, Lease, facts_of, read_lease
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 from support.waiting import wait_until
 

@@ -10,11 +10,11 @@ import httpx
 import pytest
 
 from cli.transcript import run_here
+from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.books.price import Price
 from convoy.fleet.coordinator.dispatch import QueueLimits
-from convoy.fleet.coordinator.metrics import Tally, word_of
-from convoy.fleet.coordinator.options import CoordinatorOptions, ModelOptions
+from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.timing import SEGMENTS
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 from support.scraping import Scrape, scrape
@@ -160,19 +160,3 @@ def test_a_key_for_scraping_is_made_and_revoked_on_the_command_line(scraped: Scr
     headers = {"authorization": f"Bearer {made['key']}"}
     assert httpx.get(f"{fleet.admin_url}/metrics", headers=headers, timeout=20).status_code == 401
     assert run_here([*keys, "--metrics", "--add", "ann"], tmp_path).returncode == 2
-
-
-def test_labels_never_grow_beyond_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.fleet.coordinator.metrics._MAX_SERIES", 3)
-    tally = Tally("model", "outcome")
-    for number in range(50):
-        tally.add(f"model-{number}", "complete")
-    samples = {sample.labels["model"]: sample.value for sample in tally.family("a", "b").samples}
-    assert samples == {"model-0": 1, "model-1": 1, "model-2": 1, "(other)": 47}
-
-
-def test_outcomes_are_words_of_one_form() -> None:
-    said = ("complete", "client gone", "QueueFull", "NoBalance", "lease not used", "")
-    assert [word_of(one) for one in said] == [
-        *("complete", "client_gone", "queue_full", "no_balance", "lease_not_used", "unknown")
-    ]

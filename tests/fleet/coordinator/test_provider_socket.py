@@ -19,10 +19,11 @@ from convoy.crypto.identity import Identity
 from convoy.crypto.sealed_answer import AnswerSealer
 from convoy.crypto.sealed_request import RequestFacts, RequestKey, request_hash
 from convoy.errors import ProviderError
+from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.price import Price
 from convoy.fleet.coordinator.answering import Answering
 from convoy.fleet.coordinator.dispatch import QueueLimits
-from convoy.fleet.coordinator.options import CoordinatorOptions, ModelOptions
+from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.wire.fleet import (
     MAX_MESSAGE_BYTES,
     Began,

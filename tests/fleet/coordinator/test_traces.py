@@ -16,10 +16,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from convoy.errors import ConfigError
+from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.books.price import Price
 from convoy.fleet.coordinator.dispatch import QueueLimits
-from convoy.fleet.coordinator.options import CoordinatorOptions, ModelOptions
+from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.proxy.trust import Trust
 from convoy.fleet.timing import SEGMENTS
 from convoy.serve.options import ServeOptions

@@ -22,14 +22,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.crypto.sealed_request import RequestKey, seal_request, sealed_size
 from convoy.errors import ConfigError
-from convoy.fleet.asked import read_wanted
+from convoy.fleet.asked import ModelOptions, read_wanted
 from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.books.price import Price
 from convoy.fleet.coordinator import server
-from convoy.fleet.coordinator.blind import facts_of
 from convoy.fleet.coordinator.dispatch import QueueLimits
-from convoy.fleet.coordinator.options import CoordinatorOptions, ModelOptions
-from convoy.fleet.lease import Lease, least_prompt_tokens, read_lease
+from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.lease import Lease, facts_of, least_prompt_tokens, read_lease
+from convoy.fleet.proxy import answer as proxy_answer
 from convoy.fleet.proxy.proxy import ProxyOptions
 from convoy.fleet.proxy.server import run_proxy
 from convoy.fleet.proxy.trust import Trust
@@ -113,6 +113,13 @@ def test_a_whole_answer_comes_through_sealed_end_to_end_and_is_charged(blind: Bl
     times = msgspec.json.decode(answer.headers["x-timing"])
     assert times["total_e2e_us"] > 0
     assert blind.fleet.ledger.balance("ann") == before - (14 + 2 * 2)
+
+
+def test_a_whole_answer_without_end_is_no_answer(blind: Blind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_answer, "MAX_WHOLE_BYTES", 12)
+    answer = ask(blind.url, 20, 22)
+    assert answer.status_code == 503
+    assert "more than 12 bytes" in answer.json()["error"]["message"]
 
 
 def test_a_proxy_counts_what_became_of_its_requests_and_says_nothing_of_them(blind: Blind) -> None:

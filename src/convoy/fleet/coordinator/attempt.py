@@ -16,6 +16,7 @@ import msgspec
 from convoy.crypto.sealed_answer import AnswerOpener
 from convoy.crypto.sealed_request import RequestFacts, request_hash, seal_request
 from convoy.errors import ProviderError
+from convoy.fleet.answer import MAX_WHOLE_BYTES, AnswerHead
 from convoy.fleet.asked import Wanted
 from convoy.fleet.coordinator.answering import Answering, ProviderFailed
 from convoy.fleet.coordinator.options import CoordinatorOptions
@@ -26,21 +27,7 @@ from convoy.wire.fleet import Began, Chunk, Done, Serve
 LEASE_S = 600  # in which a sealed request may be opened
 _MOST_READ_S = 600.0  # that reading a prompt may take, whatever rate a provider offered
 _MAX_EARLY_BYTES = 4 * 1024 * 1024  # that are kept before a first token
-_MAX_WHOLE_BYTES = 64 * 1024 * 1024 + _MAX_EARLY_BYTES  # of an answer that is no stream
-
-
-class AnswerHead(msgspec.Struct, frozen=True):
-    """The first sealed piece of every answer."""
-
-    status: int
-    content_type: str
-
-
-class AnswerCounts(msgspec.Struct, frozen=True):
-    """The last sealed piece of every answer: what its provider counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
+_MAX_WHOLE_BYTES = MAX_WHOLE_BYTES + _MAX_EARLY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +244,3 @@ def _head_in(first: tuple[bytes] | None) -> AnswerHead:
     if not (kind.isascii() and kind.isprintable() and len(kind) <= 200):
         raise ProviderError("an answer has a content type that is none")
     return head
-
-
-def is_of_engine(status: int) -> bool:
-    """Whether an engine that answers so refuses whoever asks, so that another may answer."""
-    return status in {401, 403, 404, 408, 429} or status >= 500

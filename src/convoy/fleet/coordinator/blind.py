@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from convoy.crypto.sealed_request import RequestFacts, key_id_of
 from convoy.errors import SealError
+from convoy.fleet.answer import AnswerHead
 from convoy.fleet.asked import Wanted
-from convoy.fleet.coordinator.attempt import AnswerHead, serve_of
+from convoy.fleet.coordinator.attempt import serve_of
 from convoy.fleet.coordinator.provider_socket import Registration
 from convoy.fleet.coordinator.way import Way
-from convoy.fleet.lease import ANSWER_TYPE, Lease
+from convoy.fleet.lease import ANSWER_TYPE, Lease, facts_of
 from convoy.wire.fleet import Began, Chunk, Done, Failed, Serve
 from convoy.wire.records import Timed, encode_record
-
-
-def facts_of(lease: Lease, wanted: Wanted) -> RequestFacts:
-    """What a body under this lease is bound to; the proxy and the coordinator both know all of it."""
-    return RequestFacts(
-        provider=lease.provider,
-        key_id=key_id_of(lease.request_key),
-        model=wanted.model,
-        request_id=lease.request_id,
-        lease=lease.lease.encode(),
-        expires_s=lease.expires_s,
-        max_tokens=wanted.max_tokens,
-        kind=wanted.kind,
-    )
 
 
 class PassedOn:

@@ -10,8 +10,9 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from convoy.errors import Unavailable
+from convoy.fleet.answer import SEALED_HEADER, AnswerHead
 from convoy.fleet.asked import Kind, read_wanted
-from convoy.fleet.coordinator.attempt import AnswerHead, OwnSeal
+from convoy.fleet.coordinator.attempt import OwnSeal
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.way import (
     GONE,
@@ -20,9 +21,9 @@ from convoy.fleet.coordinator.way import (
     account_of,
     hold_of,
     no_provider,
-    outcome_of,
     pass_on,
 )
+from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import Timing
 from convoy.serve.arrival import read_body
 from convoy.serve.exchange import Exchange
@@ -30,8 +31,6 @@ from convoy.serve.lifecycle import Lifecycle
 from convoy.serve.options import ServeOptions
 from convoy.serve.problem import body_for
 from convoy.serve.refusals import UnknownModel
-
-SEALED_HEADER = "x-convoy-sealed"
 
 
 @dataclass(frozen=True, slots=True)

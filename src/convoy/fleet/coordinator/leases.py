@@ -22,7 +22,7 @@ from convoy.fleet.coordinator.attempt import LEASE_S, Attempt
 from convoy.fleet.coordinator.blind import AsRecords, PassedOn
 from convoy.fleet.coordinator.consume import check_known
 from convoy.fleet.coordinator.coordinator import Coordinator
-from convoy.fleet.coordinator.way import GONE, Way, account_of, hold_of, no_provider, outcome_of, pass_on
+from convoy.fleet.coordinator.way import GONE, Way, account_of, hold_of, no_provider, pass_on
 from convoy.fleet.lease import (
     MAX_LEASE_BYTES,
     SEALED_TYPE,
@@ -31,6 +31,7 @@ from convoy.fleet.lease import (
     least_prompt_tokens,
     read_lease_asked,
 )
+from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import Timing
 from convoy.serve.arrival import read_body
 from convoy.serve.exchange import Exchange

@@ -5,7 +5,6 @@ None of them is an account, a key, or anything else that a client may make many 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,32 +12,13 @@ from dataclasses import dataclass
 from convoy.cluster.member_metrics import build_info
 from convoy.cluster.metric_families import Metric, counter, gauge, histogram
 from convoy.engine.histogram import Histogram, HistogramCounts
+from convoy.fleet.outcomes import LabelSums, word_of
 from convoy.fleet.timing import SEGMENTS, Timing
 
 _SEGMENT_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
     *(0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0),
 )
-_MAX_SERIES = 2000  # of one name: who registers ever new models makes no more
-_OTHERS = "(other)"
-Key = tuple[str, ...]
-
-
-class Tally:
-    """Sums by labels, of which there are at most ``_MAX_SERIES``; then the rest goes under one."""
-
-    def __init__(self, *labels: str) -> None:
-        self._labels = labels
-        self._sums: Counter[Key] = Counter()
-
-    def add(self, *values: str, amount: int = 1) -> None:
-        if values not in self._sums and len(self._sums) >= _MAX_SERIES:
-            values = (_OTHERS,) * len(self._labels)
-        self._sums[values] += amount
-
-    def family(self, name: str, text: str) -> Metric:
-        sums = sorted(self._sums.items())
-        return counter(name, text, [(dict(zip(self._labels, key, strict=True)), n) for key, n in sums])
 
 
 class FleetCounts:
@@ -46,11 +26,11 @@ class FleetCounts:
 
     def __init__(self) -> None:
         self._segments = {name: Histogram(_SEGMENT_S) for name in SEGMENTS}
-        self._requests = Tally("model", "outcome")
-        self._tokens = Tally("model", "kind")
-        self._charged = Tally("model")
-        self._failures = Tally("provider")
-        self._unproved = Tally("provider")
+        self._requests = LabelSums("model", "outcome")
+        self._tokens = LabelSums("model", "kind")
+        self._charged = LabelSums("model")
+        self._failures = LabelSums("provider")
+        self._unproved = LabelSums("provider")
         self._refused = 0
 
     def request(self, model: str, outcome: str, timing: Timing) -> None:
@@ -136,8 +116,3 @@ def fleet_families(
         [({"level": level, "draining": draining}, n) for (level, draining), n in sorted(by_level.items())],
     )
     yield from counts.families()
-
-
-def word_of(outcome: str) -> str:
-    """A label of what a log line says: `QueueFull` is queue_full, "client gone" is client_gone."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])|\s+", "_", outcome or "unknown").lower()

@@ -6,19 +6,11 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from convoy.fleet.books.price import Price
+from convoy.fleet.asked import ModelOptions
 from convoy.fleet.coordinator.authority import LOOPBACK_NAMES
 from convoy.fleet.coordinator.dispatch import QueueLimits
 from convoy.serve.traces import NO_TRACES, Traces
 from convoy.trust.provider import ProviderRules
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """What consumers are told of a model, and what it costs them."""
-
-    price: Price = field(default_factory=Price)
-    default_max_tokens: int = 1024  # of a request that names none
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from convoy.errors import ConfigError
+from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.store import Store
 from convoy.fleet.coordinator.admin import make_admin_app
 from convoy.fleet.coordinator.consume import Consume
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.leases import Leases, MakeLease, ReleaseLease, UseLease
-from convoy.fleet.coordinator.options import CoordinatorOptions, ModelOptions
+from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.way import account_of
 from convoy.serve.guard import Guard
 from convoy.serve.http_counts import HttpCounts

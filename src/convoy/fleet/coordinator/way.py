@@ -26,18 +26,19 @@ from convoy.errors import (
     SealError,
     Unavailable,
 )
-from convoy.fleet.asked import Wanted
+from convoy.fleet.answer import AnswerHead, is_of_engine, start
+from convoy.fleet.asked import ModelOptions, Wanted
 from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.books.ledger import MAX_KEY_CHARS, Bill, Hold
 from convoy.fleet.coordinator.answering import ProviderFailed
 from convoy.fleet.coordinator.ask import Ask, Trusted
-from convoy.fleet.coordinator.attempt import AnswerHead, Attempt, Outcome, Seal, is_of_engine
+from convoy.fleet.coordinator.attempt import Attempt, Outcome, Seal
 from convoy.fleet.coordinator.coordinator import Coordinator
-from convoy.fleet.coordinator.options import ModelOptions
 from convoy.fleet.coordinator.way_span import begin_span, end_span
+from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import SEGMENTS, Timing
 from convoy.serve.exchange import Exchange
-from convoy.serve.refusals import ClientGone, Unauthenticated
+from convoy.serve.refusals import Unauthenticated
 from convoy.serve.traces import NO_SPAN, Span, Value
 from convoy.trust.level import Level
 
@@ -338,18 +339,6 @@ async def account_of(coordinator: Coordinator, headers: Headers) -> str:
     account = await asyncio.to_thread(coordinator.directory.look_up, key.strip(), KeyScope.CONSUMER)
     assert account is not None, "a consumer's key is of an account"
     return account
-
-
-def start(status: int, headers: dict[str, str]) -> dict[str, object]:
-    """ASGI's first message of an answer."""
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    return {"type": "http.response.start", "status": status, "headers": encoded}
-
-
-def outcome_of(error: BaseException) -> str:
-    """A word for the log."""
-    gone = isinstance(error, asyncio.CancelledError | ClientGone)
-    return "client gone" if gone else type(error).__name__
 
 
 def no_provider(error: BaseException) -> ConvoyError:

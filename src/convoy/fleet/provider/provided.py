@@ -13,8 +13,8 @@ import msgspec
 from convoy.crypto.sealed_answer import MAX_CHUNK_BYTES, AnswerSealer
 from convoy.crypto.sealed_request import RequestFacts, RequestKey, request_hash
 from convoy.errors import ConvoyError, ProviderError, RequestError
+from convoy.fleet.answer import MAX_WHOLE_BYTES, AnswerCounts, AnswerHead, is_of_engine
 from convoy.fleet.asked import Wanted, fields_of, read_wanted
-from convoy.fleet.coordinator.attempt import AnswerCounts, AnswerHead, is_of_engine
 from convoy.fleet.events import EventReader
 from convoy.fleet.provider.pace import Pace
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
@@ -23,7 +23,6 @@ from convoy.wire.fleet import Began, Chunk, Done, Failed, FleetMessage, Serve
 _STILL_HERE_S = 5.0  # between two signs of life while the engine says nothing
 _MAX_SEEN = 1 << 17  # request ids that are remembered until they expire
 _MAX_REFUSAL_BYTES = 64 * 1024
-_MAX_WHOLE_BYTES = 64 * 1024 * 1024  # of an answer that is no stream
 
 T = TypeVar("T")
 
@@ -232,8 +231,8 @@ async def _join(pieces: AsyncIterator[bytes]) -> bytes:
     joined = bytearray()
     async for piece in pieces:
         joined += piece
-        if len(joined) > _MAX_WHOLE_BYTES:
-            raise ProviderError(f"an answer of the engine has more than {_MAX_WHOLE_BYTES} bytes")
+        if len(joined) > MAX_WHOLE_BYTES:
+            raise ProviderError(f"an answer of the engine has more than {MAX_WHOLE_BYTES} bytes")
     return bytes(joined)
 
 

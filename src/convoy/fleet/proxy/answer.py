@@ -8,7 +8,7 @@ import msgspec
 
 from convoy.crypto.sealed_answer import AnswerOpener
 from convoy.errors import FrameError, ProviderError, SealError
-from convoy.fleet.coordinator.attempt import AnswerCounts, AnswerHead
+from convoy.fleet.answer import MAX_WHOLE_BYTES, AnswerCounts, AnswerHead
 from convoy.fleet.proxy.client import suspect
 from convoy.wire.fleet import Began, Chunk, Done, Failed
 from convoy.wire.records import Record, RecordReader, Timed
@@ -61,6 +61,15 @@ class AnswerReader:
                 self.us = record.us
             else:
                 raise suspect("the coordinator relays more than the answer")
+
+    async def whole(self) -> bytes:
+        """All that is left, of an answer that is no stream. Raises as `pieces`, and for one without end."""
+        joined = bytearray()
+        async for piece in self.pieces():
+            joined += piece
+            if len(joined) > MAX_WHOLE_BYTES:
+                raise suspect(f"the provider's answer has more than {MAX_WHOLE_BYTES} bytes")
+        return bytes(joined)
 
     @property
     def difference(self) -> str:

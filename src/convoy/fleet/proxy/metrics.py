@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from convoy.cluster.member_metrics import build_info
 from convoy.cluster.metric_families import Metric, counter
-from convoy.fleet.coordinator.metrics import Tally, word_of
+from convoy.fleet.outcomes import LabelSums, word_of
 from convoy.serve.exchange import Exchange
 
 
@@ -16,7 +16,7 @@ class ProxyCounts:
     """Lives on the event loop's thread."""
 
     def __init__(self) -> None:
-        self._requests = Tally("outcome")
+        self._requests = LabelSums("outcome")
         self.plain = self.resealed = self.usage_differs = 0
 
     @contextmanager

@@ -20,13 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from convoy.crypto.sealed_request import request_hash, seal_request, sealed_size
 from convoy.errors import SealError, Unavailable
-from convoy.fleet.asked import Kind, Wanted, read_wanted
-from convoy.fleet.coordinator.attempt import AnswerHead
-from convoy.fleet.coordinator.blind import facts_of
-from convoy.fleet.coordinator.consume import SEALED_HEADER
-from convoy.fleet.coordinator.options import ModelOptions
-from convoy.fleet.coordinator.way import start
-from convoy.fleet.lease import Lease, LeaseAsked
+from convoy.fleet.answer import SEALED_HEADER, AnswerHead, start
+from convoy.fleet.asked import Kind, ModelOptions, Wanted, read_wanted
+from convoy.fleet.lease import Lease, LeaseAsked, facts_of
 from convoy.fleet.proxy.answer import AnswerReader
 from convoy.fleet.proxy.client import CoordinatorClient, Refusal, SealedAnswer, pieces, suspect
 from convoy.fleet.proxy.metrics import ProxyCounts
@@ -185,7 +181,7 @@ class Proxy:
     async def _whole(
         self, reader: AnswerReader, head: AnswerHead, who: _Who, answer: SealedAnswer, exchange: Exchange
     ) -> None:
-        body = b"".join([piece async for piece in reader.pieces()])
+        body = await reader.whole()
         headers = _headers(head, who, reader.us or answer.timing)
         if reader.difference:
             headers["x-convoy-usage-differs"] = reader.difference

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from convoy.fleet.asked import Wanted
-from convoy.fleet.coordinator.way import outcome_of
+from convoy.fleet.outcomes import outcome_of
 from convoy.serve.exchange import Exchange
 from convoy.serve.traces import FIRST_S, MAX_TOKENS, MODEL, STREAM, Span, Traces
 

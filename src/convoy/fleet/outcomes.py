@@ -1,0 +1,41 @@
+"""How a request ended: as a word for logs, as a label, and how many did."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+
+from convoy.cluster.metric_families import Metric, counter
+from convoy.serve.refusals import ClientGone
+
+_MAX_SERIES = 2000  # of one name: who registers ever new models makes no more
+_OTHERS = "(other)"
+
+
+class LabelSums:
+    """Sums by labels, of which there are at most ``_MAX_SERIES``; then the rest goes under one."""
+
+    def __init__(self, *labels: str) -> None:
+        self._labels = labels
+        self._sums: Counter[tuple[str, ...]] = Counter()
+
+    def add(self, *values: str, amount: int = 1) -> None:
+        if values not in self._sums and len(self._sums) >= _MAX_SERIES:
+            values = (_OTHERS,) * len(self._labels)
+        self._sums[values] += amount
+
+    def family(self, name: str, text: str) -> Metric:
+        sums = sorted(self._sums.items())
+        return counter(name, text, [(dict(zip(self._labels, key, strict=True)), n) for key, n in sums])
+
+
+def outcome_of(error: BaseException) -> str:
+    """A word for the log."""
+    gone = isinstance(error, asyncio.CancelledError | ClientGone)
+    return "client gone" if gone else type(error).__name__
+
+
+def word_of(outcome: str) -> str:
+    """A label of what a log line says: `QueueFull` is queue_full, "client gone" is client_gone."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|\s+", "_", outcome or "unknown").lower()
