@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.start import ask_for_huge_pages
+from convoy.cli.start import ask_for_huge_pages, keep_nccl_on_loopback
 
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ASKS = """
@@ -28,6 +28,12 @@ def test_the_operator_has_the_last_word_about_huge_pages(monkeypatch: pytest.Mon
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
     ask_for_huge_pages()
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+
+
+def test_nccl_listens_on_loopback_whatever_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    keep_nccl_on_loopback()
+    assert os.environ["NCCL_SOCKET_IFNAME"] == ("lo" if sys.platform == "linux" else "lo0")
 
 
 @pytest.mark.skipif(

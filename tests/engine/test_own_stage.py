@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from convoy.cluster.running import RunningCluster
 from convoy.engine.generation import generate
@@ -61,6 +62,27 @@ def test_a_request_that_the_heads_own_stage_cannot_run_ends_alone(
         assert len(generate(cluster.engine, SHORT).token_ids) == 4
         wait_until(lambda: cluster.health()[0])
         assert stages(cluster) == before, "no peer is given up for it"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("there is no memory for 3 rows of 8 bits"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory"
+        ),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_request_for_which_the_head_has_no_memory_ends_alone(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_cluster(ModelSource.resolve("demo-mini"), 1, prefill_chunk=64) as cluster:
+        refuse_long_rows(cluster, monkeypatch, error)
+        with pytest.raises(StageLost, match=r"failed at the request 8 times in a row: .* no memory"):
+            generate(cluster.engine, LONG)
+        assert len(generate(cluster.engine, SHORT).token_ids) == 4
 
 
 @pytest.mark.long

@@ -127,6 +127,19 @@ def test_room_and_kv_are_those_of_all_ranks(loaded: Loaded) -> None:
     assert both.weight_share < 0.6 or both.weight_bytes < 1 << 20
 
 
+def test_a_sum_that_was_given_up_ends_the_group(loaded: Loaded) -> None:
+    both = cast("DeviceRankStages", loaded.stage("even", "cuda:0+cuda:1"))
+    one = Chain([cast("Any", both)])
+    one.run((0, PROMPT))
+    for end in both._devices.ends:
+        end._count[1] = 1  # nobody is waited for any more: a part that is late is none
+    with pytest.raises(CollectiveError, match="did not come to a sum"):
+        both._devices.check_sums()
+    with pytest.raises(CollectiveError):
+        one.run((0, [1]))
+    both.release()
+
+
 def test_a_rank_that_fails_ends_the_group_and_nobody_waits(
     loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from convoy.cli.bench_run import BenchRun, bench_verb, counts, print_machine
 from convoy.cli.output import print_note, print_table
+from convoy.cli.start import keep_nccl_on_loopback
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def _sums(run: BenchRun, sums: str, rounds: int) -> tuple[list[Any], dict[str, A
 
     sizes = tuple(1024 * kib for kib in counts("--sums", sums, _MAX_SUM_KIB))
     options = AllReduceOptions(5 * rounds, sizes)
+    keep_nccl_on_loopback()
     found = measure_all_reduce(options, run.clock.deadline, run.say)
     return found, {"sums": options.rounds}, all_reduce_ratios(found)
 

@@ -35,6 +35,11 @@ def ask_for_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def keep_nccl_on_loopback() -> None:
+    """Its listener, which takes another interface unless it is told. Before a group of it is made."""
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+
+
 @contextmanager
 def heavy_rooms(say: Callable[[str], None] = lambda _text: None) -> Iterator[None]:
     """Around their import; ``say`` is told what takes so long, if it is still to come."""

@@ -1,7 +1,8 @@
 """What goes wrong on the head's own side of a step is a stage that is lost, as where a peer's stage fails.
 
 So what was in flight is run again, and a request that no stage can run ends alone (`relapse`), where the
-engine would end for everybody. What is no `ConvoyError` is a defect, and does end it.
+engine would end for everybody. What is neither a `ConvoyError` nor for want of memory is a defect, and does
+end it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, StageLost
+
+_PUBLIC = "the head could not run a step"
 
 
 @contextmanager
@@ -24,6 +29,17 @@ def own_stage(step: int, blame: Callable[[], None] = lambda: None) -> Iterator[N
         raise
     except ConvoyError as error:
         blame()
-        public = "the head could not run a step"
         text = f"the head could not run step {step}: {error.message}"
-        raise StageLost(text, hint=error.hint, public=public) from error
+        raise StageLost(text, hint=error.hint, public=_PUBLIC) from error
+    except (MemoryError, RuntimeError) as error:
+        if not _wants_memory(error):
+            raise
+        blame()
+        hint = "give it fewer layers, or less to do at once (max_batch, prefill_chunk)"
+        text = f"the head could not run step {step}: there is no memory for it"
+        raise StageLost(text, hint=hint, public=_PUBLIC) from error
+
+
+def _wants_memory(error: Exception) -> bool:
+    # torch says it of a host by a plain RuntimeError
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)

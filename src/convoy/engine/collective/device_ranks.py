@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from convoy.engine.collective.rank_stages import RankGroup, RankStages
+from convoy.engine.collective.watched import WatchedDraws, WatchedResult
 from convoy.errors import StageLost
 from convoy.model.device import check_device
 from convoy.model.draw import Draw
@@ -51,7 +52,7 @@ class DeviceRankStages(RankStages):
         if found is None:
             found = self._all(lambda stage: cast("CudaStage", stage).launch(checked, selects=selects))
         self._hidden = [one.tensor for one in found]
-        return found[0]
+        return WatchedResult(found[0], self._devices.check_sums)
 
     def _replayed(self, checked: CheckedStep, *, selects: bool) -> list[Pending] | None:
         """A decode that all ranks have captured: started here, one right behind the other.
@@ -88,12 +89,16 @@ class DeviceRankStages(RankStages):
             own = list(self._hidden)
         for stage, mine in zip(self._cuda[1:], own[1:], strict=True):
             stage.take_part(mine)
-        return self._cuda[0].draw(hidden, draws)
+        return WatchedDraws(self._cuda[0].draw(hidden, draws), self._devices.check_sums)
 
     def _write(self, work: Callable[[Stage], None]) -> None:
         # the first rank alone knows which blocks are free, and refuses others
         for stage in self.stages:
             work(stage)
+
+    @property
+    def _devices(self) -> DeviceGroup:
+        return cast("DeviceGroup", self._group)
 
     @property
     def _cuda(self) -> Sequence[CudaStage]:

@@ -24,7 +24,9 @@ from convoy.model.gpu.language import kernel, kernel_of_any
 
 _ROOM = 1 << 20  # words of a mailbox for each rank and slot; longer sums are made in pieces
 _BLOCK = 512  # words of a program
-_PATIENCE = 1 << 24  # looks into a mailbox, tens of seconds; then the sum is no number, and the group is over
+_PATIENCE = 1 << 24  # looks into a mailbox, tens of seconds; then the sum is no number: see `check_sums`
+    1 << 24
+)  # looks into a mailbox, tens of seconds; then the sum is no number, and whoever sees that asks `check_sums`
 
 Gathered = tuple[torch.Tensor, torch.cuda.Event]  # and when it is there
 
@@ -62,6 +64,11 @@ class DeviceGroup:
             end.parts.put(None)
         return self.error
 
+    def check_sums(self) -> None:
+        """Raises CollectiveError, for all from here on, where a kernel gave up; waits for the devices."""
+        if any(end.gave_up for end in self.ends):
+            raise self.abort(CollectiveError("a rank did not come to a sum on its device"))
+
     def meet(self) -> None:
         """Wait for all ranks. Raises CollectiveError where one does not come in time."""
         try:
@@ -88,6 +95,11 @@ class DeviceSums:
         self._count = torch.tensor([1, 0], dtype=torch.int32, device=device)
         self._begun = 0
         self.leaving = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether a kernel here waited in vain; nothing waits for anybody since. Waits for the device."""
+        return bool(self._count[1].item())
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, in new memory. Raises CollectiveError."""
