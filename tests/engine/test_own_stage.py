@@ -69,9 +69,7 @@ def test_a_request_that_the_heads_own_stage_cannot_run_ends_alone(
     [
         MemoryError("there is no memory for 3 rows of 8 bits"),
         torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory"
-        ),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -24,9 +24,8 @@ from convoy.model.gpu.language import kernel, kernel_of_any
 
 _ROOM = 1 << 20  # words of a mailbox for each rank and slot; longer sums are made in pieces
 _BLOCK = 512  # words of a program
-_PATIENCE = 1 << 24  # looks into a mailbox, tens of seconds; then the sum is no number: see `check_sums`
-    1 << 24
-)  # looks into a mailbox, tens of seconds; then the sum is no number, and whoever sees that asks `check_sums`
+# looks into a mailbox, tens of seconds; then the sum is no number: see `DeviceGroup.check_sums`
+_PATIENCE = 1 << 24
 
 Gathered = tuple[torch.Tensor, torch.cuda.Event]  # and when it is there
 
