@@ -166,7 +166,7 @@ class FleetUnderTest:
             self.url, self.admin_url = url, admin_url
             ready.set()
 
-        stop = Stop()
+        stop = self.stop = Stop()
         public = ServeOptions(port=port, allow_unauthenticated=True, drain_s=5.0)
         store = Store(self.database_url)
 

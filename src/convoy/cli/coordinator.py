@@ -132,11 +132,14 @@ def providers(
 ) -> None:
     """List, approve or revoke providers."""
     admin = _admin(url, key_file, directory)
+    said: object
     if approve is not None:
         read_keys("--approve", [approve[0]])
         if approve[1].startswith("-"):
             raise UsageError(f"--approve wants a key and a name, and {approve[1]} is neither")
         said = admin.post("/providers", {"identity": approve[0], "name": approve[1]})
+        if not (_object(said)["has_called"] or as_json):
+            print_note("no provider with that key has called yet: compare it with what the provider prints")
     elif revoke is not None:
         said = admin.post("/providers/revoke", {"name": revoke})
     else:

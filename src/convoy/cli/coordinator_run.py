@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import typer
 
 from convoy.cli.home import Home
-from convoy.cli.output import print_fields, print_json_line, print_note
+from convoy.cli.output import print_draining, print_ended, print_fields, print_json_line
 from convoy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -110,11 +110,15 @@ def run_here(
             else:
                 print_fields(facts.items())
 
-        cut_off = run_coordinator(options, doors, store, identity.public_key, on_ready=ready)
+        def drain(num_answers: int, drain_s: float) -> None:
+            if not as_json:
+                print_draining(num_answers, drain_s)
+
+        cut_off = run_coordinator(options, doors, store, identity.public_key, on_ready=ready, on_drain=drain)
     finally:
         store.close()
-    if cut_off:
-        print_note(f"{cut_off} answers were cut off")
+    if not as_json:
+        print_ended(cut_off)
 
 
 def _admin_key(home: Home, store: Store) -> Path:

@@ -87,6 +87,18 @@ def print_note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def print_draining(num_answers: int, drain_s: float) -> None:
+    """Of a server that was asked to stop: what it waits for."""
+    what = counted(num_answers, "answer")
+    print_note(f"finishing {what}, at most {drain_s:g} s; Ctrl-C again to stop now")
+
+
+def print_ended(num_cut: int) -> None:
+    """Of a server that stopped; ``num_cut``: answers that it did not finish."""
+    cut = f"{num_cut} {'answer was' if num_cut == 1 else 'answers were'} cut off, and their clients told"
+    print_note(f"ended: {cut if num_cut else 'every request was answered'}")
+
+
 def format_bytes(num_bytes: int) -> str:
     """``1536000`` as "1.5 MB", in the decimal units of plans and errors."""
     from convoy.plan.memory import format_bytes as formatted

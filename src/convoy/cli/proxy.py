@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from convoy.cli.config import override, read_api_key
-from convoy.cli.output import JsonFlag, print_fields, print_json_line, print_note
+from convoy.cli.output import JsonFlag, print_draining, print_ended, print_fields, print_json_line
 from convoy.cli.toml_file import read_toml
 from convoy.cli.traces import TelemetryConfig, TracesFlag, tracing
 from convoy.cli.trust_rules import EvidenceTable, LevelName, rules_of
@@ -93,9 +93,15 @@ def proxy(
     with tracing(traces or read.telemetry.traces, "convoy-proxy") as on:
         plain, default = allow_plain or read.allow_plain, read.default_max_tokens
         options = ProxyOptions(trust, plain, default, traces=on)
-        cut_off = run_proxy(url, key, options, ServeOptions(port=port), on_ready=ready)
-    if cut_off:
-        print_note(f"{cut_off} answers were cut off")
+        served = ServeOptions(port=port)
+        say = _no_words if as_json else print_draining
+        cut_off = run_proxy(url, key, options, served, on_ready=ready, on_drain=say)
+    if not as_json:
+        print_ended(cut_off)
+
+
+def _no_words(_num_answers: int, _drain_s: float) -> None:
+    """For scripts."""
 
 
 def _trust(read: ProxyFile, file: Path | None, providers: list[str], operators: list[str]) -> Trust:
@@ -116,7 +122,10 @@ def read_keys(what: str, texts: list[str]) -> frozenset[bytes]:
         except ValueError:
             key = b""
         if len(key) != 32:
-            raise UsageError(f"{what}: {text[:80]!r} is no key, expected 64 hexadecimal digits")
+            raise UsageError(
+                f"{what}: {text[:80]!r} is no key, expected 64 hexadecimal digits",
+                hint="a provider prints its key as it starts, `convoy identity show` that of this folder",
+            )
         keys.add(key)
     return frozenset(keys)
 

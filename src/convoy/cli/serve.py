@@ -19,7 +19,7 @@ from convoy.cli.invite import AutoApproveFlag, InviteAddressFlag
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.member import head_options, load_head, serve_options, watched_roster
 from convoy.cli.members import LayersFlag, spans_by_name
-from convoy.cli.output import JsonFlag, print_json, print_note
+from convoy.cli.output import JsonFlag, print_draining, print_ended, print_json, print_note
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
 from convoy.cli.quantize import QuantizeFlag
@@ -227,15 +227,13 @@ def _serve(
 
         def on_drain(num_answers: int, drain_s: float) -> None:
             if not as_json:
-                many = "answer" if num_answers == 1 else "answers"
-                print_note(f"finishing {num_answers} {many}, at most {drain_s:g} s; Ctrl-C again to stop now")
+                print_draining(num_answers, drain_s)
 
         num_cut = run_server(service, options, on_ready=on_ready, on_stop=on_stop, on_drain=on_drain)
     finally:
         cluster.close()
     if not as_json:
-        cut = f"{num_cut} {'answer was' if num_cut == 1 else 'answers were'} cut off, and their clients told"
-        print_note(f"ended: {cut if num_cut else 'every request was answered'}")
+        print_ended(num_cut)
 
 
 def _say_ready(cluster: RunningCluster, model: str, url: str, *, as_json: bool, note: str | None) -> None:

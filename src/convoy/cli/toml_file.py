@@ -24,7 +24,10 @@ def read_toml(path: Path, kind: type[S]) -> S:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+        raise ConfigError(
+            f"cannot read {path}: {(error.strerror or str(error)).lower()}",
+            hint="docs/fleet.md has an example, and without --config there are defaults",
+        ) from None
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"{path} has {len(data)} bytes, and the limit is {_MAX_FILE_BYTES}")
     try:

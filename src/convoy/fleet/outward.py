@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import ssl
 from pathlib import Path
 
 from convoy.errors import ConfigError
+
+
+def why_unreachable(error: BaseException) -> str:
+    """Of an exception of whatever library asked, in words."""
+    causes = [error]
+    while (deeper := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 10:
+        causes.append(deeper)
+    for one in reversed(causes):  # the system's own word is the deepest
+        if isinstance(one, TimeoutError):
+            return "it did not answer in time"
+        if isinstance(one, ssl.SSLError):
+            return f"TLS: {(getattr(one, 'reason', '') or 'failed').lower().replace('_', ' ')}"
+        if isinstance(one, socket.gaierror):
+            return "its name is not known"
+        if isinstance(one, OSError) and one.errno:
+            return os.strerror(one.errno).lower()
+    name = type(error).__name__
+    return "it did not answer in time" if "Timeout" in name else "the connection ended"
 
 
 def verified_tls() -> ssl.SSLContext:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Send
 
+from convoy.errors import ConvoyError
 from convoy.serve.refusals import ClientGone
 
 T = TypeVar("T")
@@ -28,6 +29,13 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._write_timeout_s = write_timeout_s
+        self.cut: ConvoyError | None = None
+        self._cut_now = asyncio.Event()
+
+    def fail(self, error: ConvoyError) -> None:
+        """End what `while_connected` runs, which raises ``error``; on the loop's thread."""
+        self.cut = error
+        self._cut_now.set()
 
     async def receive(self) -> Message:
         return await self._receive()
@@ -72,19 +80,19 @@ class Exchange:
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` once the body is read; if the client goes away before it ends, cancel it and raise
-        `ClientGone`.
+        `ClientGone`, or what `fail` was told.
         """
         working = asyncio.ensure_future(work)
-        watching = asyncio.ensure_future(self._gone())
+        others = [asyncio.ensure_future(self._gone()), asyncio.ensure_future(self._cut_now.wait())]
         try:
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({working, *others}, return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
-            raise ClientGone
+            raise self.cut or ClientGone()
         finally:
-            working.cancel()
-            watching.cancel()
-            await asyncio.gather(working, watching, return_exceptions=True)
+            for task in (working, *others):
+                task.cancel()
+            await asyncio.gather(working, *others, return_exceptions=True)
 
     async def _gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

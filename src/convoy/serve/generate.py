@@ -60,7 +60,7 @@ class Generate(Generic[Body]):
         kind = "chat" if self.body is ChatBody else "completion"
         span = self.options.traces.begin(kind, asked.model.name, parent, read_s)
         try:
-            with self.lifecycle.generating(generation):
+            with self.lifecycle.running(generation):
                 async with generation:
                     if asked.stream:
                         await self._stream(exchange, generation, answer)

@@ -5,9 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-from convoy.errors import Draining
-from convoy.serve.generation import Generation
+from convoy.errors import ConvoyError, Draining
+
+
+class Cuttable(Protocol):
+    """Something that runs for a request."""
+
+    def fail(self, error: ConvoyError) -> None:
+        """End it with ``error``; on the loop's thread."""
+        ...
 
 
 class Lifecycle:
@@ -16,7 +24,7 @@ class Lifecycle:
     def __init__(self) -> None:
         self.draining = False
         self._num_answers = 0
-        self._generations: set[Generation] = set()
+        self._running: set[Cuttable] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -42,13 +50,13 @@ class Lifecycle:
                 self._idle.set()
 
     @contextmanager
-    def generating(self, generation: Generation) -> Iterator[None]:
-        """Around a generation, so that `cut` reaches it."""
-        self._generations.add(generation)
+    def running(self, work: Cuttable) -> Iterator[None]:
+        """Around what runs, so that `cut` reaches it."""
+        self._running.add(work)
         try:
             yield
         finally:
-            self._generations.discard(generation)
+            self._running.discard(work)
 
     async def wait_idle(self) -> None:
         """Until no request is being answered."""
@@ -56,6 +64,6 @@ class Lifecycle:
 
     def cut(self) -> int:
         """End what still runs with an error, never as if it were complete. Returns how many answers."""
-        for generation in self._generations:
-            generation.fail(Draining("the server shut down before the answer was complete"))
+        for work in self._running:
+            work.fail(Draining("the server shut down before the answer was complete"))
         return self._num_answers

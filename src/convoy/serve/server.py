@@ -59,8 +59,11 @@ class Stop:
             self._loop = loop
 
 
-def bind(options: ServeOptions) -> socket.socket:
-    """A listening socket. Raises `ConfigError` naming host and port if they are not to be had."""
+def bind(options: ServeOptions, *, option: str = "--port", step: int = 1) -> socket.socket:
+    """A listening socket. Raises `ConfigError` naming host and port if they are not to be had.
+
+    ``option`` names the port on the command line, and ``step`` leads to the next that may be free.
+    """
     where = f"{options.host}:{options.port}"
     try:
         infos = socket.getaddrinfo(
@@ -81,11 +84,11 @@ def bind(options: ServeOptions) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {options.port} on {options.host} is taken",
-                hint=f"--port {options.port % 65535 + 1}, or stop what listens there",
+                hint=f"{option} {(options.port + step - 1) % 65535 + 1}, or stop what listens there",
             ) from error
         raise ConfigError(
             f"cannot listen on {where}: {(error.strerror or str(error)).lower()}",
-            hint="--host wants an address of this machine, --port one that you may listen on",
+            hint=f"--host wants an address of this machine, and {option} one that you may listen on",
         ) from error
     return listener
 

@@ -75,6 +75,9 @@ def test_a_provider_is_known_from_its_approval_to_its_revocation(directory: Dire
     assert directory.provider_name(ANN) is None
     directory.approve(ANN, "box again")
     assert [one.name for one in directory.providers()] == ["box again"]
+    assert directory.revoke_provider("box again")
+    directory.approve(BOB, "box again")  # the name is free, and the key that had it is not let in by that
+    assert (directory.provider_name(ANN), directory.provider_name(BOB)) == (None, "box again")
     with pytest.raises(ConfigError):
         directory.approve(b"short", "box")
 

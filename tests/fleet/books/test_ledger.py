@@ -305,3 +305,10 @@ def test_what_settles_is_on_the_disk_and_a_hold_need_not_be(
     assert synced == []
     ledger.settle("r1", BILL)
     assert synced == [database_url.removeprefix("sqlite:///") + "-wal"]
+
+
+def test_what_an_engine_refused_is_no_use_of_it(ledger: Ledger) -> None:
+    for name, bill in (("answered", Bill("p1", 7, 2, 9)), ("refused", Bill("p1", 0, 0, 0))):
+        ledger.reserve(replace(HOLD, request_id=name))
+        ledger.settle(name, bill)
+    assert [(one.requests, one.prompt_tokens) for one in ledger.usage("ann")] == [(1, 7)]

@@ -291,6 +291,18 @@ def test_a_coordinator_that_starts_again_finds_its_providers_and_its_money(
     assert ask(served, 2, 2).json()["choices"][0]["message"]["content"] == "4"
 
 
+def test_a_provider_that_is_none_is_not_put_out_in_silence(served: FleetUnderTest) -> None:
+    with served.admin() as admin:
+        refused = admin.post("/providers/revoke", json={"name": "nobody"})
+        assert refused.status_code == 400
+        assert "no provider that may connect is called 'nobody'" in refused.json()["error"]["message"]
+        for identity, has_called in ((served.identities[0], True), (bytes(32), False)):
+            name = "one" if has_called else "early"
+            said = admin.post("/providers", json={"identity": identity.hex(), "name": name}).json()
+            assert said == {"name": name, "has_called": has_called}
+        assert admin.post("/providers/revoke", json={"name": "early"}).json()["revoked"]
+
+
 def test_administrators_have_a_door_and_keys_of_their_own(served: FleetUnderTest) -> None:
     with served.admin() as admin, served.client() as client:
         status = admin.get("/status").json()

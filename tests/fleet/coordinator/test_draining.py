@@ -4,9 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from convoy.crypto.sealed_request import seal_request
-from convoy.fleet.asked import read_wanted
+from convoy.fleet.asked import ModelOptions, read_wanted
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.lease import SEALED_TYPE, Lease, facts_of, read_lease
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
@@ -43,3 +44,40 @@ def test_a_coordinator_that_drains_says_so_and_answers_the_lease_that_it_gave(tm
             )
             stopped.result()
         fleet.stop_provider(0)
+
+
+def test_who_waits_for_a_provider_is_told_at_once_that_there_will_be_none(tmp_path: Path) -> None:
+    options = CoordinatorOptions(instance="test", models={MODEL: ModelOptions()})
+    fleet = FleetUnderTest(tmp_path, options)
+    with fleet.client() as client, fleet.admin() as admin, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client.post, "/v1/chat/completions", json=question(1, 2))
+        wait_until(lambda: sum(one["waiting"] for one in admin.get("/status").json()["models"]) == 1)
+        fleet.coordinator.stop()
+        answer = waiting.result()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].startswith("the coordinator is shutting down")
+    assert fleet.ledger.check() == []
+    assert fleet.ledger.balance("ann") == 10**12
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_is_cut_off_ends_with_an_error(tmp_path: Path, stream: bool) -> None:
+    fleet, engine = FleetUnderTest(tmp_path, CoordinatorOptions(instance="test")), FakeEngine()
+    with engine_server(engine) as url, fleet.client() as client, ThreadPoolExecutor(1) as pool:
+        fleet.add("one", url)
+        engine.trouble.append("slow")
+        body = question(20, 22, stream=stream)
+        answering = pool.submit(client.post, "/v1/chat/completions", json=body)
+        wait_until(lambda: bool(engine.bodies))
+        fleet.stop.request()
+        fleet.coordinator.stop()  # a second time: at once
+        answer = answering.result()
+        engine.go_on.set()
+        fleet.stop_provider(0)
+    if stream and answer.status_code == 200:
+        assert "shut down before the answer was complete" in answer.text
+        assert "[DONE]" not in answer.text
+    else:
+        assert answer.status_code == 503
+        assert "shut down before the answer was complete" in answer.json()["error"]["message"]
+    assert fleet.ledger.check() == []

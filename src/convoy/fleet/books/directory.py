@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import bindparam, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from convoy.errors import ConfigError
@@ -73,7 +73,8 @@ class Directory:
             found = db.execute(_LOOK_UP, {"hash": hash_key(key)}).one_or_none()
         if found is None or found.revoked_s is not None:
             raise Unauthenticated(
-                "the API key is not known here" if found is None else "the API key was revoked"
+                "the API key is not known here" if found is None else "the API key was revoked",
+                hint="whoever runs this coordinator makes one: `convoy coordinator keys --add ACCOUNT`",
             )
         if found.scope != scope.value:
             raise Forbidden(f"the API key has scope {found.scope}, and this wants {scope.value}")
@@ -107,17 +108,26 @@ class Directory:
         ]
 
     def approve(self, identity: bytes, name: str) -> None:
-        """Let a provider in under a name, or in again. Raises `ConfigError` for a name that another has."""
+        """Let a provider in under a name, or in again; that of one that was put out is free.
+
+        Raises `ConfigError` for a name that another has.
+        """
         if len(identity) != _IDENTITY_BYTES or not (1 <= len(name) <= 255 and name.isprintable()):
             raise ConfigError(f"a provider's key of {len(identity)} bytes and name of {len(name)} characters")
         values = {"name": name, "approved_s": int(self._now()), "revoked_s": None}
         try:
             with self._store.write() as db:
+                columns = PROVIDERS.c
+                gone = (columns.name == name, columns.identity != identity, columns.revoked_s.is_not(None))
+                db.execute(delete(PROVIDERS).where(*gone))
                 again = db.execute(update(PROVIDERS).where(PROVIDERS.c.identity == identity).values(**values))
                 if not again.rowcount:
                     db.execute(insert(PROVIDERS).values(identity=identity, **values))
         except IntegrityError:
-            raise ConfigError(f"another provider is called {name} already") from None
+            raise ConfigError(
+                f"another provider is called {name} already",
+                hint=f"`convoy coordinator providers --revoke {name}` puts that one out, and frees the name",
+            ) from None
 
     def revoke_provider(self, name: str) -> bool:
         """Whether there was one to put out."""

@@ -246,7 +246,7 @@ class Ledger:
         return len(broken)
 
     def usage(self, account: str | None = None) -> list[Usage]:
-        """By account and model; of one account where it is named."""
+        """By account and model, of what was answered; of one account where it is named."""
         columns = CHARGES.c
         sums = [
             func.count(),
@@ -257,6 +257,7 @@ class Ledger:
         query = (
             select(columns.account, columns.model, *sums)
             .where(columns.state == SETTLED)
+            .where(columns.prompt_tokens + columns.completion_tokens > 0)  # else an engine refused it
             .group_by(columns.account, columns.model)
             .order_by(columns.account, columns.model)
         )

@@ -185,11 +185,14 @@ class _Admin:
                 hint="give the provider a folder of keys of its own",
             )
         await _sensible(self._coordinator.directory.approve, bytes.fromhex(body.identity), body.name)
-        return _json({"name": body.name}, 201)
+        has_called = self._coordinator.has_called(bytes.fromhex(body.identity))
+        return _json({"name": body.name, "has_called": has_called}, 201)
 
     async def revoke_provider(self, request: Request) -> Response:
         body = await self._body(request, OldProvider)
         known = await _sensible(self._coordinator.directory.revoke_provider, body.name)
+        if not known:
+            raise RequestError(f"no provider that may connect is called {body.name!r}", param="name")
         connected = await self._coordinator.put_out(body.name)
         return _json({"revoked": known, "was_connected": connected})
 

@@ -47,7 +47,7 @@ class Consume:
         timing = Timing(parts=self.coordinator.options.traces.is_on)
         exchange.refusal_headers = timing.header
         headers = Headers(scope=scope)
-        with self.lifecycle.answering():
+        with self.lifecycle.answering(), self.lifecycle.running(exchange):
             account = await account_of(self.coordinator, headers)  # strangers' bodies are not kept
             data = await read_body(headers, receive, self.options)
             await exchange.while_connected(self._run(account, data, headers, exchange, timing))
@@ -68,7 +68,7 @@ class Consume:
             await self._serve(way, exchange)
             exchange.outcome = exchange.outcome or "complete"
         except BaseException as error:
-            exchange.outcome = outcome_of(error)
+            exchange.outcome = outcome_of(exchange.cut or error)
             raise
         finally:
             way.report(exchange.outcome)

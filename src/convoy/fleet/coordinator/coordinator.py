@@ -20,6 +20,7 @@ from convoy.cluster.metric_families import Metric
 from convoy.errors import (
     AttestationError,
     ConvoyError,
+    Draining,
     FrameError,
     NotReady,
     ProviderError,
@@ -41,6 +42,7 @@ from convoy.wire.fleet import Refused
 
 _log = logging.getLogger(__name__)
 
+_MAX_CALLED = 1000  # unapproved providers that are remembered
 _POLICY_VIOLATION, _TRY_AGAIN = 1008, 1013  # of WebSocket's reasons to close
 
 
@@ -75,6 +77,7 @@ class Coordinator:
         self._dispatcher = Dispatcher(options.queue)
         self._sockets: dict[str, ProviderSocket] = {}
         self._drained: set[str] = set()
+        self._called: dict[bytes, None] = {}  # keys that nobody approved, the newest last
         self._waiting: dict[int, asyncio.Future[str]] = {}
         self._numbers = itertools.count()
         self._greeting: Counter[str] = Counter()  # sockets that have not registered yet, by address
@@ -101,6 +104,9 @@ class Coordinator:
     async def _wait(self, ask: Ask, assignment: Assignment | None) -> str:
         if assignment is not None:
             return assignment.provider
+        if self.lifecycle.draining:
+            self.abandon(ask.number)
+            raise _draining()
         future = self._waiting[ask.number] = asyncio.get_running_loop().create_future()
         self._wake.set()
         try:
@@ -111,6 +117,13 @@ class Coordinator:
             raise
         finally:
             self._waiting.pop(ask.number, None)
+
+    def drain(self) -> None:
+        """Who waits for a provider is told that there will be none; what runs goes on."""
+        for number, future in list(self._waiting.items()):
+            if not future.done():
+                self.abandon(number)
+                future.set_exception(_draining())
 
     def socket(self, provider: str) -> ProviderSocket:
         """Of a provider that was assigned. Raises `ProviderError` where it went meanwhile."""
@@ -241,10 +254,23 @@ class Coordinator:
         self.counts.registration_refused()
         try:
             unapproved = isinstance(error, Unapproved)
+            if isinstance(error, Unapproved):
+                self._note_call(error.identity)
             await socket.send(Refused(reason[:500], not isinstance(error, FrameError), unapproved))
         except (WebSocketDisconnect, RuntimeError, ProviderError):
             pass  # nobody is left to tell
         await socket.close(_POLICY_VIOLATION)
+
+    def _note_call(self, identity: bytes) -> None:
+        self._called.pop(identity, None)
+        self._called[identity] = None
+        if len(self._called) > _MAX_CALLED:
+            del self._called[next(iter(self._called))]
+
+    def has_called(self, identity: bytes) -> bool:
+        """Whether a provider with that key has dialled, approved or not, as far as that is remembered."""
+        connected = (one.registration for one in self._sockets.values())
+        return identity in self._called or any(one and one.identity == identity for one in connected)
 
     def _replace(self, name: str) -> None:
         """The same provider on a new socket: the old one is over, whatever it still believes."""
@@ -357,3 +383,8 @@ class Coordinator:
             else:
                 future.set_result(assignment.provider)
         self._wake.set()
+
+
+def _draining() -> Draining:
+    text = "the coordinator is shutting down"
+    return Draining(text, hint="send the request again once it is back", public=text)

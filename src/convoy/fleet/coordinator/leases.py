@@ -128,7 +128,7 @@ class MakeLease:
         parts = self.leases.coordinator.options.traces.is_on
         timing, headers = Timing(parts=parts), Headers(scope=scope)
         exchange.refusal_headers = timing.header
-        with self.lifecycle.answering():
+        with self.lifecycle.answering(), self.lifecycle.running(exchange):
             limits = replace(self.options, max_body_bytes=MAX_LEASE_BYTES)
             account = await account_of(self.leases.coordinator, headers)
             data = await read_body(headers, receive, limits)
@@ -174,7 +174,8 @@ class UseLease:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
         headers, name = Headers(scope=scope), scope["path_params"]["lease"]
-        with self.lifecycle.answering(admitted=self.leases.is_awaited(name)):
+        awaited = self.leases.is_awaited(name)
+        with self.lifecycle.answering(admitted=awaited), self.lifecycle.running(exchange):
             account = await account_of(self.leases.coordinator, headers)
             way, lease = self.leases.take(name, account)
             try:

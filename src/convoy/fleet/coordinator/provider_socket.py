@@ -57,7 +57,14 @@ _CLOSE_S = 5.0  # for what was sent to be taken, before the connection is cut
 
 
 class Unapproved(ProviderError):  # noqa: N818
-    """Nobody let it in yet."""
+    """Nobody let it in yet, under the key that it showed and signed with."""
+
+    def __init__(self, identity: bytes) -> None:
+        super().__init__(
+            f"the provider with key {identity.hex()} is not approved",
+            hint=f"convoy coordinator providers --approve {identity.hex()} NAME",
+        )
+        self.identity = identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +140,7 @@ class ProviderSocket:
         self._name_of = name_of
         name = await asyncio.to_thread(name_of, message.identity)
         if name is None:
-            raise Unapproved(
-                f"the provider with key {message.identity.hex()} is not approved",
-                hint=f"convoy coordinator providers --approve {message.identity.hex()} NAME",
-            )
+            raise Unapproved(message.identity)
         now_s = time.time()
         if not now_s < message.request_key_expires_s <= now_s + _MAX_REQUEST_KEY_S + 60:
             raise ProviderError("a provider's key for requests has expired, or lives longer than a day")

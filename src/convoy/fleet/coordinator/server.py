@@ -127,16 +127,22 @@ def run_coordinator(
     public_key: bytes,
     *,
     on_ready: Callable[[str, str, int], None] | None = None,
+    on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
     stop: Stop | None = None,
 ) -> int:
     """Serve until a signal or `Stop.request`, then drain. Returns how many answers were cut off.
 
-    ``on_ready`` hears both base URLs and how many broken requests were given their money back. Raises
+    ``on_ready`` hears both base URLs and how many broken requests were given their money back, ``on_drain``
+    how many answers are under way once no more are taken, and the seconds they have. Raises
     `ConfigError` before anything is served, also where another one runs under its name on this database.
     """
     doors.check()
     stop = stop or Stop()
-    with bind(doors.public) as public, bind(doors.admin) as admin, signals(stop):
+    with (
+        bind(doors.public, step=10) as public,  # the next one is the administrators' door
+        bind(doors.admin, option="--admin-port", step=10) as admin,
+        signals(stop),
+    ):
         coordinator = Coordinator(options, store, public_key)
         store.claim(options.instance)
         released = coordinator.ledger.recover()
@@ -154,11 +160,19 @@ def run_coordinator(
             closing(coordinator.clerk),
             asyncio.Runner(loop_factory=loop_factory()) as runner,
         ):
-            return runner.run(_serve(coordinator, doors, [public, admin], stop, ready))
+            return runner.run(
+                _serve(coordinator, doors, [public, admin], stop, on_ready=ready, on_drain=on_drain)
+            )
 
 
 async def _serve(
-    coordinator: Coordinator, doors: Doors, listeners: list[Any], stop: Stop, ready: Callable[[], None]
+    coordinator: Coordinator,
+    doors: Doors,
+    listeners: list[Any],
+    stop: Stop,
+    *,
+    on_ready: Callable[[], None],
+    on_drain: Callable[[int, float], None],
 ) -> int:
     lifecycle, counts = coordinator.lifecycle, HttpCounts(PUBLIC_PATHS)
     public = HttpServer(
@@ -167,13 +181,19 @@ async def _serve(
         tls=doors.tls,
     )
     admin = HttpServer(make_admin_app(coordinator, doors.admin, counts.families))
+
+    def drain(num_answers: int, drain_s: float) -> None:
+        coordinator.drain()
+        on_drain(num_answers, drain_s)
+
     ticking = asyncio.ensure_future(coordinator.run())
     ticking.add_done_callback(lambda task: None if task.cancelled() else stop.request_now())
     try:
         cut = await serve_until_stopped(
             list(zip((public, admin), listeners, strict=True)),
             *(lifecycle, stop, doors.public.drain_s),
-            on_ready=ready,
+            on_ready=on_ready,
+            on_drain=drain,
         )
         if ticking.done():
             ticking.result()  # without it nobody's deadline would pass: that is an end, and a loud one

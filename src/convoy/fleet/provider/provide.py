@@ -19,7 +19,7 @@ from convoy.crypto.identity import Identity
 from convoy.crypto.sealed_request import RequestKey
 from convoy.errors import ConfigError, ConvoyError, FrameError, PeerRefused, ProviderError
 from convoy.fleet.capacity import Capacity
-from convoy.fleet.outward import verified_tls
+from convoy.fleet.outward import verified_tls, why_unreachable
 from convoy.fleet.provider.evidence import Shower, Witness
 from convoy.fleet.provider.pace import Pace
 from convoy.fleet.provider.provided import Provided, SeenRequests
@@ -362,8 +362,8 @@ class _NotYet(ProviderError):  # noqa: N818
 def _why_not(error: BaseException) -> str:
     if isinstance(error, _NotYet):
         return error.message
-    text = error.message if isinstance(error, ConvoyError) else type(error).__name__
-    return f"the coordinator is not to be reached: {text}"
+    text = error.message if isinstance(error, ConvoyError) else why_unreachable(error)
+    return f"the coordinator is not to be reached, and is tried again: {text}"
 
 
 def _offer(model: str, one: Capacity) -> Offer:

@@ -22,7 +22,7 @@ from convoy.fleet.lease import (
     Reseal,
     read_lease,
 )
-from convoy.fleet.outward import verified_tls
+from convoy.fleet.outward import verified_tls, why_unreachable
 from convoy.serve.options import is_loopback
 from convoy.serve.problem import ErrorBody, ErrorDetail
 from convoy.wire.text import plain_text
@@ -142,7 +142,7 @@ class CoordinatorClient:
         try:
             response = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
-            raise suspect(f"the coordinator is not to be reached: {type(error).__name__}") from None
+            raise suspect(f"the coordinator is not to be reached: {why_unreachable(error)}") from None
         try:
             yield response
         finally:
@@ -160,7 +160,7 @@ async def pieces(response: httpx.Response) -> AsyncIterator[bytes]:
         async for piece in response.aiter_raw():
             yield piece
     except httpx.HTTPError as error:
-        raise suspect(f"the coordinator broke off: {type(error).__name__}") from None
+        raise suspect(f"the coordinator broke off: {why_unreachable(error)}") from None
 
 
 async def _bounded(response: httpx.Response, most: int) -> bytes:
@@ -194,8 +194,10 @@ def _refusal(response: httpx.Response, data: bytes) -> Refusal:
     status = response.status_code if 400 <= response.status_code <= 599 else 502
     try:
         said = msgspec.json.decode(data, type=ErrorBody).error
+        # the tool's own key is never looked at
+        whose = " (the key of this proxy's --api-key-file)" if status in {401, 403} else ""
         detail = ErrorDetail(
-            plain_text(said.message, 500),
+            plain_text(said.message, 500) + whose,
             plain_text(said.type, 60),
             None if said.param is None else plain_text(said.param, 60),
             None if said.code is None else plain_text(said.code, 60),

@@ -245,7 +245,7 @@ class ProxyAsked:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
         headers = Headers(scope=scope)
-        with self.lifecycle.answering():
+        with self.lifecycle.answering(), self.lifecycle.running(exchange):
             data = await read_body(headers, receive, self.options)
             key, parent = headers.get("idempotency-key"), headers.get("traceparent", "")
             await exchange.while_connected(self.proxy.answer(data, self.kind, key, exchange, parent))

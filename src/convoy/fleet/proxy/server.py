@@ -50,9 +50,10 @@ def run_proxy(
     options: ServeOptions,
     *,
     on_ready: Callable[[str], None] | None = None,
+    on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
     stop: Stop | None = None,
 ) -> int:
-    """Serve until a signal or `Stop.request`; how many answers were cut off.
+    """Serve until a signal or `Stop.request`; how many answers were cut off. ``on_drain``: as `run_server`'s.
 
     Raises `ConfigError` before anything is served: text is in clear between the tools and here, so off
     loopback there is no listener, and without anybody to trust there is nothing to do.
@@ -79,6 +80,7 @@ def run_proxy(
                     [(server, listener)],
                     *(lifecycle, stop, options.drain_s),
                     on_ready=None if on_ready is None else lambda: on_ready(url),
+                    on_drain=on_drain,
                 )
             finally:
                 await client.close()
