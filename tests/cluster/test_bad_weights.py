@@ -50,6 +50,13 @@ def with_tensor(change: Callable[[torch.Tensor], torch.Tensor | None]) -> Damage
     return damage
 
 
+def with_an_output(directory: Path) -> None:
+    """Beside config.json, by which the embedding is the output."""
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] = -tensors["model.embed_tokens.weight"]
+    save_file(tensors, directory / "model.safetensors")
+
+
 def with_config(**changes: object) -> Damage:
     def damage(directory: Path) -> None:
         config = json.loads((directory / "config.json").read_text())
@@ -78,6 +85,10 @@ def with_config(**changes: object) -> Damage:
         (
             with_tensor(lambda t: t.to(torch.float8_e5m2)),
             rf"/model\.safetensors: {NAME} has the dtype F8_E5M2",
+        ),
+        (
+            with_an_output,
+            r"/model\.safetensors: lm_head\.weight has other values than model\.embed_tokens\.weight, and",
         ),
         (with_config(num_hidden_layers=7), r"the checkpoint has no tensor model\.layers\.5\."),
         (

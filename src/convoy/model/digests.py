@@ -30,6 +30,7 @@ from convoy.model.manifest import (
 )
 from convoy.model.source import ModelSource
 from convoy.model.synthetic import describe_values
+from convoy.model.tied import check_tied_digests
 
 HashProgress = Callable[[int, int], None]
 
@@ -60,10 +61,12 @@ class Hashing:
 def make_manifest(source: ModelSource, hashing: Hashing, progress: HashProgress | None = None) -> Manifest:
     """The manifest of a model that is here whole. ``progress`` is called with (hashed, total) bytes.
 
-    What ``progress`` raises ends it. Raises ModelError for a file that cannot be read or is truncated.
+    What ``progress`` raises ends it. Raises ModelError for a file that cannot be read or is truncated, and
+    for an output that is not the embedding, as config.json says.
     """
     tensors = list(source.tensors.values())
     digests = tensor_digests(source, tensors, hashing, progress)
+    check_tied_digests(source, digests)
     entries = {t.name: TensorEntry(t.dtype, t.shape, t.num_bytes, digests[t.name]) for t in tensors}
     return Manifest(entries, {} if source.seed is not None else _file_entries(source.path))
 

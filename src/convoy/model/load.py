@@ -31,6 +31,7 @@ from convoy.model.reading import LoadProgress, Part, Reading
 from convoy.model.rope import RopeUse
 from convoy.model.source import ModelSource
 from convoy.model.streams import STREAMS, StreamJoin, StreamLayer
+from convoy.model.tied import check_tied
 from convoy.plan.sharding import WHOLE, Shard, rank_spec
 from convoy.wire.messages import StageAssignment
 
@@ -71,6 +72,8 @@ def load_modules(
     if kept is not None and not (part.layers or part.embed or part.output):
         kept.bytes_read = 0
         return kept
+    if part.output:
+        check_tied(source)
     whole, source = source, replace(source, spec=rank_spec(source.spec, shard.world_size, shard.experts))
     reading = Reading(whole, part, progress, shard)
     ranks = Ranks(shard) if kept is None or kept.ranks is None else kept.ranks

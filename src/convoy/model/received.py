@@ -20,6 +20,7 @@ from convoy.model.checkpoint import StoredTensor
 from convoy.model.manifest import Manifest, TensorEntry, start_tensor_digest
 from convoy.model.parts import Part, PartFile, alone_in, explained, is_whole, require_room, verify
 from convoy.model.source import ModelSource, read_config
+from convoy.model.tied import check_tied_digests
 
 _log = logging.getLogger(__name__)
 
@@ -89,13 +90,18 @@ class ReceivedModel:
         return Part(name, self._place(entry), entry.num_bytes, entry.digest, start)
 
     def source(self, name: str, config: Part) -> ModelSource:
-        """The model as if all its tensors were here; those that are not can be described, and not read."""
+        """The model as if all its tensors were here; those that are not can be described, and not read.
+
+        Raises ModelError for a configuration that is not of these tensors.
+        """
         described = {
             tensor: StoredTensor(tensor, self._place(entry), entry.dtype, entry.shape, 0, entry.num_bytes)
             for tensor, entry in self.manifest.tensors.items()
         }
         settings = read_config(config.place)
-        return ModelSource.described(name, self.folder, settings, described)
+        source = ModelSource.described(name, self.folder, settings, described)
+        check_tied_digests(source, {tensor: entry.digest for tensor, entry in self.manifest.tensors.items()})
+        return source
 
     @contextmanager
     def open(self, watch: Callable[[], None]) -> Iterator[None]:

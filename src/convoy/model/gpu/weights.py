@@ -16,6 +16,7 @@ from convoy.model.gpu.draw import draw_into
 from convoy.model.gpu.rounded import Matrix, RoundedMatrix, round_matrix
 from convoy.model.source import ModelSource
 from convoy.model.synthetic import draw_tensor, drawn_key
+from convoy.model.tied import check_tied
 from convoy.plan.config import ConfigReader
 from convoy.wire.messages import StageAssignment
 
@@ -116,6 +117,7 @@ def load_weights(
     embedding = loader.whole("model.embed_tokens.weight") if assignment.embed else None
     norm, head = None, None
     if assignment.output:
+        check_tied(source)
         norm = loader.whole("model.norm.weight")
         head = loader.head(embedding if tied else None, tied=tied)
     eps = reader.get("rms_norm_eps")
