@@ -100,7 +100,7 @@ def with_config(**changes: object) -> Damage:
             r"model\.embed_tokens\.weight has shape \[105, 40\], expected \[200, 40\]",
         ),
         (with_config(num_key_value_heads=5), r"k_proj\.weight has shape \[8, 40\], expected \[40, 40\]"),
-        (with_config(rms_norm_eps="small"), r"config\.json is not accepted: .*rms_norm_eps"),
+        (with_config(rms_norm_eps="small"), r"says rms_norm_eps = 'small', expected a number above 0"),
         (
             with_config(quantization_config={"quant_method": "nibbles"}),
             r"quant_method = 'nibbles', which is not",

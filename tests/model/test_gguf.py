@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import struct
 from collections.abc import Callable
@@ -106,6 +107,44 @@ def test_a_rotation_that_is_not_done_here_is_refused(
     monkeypatch.setattr(gguf, "read_gguf", lambda _path: replace(header, settings=settings))
     with pytest.raises(ModelError, match=f"llama.{said[0]} is {said[1]}, expected"):
         ModelSource.resolve(str(written("llama", "F16").quantised))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope.freq_base": 0.0}, "rope.freq_base is 0.0, expected a float above 0 other than 1"),
+        ({"rope.freq_base": 1.0}, "rope.freq_base is 1.0, expected a float above 0 other than 1"),
+        ({"rope.freq_base": float("nan")}, "rope.freq_base is nan, expected a float above 0 other than 1"),
+        ({"rope.scaling.type": "linear"}, "rope.scaling.factor is None, expected a number above 0"),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 0.0},
+            "rope.scaling.factor is 0.0, expected a number above 0",
+        ),
+    ],
+)
+def test_a_rotation_of_numbers_that_make_none_is_refused(
+    written: Get, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], expected: str
+) -> None:
+    header = read_gguf(written("llama", "F16").quantised)
+    settings = header.settings | {f"llama.{key}": value for key, value in changes.items()}
+    monkeypatch.setattr(gguf, "read_gguf", lambda _path: replace(header, settings=settings))
+    with pytest.raises(ModelError, match=re.escape(f"llama.{expected}")):
+        ModelSource.resolve(str(written("llama", "F16").quantised))
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (), (0,)])
+def test_frequencies_are_a_row_of_numbers(
+    written: Get, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    header = read_gguf(written("llama3", "F16").quantised)
+    stored = header.tensors["rope_freqs.weight"]
+    assert stored.shape == (16,)
+    odd = replace(stored, shape=shape, num_bytes=4 * math.prod(shape))
+    tensors = {**header.tensors, "rope_freqs.weight": odd}
+    monkeypatch.setattr(gguf, "read_gguf", lambda _path: replace(header, tensors=tensors))
+    said = f"rope_freqs.weight is F32 of shape {list(shape)}, expected a number for each frequency"
+    with pytest.raises(ModelError, match=re.escape(said)):
+        ModelSource.resolve(str(written("llama3", "F16").quantised))
 
 
 def patched(sound: Path, target: Path, old: bytes, new: bytes) -> Path:

@@ -9,7 +9,7 @@ import torch
 
 from convoy.errors import ModelError
 from convoy.model.formats.read import read_tensor
-from convoy.model.library import LIBRARY, quiet
+from convoy.model.library import FAILURES, LIBRARY, quiet, reason
 from convoy.model.owned import decoder_name
 from convoy.model.source import ModelSource
 
@@ -63,8 +63,8 @@ def _load(source: ModelSource, dtype: torch.dtype) -> Any:
                 model: Any = transformers.AutoModelForCausalLM.from_pretrained(
                     str(source.path), trust_remote_code=False, **options
                 )
-        except (RuntimeError, ValueError, KeyError, OSError, TypeError) as error:
-            raise ModelError(f"{source.name}: transformers cannot load it: {error}") from error
+        except FAILURES as error:
+            raise ModelError(f"{source.name}: transformers cannot load it: {reason(error)}") from error
         return model.to(dtype).eval()
 
 

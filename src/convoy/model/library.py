@@ -13,6 +13,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LIBRARY = threading.RLock()
+# What it raises for a value that it did not foresee: it takes most of a config.json for what it should be
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+FOREIGN = "config.json is of another model, or was changed"
+_DESCRIBED = (OSError, RuntimeError, ValueError)  # others' texts say little without their type
+_MAX_REASON = 300
+
+
+def reason(error: Exception) -> str:
+    """What the library raised, as part of one line."""
+    text = " ".join(str(error).split())[:_MAX_REASON]
+    return text if isinstance(error, _DESCRIBED) and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 @contextmanager

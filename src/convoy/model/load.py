@@ -7,26 +7,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AttentionInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from convoy.errors import ModelError
-from convoy.model.attention import ATTENTION_NAME, packed_attention
+from convoy.model.decoder import build_decoder, decoder_config
 from convoy.model.delta import DELTA, GatedDeltaNet
 from convoy.model.exact import RowNorm, make_layer_exact, make_output_exact
 from convoy.model.freed import large_apart
 from convoy.model.latent import LATENT, LatentAttention
 from convoy.model.layer_inputs import LayerInputs
-from convoy.model.library import LIBRARY, quiet
 from convoy.model.loaded import LoadedModules
-from convoy.model.owned import LAYER_INPUT_NAMES, decoder_name
-from convoy.model.parallel.experts import keep_own_experts
+from convoy.model.owned import LAYER_INPUT_NAMES
 from convoy.model.parallel.ranks import Ranks
 from convoy.model.parallel.share import join_parts
-from convoy.model.parallel.slices import narrow_config
 from convoy.model.reading import LoadProgress, Part, Reading
 from convoy.model.rope import RopeUse
 from convoy.model.source import ModelSource
@@ -35,10 +28,7 @@ from convoy.model.tied import check_tied
 from convoy.plan.sharding import WHOLE, Shard, rank_spec
 from convoy.wire.messages import StageAssignment
 
-_State = dict[str, torch.Tensor]  # by the names that a model's own tensors have
-_MAX_REASON = 300
 _PORTION_BYTES = 128 << 20  # of float32; less than a layer of most models, so that one is built at a time
-AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
 def load_modules(
@@ -113,11 +103,10 @@ def _portions(source: ModelSource, part: Part) -> Iterator[Part]:
 
 
 def _load_portion(source: ModelSource, part: Part, reading: Reading, *, packed: bool) -> LoadedModules:
-    config = _config(source, part, reading.shard)
+    config = decoder_config(source, part, reading.shard)
     state = reading.read(part)
     beside = {name: state.pop(name) for name in list(state) if name.startswith(LAYER_INPUT_NAMES)}
-    model = _build(source, part, config, state, reading.shard)
-    _check_biases(source, model, state)
+    model = build_decoder(source, part, config, state, reading.shard)
     stored_dtype = next((t.dtype for n, t in state.items() if n.endswith("embed_tokens.weight")), None)
     del state
     return _take_modules(source, model, stored_dtype, beside, embed=part.embed, packed=packed)
@@ -144,121 +133,6 @@ def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:
         output=output.output,
         ropes=kept.ropes | fresh.ropes,
     )
-
-
-def _read_config(source: ModelSource) -> Any:
-    if source.seed is not None or source.is_one_file:
-        return transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
-    return transformers.AutoConfig.from_pretrained(
-        str(source.path), local_files_only=True, trust_remote_code=False
-    )
-
-
-def _config(source: ModelSource, part: Part, shard: Shard) -> Any:
-    try:
-        with LIBRARY:
-            config = _read_config(source).get_text_config()
-    except (ValueError, KeyError, OSError, TypeError, StrictDataclassError) as error:
-        why = " ".join(str(error).split())
-        raise ModelError(f"{source.name}: config.json is not accepted: {why[:_MAX_REASON]}") from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # what is read is unpacked
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{source.name}: model type {source.spec.family!r} has no decoder in transformers")
-    _check_rope(source, getattr(config, "rope_parameters", None) or {})
-    if shard.world_size > 1:
-        narrow_config(config, source.spec, shard)
-    if not part.output:
-        # the library would look for an lm_head to tie
-        config.tie_word_embeddings = False
-    return config
-
-
-def _check_rope(source: ModelSource, parameters: dict[str, Any]) -> None:
-    """Refuse frequencies that change with the length of the batch: a position would not have one value."""
-    of_types = [value for value in parameters.values() if isinstance(value, dict)]
-    for rope in of_types or [parameters]:
-        kind = rope.get("rope_type")
-        # this one changes once, beyond the context for which the model was made
-        steady = kind == "longrope" and source.spec.max_context <= rope["original_max_position_embeddings"]
-        if kind in {"dynamic", "longrope"} and not steady:
-            raise ModelError(f"{source.name}: rope type {kind!r} is not supported")
-
-
-def _build(source: ModelSource, part: Part, config: Any, state: _State, shard: Shard) -> nn.Module:
-    whole = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    looks_up = source.spec.layer_input_size > 0 and bool(part.layers)
-    keep_embedding = part.embed or looks_up or (part.output and source.spec.tied_embeddings)
-
-    class OwnedPart(whole):  # type: ignore[misc, valid-type]
-        """The model's own class without what this stage does not own: those modules never get memory."""
-
-        _keys_to_ignore_on_load_unexpected = [".*"]  # noqa: RUF012 - the library's own form
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            for layer in range(len(self.model.layers)):
-                if layer not in part.layers:
-                    self.model.layers[layer] = nn.Identity()
-            keep_own_experts(self, shard)
-            for name in LAYER_INPUT_NAMES:
-                if hasattr(self, "model") and hasattr(self.model, name.removeprefix("model.")):
-                    self.set_submodule(name, nn.Identity())
-            if not keep_embedding:
-                self.model.embed_tokens = nn.Identity()
-            if not part.output:
-                self.model.norm, self.model.hc_head, self.lm_head = (nn.Identity() for _ in range(3))
-
-    with LIBRARY, quiet():
-        try:
-            model, report = OwnedPart.from_pretrained(
-                None,
-                config=config,
-                state_dict=state,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION_NAME,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                local_files_only=True,
-            )
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise ModelError(f"{source.name} cannot be built from its config.json: {error}") from error
-    _check_report(source, report)
-    return model.eval()  # type: ignore[no-any-return]
-
-
-def _check_report(source: ModelSource, report: dict[str, Any]) -> None:
-    for name, found, expected in sorted(report["mismatched_keys"]):
-        stored = next((t for t in source.tensors.values() if decoder_name(t.name) == name), None)
-        place = source.name if stored is None else stored.path
-        raise ModelError(f"{place}: {name} has shape {list(found)}, expected {list(expected)}")
-    missing = sorted(report["missing_keys"])
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(
-            f"{source.path}: the checkpoint has no tensor {missing[0]}{more}",
-            hint="a shard is missing or the directory is of another model",
-        )
-
-
-def _check_biases(source: ModelSource, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a bias that config.json denies: without it the model would run, and say something else."""
-    for name, tensor in state.items():
-        module = name.removesuffix(".bias")
-        # GPTQ's writers store zeros for linears that have none
-        if module == name or not tensor.any():
-            continue
-        try:
-            linear = model.get_submodule(module)
-        except AttributeError:
-            continue  # nothing of the decoder's
-        if isinstance(linear, nn.Linear) and linear.bias is None:
-            stored = next((t for t in source.tensors.values() if decoder_name(t.name) == name), None)
-            raise ModelError(
-                f"{source.name if stored is None else stored.path}: {name} is a bias, and by config.json "
-                f"{module} has none",
-                hint="config.json is of another model, or was changed",
-            )
 
 
 def _take_modules(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from torch import nn
 from convoy.errors import StepError
 from convoy.model.collective import Collective
 from convoy.model.draw import Draw, Drawing, draw_all
-from convoy.model.kv import BlockTable, StagedStep
+from convoy.model.kv import StagedStep
 from convoy.model.layer_inputs import takes_shared_kv
 from convoy.model.library import importing
 from convoy.model.linear import LEAST_ROWS, PackedLinear, pad_rows
@@ -25,20 +24,19 @@ from convoy.model.pages import ask_huge_pages, lay_together
 from convoy.model.parallel.ranks import Ranks
 from convoy.model.rope import Rotations
 from convoy.model.selfcheck import (
-    CHECK_ROWS,
     EXACT,
     PLAIN,
     ROUNDED,
     check_heads,
     check_linears,
     check_options,
-    check_rows,
 )
 from convoy.model.source import ModelSource
 from convoy.model.stage_kv import StageKv
 from convoy.model.tensors import check_tokens, select_rows, take_hidden
+from convoy.model.trial import Trial
 from convoy.plan.sharding import WHOLE, Shard, rank_spec, settle, share_of
-from convoy.wire.messages import Row, StageAssignment, Step
+from convoy.wire.messages import StageAssignment, Step
 
 if TYPE_CHECKING:
     from convoy.model.loaded import LoadedModules
@@ -136,8 +134,8 @@ class Stage:
         and runs once it was joined to the others.
 
         Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError,
-        PlanError for ranks that cannot share these layers, and SelfCheckError if exact mode does not hold for
-        the shapes of these linears on this machine.
+        also for layers that do not run, PlanError for ranks that cannot share these layers, and
+        SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
         """
         shard = settle(source.spec, shard)
         if options.device != "cpu":
@@ -163,7 +161,9 @@ class Stage:
         if packed and modules.bytes_read:
             check_heads(stage._spec.cache_groups)
             if not modules.is_ours:
-                stage._prove()
+                stage._trial.prove()
+        if modules.bytes_read:
+            stage._trial.once()
         if packed:
             stage._native = checked_layers(modules.layers, modules.ropes, stage._spec.cache_groups)
         return stage
@@ -381,20 +381,15 @@ class Stage:
             x = layer(x, position_embeddings=ropes[modules.ropes[number]], **arguments, **own)
         return x[0]
 
-    def _prove(self) -> None:
-        """Run the layers on made-up rows, whole and in pieces. Raises SelfCheckError where bits differ."""
-        num_blocks = -(-CHECK_ROWS // self.options.block_size)
-        table = BlockTable([list(range(num_blocks)) for _ in self.block_bytes])
-
-        def run(hidden: torch.Tensor, tokens: torch.Tensor, chunks: Sequence[int]) -> torch.Tensor:
-            self.make_pools(num_blocks)
-            found, start = [], 0
-            for count in chunks:
-                part = slice(start, start + count)
-                staged = StagedStep({}, [(Row(0, start, count, 0), table)], Counter(), set())
-                found.append(self._run_layers(self._padded(hidden[part]), staged, tokens[part])[:count])
-                start += count
-            return torch.cat(found)
-
-        check_rows(run, self.hidden_size, self.vocab_size)
-        self.forget()
+    @property
+    def _trial(self) -> Trial:
+        """Its layers, and the output where that is here; it leaves no pools behind."""
+        return Trial(
+            self._spec,
+            self.hidden_size,
+            self.options.block_size,
+            self.make_pools,
+            self.forget,
+            lambda x, staged, tokens: self._run_layers(self._padded(x), staged, tokens) if self.layers else x,
+            self.output_part if self.assignment.output else None,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeGuard
 
 from convoy.errors import ModelError
 
@@ -58,6 +59,13 @@ class ConfigReader:
         """As `count`, but missing or null is None."""
         return None if self.get(key) is None else self.count(key, most=most)
 
+    def optional_above_0(self, key: str) -> float | None:
+        """A finite number above 0, or None where it is missing or null."""
+        value = self.get(key)
+        if value is None or is_above_0(value):
+            return value
+        raise self.wrong(key, value, "a number above 0")
+
     def flag(self, key: str, *, default: bool = False) -> bool:
         """A boolean."""
         value = self.get(key)
@@ -89,3 +97,8 @@ class ConfigReader:
         if len(shown) > 60:
             shown = shown[:57] + "..."
         return ModelError(f"{self.model}: config.json says {key} = {shown}, expected {expected}")
+
+
+def is_above_0(value: object) -> TypeGuard[float]:
+    """Whether it is a finite number above 0; true is none, though an int to Python."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -257,12 +257,23 @@ def _deepseek_v3(
         yield from _mlp(reader, family, number, heads, hidden)
         return
     count = _num_experts(reader, "n_routed_experts", "num_local_experts")
+    _check_groups(reader, count)
     between = reader.count("moe_intermediate_size", most=MAX_WIDTH)
     yield from _linear("mlp.gate", count, hidden)
     yield "mlp.gate.e_score_correction_bias", (count,)
     yield from _expert_stacks("mlp.experts", count, between, hidden)
     shared = between * reader.count("n_shared_experts", most=MAX_EXPERTS)
     yield from _gated("mlp.shared_experts", shared, hidden)
+
+
+def _check_groups(reader: ConfigReader, count: int) -> None:
+    """Experts lie in groups of one size, of which a token has its best."""
+    groups = reader.optional_count("n_group", most=MAX_EXPERTS)
+    if groups is None:
+        return
+    if count % groups:
+        raise reader.wrong("n_group", groups, f"a divisor of the {count} experts")
+    reader.count("topk_group", most=groups, default=1)
 
 
 def _deepseek_v4(

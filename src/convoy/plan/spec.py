@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from convoy.errors import ModelError
 from convoy.plan.cache import CacheGroup, dtype_bytes
 from convoy.plan.config import ConfigReader
-from convoy.plan.family import MAX_CONTEXT, MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family, read_family
+from convoy.plan.family import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family, read_family
 from convoy.plan.family_heads import LayerHeads, cache_groups, forbidden_cuts, read_heads
 from convoy.plan.family_tensors import layer_tensors, per_layer_input, read_streams
 from convoy.plan.kernels import DTYPE_BYTES, form_of
+from convoy.plan.rotary import check_rotary, max_context
 from convoy.plan.weights import LayerWeights, Shape, layer_weights
 
+# a norm's least divisor by the families' words, and Granite's divisor
+_ABOVE_0 = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps", "logits_scaling")
 _LAYER_TENSOR = re.compile(r"model\.layers\.([0-9]{1,6})\.", re.ASCII)
 
 
@@ -61,7 +64,8 @@ class ModelSpec:
         heads = read_heads(reader, family, num_layers, hidden_size)
         input_size, _ = per_layer_input(reader, family)
         streams = read_streams(reader, family, num_layers, hidden_size)
-        _check_rotary(reader)
+        check_rotary(reader)
+        _check_scales(reader)
         layers = _read_layers(reader, family, heads, hidden_size, shapes)
         return cls(
             name=name,
@@ -69,7 +73,7 @@ class ModelSpec:
             num_layers=num_layers,
             hidden_size=hidden_size,
             vocab_size=reader.count("vocab_size", most=MAX_VOCABULARY),
-            max_context=_max_context(reader),
+            max_context=max_context(reader),
             tied_embeddings=reader.flag("tie_word_embeddings"),
             stored_dtype=_stored_dtype(reader),
             layers=layers,
@@ -164,43 +168,20 @@ class ModelSpec:
 
 
 def _stored_dtype(reader: ConfigReader) -> str:
-    stored = reader.word("dtype") or reader.word("torch_dtype") or "float32"
-    if stored not in DTYPE_BYTES:
-        raise reader.wrong("dtype", stored, f"one of {', '.join(sorted(DTYPE_BYTES))}")
-    return stored
-
-
-def _check_rotary(reader: ConfigReader) -> None:
-    """No more of a head is turned than there is: some write the share by itself, some for types of layers."""
-    key = "partial_rotary_factor"
-    values: list[object] = [reader.get(key)]
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = reader.get(name)
-        if isinstance(rope, Mapping):
-            values += [part.get(key) for part in (rope, *rope.values()) if isinstance(part, Mapping)]
-    for value in values:
-        if value is None or (isinstance(value, int | float) and value is not True and 0 < value <= 1):
+    for key in ("dtype", "torch_dtype"):
+        stored = reader.word(key)
+        if stored is None:
             continue
-        raise reader.wrong(key, value, "a number above 0 and at most 1")
+        if stored not in DTYPE_BYTES:
+            raise reader.wrong(key, stored, f"one of {', '.join(sorted(DTYPE_BYTES))}")
+        return stored
+    return "float32"
 
 
-def _max_context(reader: ConfigReader) -> int:
-    """Tokens for which a position has one rotation.
-
-    The "longrope" of Phi-3 and Phi-4 turns every position otherwise once a sequence is longer than the
-    original context, so that nothing computed before would be of use: there the context ends.
-    """
-    longest = reader.count("max_position_embeddings", most=MAX_CONTEXT)
-    rope = reader.get("rope_parameters") or reader.get("rope_scaling")
-    if not isinstance(rope, Mapping):
-        return longest
-    # Phi-3's loader takes these three words for one
-    kinds = {"longrope", "su", "yarn"} if reader.word("model_type") == "phi3" else {"longrope"}
-    if rope.get("rope_type", rope.get("type")) not in kinds:
-        return longest
-    key = "original_max_position_embeddings"
-    original = reader.optional_count(key, most=MAX_CONTEXT)  # before what stands beside the factors
-    return min(longest, original or ConfigReader(rope, reader.model).count(key, most=MAX_CONTEXT))
+def _check_scales(reader: ConfigReader) -> None:
+    """Raises ModelError for what a norm adds or logits are divided by, if that is no number above 0."""
+    for key in _ABOVE_0:
+        reader.optional_above_0(key)
 
 
 def _read_layers(

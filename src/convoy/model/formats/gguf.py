@@ -16,6 +16,7 @@ from convoy.errors import ModelError
 from convoy.model.checkpoint import StoredTensor
 from convoy.model.formats.gguf_header import TYPES, GgufHeader, read_gguf
 from convoy.model.formats.unpacking import Index, Parts, StoredLayout, Unpacking, row_slices
+from convoy.plan.config import is_above_0
 
 if TYPE_CHECKING:
     import torch
@@ -173,11 +174,18 @@ def _config(path: Path, header: GgufHeader, architecture: str) -> dict[str, obje
 def _rope(path: Path, header: GgufHeader, architecture: str) -> dict[str, object]:
     settings = header.settings
     theta = settings.get(f"{architecture}.rope.freq_base", 10_000.0)
-    if not isinstance(theta, float):
-        raise ModelError(f"{path}: {architecture}.rope.freq_base is {theta!r}, expected a float")
+    # powers of 1 are all alike
+    if not isinstance(theta, float) or not is_above_0(theta) or theta == 1:
+        raise ModelError(
+            f"{path}: {architecture}.rope.freq_base is {theta!r}, expected a float above 0 other than 1"
+        )
     kind = settings.get(f"{architecture}.rope.scaling.type", "none")
     if kind == "linear":
         factor = settings.get(f"{architecture}.rope.scaling.factor")
+        if not is_above_0(factor):
+            raise ModelError(
+                f"{path}: {architecture}.rope.scaling.factor is {factor!r}, expected a number above 0"
+            )
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     if kind != "none":
         raise ModelError(f"{path}: {architecture}.rope.scaling.type is {kind!r}, expected none or linear")
@@ -214,7 +222,14 @@ def _llama_3(stored: StoredTensor, theta: float) -> dict[str, object]:
 
     from convoy.model.checkpoint import map_tensor
 
-    found = map_tensor(stored).to("cpu").numpy().astype(np.float64)
+    if stored.dtype not in _PLAIN or len(stored.shape) != 1 or not stored.num_bytes:
+        raise ModelError(
+            f"{stored.path}: {stored.name} is {stored.dtype} of shape {list(stored.shape)}, expected a "
+            "number for each frequency"
+        )
+    found = map_tensor(stored).double().numpy()
+    if not (np.isfinite(found).all() and (found > 0).all()):
+        raise ModelError(f"{stored.path}: {stored.name} has numbers that are not above 0, or not finite")
     factor = float(found.max())
     lengths = 2 * np.pi * theta ** (np.arange(len(found)) / len(found))
     low, high = _LLAMA_3["low_freq_factor"], _LLAMA_3["high_freq_factor"]

@@ -9,7 +9,7 @@ import torch
 
 from convoy.errors import ModelError
 from convoy.model.gpu.pointwise import Rotation
-from convoy.model.library import LIBRARY
+from convoy.model.library import FAILURES, LIBRARY, reason
 from convoy.model.source import ModelSource
 
 # They change their frequencies with the length of the batch, so a position would not have one value.
@@ -56,6 +56,6 @@ def _library_frequencies(source: ModelSource, kind: str) -> tuple[torch.Tensor, 
         try:
             config: Any = transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
             frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{source.name}: config.json is not accepted: {error}") from error
+        except FAILURES as error:
+            raise ModelError(f"{source.name}: config.json is not accepted: {reason(error)}") from error
     return frequencies, float(scaling)
