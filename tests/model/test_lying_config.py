@@ -73,6 +73,11 @@ def load(path: Path, kernel: str = "plain-f32") -> Stage:
             {"rope_parameters": {"main": V4, "compress": {**V4, "rope_type": [1]}}},
             "rope_parameters.compress.rope_type = [1], expected a string",
         ),
+        (
+            "deepseek_v4",
+            {"hc_sinkhorn_iters": 10**9},
+            "hc_sinkhorn_iters = 1000000000, expected",
+        ),
         ("deepseek_v4", {"rms_norm_eps": 0.0}, "rms_norm_eps = 0.0, expected a number above 0"),
         ("odd", {"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0, expected a number above 0"),
         ("cohere", {"layer_norm_eps": "1e-5"}, "layer_norm_eps = '1e-5', expected a number above 0"),

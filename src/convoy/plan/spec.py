@@ -18,6 +18,7 @@ from convoy.plan.weights import LayerWeights, Shape, layer_weights
 
 # a norm's least divisor by the families' words, and Granite's divisor
 _ABOVE_0 = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps", "logits_scaling")
+_MAX_ROUNDS = 1000  # of DeepSeek V4's streams, in every layer and step
 _LAYER_TENSOR = re.compile(r"model\.layers\.([0-9]{1,6})\.", re.ASCII)
 
 
@@ -179,9 +180,12 @@ def _stored_dtype(reader: ConfigReader) -> str:
 
 
 def _check_scales(reader: ConfigReader) -> None:
-    """Raises ModelError for what a norm adds or logits are divided by, if that is no number above 0."""
+    """Raises ModelError for what a norm adds or logits are divided by, if that is no number above 0, and for
+    rounds that would take for ever.
+    """
     for key in _ABOVE_0:
         reader.optional_above_0(key)
+    reader.optional_count("hc_sinkhorn_iters", most=_MAX_ROUNDS)
 
 
 def _read_layers(
