@@ -238,6 +238,27 @@ def test_a_missing_embedding_is_named_even_where_only_the_tied_output_needs_it(
         load(path, StageAssignment("a", 3, 5, False, True))
 
 
+@pytest.mark.parametrize("kernel", ["exact-f32", "plain-f32"])
+def test_an_output_that_is_missing_or_of_another_shape_is_named(
+    models: Models, tmp_path: Path, kernel: str
+) -> None:
+    path, whole = copy_of(models.directory("even"), tmp_path / "even"), StageAssignment("a", 0, 6, True, True)
+    edit_weights(path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(7, 128)}))
+    with pytest.raises(ModelError, match=r"lm_head\.weight has shape \[7, 128\], expected \[256, 128\]"):
+        load(path, whole, kernel=kernel)
+    edit_weights(path, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(ModelError, match=r"no tensor lm_head\.weight"):
+        load(path, whole, kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", ["exact-f32", "plain-f32"])
+def test_a_tied_embedding_of_another_shape_is_named(models: Models, tmp_path: Path, kernel: str) -> None:
+    path = copy_of(models.directory("odd"), tmp_path / "odd")
+    edit_weights(path, lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(7, 40)}))
+    with pytest.raises(ModelError, match=r"embed_tokens\.weight has shape \[7, 40\]"):
+        load(path, kernel=kernel)
+
+
 def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(models: Models, tmp_path: Path) -> None:
     path = copy_of(models.directory("odd"), tmp_path / "shape")
     edit_weights(path, lambda t: t.update({"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 40)}))

@@ -138,6 +138,29 @@ def test_a_file_of_4_bits_is_never_whole_in_float32(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @needs_status
+@pytest.mark.skipif(not (packed_available() and w8a8_available()), reason="no 8-bit linears here")
+@pytest.mark.parametrize(
+    ("kernel", "tied"),
+    [
+        *((kernel, False) for kernel in ("exact-f32", "plain-f32", "w8a8", "w4a16")),
+        *((kernel, True) for kernel in ("exact-f32", "w8a8")),
+    ],
+)
+def test_the_output_of_a_large_vocabulary_is_never_there_twice(
+    tmp_path: Path, kernel: str, tied: bool
+) -> None:
+    """Embedding and output are nearly all of this model, 501 MB each in float32."""
+    shape = {"hidden_size": 1024, "intermediate_size": 512, "num_attention_heads": 8}
+    small = {"num_hidden_layers": 1, "vocab_size": 128_256, "tie_word_embeddings": tied}
+    spec = write_model(tmp_path / "wide", "llama", **shape, **small)
+    before, most, held = loaded(tmp_path / "wide", kernel, spec)
+    planned = spec.weight_bytes(0, spec.num_layers, embed=True, output=True, dtype=kernel)
+    assert abs(planned - held) <= 0.05 * held
+    assert most - before <= 1.2 * held + ALLOWED_BYTES
+
+
+@pytest.mark.long
+@needs_status
 def test_a_rank_takes_little_more_than_its_slices(tmp_path: Path) -> None:
     spec = write_model(tmp_path / "llama", "llama")
     before, most, held = loaded(tmp_path / "llama", "exact-f32", spec, "2")

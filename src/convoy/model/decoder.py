@@ -24,9 +24,17 @@ from convoy.model.parallel.experts import keep_own_experts
 from convoy.model.parallel.slices import narrow_config
 from convoy.model.reading import Part
 from convoy.model.source import ModelSource
+from convoy.model.withheld import Withheld
 from convoy.plan.sharding import Shard
 
 _State = dict[str, torch.Tensor]  # by the names that a model's own tensors have
+_AS_READ: dict[str, Any] = {
+    "dtype": torch.float32,
+    "attn_implementation": ATTENTION_NAME,
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,
+    "local_files_only": True,
+}
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
@@ -81,18 +89,24 @@ def _check_padding(source: ModelSource, config: Any) -> None:
         )
 
 
-def build_decoder(source: ModelSource, part: Part, config: Any, state: _State, shard: Shard) -> nn.Module:
-    """The model of ``config`` with the tensors of ``state`` in it, and no more of it than ``part``.
+def build_decoder(
+    source: ModelSource, part: Part, config: Any, state: _State, shard: Shard, *, withheld: Withheld
+) -> nn.Module:
+    """The model of ``config`` with the tensors of ``state`` in it, and no more of it than ``part``; what is
+    ``withheld`` stands in it as it is stored.
 
     Raises ModelError for tensors that are missing, misshapen or too many, and for a configuration that the
     library can make no model of.
     """
-    model = _build(source, part, config, state, shard)
+    model = _build(source, part, config, state, shard, withheld=withheld)
+    withheld.give_back(model, state)
     _check_biases(source, model, state)
     return model
 
 
-def _build(source: ModelSource, part: Part, config: Any, state: _State, shard: Shard) -> nn.Module:
+def _build(
+    source: ModelSource, part: Part, config: Any, state: _State, shard: Shard, *, withheld: Withheld
+) -> nn.Module:
     looks_up = source.spec.layer_input_size > 0 and bool(part.layers)
     keep_embedding = part.embed or looks_up or (part.output and source.spec.tied_embeddings)
 
@@ -114,19 +128,11 @@ def _build(source: ModelSource, part: Part, config: Any, state: _State, shard: S
                 self.model.embed_tokens = nn.Identity()
             if not part.output:
                 self.model.norm, self.model.hc_head, self.lm_head = (nn.Identity() for _ in range(3))
+            withheld.take(self)
 
     with LIBRARY, quiet():
         try:
-            model, report = OwnedPart.from_pretrained(
-                None,
-                config=config,
-                state_dict=state,
-                dtype=torch.float32,
-                attn_implementation=ATTENTION_NAME,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                local_files_only=True,
-            )
+            model, report = OwnedPart.from_pretrained(None, config=config, state_dict=state, **_AS_READ)
         except FAILURES as error:
             why = f"{source.name} cannot be built from its config.json: {reason(error)}"
             raise ModelError(why, hint=FOREIGN) from error

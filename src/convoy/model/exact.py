@@ -204,9 +204,9 @@ def make_layer_exact(layer: nn.Module, rotary_dim: int) -> ExactAttention | None
     return attention
 
 
-def make_output_exact(norm: nn.Module, output: nn.Linear) -> tuple[nn.Module, PackedLinear]:
-    """The final norm and `lm_head` in exact form."""
-    return ExactNorm(norm) if _is_norm(norm) else norm, _pack(output)
+def make_norm_exact(norm: nn.Module) -> nn.Module:
+    """The final norm in exact form, where it has one."""
+    return ExactNorm(norm) if _is_norm(norm) else norm
 
 
 def _is_mlp(part: Any) -> bool:

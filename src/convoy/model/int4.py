@@ -20,6 +20,7 @@ from convoy.model.quantized import Int8Linear, RoundedLinear
 GROUP = 32  # weights of one scale
 _OUTPUTS = 16  # a matrix has a multiple of so many
 _MIDDLE, _GREATEST = 8, 15
+_ROUNDED_ROWS = 1024
 
 
 def int4_available() -> bool:
@@ -40,6 +41,17 @@ def round_to_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     A weight is worth (number - 8) * scale + middle.
     """
+    outputs, inputs = weight.shape
+    numbers = torch.empty(outputs, inputs, dtype=torch.int32)
+    scales = torch.empty(inputs // GROUP, outputs, 2, dtype=torch.bfloat16)
+    # some rows at a time: float copies of a whole matrix would be the peak of loading
+    for start in range(0, outputs, _ROUNDED_ROWS):
+        rows = slice(start, start + _ROUNDED_ROWS)
+        numbers[rows], scales[:, rows] = _round_rows(weight[rows])
+    return numbers, scales
+
+
+def _round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     groups = weight.detach().to(torch.float32).reshape(weight.shape[0], -1, GROUP)
     least, greatest = groups.amin(-1), groups.amax(-1)
     scale = ((greatest - least) / _GREATEST).to(torch.bfloat16)
@@ -47,7 +59,7 @@ def round_to_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     steps = (groups - middle.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)
     # a group of equal weights has scale 0, and is its middle
     numbers = steps.nan_to_num_(0.0, 0.0, 0.0).round_().add_(_MIDDLE).clamp_(0, _GREATEST)
-    return numbers.to(torch.int32).flatten(1), torch.stack((scale.t(), middle.t()), -1).contiguous()
+    return numbers.flatten(1), torch.stack((scale.t(), middle.t()), -1)
 
 
 def rounded_to_4(module: nn.Module) -> nn.Module | None:

@@ -15,9 +15,8 @@ from torch import nn
 from convoy.errors import SelfCheckError
 from convoy.model.activation import activate
 from convoy.model.native.linears import MAX_F32_ROWS, NativeF32, NativeI8, native_f32
+from convoy.model.packing import pack_float32
 
-# Rows that the packed layout is chosen for; any value gives right results, this one was measured.
-_PACK_ROWS = 256
 # oneDNN adds a row's products one after the other, and what rounding loses grows with the length of such a
 # run. Two runs half as long, added at the end, come as near to the truth as the blocked kernels of torch.
 # Longer ones it splits itself, and a second call would cost a sixth of the memory's rate.
@@ -74,12 +73,9 @@ class PackedLinear(nn.Module):
         if not packed_available():
             raise SelfCheckError("this build of torch has no packed oneDNN linears")
         self.out_features, self.in_features = weight.shape
-        dense = weight.detach().to(torch.float32).contiguous()
         self._half = self.in_features // 2 if _MIN_SPLIT <= self.in_features <= _MAX_SPLIT else 0
-        parts = [dense[:, : self._half], dense[:, self._half :]] if self._half else [dense]
-        self._packed = [
-            torch.ops.mkldnn._reorder_linear_weight(part.contiguous(), _PACK_ROWS) for part in parts
-        ]
+        parts = [weight[:, : self._half], weight[:, self._half :]] if self._half else [weight]
+        self._packed = [pack_float32(part) for part in parts]
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
         self.activation = activation
         self.weight_bytes = 4 * (weight.numel() + (0 if bias is None else bias.numel()))
@@ -134,4 +130,5 @@ class PackedLinear(nn.Module):
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The weight [out_features, in_features] and the bias, unpacked again."""
-        return torch.cat([part.to_dense() for part in self._packed], dim=1), self._bias
+        parts = [part.to_dense() for part in self._packed]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), self._bias

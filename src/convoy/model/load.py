@@ -12,7 +12,7 @@ from torch import nn
 from convoy.errors import ModelError
 from convoy.model.decoder import build_decoder, decoder_config
 from convoy.model.delta import DELTA, GatedDeltaNet
-from convoy.model.exact import RowNorm, make_layer_exact, make_output_exact
+from convoy.model.exact import RowNorm, make_layer_exact, make_norm_exact
 from convoy.model.freed import large_apart
 from convoy.model.latent import LATENT, LatentAttention
 from convoy.model.layer_inputs import LayerInputs
@@ -25,6 +25,7 @@ from convoy.model.rope import RopeUse
 from convoy.model.source import ModelSource
 from convoy.model.streams import STREAMS, StreamJoin, StreamLayer
 from convoy.model.tied import check_tied
+from convoy.model.withheld import Withheld
 from convoy.plan.sharding import WHOLE, Shard, rank_spec
 from convoy.wire.messages import StageAssignment
 
@@ -73,6 +74,7 @@ def load_modules(
             fresh = _load_portion(source, portion, reading, packed=packed)
             if finish is not None:
                 finish(fresh)
+            fresh.settle(packed=packed)
             if shard.world_size > 1:
                 join_parts(fresh, ranks)
             loaded = fresh if loaded is None else _joined(loaded, fresh)
@@ -106,10 +108,11 @@ def _load_portion(source: ModelSource, part: Part, reading: Reading, *, packed: 
     config = decoder_config(source, part, reading.shard)
     state = reading.read(part)
     beside = {name: state.pop(name) for name in list(state) if name.startswith(LAYER_INPUT_NAMES)}
-    model = build_decoder(source, part, config, state, reading.shard)
-    stored_dtype = next((t.dtype for n, t in state.items() if n.endswith("embed_tokens.weight")), None)
+    # rounding and packing want what is stored; nothing else of a portion is as large
+    withheld = Withheld(state if packed and part.output else {})
+    model = build_decoder(source, part, config, state, reading.shard, withheld=withheld)
     del state
-    return _take_modules(source, model, stored_dtype, beside, embed=part.embed, packed=packed)
+    return _take_modules(source, model, beside, embed=part.embed, packed=packed)
 
 
 def _lacking(assignment: StageAssignment, kept: LoadedModules | None) -> Part:
@@ -136,13 +139,7 @@ def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:
 
 
 def _take_modules(
-    source: ModelSource,
-    model: Any,
-    stored_dtype: torch.dtype | None,
-    beside: dict[str, torch.Tensor],
-    *,
-    embed: bool,
-    packed: bool,
+    source: ModelSource, model: Any, beside: dict[str, torch.Tensor], *, embed: bool, packed: bool
 ) -> LoadedModules:
     """Take the owned modules out of the model, packing and freeing them one by one."""
     decoder, output, config = model.model, model.lm_head, model.config
@@ -154,12 +151,9 @@ def _take_modules(
     if isinstance(output, nn.Identity):
         norm = output = None
     elif packed:
-        tied = embedding is output.weight
-        norm, output = make_output_exact(norm, output)
-        if tied and (embed or beside) and stored_dtype is not None:
-            embedding = embedding.to(stored_dtype)  # beside the packed one, which nobody can look up by row
+        norm = make_norm_exact(norm)  # `lm_head` follows once it is known whether it is rounded
     lookup = _lookup(embedding) if embed or beside else None
-    modules = LoadedModules(
+    return LoadedModules(
         embedding=lookup if embed else None,
         layers=layers,
         norm=norm,
@@ -172,8 +166,6 @@ def _take_modules(
         layer_inputs=_layer_inputs(config, beside, lookup, scale, layers, packed=packed),
         bytes_read=0,
     )
-    modules.own_memory()
-    return modules
 
 
 def _final_norm(decoder: Any, *, packed: bool) -> Any:

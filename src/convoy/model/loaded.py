@@ -12,7 +12,7 @@ from convoy.model.int4 import rounded_to_4
 from convoy.model.layer_inputs import LayerInputs
 from convoy.model.linear import PackedLinear
 from convoy.model.parallel.ranks import PartialSum, Ranks
-from convoy.model.quantized import Int8Mlp, replace_linears, rounded_to_8
+from convoy.model.quantized import Int8Linear, Int8Mlp, replace_linears, rounded_to_8
 from convoy.model.rope import RopeUse
 from convoy.wire.messages import StageAssignment
 
@@ -56,12 +56,22 @@ class LoadedModules:
         ends = (self.embedding, self.norm, self.output, self.layer_inputs)
         return [*self.layers.values(), *(part for part in ends if part is not None)]
 
-    def own_memory(self) -> None:
-        """Copy what points into the mapped file: a file that changes must not change a running model."""
+    def settle(self, *, packed: bool) -> None:
+        """Pack `lm_head` where it is wanted and still as it was stored, and own all memory.
+
+        What points into the mapped file is copied: a file that changes must not change a running model.
+        """
+        if packed and isinstance(self.output, nn.Linear):
+            self.output = PackedLinear(self.output.weight, self.output.bias)
+        self._own_memory()
+
+    def _own_memory(self) -> None:
         copies: dict[int, torch.Tensor] = {}  # by address, so that a tied matrix stays one
         for part in self.parts():
             part.requires_grad_(False)
             for tensor in (*part.parameters(), *part.buffers()):
+                if _is_own(tensor):
+                    continue
                 address = tensor.data_ptr()
                 if address not in copies:
                     copies[address] = tensor.data.clone()
@@ -92,7 +102,9 @@ class LoadedModules:
             replace_linears(layer, rounded)
         if self.layer_inputs is not None:
             replace_linears(self.layer_inputs, rounded)
-        if self.output is not None:
+        if isinstance(self.output, nn.Linear):  # not packed yet
+            self.output = Int8Linear(self.output.weight, self.output.bias)
+        elif self.output is not None:
             self.output = replace_linears(self.output, rounded_to_8)
 
     @property
@@ -123,6 +135,12 @@ class LoadedModules:
             m.weight_bytes for part in self.parts() for m in part.modules() if isinstance(m, PackedLinear)
         ]
         return sum(plain.values()) + sum(packed)
+
+
+def _is_own(tensor: torch.Tensor) -> bool:
+    """Whether the memory is torch's, and has nothing else in it: a copy would stand beside it for a while."""
+    storage = tensor.untyped_storage()
+    return storage.resizable() and storage.nbytes() == tensor.nbytes
 
 
 def _takes_lone_rows(part: nn.Module) -> bool:

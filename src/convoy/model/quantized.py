@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -30,7 +30,7 @@ _GREATEST = 127
 # oneDNN multiplies unsigned with signed bytes; signed with signed it did 6,000 times slower, seen at one row
 _ZERO = 128
 _NOTHING = torch.zeros(())
-_ROUNDED_ROWS = 1024
+_ROUNDED_ROWS = 1024  # whole panels of `NativeI8`
 # Sums of products of two numbers up to 127 stay below 2^31 for so many inputs.
 MAX_INPUTS = (2**31 - 1) // (_GREATEST * _GREATEST)
 
@@ -48,15 +48,21 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix [out, in] as int8 from -127 to 127, and the scale of each output's row [out]."""
-    rounded, scale = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight), 1)
-    # some rows at a time: float copies of a whole matrix would be the peak of loading
+    rounded, scales, start = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight)), 0
+    for some, scale in rounded_runs(weight):
+        rows = slice(start, start := start + len(some))
+        rounded[rows], scales[rows] = some, scale
+    return rounded, scales
+
+
+def rounded_runs(weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """As `round_weight`, some rows at a time: float copies of a whole matrix would be the peak of loading."""
     for start in range(0, len(weight), _ROUNDED_ROWS):
-        rows = slice(start, start + _ROUNDED_ROWS)
-        dense = weight[rows].detach().to(torch.float32)
-        scale[rows] = dense.abs().amax(-1, keepdim=True).div_(_GREATEST)
+        dense = weight[start : start + _ROUNDED_ROWS].detach().to(torch.float32)
+        scale = dense.abs().amax(-1, keepdim=True).div_(_GREATEST)
         # a row of zeros would be 0 / 0
-        rounded[rows] = dense.div(scale[rows]).round_().nan_to_num_(0.0, 0.0, 0.0)
-    return rounded, scale.view(-1)
+        rounded = dense.div(scale).round_().nan_to_num_(0.0, 0.0, 0.0)
+        yield rounded.to(torch.int8), scale.view(-1)
 
 
 def int8_linear(
@@ -123,7 +129,7 @@ def native_holds() -> bool:
     weight, scale = round_weight(torch.randn(70, 105, generator=generator))
     bias, x = torch.randn(70, generator=generator), torch.randn(17, 105, generator=generator)
     expected = int8_linear(x, weight, scale, bias)
-    return torch.equal(expected, NativeI8(weight, scale / _GREATEST, bias)(x))
+    return torch.equal(expected, NativeI8(weight.shape, [(weight, scale / _GREATEST)], bias)(x))
 
 
 class RoundedLinear(PackedLinear):
@@ -163,14 +169,17 @@ class Int8Linear(RoundedLinear):
                 hint='set kernel = "auto", without --quantize',
             )
         self.out_features, self.in_features = weight.shape
-        rounded, scale = round_weight(weight)
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
-        scale.div_(_GREATEST)  # a row's scale is its greatest over 127
-        self._rows: NativeI8 | None = NativeI8(rounded, scale, self._bias) if native_holds() else None
-        if self._rows is None:
-            self._sums = (_Fbgemm if fbgemm_holds() else _OneDnn)(rounded, scale)
+        self._rows: NativeI8 | None = None
+        # a row's scale is its greatest over 127
+        if native_holds():
+            runs = ((rounded, scale / _GREATEST) for rounded, scale in rounded_runs(weight))
+            self._rows = NativeI8(weight.shape, runs, self._bias)
+        else:
+            rounded, scale = round_weight(weight)
+            self._sums = (_Fbgemm if fbgemm_holds() else _OneDnn)(rounded, scale.div_(_GREATEST))
         self.activation = activation
-        self.weight_bytes = weight.numel() + 4 * (len(scale) + (0 if bias is None else bias.numel()))
+        self.weight_bytes = weight.numel() + 4 * (len(weight) + (0 if bias is None else bias.numel()))
 
     @property
     def native(self) -> NativeI8 | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -84,18 +84,30 @@ def _is_in_panels(packed: torch.Tensor) -> bool:
 class NativeI8:
     """Rows rounded to 8 bits, times weights of 8 bits, with scales and bias: all of it in one call."""
 
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """``weight`` int8 [outputs, inputs]; ``scale`` of each output, over 127."""
+    def __init__(
+        self,
+        shape: Sequence[int],
+        runs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        bias: torch.Tensor | None,
+    ) -> None:
+        """``shape``: outputs, inputs; ``runs``: int8 [some outputs, inputs] and their scales, over 127.
+
+        All runs but the last are of whole panels of 64 outputs.
+        """
         library = native_library()
         assert library is not None, "nothing is compiled here"
-        self._outputs, inputs = weight.shape
+        self._outputs, inputs = shape
         padded = -(-self._outputs // _PANEL) * _PANEL
         packed = torch.zeros(library.convoy_i8_size(inputs, self._outputs), dtype=torch.int8)
-        start = torch.zeros(padded, dtype=torch.int32)
-        scale = scale.contiguous()
-        library.convoy_i8_pack(
-            *(weight.contiguous().data_ptr(), inputs, self._outputs, packed.data_ptr(), start.data_ptr())
-        )
+        start, scale, done = torch.zeros(padded, dtype=torch.int32), torch.empty(self._outputs), 0
+        for weight, scales in runs:
+            place = packed[library.convoy_i8_size(inputs, done) :]
+            library.convoy_i8_pack(
+                *(weight.contiguous().data_ptr(), inputs, len(weight)),
+                *(place.data_ptr(), start[done:].data_ptr()),
+            )
+            scale[done : done + len(weight)] = scales
+            done += len(weight)
         self._held = (packed, scale, start, bias)  # what the addresses below are of
         self.described = I8Linear(
             *(packed.data_ptr(), scale.data_ptr(), start.data_ptr()),
