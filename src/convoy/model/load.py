@@ -55,10 +55,7 @@ def load_modules(
             f"{source.name} has layers 0 to {source.spec.num_layers - 1}, "
             f"asked for {assignment.start} to {assignment.end - 1}"
         )
-    if kept is not None and kept.layer_inputs is not None:
-        kept = None  # they are made for all layers of a stage at once
-    if kept is not None:
-        kept.narrow(assignment)
+    kept = _usable(kept, assignment)
     part = _lacking(assignment, kept)
     if kept is not None and not (part.layers or part.embed or part.output):
         kept.bytes_read = 0
@@ -81,6 +78,13 @@ def load_modules(
     assert loaded is not None
     loaded.bytes_read = reading.num_bytes
     return loaded
+
+
+def _usable(kept: LoadedModules | None, assignment: StageAssignment) -> LoadedModules | None:
+    if kept is None or kept.layer_inputs is not None:
+        return None  # these inputs are made for all layers of a stage at once
+    kept.narrow(assignment)
+    return kept
 
 
 def _portions(source: ModelSource, part: Part) -> Iterator[Part]:
