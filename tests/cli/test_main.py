@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
 from cli.transcript import run_convoy, run_here
 from convoy.cli import main
@@ -18,6 +20,7 @@ from convoy.errors import RequestError
 
 SCREEN = (80, 28)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
+GROUPS = ["attest", "bench", "coordinator", "identity", "manifest", "roster"]
 HEAVY = ("torch", "transformers", "cryptography", "numpy", "starlette", "uvicorn", "rich", "asyncio")
 
 
@@ -28,6 +31,23 @@ def test_help_fits_a_screen(tmp_path: Path) -> None:
     assert len(lines) < SCREEN[1]
     assert max(map(len, lines)) <= SCREEN[0]
     assert [line for line in lines[1:] if line.endswith("...")] == [], "a verb's line is cut off"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_no_sentence_of_a_groups_help_is_cut_off(tmp_path: Path, group: str) -> None:
+    done = run_here([group, "--help"], tmp_path)
+    lines = done.stdout.splitlines()
+    listed = lines[lines.index("Commands:") + 1 :]
+    assert done.returncode == 0
+    assert max(map(len, lines)) <= SCREEN[0]
+    assert [line for line in listed if line.endswith("...")] == []
+
+
+def test_every_group_is_among_those_whose_help_is_looked_at() -> None:
+    command = typer.main.get_command(main.app)
+    assert isinstance(command, TyperGroup)
+    groups = {name for name, verb in command.commands.items() if isinstance(verb, TyperGroup)}
+    assert sorted(groups) == GROUPS
 
 
 def test_help_imports_nothing_heavy() -> None:

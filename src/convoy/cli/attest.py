@@ -45,7 +45,7 @@ def new(
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """On the member: make its TPM's keys, and a request for the operator."""
+    """On the member: make its TPM's keys, and a request. It goes to the operator."""
     from convoy.trust.activation import Request, request_to_text
 
     settings = _settings(config)
@@ -68,7 +68,7 @@ def challenge(
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """On the operator's machine: check the TPM's certificate, and make a credential for it."""
+    """On the operator's machine: answer a request with a challenge. Checks the TPM's certificate first."""
     from convoy.crypto.keyfile import write_private
     from convoy.trust.activation import (
         MAX_FILE_BYTES,
@@ -156,7 +156,7 @@ def show(
     policy: PolicyFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show this machine's evidence, and the verdict on it under a policy."""
+    """Show this machine's evidence, and a policy's verdict on it."""
     from convoy.cluster.attestation import Attestation
 
     settings = _settings(config)

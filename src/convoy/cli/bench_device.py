@@ -29,7 +29,7 @@ def device(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     local: Annotated[bool, typer.Option(help="Also all devices in one member, with no link.")] = True,
 ) -> None:
-    """Steps made by hand, and through the engine: one device, then all of them, each of a member."""
+    """Steps made by hand, and through the engine. One device, then all of them, each of a member."""
     names = devices.split(",")
     sizes = counts("--micro-batches", micro_batches, _MAX_BATCH // batch)
     one = replace(run, device=names[0])

@@ -20,7 +20,7 @@ def fair(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the long prompt.")] = 8192,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens of a chunk, at most.")] = 256,
 ) -> None:
-    """Pauses between two tokens while a long prompt is read, against the time of a step that has both."""
+    """Pauses between two tokens while a long prompt is read. Against the time of a step that has both."""
     from convoy.bench.fair import FairOptions, fair_ratios
 
     options = FairOptions(running, context, prompt_tokens, chunk)

@@ -25,7 +25,7 @@ def fleet_sim(
     ] = 0.8,
     seed: Annotated[int, typer.Option(help="Of lengths, arrivals and machines.")] = 1,
 ) -> None:
-    """Routing by the time to finish beside the least loaded and a random provider, simulated."""
+    """Routing by the time to finish beside two others, simulated. The least loaded, and a random one."""
     from convoy.bench.fleet_sim import SimOptions, measure_fleet, policies, sim_ratios
 
     rows = []

@@ -18,7 +18,7 @@ def floor(
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps for each count.")] = 24,
 ) -> None:
-    """A decode step, and its linears by shape, beside what the memory allows; --kernel takes several."""
+    """A decode step and its linears beside what the memory allows. By shape; --kernel takes several."""
     from convoy.bench.floor import FloorOptions, MemoryRead, floor_ratios, load_whole, measure_floor
     from convoy.model.source import ModelSource
 

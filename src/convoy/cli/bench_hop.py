@@ -28,7 +28,7 @@ RoundsFlag = Annotated[int, typer.Option(min=1, help="Round trips per block and 
 
 @bench_verb(model=None, max_seconds=600)
 def hop(run: BenchRun, rounds: RoundsFlag = 400) -> None:
-    """Time a hop between two processes: sealed twice, once and, in here only, not at all."""
+    """Time a hop between two processes, sealed twice and less. Once and, in here only, not at all."""
     from convoy.bench.hop import HopOptions, ratios_of
 
     rows, settings = _hops(run, HopOptions(rounds))
@@ -46,7 +46,7 @@ def comms(
     sums: Annotated[str, typer.Option(help="KiB of float32 that ranks add.")] = "2,8,32,128,512,2048,16384",
     rounds: RoundsFlag = 200,
 ) -> None:
-    """The same by size, and what two ranks take to add: sealed, and in clear among one member's ranks."""
+    """The same by size, and what two ranks take to add. Sealed, and in clear among one member's ranks."""
     from convoy.bench.all_reduce import all_reduce_ratios
     from convoy.bench.hop import HopOptions, ratios_of
 

@@ -27,7 +27,7 @@ def providers(
     slots: Annotated[int, typer.Option(min=1, max=64, help="Requests at once, of each provider.")] = 4,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with plots here too.")] = None,
 ) -> None:
-    """Ten loads on a coordinator and its providers; exit 1 unless every request is served, and right."""
+    """Ten loads on a coordinator and its providers. Exit 1 unless every request is served, and right."""
     from convoy.bench.fleet_page import page, waits
     from convoy.bench.fleet_scenario import chosen_scenarios
     from convoy.bench.fleet_verdict import failure_rows

@@ -35,7 +35,7 @@ def recover(
         int, typer.Option(min=64, help="The same for a loss during prefill.")
     ] = 1024,
 ) -> None:
-    """Lose members in every way while clients stream: when the next token comes, and if the text is the same.
+    """Lose members in every way while clients stream. When the next token comes, and if the text is the same.
 
     Exits with 1 unless every loss was survived with identical text.
     """

@@ -23,7 +23,7 @@ def soak(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 4,
     idle: Annotated[float, typer.Option(min=0.1, help="Seconds for which idling is watched.")] = 30.0,
 ) -> None:
-    """Cores and memory of head and peers: idle, and over many requests through HTTP."""
+    """Cores and memory of head and peers, idle and busy. Over many requests through HTTP."""
     from convoy.bench.soak import Bodies, SoakOptions, measure_soak, soak_ratios
     from convoy.model.source import ModelSource
 

@@ -34,7 +34,7 @@ def spec(
     tokens: Annotated[int, typer.Option(min=8, help="Tokens of each text, at most.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="How often each text is said.")] = 3,
 ) -> None:
-    """Guess ahead or not, for text that repeats itself and text that does not; it must be the same text."""
+    """Guess ahead or not, where text repeats itself and where not. It must be the same text."""
     from convoy.bench.spec import Said, SpecOptions, measure_spec, spec_ratios
 
     options, said = SpecOptions(tokens, rounds), Said()

@@ -29,7 +29,7 @@ def tp(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each request in a window.")] = 8,
     modes: Annotated[str, typer.Option(help="Which of the three; a large model takes long to load.")] = _ALL,
 ) -> None:
-    """One member, a pipeline of two, and two ranks on every layer; and when each pays."""
+    """One member, a pipeline of two, and two ranks on every layer. And when each pays."""
     from convoy.bench.throughput import DecodeOptions
     from convoy.bench.tp import mode_row, ratios_of
 

@@ -26,7 +26,7 @@ def certify(
     directory: DirectoryFlag = DEFAULT_HOME,
     as_json: JsonFlag = False,
 ) -> None:
-    """Certify a provider with the operator's key, for proxies that trust it."""
+    """Certify a provider for proxies that trust the operator's key."""
     from convoy.wire.certified import certify as sign
 
     try:

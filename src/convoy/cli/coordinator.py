@@ -168,7 +168,7 @@ def keys(
     directory: FolderFlag = _FOLDER,
     as_json: JsonFlag = False,
 ) -> None:
-    """List, make or revoke API keys of consumers; add to their balance."""
+    """List, make or revoke consumers' API keys; add to balances."""
     admin = _admin(url, key_file, directory)
     if revoke is not None:
         done = _object(admin.post("/keys/revoke", {"account": revoke[0] or None, "hint": revoke[1]}))
@@ -218,7 +218,7 @@ def usage(
     directory: FolderFlag = _FOLDER,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what was settled, by account and model, and what accounts have left."""
+    """Show what was settled and what accounts have left. By account and model."""
     admin = _admin(url, key_file, directory)
     used = _objects(admin.get("/usage"))
     accounts = _objects(admin.get("/accounts"))

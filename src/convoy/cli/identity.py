@@ -29,7 +29,7 @@ def new(
     card: Annotated[Path | None, typer.Option(help="Where the card goes.  [default: NAME.card.toml]")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make keys that stay on this machine, and a card with the public half for the operator."""
+    """Make keys that stay here, and a card for the operator. The card has the public half."""
     from convoy.crypto.identity import Identity
     from convoy.trust.card import member_of, write_card
     from convoy.trust.roster import parse_address

@@ -146,7 +146,7 @@ def run(arguments: list[str]) -> int:
         if _debug_wanted(options):
             traceback.print_exc()
         with contextlib.suppress(BrokenPipeError):
-            return _report(error, as_json)
+            return _report(error, options, as_json)
         return _nobody_reads()
 
 
@@ -165,12 +165,12 @@ def _debug_wanted(options: list[str]) -> bool:
     return "--debug" in options[:2]
 
 
-def _report(error: Exception, as_json: bool) -> int:
+def _report(error: Exception, options: list[str], as_json: bool) -> int:
     if isinstance(error, ConvoyError):
         report_convoy_error(error, as_json=as_json)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
     if isinstance(error, TyperException):
-        message, hint = _usage_error(error)
+        message, hint = _usage_error(error, options)
         report_error("UsageError", message, hint, as_json=as_json)
         return EXIT_USAGE
     report_error(
@@ -182,12 +182,23 @@ def _report(error: Exception, as_json: bool) -> int:
     return EXIT_FAILURE
 
 
-def _usage_error(error: TyperException) -> tuple[str, str]:
+def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
     """Its text in our grammar: lower case, no full stop, and the help page of the verb that it is about."""
     text = error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
-    command = "convoy" if context is None else context.command_path
+    command = _command_at(options) if context is None else context.command_path
     asked_port = getattr(error, "option_name", None) == "--port"
     if asked_port and context is not None and any("--url" in one.opts for one in context.command.params):
         return text[:1].lower() + text[1:], "a server is named by its URL: --url http://127.0.0.1:PORT"
     return text[:1].lower() + text[1:], f"see `{command} --help`"
+
+
+def _command_at(options: list[str]) -> str:
+    """The command that a line names: what is wrong with an option's number of values comes without it."""
+    names, at = ["convoy"], typer.main.get_command(app)
+    for word in options:
+        if not isinstance(at, TyperGroup):
+            break
+        if word in at.commands:
+            names, at = [*names, word], at.commands[word]
+    return " ".join(names)

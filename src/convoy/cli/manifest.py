@@ -42,7 +42,7 @@ def sign(
     config: ConfigFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Hash a model, and sign that: members with `signed` in their [model] run no other."""
+    """Hash a model, and sign that. Members with `signed` in their [model] run no other."""
     from convoy.model.hub import commit_of
     from convoy.trust.signed_model import sign_model
 

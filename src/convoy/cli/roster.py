@@ -118,7 +118,7 @@ def remove(
     roster: RosterFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign the roster again, one epoch later, without some members: they are out wherever it arrives."""
+    """Sign the roster again without some members, one epoch later. They are out wherever it arrives."""
     change = open_change(roster_file(roster), operator, days)
     for name in names:
         change.old.roster.member(name)
@@ -138,7 +138,7 @@ def sign(
     roster: RosterFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign the same members again, one epoch later: a new expiry, or a new operator key."""
+    """Sign the same members again: a new expiry, or a new operator key. It is one epoch later."""
     change = open_change(roster_file(roster), operator, days)
     if new_operator is not None:
         change = change.hand_over(_operator_key(new_operator))
@@ -158,7 +158,7 @@ def show(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show what a roster says and whose key it names; `verify` checks that the key is your operator's."""
+    """Show what a roster says and whose key it names. `verify` checks that the key is your operator's."""
     from convoy.trust.roster import open_roster
 
     file = roster_file(file)
@@ -183,7 +183,7 @@ def verify(
     member: Annotated[str | None, typer.Option(help="A member that it must list.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check a roster as a member does: signature, time, cluster and member. Exit 1 if it does not hold."""
+    """Check a roster as a member does. Signature, time, cluster and member: exit 1 if it does not hold."""
     from convoy.trust.roster import open_roster
 
     lacking = file is None or operator_key is None

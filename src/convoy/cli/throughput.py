@@ -41,7 +41,7 @@ def solo(
 def loop(
     run: BenchRun, context: ContextFlag = 512, windows: WindowsFlag = 5, tokens: TokensFlag = 32
 ) -> None:
-    """One request: bare, through the engine of one member, and over two; and what a hop costs."""
+    """One request: bare, through one member's engine, and over two. And what a hop costs."""
     from convoy.bench.report import decode_ratios, hop_ratios
     from convoy.bench.throughput import DecodeOptions
 
@@ -108,7 +108,7 @@ def prefill(
     ] = "0,4",
     rounds: Annotated[int, typer.Option(min=1, help="Prompts for each size and window.")] = 3,
 ) -> None:
-    """One long prompt in chunks of several sizes, so many in flight, on one member and on two."""
+    """One long prompt in chunks of several sizes, so many in flight. On one member, and on two."""
     from convoy.bench.report import prefill_ratios
 
     sizes = counts("--chunks", chunks, _MAX_CHUNK)
