@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,34 @@ def test_a_peer_is_healthy_before_its_head_comes(home: Home) -> None:
     assert (code, answer["healthy"]) == (0, True)
     assert found["peers"][0]["what"].startswith("alpha does not listen now, as heads do not")
     assert "http" not in found
+
+
+def test_two_members_at_one_address_are_named_and_not_taken_for_each_other(home: Home) -> None:
+    home.members[1] = replace(home.members[1], address=home.members[0].address)
+    home.sign()
+    with socket.create_server(home.members[0].address) as beta:
+        for name in ("alpha", "beta"):
+            code, answer, found = home.doctor(name)
+            assert (code, answer["counts"]["fail"]) == (1, 1)
+            wrong = next(finding for finding in found["address"] if finding["level"] == "fail")
+            where = f"127.0.0.1:{home.ports[0]}"
+            assert wrong["what"].startswith(f"alpha and beta both have the address {where}: ")
+            assert "convoy join - --port PORT" in wrong["mend"]
+            assert not found.keys() & {"port", "peers"}
+        beta.setblocking(False)
+        with pytest.raises(BlockingIOError):  # nobody called, who would have had to be refused
+            beta.accept()
+
+
+def test_a_roster_that_was_signed_with_one_address_twice_can_be_mended(home: Home) -> None:
+    home.members[1] = replace(home.members[1], address=home.members[0].address)
+    home.sign()
+    home.operator.save(home.folder / ".convoy/operator")
+    again = run_here(["roster", "sign"], home.folder)
+    assert again.returncode == 1
+    assert "error: alpha and beta both have the address 127.0.0.1:" in again.stderr
+    assert run_here(["roster", "remove", "beta"], home.folder).returncode == 0
+    assert run_here(["roster", "sign"], home.folder).returncode == 0
 
 
 def test_all_checks_are_made_though_the_first_fails(home: Home) -> None:

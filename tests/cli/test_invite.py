@@ -267,6 +267,25 @@ def test_a_taken_name_leaves_the_invitation_good_for_another_name(tmp_path: Path
             event(newcomer, "joined")
 
 
+def test_a_taken_address_leaves_the_invitation_good_for_another_port(tmp_path: Path) -> None:
+    with inviting(tmp_path / "alpha", "--auto-approve") as (operator, token):
+        done = run_convoy(
+            ["join", "-", "--name", "beta", "--address", "127.0.0.1:7777", "--port", free_port()],
+            tmp_path,
+            text=f"{token}\n",
+        )
+        assert done.returncode == 1
+        assert "error: another member of the cluster has the address 127.0.0.1:7777\n" in done.stderr
+        assert "hint: run this command again with --port PORT" in done.stderr
+        with joining(tmp_path / "beta", token) as newcomer:
+            event(operator, "confirm")
+            assert event(operator, "enrolled")["name"] == "beta"
+            event(newcomer, "code")
+            event(newcomer, "joined")
+        _, errors = operator.communicate(timeout=30)
+        assert "beta was turned away: it asks for 127.0.0.1:7777, alpha's address" in errors
+
+
 @pytest.mark.long
 def test_a_member_that_comes_back_is_kept_at_its_new_address(tmp_path: Path) -> None:
     alpha, beta = tmp_path / "alpha", tmp_path / "beta"

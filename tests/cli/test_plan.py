@@ -128,8 +128,8 @@ def test_a_plans_weights_are_those_of_the_stages_that_are_loaded(
 
 
 def test_a_configuration_gives_model_members_and_spans(folder: Path) -> None:
-    for name in ("mac", "box"):
-        run_here(["identity", "new", name], folder)
+    for name, port in (("mac", 7001), ("box", 7002)):
+        run_here(["identity", "new", name, "--address", f"127.0.0.1:{port}"], folder)
     made = run_here(
         ["roster", "new", "home", "mac.card.toml", "box.card.toml", "--head", "box", "--json"], folder
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 from dataclasses import replace
 
+import pytest
+
 from convoy.crypto.identity import Identity
+from convoy.errors import RosterError
 from convoy.trust.card import member_of
 from convoy.trust.newcomer import roster_with, why_not
 from convoy.trust.roster import make_roster
@@ -44,6 +47,28 @@ def test_a_member_that_comes_back_keeps_its_name_and_rights_and_gets_its_new_add
 
 def test_a_name_of_another_identity_is_taken() -> None:
     assert why_not(ROSTER, replace(CARD, name="alpha"), NOW) is Refusal.NAME_TAKEN
+
+
+def test_an_address_of_another_member_is_taken_however_it_is_spelled() -> None:
+    for host in ("192.0.2.1", "2001:db8::1", "Alpha.example."):
+        roster = make_roster("home", [replace(ROSTER.members[0], address=(host, 7777))], not_before=NOW)
+        for spelled in (host, host.lower(), host.replace("::", ":0:0::"), host.removesuffix(".")):
+            card = replace(CARD, address=(spelled, 7777))
+            assert why_not(roster, card, NOW) is Refusal.ADDRESS_TAKEN
+            with pytest.raises(RosterError, match=r"beta asks for the address .*, which is alpha's"):
+                roster_with(roster, card, NOW)
+        assert why_not(roster, replace(CARD, address=(host, 7778)), NOW) is None
+
+
+def test_a_member_that_comes_back_to_its_own_address_takes_nobodys() -> None:
+    back = EnrolmentCard("alpha", ("192.0.2.1", 7777), ALPHA.public_key, ALPHA.tls_certificate_der)
+    assert why_not(ROSTER, back, NOW) is None
+
+
+def test_a_newcomer_is_not_refused_for_two_others_that_share_an_address() -> None:
+    gamma = member_of("gamma", Identity.generate(), ROSTER.members[0].address)
+    roster = make_roster("home", [*ROSTER.members, gamma], not_before=NOW)
+    assert why_not(roster, CARD, NOW) is None
 
 
 def test_a_card_that_no_roster_can_hold_is_refused() -> None:

@@ -73,9 +73,21 @@ class Desk:
         return newest
 
     def judge(self, card: EnrolmentCard) -> Refusal | None:
-        from convoy.trust.newcomer import why_not
+        """Why it cannot come in. A shared address is said here too, with the name of who has it."""
+        from convoy.trust.newcomer import whose_address, why_not
+        from convoy.trust.roster import format_address
+        from convoy.wire.enrolment import Refusal
 
-        return why_not(self.roster(), card, datetime.datetime.now(datetime.UTC))
+        roster = self.roster()
+        refusal = why_not(roster, card, datetime.datetime.now(datetime.UTC))
+        other = whose_address(roster, card)
+        if refusal is Refusal.ADDRESS_TAKEN and other is not None:
+            where = format_address(card.address)
+            print_note(
+                f"{one_line(card.name)} was turned away: it asks for {where}, {other.name}'s address; the "
+                f"invitation is still good"
+            )
+        return refusal
 
     def consumption(self, token: Token) -> Consumption:
         from convoy.trust.consumption import Consumption

@@ -143,19 +143,22 @@ def _network_checks(patient: Patient, config: Config) -> Iterator[Check]:
     name = config.cluster.name or ""
     yield Check("address", lambda: _each_address(roster, name), "looking addresses up ...")
     yield Check("address", lambda: network.check_loopback(roster, name))
+    yield Check("address", lambda: network.check_own_addresses(roster))
     if me is None:
         yield Check("peers", _not_dialled)
         return
-    yield Check("port", lambda: network.check_listen(me.current, config.listen.host, config.listen.port))
+    mine = network.at_address_of(roster, name)
+    if not mine:  # otherwise whoever listens there may be right to
+        yield Check("port", lambda: network.check_listen(me.current, config.listen.host, config.listen.port))
     if me.member.head:
         yield Check(
             "http", lambda: network.check_http(config.serve.host, config.serve.port, _head_at(config))
         )
-    others = [member for member in roster.members if member.name != name]
+    others = [member for member in roster.members if member.name not in {name, *mine}]
     names = ", ".join(member.name for member in others)
-    yield Check(
-        "peers", lambda: _each_peer(config, me, others), f"dialling {names}, {_DIAL_WAIT_S:g} s at most ..."
-    )
+    if others:
+        dialling = f"dialling {names}, {_DIAL_WAIT_S:g} s at most ..."
+        yield Check("peers", lambda: _each_peer(config, me, others), dialling)
 
 
 def _not_dialled() -> Iterator[Finding]:

@@ -55,6 +55,7 @@ def new(
     as_json: JsonFlag = False,
 ) -> None:
     """Sign a roster of the members on the cards. Every member gets the same file."""
+    from convoy.trust.addresses import check_own_addresses
     from convoy.trust.card import MAX_CARD_BYTES, read_card
     from convoy.trust.roster import make_roster, open_roster, sign_roster
 
@@ -63,10 +64,7 @@ def new(
     for name in head:
         if name not in names:
             raise UsageError(f"--head {name} is on none of the cards, which name {', '.join(names)}")
-    members = [
-        read_card(read_text(card, max_bytes=MAX_CARD_BYTES), head=name in head)
-        for card, name in zip(cards, names, strict=True)
-    ]
+    members = [replace(member, head=member.name in head) for member in members]
     key = _operator_key(operator)
     old = _replaced(out, key, cluster)
     roster = make_roster(
@@ -76,6 +74,7 @@ def new(
         not_before=datetime.datetime.now(datetime.UTC) - _CLOCKS_DIFFER,
         lifetime=datetime.timedelta(days=days) + _CLOCKS_DIFFER,
     )
+    check_own_addresses(roster.members)
     data = sign_roster(roster, key, old.handovers if old is not None else ())
     replace_file(out, data)
     _print_roster(out, open_roster(data, operator_key=key.public_key), key.public_key, as_json=as_json)
@@ -91,6 +90,7 @@ def add(
     as_json: JsonFlag = False,
 ) -> None:
     """Sign the roster again, one epoch later, with further members."""
+    from convoy.trust.addresses import check_own_addresses
     from convoy.trust.card import MAX_CARD_BYTES, read_card
 
     heads = set(head or ())
@@ -107,7 +107,9 @@ def add(
                 hint=f"if its machine is new: `{remove}`, then add it",
             )
     added = tuple(replace(member, head=member.name in heads) for member in new)
-    _print_change(change, (*change.old.roster.members, *added), as_json=as_json)
+    members = (*change.old.roster.members, *added)
+    check_own_addresses(members)
+    _print_change(change, members, as_json=as_json)
 
 
 @app.command()
@@ -139,7 +141,10 @@ def sign(
     as_json: JsonFlag = False,
 ) -> None:
     """Sign the same members again: a new expiry, or a new operator key. It is one epoch later."""
+    from convoy.trust.addresses import check_own_addresses
+
     change = open_change(roster_file(roster), operator, days)
+    check_own_addresses(change.old.roster.members)
     if new_operator is not None:
         change = change.hand_over(_operator_key(new_operator))
     _print_change(change, change.old.roster.members, as_json=as_json)

@@ -109,15 +109,15 @@ def _enrol(
     terms = Terms(token.secret, token.invitation, token.fingerprint)
     commitment = commit(nonce, card_bytes)
     send_enrolment(stream, EnrolmentType.HELLO, commitment)
-    challenge = _expect(stream, EnrolmentType.CHALLENGE, card.name)
+    challenge = _expect(stream, EnrolmentType.CHALLENGE, card)
     spoken = transcript(terms, commitment, challenge, nonce, card_bytes)
     proof = make_proof(terms, identity, nonce, spoken)
     send_enrolment(stream, EnrolmentType.PROOF, encode_proof(proof, card_bytes))
-    check_listener_mac(token.secret, spoken, PENDING, _expect(stream, EnrolmentType.PENDING, card.name))
+    check_listener_mac(token.secret, spoken, PENDING, _expect(stream, EnrolmentType.PENDING, card))
     on_code(code(token.secret, spoken))
     stream.set_deadline(time.monotonic() + DECISION_TIMEOUT_S)
     try:
-        body = _expect(stream, EnrolmentType.ACCEPTED, card.name)
+        body = _expect(stream, EnrolmentType.ACCEPTED, card)
     except LinkBroken as error:
         raise InviteError(
             "the invitation is used up, and the inviting machine went away before it let this one in",
@@ -135,14 +135,20 @@ def _verified(roster: bytes, token: Token, card: EnrolmentCard) -> Enrolled:
     return Enrolled(signed, member)
 
 
-def _expect(stream: Stream, kind: EnrolmentType, name: str) -> bytes:
+def _expect(stream: Stream, kind: EnrolmentType, card: EnrolmentCard) -> bytes:
     came, body = receive_enrolment(stream)
     if came is EnrolmentType.REFUSED:
         reason = decode_refusal(body)
         if reason is Refusal.NAME_TAKEN:
             raise NameTaken(
-                f"the cluster has a member {name} already, with another identity",
+                f"the cluster has a member {card.name} already, with another identity",
                 hint="run this command again with --name OTHER: the invitation is still good",
+            )
+        if reason is Refusal.ADDRESS_TAKEN:
+            raise InviteError(
+                f"another member of the cluster has the address {format_address(card.address)}",
+                hint="run this command again with --port PORT, or with --address HOST:PORT: the invitation "
+                "is still good",
             )
         text, hint = _REFUSALS[reason]
         raise InviteError(text, hint=hint)

@@ -17,6 +17,7 @@ from convoy.errors import ConvoyError, HandshakeError, Incompatible, LinkBroken,
 from convoy.transport.link import Link
 from convoy.transport.member import LocalMember, Member, Roster
 from convoy.transport.tcp import client_context, peer_certificate, start_tls_client
+from convoy.trust.addresses import sharing_address
 from convoy.trust.roster import format_address
 
 _NUM_PINGS = 5
@@ -73,6 +74,25 @@ def check_loopback(roster: Roster, name: str) -> Iterator[Finding]:
 
 def _is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+def check_own_addresses(roster: Roster) -> Iterator[Finding]:
+    """Who signs now refuses two members at one host and port; older rosters may have them."""
+    for first, other in sharing_address(roster.members):
+        yield fail(
+            f"{first.name} and {other.name} both have the address {format_address(other.address)}: who dials "
+            f"one of them may reach the other",
+            f"let {other.name} in again at another port, by `convoy invite` and there `convoy join - --port "
+            f"PORT`; or `convoy roster remove {other.name}`, and add it with a card of another address",
+        )
+
+
+def at_address_of(roster: Roster, name: str) -> set[str]:
+    """The other members at ``name``'s host and port: whoever dials them here learns nothing of them."""
+    groups: dict[str, set[str]] = {}
+    for first, other in sharing_address(roster.members):
+        groups.setdefault(first.name, {first.name}).add(other.name)
+    return next((group - {name} for group in groups.values() if name in group), set())
 
 
 def check_listen(me: LocalMember, host: str, port: int | None) -> Iterator[Finding]:

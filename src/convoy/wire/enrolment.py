@@ -46,6 +46,7 @@ class Refusal(enum.IntEnum):
     BAD_CARD = 6
     DECLINED = 7
     ENDED = 8
+    ADDRESS_TAKEN = 9
 
 
 # All that a stranger can make a listener read adds up to less than 4 KiB.
