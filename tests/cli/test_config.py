@@ -111,7 +111,7 @@ def test_no_file_and_an_empty_file_give_the_same_defaults(file: Path) -> None:
         ("[engine]\nspeculate = 65", "[engine] speculate is 65: expected `int` <= 64", None),
         ("[plan]\nlayers = { alpha = 3 }", "[plan] layers is a table: expected `str`, got `int`", None),
         ("[cluster]\nidentity = 3", "[cluster] identity is 3: expected a path as text", None),
-        ("port = = 1", "is not TOML", None),
+        ("port = = 1", "is not TOML", "docs/configuration.md has the keys"),
     ],
 )
 def test_what_is_wrong_is_named(file: Path, text: str, message: str, hint: str | None) -> None:

@@ -125,8 +125,12 @@ def test_a_roster_without_this_member_is_refused() -> None:
 
 
 def test_a_roster_with_another_key_for_this_member_is_refused() -> None:
-    with pytest.raises(RosterError, match="another identity key for alpha"):
+    with pytest.raises(RosterError, match="another identity key for alpha") as caught:
         LocalMember("alpha", BETA, ROSTER)
+    assert str(caught.value.hint).startswith("the keys are beta's: mend [cluster] name or identity")
+    with pytest.raises(RosterError, match="another identity key for alpha") as caught:
+        LocalMember("alpha", Identity.generate(), ROSTER)
+    assert "`convoy roster remove alpha`" in str(caught.value.hint)
 
 
 def _with(index: int, **changes: object) -> tuple[Member, ...]:

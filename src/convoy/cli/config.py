@@ -267,7 +267,11 @@ def _parse(path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {str(error).lower()}") from None
+        raise ConfigError(
+            f"{path} is not TOML: {str(error).lower()}",
+            hint='mend it: a line is [table] or key = value, and text is in quotes, as name = "alpha"; '
+            "docs/configuration.md has the keys",
+        ) from None
 
 
 def _how_to_read(error: OSError, path: Path) -> str | None:

@@ -8,23 +8,38 @@ from pathlib import Path
 
 from convoy.errors import ConfigError
 
+WHENCE_ROSTER = "`convoy roster new` writes a roster, and an invitation leaves one in .convoy"
 
-def read_bytes(path: Path, *, max_bytes: int) -> bytes:
-    """The whole file. Raises ConfigError if it cannot be read or is longer than ``max_bytes``."""
+
+def read_bytes(path: Path, *, max_bytes: int, hint: str | None = None) -> bytes:
+    """The whole file. Raises ConfigError if it cannot be read or is longer than ``max_bytes``.
+
+    ``hint`` says where such a file comes from, for where there is none.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {(error.strerror or 'unreadable').lower()}") from None
+        reason = (error.strerror or "unreadable").lower()
+        raise ConfigError(f"cannot read {path}: {reason}", hint=how_to_read(error, path, hint)) from None
     if len(data) > max_bytes:
         raise ConfigError(f"{path} is longer than {max_bytes} bytes")
     return data
 
 
-def read_text(path: Path, *, max_bytes: int) -> str:
+def how_to_read(error: OSError, path: Path, source: str | None) -> str:
+    """What helps against ``error``; ``source``: where such a file comes from."""
+    if isinstance(error, IsADirectoryError):
+        return f"{path} is a folder: name the file in it"
+    if isinstance(error, PermissionError):
+        return f"chmod u+r {path}, or run this as its owner"
+    return source or "look at the path: it is relative to this folder, or to the convoy.toml that names it"
+
+
+def read_text(path: Path, *, max_bytes: int, hint: str | None = None) -> str:
     """The same as text. Raises ConfigError if it is not UTF-8."""
     try:
-        return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
+        return read_bytes(path, max_bytes=max_bytes, hint=hint).decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text") from None
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.cli.config import DEFAULT_SPECULATE, Config
-from convoy.cli.files import read_bytes
+from convoy.cli.files import WHENCE_ROSTER, read_bytes
 from convoy.cli.output import print_note
 from convoy.cli.signed import signed_model
 from convoy.errors import ConvoyError, RosterError
@@ -37,7 +37,7 @@ def load_member(config: Config) -> Membership:
     opened = open_membership(
         name,
         Identity.load(directory),
-        read_bytes(config.require_roster(), max_bytes=_MAX_ROSTER_BYTES),
+        read_bytes(config.require_roster(), max_bytes=_MAX_ROSTER_BYTES, hint=WHENCE_ROSTER),
         operator_key=config.require_operator_key(),
         file=AcceptedFile(directory),
     )

@@ -13,7 +13,7 @@ import typer
 
 from convoy.cli.change import OPERATOR_DIRECTORY, RosterChange, open_change, require_signer
 from convoy.cli.config import decode_public_key, load_config
-from convoy.cli.files import read_bytes, read_text, replace_file
+from convoy.cli.files import WHENCE_ROSTER, read_bytes, read_text, replace_file
 from convoy.cli.home import config_file, roster_file
 from convoy.cli.output import JsonFlag, print_fields, print_json, print_table
 from convoy.errors import RosterError, UsageError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Sign, change, show or verify the list of members.", rich_markup_mode=None)
 _MAX_FILE_BYTES = 2 << 20
+_CARD = "`convoy identity new NAME` writes NAME.card.toml, on the machine that is to be a member"
 _CLOCKS_DIFFER = datetime.timedelta(minutes=10)
 
 DaysFlag = Annotated[int, typer.Option(min=1, max=3650, help="How long the roster is valid from now on.")]
@@ -59,7 +60,7 @@ def new(
     from convoy.trust.card import MAX_CARD_BYTES, read_card
     from convoy.trust.roster import make_roster, open_roster, sign_roster
 
-    members = [read_card(read_text(card, max_bytes=MAX_CARD_BYTES), head=False) for card in cards]
+    members = [read_card(read_text(card, max_bytes=MAX_CARD_BYTES, hint=_CARD), head=False) for card in cards]
     names = [member.name for member in members]
     for name in head:
         if name not in names:
@@ -94,7 +95,7 @@ def add(
     from convoy.trust.card import MAX_CARD_BYTES, read_card
 
     heads = set(head or ())
-    new = [read_card(read_text(card, max_bytes=MAX_CARD_BYTES), head=False) for card in cards]
+    new = [read_card(read_text(card, max_bytes=MAX_CARD_BYTES, hint=_CARD), head=False) for card in cards]
     for name in sorted(heads - {member.name for member in new}):
         raise UsageError(f"--head {name} is on none of the cards")
     change = open_change(roster_file(roster), operator, days)
@@ -167,7 +168,7 @@ def show(
     from convoy.trust.roster import open_roster
 
     file = roster_file(file)
-    data = read_bytes(file, max_bytes=_MAX_FILE_BYTES)
+    data = read_bytes(file, max_bytes=_MAX_FILE_BYTES, hint=WHENCE_ROSTER)
     key, valid_at = _claims(data, file)
     _print_roster(file, open_roster(data, operator_key=key, now=valid_at), key, as_json=as_json)
 
@@ -205,7 +206,7 @@ def verify(
         if operator_key is None
         else decode_public_key(operator_key, "--operator-key")
     )
-    data = read_bytes(path, max_bytes=_MAX_FILE_BYTES)
+    data = read_bytes(path, max_bytes=_MAX_FILE_BYTES, hint=WHENCE_ROSTER)
     signed = open_roster(data, operator_key=key, cluster_id=cluster)
     wanted = member or settings.cluster.name
     if wanted is not None:

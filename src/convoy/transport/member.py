@@ -120,9 +120,29 @@ class LocalMember:
     def __post_init__(self) -> None:
         listed = self.roster.member(self.name)
         if listed.identity_key != self.identity.public_key:
-            raise RosterError(f"the roster lists another identity key for {self.name} than this machine has")
+            raise RosterError(
+                f"the roster lists another identity key for {self.name} than this machine has",
+                hint=self._whose_keys(),
+            )
         if listed.certificate_der != self.identity.tls_certificate_der:
-            raise RosterError(f"the roster lists another certificate for {self.name} than this machine has")
+            raise RosterError(
+                f"the roster lists another certificate for {self.name} than this machine has",
+                hint=self._whose_keys(),
+            )
+
+    def _whose_keys(self) -> str:
+        """What helps where the keys are not those of the name."""
+        mine = (one.name for one in self.roster.members if one.identity_key == self.identity.public_key)
+        other = next((name for name in mine if name != self.name), None)
+        if other is not None:
+            return (
+                f"the keys are {other}'s: mend [cluster] name or identity in convoy.toml, as name and keys "
+                f"belong together"
+            )
+        return (
+            f"is [cluster] identity the folder of {self.name}'s keys? if they are new: `convoy roster remove "
+            f"{self.name}` and `convoy roster add` with its new card, or another invitation"
+        )
 
     @property
     def member(self) -> Member:
