@@ -135,6 +135,43 @@ def test_a_no_lets_nobody_in(tmp_path: Path, said: str) -> None:
     assert not (tmp_path / "beta/.convoy/convoy.toml").exists()
 
 
+def test_who_interrupts_an_invitation_reads_that_its_line_counts_no_more(tmp_path: Path) -> None:
+    port = ("--port", free_port())
+    with process(tmp_path / "alpha", "invite", "--address", "127.0.0.1", *port, "--out", "token") as operator:
+        assert operator.stderr is not None
+        for line in operator.stderr:
+            if line.startswith("waiting at"):
+                break
+        operator.send_signal(signal.SIGINT)
+        _, errors = operator.communicate(timeout=30)
+        assert operator.returncode == 130
+    assert errors.strip() == (
+        "ended: nobody was let in, and the line counts no more: make a new one with `convoy invite`"
+    )
+    token = (tmp_path / "alpha" / "token").read_text()
+    with inviting(tmp_path / "alpha", *port):  # as true with another listener at the same place
+        late = run_convoy(["join", "-", "--port", free_port()], tmp_path, text=token)
+    assert "another certificate than the invitation names" in late.stderr
+
+
+def test_who_interrupts_the_question_reads_that_the_invitation_is_used_up(tmp_path: Path) -> None:
+    arguments = ("invite", "--address", "127.0.0.1", "--name", "alpha")
+    with process(tmp_path / "alpha", *arguments) as operator:
+        assert operator.stdout is not None
+        token = operator.stdout.readline()
+        with joining(tmp_path / "beta", token.strip()) as newcomer:
+            event(newcomer, "code")
+            assert operator.stderr is not None
+            for line in operator.stderr:
+                if line.startswith("code: "):
+                    break
+            operator.send_signal(signal.SIGINT)
+            _, errors = operator.communicate(timeout=30)
+            _, said = newcomer.communicate(timeout=30)
+    assert errors.splitlines()[-1] == "ended: beta was not let in, and the invitation is used up"
+    assert "error: the invitation is used up, and the inviting machine went away" in said
+
+
 def test_a_typo_is_asked_again_and_uses_nothing_up(tmp_path: Path) -> None:
     alpha = tmp_path / "alpha"
     with inviting(alpha) as (operator, token), joining(tmp_path / "beta", token) as newcomer:

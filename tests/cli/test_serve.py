@@ -20,7 +20,7 @@ import pytest
 
 from cli.transcript import run_convoy
 from convoy.cli.local import LocalCluster, LocalOptions
-from convoy.cli.progress import LoadLines
+from convoy.cli.progress import LayoutLines, LoadLines
 from convoy.cli.serve import with_layers
 from convoy.cli.start import heavy_rooms
 from convoy.errors import SpanError, UsageError
@@ -166,6 +166,14 @@ def test_who_comes_and_who_is_lost_are_a_line_each_with_the_time() -> None:
             assert head.end()[-1] == "ended: every request was answered"
 
 
+def test_a_head_that_is_interrupted_while_it_starts_says_that_it_ended(two: LocalCluster) -> None:
+    with shown("serve", "demo-mini", "--config", str(two.config_file("alpha")), "--port", "0") as head:
+        head.wait_for(r"waiting for beta, at most .* s")
+        head.process.send_signal(signal.SIGINT)
+        assert head.end()[-1] == "ended: while starting; nothing was served"
+        assert head.process.returncode == 130
+
+
 @pytest.fixture
 def two() -> Iterator[LocalCluster]:
     with LocalCluster(LocalOptions(num_members=2)) as local:
@@ -208,4 +216,18 @@ def test_a_load_that_nobody_watches_on_a_terminal_is_a_line_now_and_then(
     assert capsys.readouterr().err.splitlines() == [
         "loading: alpha 42%, beta 17%",
         "loading: alpha 83%, beta 38%",
+    ]
+
+
+def test_a_check_that_nobody_watches_on_a_terminal_is_a_line_at_once_and_now_and_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now_s = 0.0
+    lines = LayoutLines(lambda: now_s)
+    for second in range(8):
+        now_s = float(second)
+        lines.on_layout(second, 7, f"0:{second}" if second < 7 else "")
+    assert capsys.readouterr().err.splitlines() == [
+        "verifying: 0/7 layouts, 0:0",
+        "verifying: 5/7 layouts, 0:5",
     ]

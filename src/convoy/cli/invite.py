@@ -15,6 +15,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -85,7 +86,10 @@ def invite(
 def _invite(desk: Desk, screen: _Screen, address: list[str] | None, port: int | None, minutes: int) -> None:
     token, newcomer = _meet(desk, screen, address, port, minutes)
     consumption = desk.consumption(token)
-    if not screen.approves(newcomer):
+    name = one_line(newcomer.card.name)
+    with screen.ending(f"{name} was not let in, and the invitation is used up"):
+        approved = screen.approves(newcomer)
+    if not approved:
         from convoy.trust.consumption import DECLINED
         from convoy.wire.enrolment import Refusal
 
@@ -122,9 +126,11 @@ def _meet(
         secret=os.urandom(SECRET_BYTES),
     )
     enrolment = Enrolment(sock, certificate, token, consumption=desk.consumption(token), judge=desk.judge)
+    lost = "nobody was let in, and the line counts no more: make a new one with `convoy invite`"
     try:
-        screen.invited(token, bound)
-        return token, enrolment.wait()
+        with screen.ending(lost):
+            screen.invited(token, bound)
+            return token, enrolment.wait()
     finally:
         enrolment.close()
 
@@ -220,6 +226,16 @@ class _Screen:
         print_note(f"\nwaiting {where}")
         if forwarded:
             print_note(f"{', '.join(forwarded)} must lead to port {port} of this machine")
+
+    @contextlib.contextmanager
+    def ending(self, what: str) -> Iterator[None]:
+        """Around a wait: whoever ends it by Ctrl-C or SIGTERM reads what became of the invitation."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.as_json:
+                print_note(f"\nended: {what}")  # behind a question, or the terminal's ^C
+            raise
 
     def approves(self, newcomer: Newcomer) -> bool:
         """The operator's y or n; anything else is asked again. No answer, or no more input, is a no."""

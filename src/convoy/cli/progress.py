@@ -1,4 +1,4 @@
-"""Progress on standard error while weights load: a bar for each member, or a line now and then in a file."""
+"""Progress on standard error: while weights load a bar for each member, or a line now and then in a file."""
 
 from __future__ import annotations
 
@@ -30,6 +30,19 @@ class LoadLines:
         if self._now() - self._said_s >= _LINE_EVERY_S:
             self._said_s = self._now()
             print_note(f"loading: {', '.join(self._parts.values())}")
+
+
+class LayoutLines:
+    """Which layout of how many is checked: the first at once, then not more often than every 5 s."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._next_s = now()
+
+    def on_layout(self, done: int, total: int, what: str) -> None:
+        if what and self._now() >= self._next_s:
+            self._next_s = self._now() + _LINE_EVERY_S
+            print_note(f"verifying: {done}/{total} layouts, {what}")
 
 
 @contextmanager

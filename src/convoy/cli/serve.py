@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -189,11 +190,23 @@ def serve_cluster(
     bind(options).close()
     me = load_head(settings)
     with watched_roster(settings, me, quiet=as_json):
-        with network_of(settings) as network:  # only to find the peers: a head that serves asks for nobody
+        # the network is only to find the peers: a head that serves asks for nobody
+        with _said_when_interrupted(quiet=as_json), network_of(settings) as network:
             cluster = start_cluster(settings, model, me=me, quiet=as_json, watch=watch, network=network)
         with tracing(settings.telemetry.traces, "convoy-head") as on:
             told = replace(options, traces=on)
             _serve(cluster, told, as_json=as_json, note=note, providing=providing)
+
+
+@contextmanager
+def _said_when_interrupted(*, quiet: bool) -> Iterator[None]:
+    """Around the start: it may take minutes, and whoever ends it reads that it has ended."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not quiet:
+            print_note("ended: while starting; nothing was served")
+        raise
 
 
 def _serve(

@@ -19,11 +19,13 @@ from convoy.cli.output import (
     print_table,
     report_error,
 )
+from convoy.cli.progress import LayoutLines
 from convoy.cli.quantize import KERNELS
 from convoy.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from convoy.evaluate.certificate import Certificate, LayoutResult
+    from convoy.evaluate.verify import Progress
     from convoy.model.source import ModelSource
 
 
@@ -66,7 +68,7 @@ def verify(
     options = VerifyOptions(
         chosen, max_cuts, num_tokens=tokens, num_threads=threads, device=device, ranks=ranks
     )
-    report(run(source, asked, options, _show_progress), as_json=as_json)
+    report(run(source, asked, options, _progress(quiet=as_json)), as_json=as_json)
 
 
 def report(found: Certificate, *, as_json: bool) -> None:
@@ -105,10 +107,16 @@ def _prompts(source: ModelSource, text: str, num_tokens: int) -> list[list[int]]
     return text_prompts(tokenizer, source.spec, int(text), num_tokens)
 
 
-def _show_progress(done: int, total: int, what: str) -> None:
+def _progress(*, quiet: bool) -> Progress:
+    """One line that changes on a terminal; elsewhere a line now and then, none where ``quiet``."""
     if sys.stderr.isatty():
-        line = f"{done}/{total} layouts, {what}" if what else ""
-        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        return _show_progress
+    return (lambda *_: None) if quiet else LayoutLines().on_layout
+
+
+def _show_progress(done: int, total: int, what: str) -> None:
+    line = f"{done}/{total} layouts, {what}" if what else ""
+    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def _print(found: Certificate) -> None:
