@@ -144,6 +144,7 @@ def test_all_checks_are_made_though_the_first_fails(home: Home) -> None:
     assert "model" in found
 
 
+@pytest.mark.long
 def test_a_person_sees_what_mends_it_and_what_is_going_on(home: Home) -> None:
     (home.folder / "alpha" / "identity.key").chmod(0o644)
     done = run_convoy(["doctor", "--config", "alpha.toml"], home.folder)
@@ -176,6 +177,7 @@ def test_a_roster_that_somebody_changed_is_told(home: Home) -> None:
     assert "model" in found
 
 
+@pytest.mark.long
 def test_a_wrong_key_in_the_roster_is_told(home: Home) -> None:
     home.members[0] = member_of("alpha", Identity.generate(), home.members[0].address, head=True)
     home.sign(epoch=2)
@@ -185,6 +187,7 @@ def test_a_wrong_key_in_the_roster_is_told(home: Home) -> None:
     assert "the roster lists identity" in found["listed"][0]["what"]
 
 
+@pytest.mark.long
 def test_a_roster_accepted_before_counts_and_nothing_on_disk_changes(home: Home) -> None:
     key = home.operator.public_key
     store = AcceptedFile(home.folder / "alpha")
@@ -207,6 +210,7 @@ def test_a_configuration_that_cannot_be_read_is_a_finding(home: Home) -> None:
     assert found["python"][0]["level"] == "ok"
 
 
+@pytest.mark.long
 def test_a_policy_and_a_model_that_cannot_be_read_are_findings(home: Home) -> None:
     text = (home.folder / "beta.toml").read_text().replace("[serve]", 'policy = "policy.toml"\n[serve]')
     (home.folder / "beta.toml").write_text(text + '[model]\npath = "nowhere"\n')

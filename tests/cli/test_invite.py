@@ -237,6 +237,7 @@ def test_behind_a_forwarded_port_the_roster_has_one_and_the_file_the_other(tmp_p
     assert shown["members"][1]["address"] == f"127.0.0.1:{outside}"
 
 
+@pytest.mark.long
 def test_after_an_invitation_the_verbs_find_the_files_by_themselves(tmp_path: Path) -> None:
     joined(tmp_path)
     alpha = tmp_path / "alpha"
@@ -257,6 +258,7 @@ def test_after_an_invitation_the_verbs_find_the_files_by_themselves(tmp_path: Pa
     assert json.loads(removed.stdout)["file"] == ".convoy/roster.toml"
 
 
+@pytest.mark.long
 def test_a_crash_between_the_use_and_the_roster_leaves_an_honest_state(tmp_path: Path) -> None:
     alpha, beta = tmp_path / "alpha", tmp_path / "beta"
     port = ("--port", free_port())  # the same for both, so that the old token meets the new listener

@@ -56,6 +56,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_a_plan_names_every_stage_and_who_sees_token_ids(folder: Path) -> None:
     done = run_convoy(["plan", "odd", "--members", "alpha=4,beta=2", "--threads", "1"], folder)
     assert done.returncode == 0, done.stderr

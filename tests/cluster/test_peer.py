@@ -154,6 +154,7 @@ def test_an_activation_of_another_plan_is_refused(
 
 
 @pytest.mark.parametrize("num_blocks", [[0], [1 << 40], [1 << 62], [4, 4], [4, -4]])
+@pytest.mark.long
 def test_an_activation_with_impossible_pools_is_refused_and_the_peer_lives_on(
     members: tuple[LocalMember, ...],
     network: MemoryNetwork,

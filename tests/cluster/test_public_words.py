@@ -31,6 +31,7 @@ def fail_with_the_secret(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stage, "run", refuse)
 
 
+@pytest.mark.long
 def test_why_a_peer_could_not_run_a_step_is_for_the_log_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

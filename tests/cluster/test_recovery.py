@@ -273,6 +273,7 @@ def refuse_long_rows(monkeypatch: pytest.MonkeyPatch, *peers: Peer) -> None:
     monkeypatch.setattr(Stage, "run", refuse)
 
 
+@pytest.mark.long
 def test_a_request_that_no_stage_can_run_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with scene("beta") as s:
         s.join("beta")

@@ -78,6 +78,7 @@ def lose_gamma_and_let_it_come_back(s: Scene) -> RunningCluster:
     return cluster
 
 
+@pytest.mark.long
 def test_one_that_came_back_is_used_although_something_always_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renewal, "BUSY_S", 0.3)
     monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)  # a moment without work would do otherwise
@@ -129,6 +130,7 @@ def break_the_ring(cluster: RunningCluster, s: Scene, name: str) -> None:
     link.send(StepFailed(0, "the ring is broken"), generation=cluster.head.granted.plan.generation)
 
 
+@pytest.mark.long
 def test_a_recovery_is_bounded_as_a_whole_and_says_its_reason_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_standby_comes_and_goes_with_a_line_each(caplog: pytest.LogCaptureFixt
         assert not told(caplog, "recovered"), "nothing had to be mended"
 
 
+@pytest.mark.long
 def test_the_time_of_a_recovery_runs_from_the_loss_over_searches_in_vain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

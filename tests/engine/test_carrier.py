@@ -132,6 +132,7 @@ def test_a_peer_that_hangs_while_it_is_sent_much_holds_nobody_up(source: ModelSo
         assert time.monotonic() - began_s < SOON_S
 
 
+@pytest.mark.long
 def test_a_peer_behind_a_slow_link_is_waited_for(source: ModelSource, tmp_path: Path) -> None:
     """Each way takes longer than a peer that hangs is waited for, and a ping stands behind the tensor."""
     links = tls_link_pair(*make_local_members(("alpha", "beta"), tmp_path), wrap=SlowStream)

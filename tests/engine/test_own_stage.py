@@ -47,7 +47,7 @@ def stages(cluster: RunningCluster) -> list[str]:
     [
         pytest.param(1, None, id="alone"),
         pytest.param(2, None, id="first", marks=pytest.mark.long),
-        pytest.param(2, HEAD_LAST, id="last"),
+        pytest.param(2, HEAD_LAST, id="last", marks=pytest.mark.long),
     ],
 )
 def test_a_request_that_the_heads_own_stage_cannot_run_ends_alone(
@@ -68,8 +68,10 @@ def test_a_request_that_the_heads_own_stage_cannot_run_ends_alone(
     "error",
     [
         MemoryError("there is no memory for 3 rows of 8 bits"),
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        pytest.param(torch.OutOfMemoryError("CUDA out of memory"), marks=pytest.mark.long),
+        pytest.param(
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), marks=pytest.mark.long
+        ),
     ],
     ids=lambda error: type(error).__name__,
 )

@@ -80,6 +80,7 @@ def test_who_is_preempted_for_want_of_a_ring_says_the_same(source: ModelSource, 
 
 
 @pytest.mark.parametrize("layout", SPANS)
+@pytest.mark.long
 def test_requests_and_sessions_over_a_split_say_what_the_whole_says(
     source: ModelSource, whole: list[Run], layout: str, tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_the_end_that_lags_gets_the_newer_roster_first_and_then_the_link(town: T
     assert mine.link.ping(WAIT_S) > 0
 
 
+@pytest.mark.long
 def test_a_member_that_the_newer_roster_took_out_gets_neither_roster_nor_link(town: Town) -> None:
     town["beta"].offer(later(town["beta"].roster, without=["gamma"]), "the operator")
     with pytest.raises(ConvoyError):

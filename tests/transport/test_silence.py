@@ -139,6 +139,7 @@ def test_a_receiver_that_is_busy_does_not_call_its_peer_gone(members: tuple[Loca
 
 
 @pytest.mark.parametrize("kind", ["memory", "tls"])
+@pytest.mark.long
 def test_a_member_that_is_held_back_is_there_and_one_that_hangs_is_not(
     members: tuple[LocalMember, ...], kind: str
 ) -> None:

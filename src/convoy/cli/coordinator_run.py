@@ -11,6 +11,7 @@ import typer
 
 from convoy.cli.home import Home
 from convoy.cli.output import print_draining, print_ended, print_fields, print_json_line
+from convoy.cli.start import settle_memory
 from convoy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def run_here(
         key_file = _admin_key(home, store)
 
         def ready(url: str, admin_url: str, released: int) -> None:
+            settle_memory()
             facts = {
                 "url": url,
                 "admin_url": admin_url,

@@ -15,6 +15,7 @@ import typer
 
 from convoy.cli.config import override, read_api_key
 from convoy.cli.output import JsonFlag, print_draining, print_ended, print_fields, print_json_line
+from convoy.cli.start import settle_memory
 from convoy.cli.toml_file import read_toml
 from convoy.cli.traces import TelemetryConfig, TracesFlag, tracing
 from convoy.cli.trust_rules import EvidenceTable, LevelName, rules_of
@@ -84,6 +85,7 @@ def proxy(
     key = read_api_key(key_file)
 
     def ready(own_url: str) -> None:
+        settle_memory()
         facts = {"url": own_url, "coordinator": url, "trusts": len(trust.providers) + len(trust.operators)}
         if as_json:
             print_json_line({"event": "ready", **facts})
@@ -93,9 +95,8 @@ def proxy(
     with tracing(traces or read.telemetry.traces, "convoy-proxy") as on:
         plain, default = allow_plain or read.allow_plain, read.default_max_tokens
         options = ProxyOptions(trust, plain, default, traces=on)
-        served = ServeOptions(port=port)
         say = _no_words if as_json else print_draining
-        cut_off = run_proxy(url, key, options, served, on_ready=ready, on_drain=say)
+        cut_off = run_proxy(url, key, options, ServeOptions(port=port), on_ready=ready, on_drain=say)
     if not as_json:
         print_ended(cut_off)
 

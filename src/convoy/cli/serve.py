@@ -26,7 +26,7 @@ from convoy.cli.progress import loading_bars
 from convoy.cli.quantize import QuantizeFlag
 from convoy.cli.serve_invite import InviteFlags
 from convoy.cli.serve_provide import CertificateFlag, CoordinatorKeyFlag, ProvideFlag, Providing
-from convoy.cli.start import heavy_rooms
+from convoy.cli.start import heavy_rooms, settle_memory
 from convoy.cli.steps import with_step_flags
 from convoy.cli.traces import TracesFlag, tracing
 from convoy.errors import ConvoyError, UsageError
@@ -230,6 +230,7 @@ def _serve(
         service = Service((served,), cluster.health, cluster.status, cluster.level, scraped)
 
         def on_ready(url: str) -> None:
+            settle_memory()
             _say_ready(cluster, served.name, url, as_json=as_json, note=note)
             if providing is not None:
                 beside.append(providing.begin(url, cluster.head, options, quiet=as_json))

@@ -7,6 +7,7 @@ its end.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +39,15 @@ def ask_for_huge_pages() -> None:
 def keep_nccl_on_loopback() -> None:
     """Its listener, which takes another interface unless it is told. Before a group of it is made."""
     os.environ["NCCL_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+
+
+def settle_memory() -> None:
+    """What a server is made of by now is left out of collections for good.
+
+    A full one takes 0.2 s, in whichever thread, while every request waits.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import logging
 import signal
 import socket
@@ -169,9 +168,6 @@ async def serve_until_stopped(
     try:
         for server, _ in servers:
             await first_of(server.ready.wait(), *serving)
-        # a full collection of all that a server is made of would keep every request waiting, 0.2 s of them
-        gc.collect()
-        gc.freeze()
         if on_ready is not None:
             announcing = loop.run_in_executor(None, on_ready)
             await first_of(stop.drain.wait(), *serving, announcing)
