@@ -44,7 +44,8 @@ def test_a_member_that_stops_is_given_up_and_fenced_when_it_wakes() -> None:
         told("SIGSTOP", s.check(lambda: s.stop("gamma")))
         assert s.members() == ["alpha", "beta"]
         s.go_on("gamma")
-        wait_for(lambda: "alpha closed the link: it answers no ping" in s.log("gamma"))
+        # why, it reads only if it has not written to the closed link before: that discards what came last
+        wait_for(lambda: "lost: alpha is gone" in s.log("gamma"))
         wait_for(lambda: s.members() == ["alpha", "beta", "gamma"])  # it came back, and nothing ran
         assert s.run()["greedy"].tokens
         assert s.cluster.engine.stats().recoveries == 1

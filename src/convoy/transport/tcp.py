@@ -219,7 +219,7 @@ def _explain(error: OSError | ValueError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not in the roster ({error.verify_message})"
     if isinstance(error, ssl.SSLError):
-        reason = (error.reason or "unknown").lower().replace("_", " ")
+        reason = (error.reason or "the connection broke").lower().replace("_", " ")
         return f"TLS: {reason}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
