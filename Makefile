@@ -6,9 +6,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 LOG    := $(VENV).log
-PIP    := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
+LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock requirements-cpu.lock
 
-.PHONY: help setup demo test test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long check bench clean
+.PHONY: help setup demo test test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long check lock sbom bench clean
 
 help:
 	@echo "make demo    set up, then run the bundled model over two sealed processes"
@@ -21,14 +22,19 @@ help:
 	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way"
 	@echo "make test-long  the tests that are marked long"
 	@echo "make check   lint, format, types, architecture"
+	@echo "make lock    resolve the dependencies anew and write their hashes; UPGRADE=1 takes the newest versions"
+	@echo "make sbom    write dist/convoy.cdx.json, a CycloneDX bill of materials of what users install"
 	@echo "make bench   measure the hop between two members"
 	@echo "make setup   only set up .venv;  make clean removes it"
 
 setup: $(STAMP)
 
-# torch comes first and alone: the pin then takes a CPU wheel wherever pip is told of one, and nothing later replaces it.
-# The build backend is pinned too, hence no isolated build environment.
-$(STAMP): pyproject.toml constraints.txt Makefile
+# The locks name every package by version and hash, so pip resolves nothing, and any index or mirror will do.
+# A CPU build of torch is taken wherever pip is told of a place that has one; without it, pip says so in the log and takes
+# PyPI's. Only a CUDA build needs the packages of requirements-cuda.lock; the build that pip took says so itself.
+# The build backend is locked too, hence no isolated build environment.
+CUDA_BUILD := import importlib.metadata as m, sys; sys.exit(not any(r.startswith(("nvidia-", "cuda-")) for r in m.requires("torch")))
+$(STAMP): pyproject.toml $(LOCKS) Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { \
 	  echo "error: Convoy needs Python 3.11, 3.12 or 3.13; $(PYTHON) is `$(PYTHON) --version 2>/dev/null || echo not there`" >&2; \
 	  echo "hint: install one of them, or name it: make setup PYTHON=python3.12" >&2; exit 1; }
@@ -41,8 +47,13 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	  echo "setup: $$1"; shift; "$$@" >> $(LOG) 2>&1 || { \
 	  echo "error: set-up failed at: $$*" >&2; tail -n 20 $(LOG) >&2; echo "hint: the whole log is $(LOG)" >&2; exit 1; }; }; \
 	step "1/3 `$(PYTHON) --version` in $(VENV)" $(PYTHON) -m venv $(VENV) && \
-	step "2/3 PyTorch (the large one: a minute or two)" $(PIP) torch hatchling editables && \
-	step "3/3 Convoy and what it builds on: transformers, the HTTP server, tests (up to a minute)" $(PIP) --no-build-isolation --editable '.[dev]'
+	echo "setup: 2/3 PyTorch, transformers, the HTTP server, tests (a minute or two)" && \
+	{ $(PIP) --require-hashes -r requirements-cpu.lock >> $(LOG) 2>&1 || true; } && \
+	step "    every file is the one that the lock names" \
+	  $(PIP) --require-hashes -r requirements.lock -r requirements-dev.lock && \
+	{ ! $(BIN)/python -c '$(CUDA_BUILD)' || step "    the CUDA packages of this PyTorch" $(PIP) --require-hashes -r requirements-cuda.lock; } && \
+	step "3/3 Convoy" $(PIP) --no-build-isolation --editable . && \
+	step "    every package has what it needs" $(BIN)/python -m pip check
 	@touch $(STAMP); echo "setup: done"
 
 demo: setup
@@ -87,7 +98,15 @@ test-tpm: setup
 test-postgres: setup
 	@sh tests/fleet/postgres.sh $(BIN)/python -m pytest tests/fleet; code=$$?; exit $$((code == 3 ? 0 : code))
 
+# Not part of the set-up: both need what the set-up installs.
+lock: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python scripts/lock.py $(if $(UPGRADE),--upgrade)
+
+sbom: setup
+	@$(BIN)/python scripts/sbom.py
+
 check: setup
+	@$(BIN)/python scripts/lock.py --check
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

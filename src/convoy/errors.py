@@ -5,6 +5,7 @@ ConvoyError                     carries a message, a hint what to do about it, a
 │   ├── UsageError              a flag or argument (exit 2)
 │   ├── ConfigError             convoy.toml, an address, a port
 │   ├── IdentityError           a key or certificate on disk
+│   ├── AuditError              the audit log cannot be written, or was changed
 │   ├── RosterError             unsigned, expired, foreign, without this member
 │   ├── InviteError             an invitation that is malformed, expired, used up or declined
 │   ├── SpanError               layer spans that overlap, leave a gap or own no output
@@ -71,6 +72,10 @@ class ConfigError(InputError):
 
 class IdentityError(InputError):
     """A key or certificate on disk is missing, unreadable or open to others."""
+
+
+class AuditError(InputError):
+    """The audit log cannot be written, so nothing was done; or it was changed, and the text says where."""
 
 
 class RosterError(InputError):

@@ -17,24 +17,24 @@ def module_of(tmp_path: Path, text: str, name: str = "wire/frame.py") -> list[Mo
     return load_modules(tmp_path / "src")
 
 
-def test_a_module_of_401_lines_is_found_and_one_of_400_passes(tmp_path: Path) -> None:
-    assert shape.long_modules(module_of(tmp_path, "x = 1\n" * 400)) == []
-    assert shape.long_modules(module_of(tmp_path, "x = 1\n" * 401)) == [
-        "src/convoy/wire/frame.py:1: 401 lines, and 400 is the limit"
+def test_a_module_of_601_lines_is_found_and_one_of_600_passes(tmp_path: Path) -> None:
+    assert shape.long_modules(module_of(tmp_path, "x = 1\n" * 600)) == []
+    assert shape.long_modules(module_of(tmp_path, "x = 1\n" * 601)) == [
+        "src/convoy/wire/frame.py:1: 601 lines, and 600 is the limit"
     ]
 
 
 @pytest.mark.parametrize("head", ["def f():", "async def f():", "class C:\n  def f(self):"])
-def test_a_function_of_41_lines_is_found_and_one_of_40_passes(tmp_path: Path, head: str) -> None:
+def test_a_function_of_51_lines_is_found_and_one_of_50_passes(tmp_path: Path, head: str) -> None:
     line = head.count("\n") + 1
-    assert shape.long_functions(module_of(tmp_path, head + "\n    x = 1" * 39)) == []
-    assert shape.long_functions(module_of(tmp_path, head + "\n    x = 1" * 40)) == [
-        f"src/convoy/wire/frame.py:{line}: f has 41 lines, and 40 is the limit"
+    assert shape.long_functions(module_of(tmp_path, head + "\n    x = 1" * 49)) == []
+    assert shape.long_functions(module_of(tmp_path, head + "\n    x = 1" * 50)) == [
+        f"src/convoy/wire/frame.py:{line}: f has 51 lines, and 50 is the limit"
     ]
 
 
 def test_a_docstring_does_not_make_a_function_long(tmp_path: Path) -> None:
-    text = 'def f():\n    """One.\n\n    Two.\n    """' + "\n    x = 1" * 39
+    text = 'def f():\n    """One.\n\n    Two.\n    """' + "\n    x = 1" * 49
     assert shape.long_functions(module_of(tmp_path, text)) == []
 
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import http.server
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cli.transcript import run_convoy
+from cli.transcript import run_convoy, run_here
+from convoy.cli.exit_codes import EXIT_CONFIG
 
 STAGES = [
     {"member": "alpha", "start": 0, "end": 4, "embed": True, "output": True, "weight_bytes": 4_000_000}
-    | {"sees_token_ids": True, "address": "127.0.0.1:7001"},
+    | {"can_read_prompts": "tokens", "address": "127.0.0.1:7001"},
     {"member": "beta", "start": 4, "end": 12, "embed": False, "output": False, "weight_bytes": 8_000_000}
     | {
-        "sees_token_ids": False,
+        "can_read_prompts": "activations",
         "address": "127.0.0.1:7002",
         "round_trip_s": 0.00031,
         "cipher": "AES-256-GCM",
@@ -44,6 +46,9 @@ STATUS = {
 
 def events(*pieces: object) -> bytes:
     return b"".join(b"data: " + json.dumps(piece).encode() + b"\n\n" for piece in pieces)
+
+
+DONE = b"data: [DONE]\n\n"
 
 
 def delta(text: str, finish_reason: str | None = None) -> dict[str, object]:
@@ -74,14 +79,22 @@ class _Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
         self.server.asked.append((self.path, dict(self.headers), body))
+        status, answer = self.server.answers.get(self.path, (404, b"nothing here"))
+        before, pause, after = answer.rpartition(b"PAUSE")
+        if pause:
+            self._begin(status, before)
         for _ in range(self.server.polls_before.get(self.path, 0)):
             assert self.server.polled.acquire(timeout=30)
         if self.path == "/health":
             self.server.polled.release()
-        status, answer = self.server.answers.get(self.path, (404, b"nothing here"))
+        if not pause:
+            self._begin(status, b"")
+        self.wfile.write(after)
+
+    def _begin(self, status: int, data: bytes) -> None:
         self.send_response(status)
         self.end_headers()
-        self.wfile.write(answer)
+        self.wfile.write(data)
 
     do_POST = do_GET  # noqa: N815 - the standard library's name
 
@@ -96,7 +109,7 @@ def head() -> Iterator[FakeHead]:
         thread.start()
         server.say("/health", {"status": "ready", "reason": "a token passes every stage"})
         server.say("/status", STATUS)
-        server.say("/v1/models", {"data": []})
+        server.say("/v1/models", {"data": [{"id": "demo"}]})
         yield server
         server.shutdown()
         thread.join()
@@ -128,7 +141,7 @@ def test_the_address_that_api_clients_have_is_taken_too(head: FakeHead, tmp_path
 def test_status_of_a_cluster_that_is_not_ready_fails_with_its_reason(head: FakeHead, tmp_path: Path) -> None:
     head.say("/health", {"status": "not ready", "reason": "beta is gone"}, 503)
     done = run_convoy(["status", "--url", head.url], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 75
     assert done.stderr.splitlines() == ["error: the cluster is not ready: beta is gone"]
     assert "beta" in done.stdout
 
@@ -136,7 +149,7 @@ def test_status_of_a_cluster_that_is_not_ready_fails_with_its_reason(head: FakeH
 def test_status_in_json_of_a_cluster_that_is_not_ready_is_one_value(head: FakeHead, tmp_path: Path) -> None:
     head.say("/health", {"status": "not ready", "reason": "beta is gone"}, 503)
     done = run_convoy(["status", "--url", head.url, "--json"], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 75
     assert json.loads(done.stdout)["health"]["reason"] == "beta is gone"
 
 
@@ -148,10 +161,22 @@ def test_something_else_at_the_address_is_said_plainly(head: FakeHead, tmp_path:
     assert done.stderr.startswith(f"error: what answers at {head.url} is not this Convoy: ")
 
 
+@pytest.mark.parametrize("names", [[], ["a", "b"]])
+def test_chat_wants_a_model_named_where_not_exactly_one_is_served(
+    head: FakeHead, tmp_path: Path, names: list[str]
+) -> None:
+    head.say("/v1/models", {"data": [{"id": name} for name in names]})
+    done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path)
+    assert done.returncode == 2
+    assert f"serves {len(names)} models" in done.stderr
+    assert ("hint: --model names one" in done.stderr) is bool(names)
+
+
 def test_chat_streams_one_answer_and_sends_what_was_asked(head: FakeHead, tmp_path: Path) -> None:
     usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
     stream = events(delta("4"), delta("2", "stop"), {"choices": [], "usage": usage}) + b"data: [DONE]\n\n"
     head.say("/v1/chat/completions", b": heartbeat\n\n" + stream)
+    (tmp_path / "api.key").touch(mode=0o600)
     (tmp_path / "api.key").write_text("sesame\n", encoding="utf-8")
     flags = ["--url", head.url, "--api-key-file", "api.key", "--system", "Be brief.", "--temperature", "0"]
     done = run_convoy(["chat", "What is 40+2?", *flags], tmp_path)
@@ -182,10 +207,24 @@ def test_a_conversation_remembers_and_goes_on_after_an_error(head: FakeHead, tmp
     assert [message["content"] for message in json.loads(head.asked[-1][2])["messages"]] == ["second"]
 
 
+def test_in_a_conversation_any_number_of_interrupts_stop_answers_alone(
+    head: FakeHead, tmp_path: Path
+) -> None:
+    def end_the_process(number: int, frame: object) -> None:
+        raise AssertionError
+
+    before = signal.signal(signal.SIGINT, end_the_process)
+    try:
+        run_here(["chat", "--url", head.url], tmp_path, text="")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_stream_that_is_cut_off_is_never_a_complete_answer(head: FakeHead, tmp_path: Path) -> None:
     head.say("/v1/chat/completions", events(delta("4")))
     done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 75
     assert "ended before the answer was complete" in done.stderr
 
 
@@ -222,7 +261,37 @@ def test_a_recovery_is_said_once_while_an_answer_pauses(
     assert done.stderr.splitlines() == ([] if flags else told)
 
 
+def test_a_recovery_in_the_middle_of_an_answer_is_said_on_a_line_of_its_own(
+    head: FakeHead, tmp_path: Path
+) -> None:
+    head.say("/health", {"status": "not ready", "reason": "recovering: beta is gone"}, 503)
+    head.say("/v1/chat/completions", events(delta("4")) + b"PAUSE" + events(delta("2", "stop")) + DONE)
+    head.polls_before["/v1/chat/completions"] = 2
+    done = run_convoy(["chat", "What is 40+2?", "--url", head.url], tmp_path, merged=True)
+    assert done.stdout == "4\n(the cluster is recovering: beta is gone)\n2\n"
+
+
+def test_control_characters_of_an_answer_reach_no_terminal(head: FakeHead, tmp_path: Path) -> None:
+    hostile = "a\x1b[2J\x07\x9b1mb\r\x7f\u202ec\tfor\n\U0001f469\u200d\U0001f680"
+    head.say("/v1/chat/completions", events(delta(hostile, "stop")) + DONE)
+    done = run_convoy(["chat", "hello", "--url", head.url], tmp_path)
+    assert done.stdout == "a[2J1mbc\tfor\n\U0001f469\u200d\U0001f680\n"
+    told = run_convoy(["chat", "hello", "--url", head.url, "--json"], tmp_path)
+    assert json.loads(told.stdout)["text"] == hostile, "a script gets the answer as it is"
+
+
+def test_https_to_a_server_without_a_certificate_is_said_so(head: FakeHead, tmp_path: Path) -> None:
+    done = run_here(["status", "--url", head.url.replace("http:", "https:")], tmp_path)
+    assert done.returncode == EXIT_CONFIG
+    assert "does not speak TLS" in done.stderr
+    done = run_here(["status", "--url", head.url, "--ca", "ca.pem"], tmp_path)
+    assert "error: --ca is for https, and the address is http://127.0.0.1:" in done.stderr
+
+
 def test_a_missing_key_is_told_where_to_go(head: FakeHead, tmp_path: Path) -> None:
     head.say("/health", {"error": {"message": "no api key"}}, 401)
     done = run_convoy(["status", "--url", head.url], tmp_path)
-    assert done.stderr.splitlines() == ["error: no api key", "hint: give the key's file with --api-key-file"]
+    assert done.stderr.splitlines() == [
+        "error: no api key",
+        "hint: give the key's file with --api-key-file, or the key in CONVOY_API_KEY",
+    ]

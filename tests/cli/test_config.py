@@ -143,7 +143,7 @@ def test_off_loopback_a_key_or_a_word_is_wanted_and_the_hint_has_both(file: Path
     text = '[serve]\nhost = "192.0.2.1"\n'
     with pytest.raises(ConfigError, match="without an api key") as caught:
         serve_options(load(file, text)).check()
-    assert "api_key_file under [serve]" in (caught.value.hint or "")
+    assert "--api-key-file FILE" in (caught.value.hint or "")
     assert "allow_unauthenticated = true" in (caught.value.hint or "")
     serve_options(load(file, f"{text}allow_unauthenticated = true\n")).check()
 
@@ -174,18 +174,16 @@ def test_flags_that_were_given_win_over_the_file(file: Path) -> None:
     assert override(serve, port=1, host=None) == ServeConfig("127.0.0.1", 1, file.parent / "api.key", 10, 5.0)
 
 
-def test_the_api_key_is_the_first_line_of_its_file(file: Path) -> None:
+def test_the_keys_of_the_file_are_the_servers(file: Path) -> None:
     key = file.parent / "api.key"
-    key.write_text("sesame\nsecond line\n", encoding="utf-8")
-    assert load(file, WHOLE).api_key() == "sesame"
-    key.write_text("\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="is empty") as caught:
-        load(file, WHOLE).api_key()
-    assert f"openssl rand -hex 32 > {key}" in (caught.value.hint or "")
-    key.unlink()
     with pytest.raises(ConfigError, match="cannot read the api key file") as caught:
-        load(file, WHOLE).api_key()
-    assert "the key on its first line" in (caught.value.hint or "")
+        serve_options(load(file, WHOLE))
+    assert "`convoy keys new FILE`" in (caught.value.hint or "")
+    key.touch(mode=0o600)
+    key.write_text("sesame-open-yourself\n", encoding="utf-8")
+    ring = serve_options(load(file, WHOLE)).keys
+    assert ring is not None
+    assert ring.find("sesame-open-yourself").name == "default"
 
 
 def test_what_the_file_says_of_the_engine_reaches_the_head(file: Path) -> None:

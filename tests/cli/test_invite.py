@@ -19,6 +19,7 @@ import pytest
 
 from cli.transcript import run_convoy, run_here
 from convoy.cli.config import load_config
+from convoy.trust.audit import Entry, read_entries, verify_log
 from convoy.trust.invite import decode_token
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
@@ -95,6 +96,13 @@ def records(folder: Path) -> list[str]:
     return sorted(file.suffix for file in (folder / ".convoy/operator/invites").glob("[0-9a-f]*"))
 
 
+def actions(folder: Path) -> list[str]:
+    """What the operator's log says, of which every entry holds."""
+    log = folder / ".convoy/operator/audit.jsonl"
+    verify_log(log)
+    return [entry.fields["action"] for entry in read_entries(log) if isinstance(entry, Entry)]
+
+
 def test_yes_lets_the_newcomer_in(tmp_path: Path) -> None:
     alpha, beta = tmp_path / "alpha", tmp_path / "beta"
     with inviting(alpha) as (operator, token), joining(beta, token) as newcomer:
@@ -109,6 +117,13 @@ def test_yes_lets_the_newcomer_in(tmp_path: Path) -> None:
     rosters = [(folder / ".convoy/roster.toml").read_bytes() for folder in (alpha, beta)]
     assert rosters[0] == rosters[1]
     assert records(alpha) == [".ended", ".used"]
+    assert actions(alpha) == [
+        "make operator key",
+        "sign roster",
+        "make invitation",
+        "use invitation",
+        "sign roster",
+    ]
     secrets = [file for file in tmp_path.rglob("*") if file.is_file() and file.suffix in {".key", ".used"}]
     assert {stat.S_IMODE(file.stat().st_mode) for file in secrets} == {0o600}
     spoken = decode_token(token).secret
@@ -131,6 +146,7 @@ def test_a_no_lets_nobody_in(tmp_path: Path, said: str) -> None:
         assert newcomer.returncode == 1
         assert "error: the operator said no\nhint: " in errors
     assert epoch(alpha) == 1
+    assert actions(alpha)[2:] == ["make invitation", "use invitation", "decline newcomer"]
     assert not (tmp_path / "beta/.convoy/roster.toml").exists()
     assert not (tmp_path / "beta/.convoy/convoy.toml").exists()
 
@@ -145,6 +161,7 @@ def test_who_interrupts_an_invitation_reads_that_its_line_counts_no_more(tmp_pat
         operator.send_signal(signal.SIGINT)
         _, errors = operator.communicate(timeout=30)
         assert operator.returncode == 130
+    assert actions(tmp_path / "alpha")[2:] == ["make invitation", "withdraw invitation"]
     assert errors.strip() == (
         "ended: nobody was let in, and the line counts no more: make a new one with `convoy invite`"
     )
@@ -362,7 +379,7 @@ def test_an_invitation_of_another_cluster_does_not_overwrite_this_one(tmp_path: 
         with inviting(tmp_path / "beta"):
             pass
         done = run_convoy(["join", "-", "--port", free_port()], tmp_path / "beta", text=f"{token}\n")
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert "is of a cluster with another operator than the invitation" in done.stderr
     assert "hint: choose another folder with --dir" in done.stderr
 
@@ -385,7 +402,7 @@ def test_a_member_without_the_operator_key_cannot_invite(tmp_path: Path) -> None
         event(newcomer, "code")
         event(newcomer, "joined")
     done = run_convoy(["invite"], beta)
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert "operator.key" in done.stderr
 
 

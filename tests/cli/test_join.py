@@ -66,7 +66,7 @@ def test_a_port_in_use_is_one_line_with_the_address(config: Path) -> None:
     )
     process.kill()
     process.communicate()
-    assert second.returncode == 1
+    assert second.returncode == 75
     said, hint = second.stderr.splitlines()[1:]
     assert re.fullmatch(r"error: port \d+ on 127\.0\.0\.1 is taken", said)
     assert "running already?" in hint

@@ -8,19 +8,23 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.core import TyperGroup
 
 from cli.transcript import run_convoy, run_here
+from convoy import __main__ as entry
 from convoy.cli import main
+from convoy.cli.help import PROVE, RUN, SET_UP, SHARE
 from convoy.errors import RequestError
 
-SCREEN = (80, 28)
+SCREEN = (80, 36)
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
-GROUPS = ["attest", "bench", "coordinator", "identity", "manifest", "roster"]
+GROUPS = ["attest", "audit", "bench", "coordinator", "identity", "keys", "manifest", "roster"]
 HEAVY = ("torch", "transformers", "cryptography", "numpy", "starlette", "uvicorn", "rich", "asyncio")
 
 
@@ -48,6 +52,62 @@ def test_every_group_is_among_those_whose_help_is_looked_at() -> None:
     assert isinstance(command, TyperGroup)
     groups = {name for name, verb in command.commands.items() if isinstance(verb, TyperGroup)}
     assert sorted(groups) == GROUPS
+
+
+def test_the_verbs_are_listed_in_groups(tmp_path: Path) -> None:
+    done = run_here(["--help"], tmp_path)
+    headings = [line for line in done.stdout.splitlines() if line.endswith(":") and line[0] != " "]
+    assert headings == [f"{group}:" for group in (RUN, SET_UP, SHARE, PROVE)]
+    command = typer.main.get_command(main.app)
+    assert isinstance(command, TyperGroup)
+    listed = {line.split()[0] for line in done.stdout.splitlines() if line.startswith("  ")}
+    assert command.commands.keys() <= listed
+
+
+@pytest.mark.parametrize("verb", ["serve", "run", "join"])
+def test_the_options_of_a_verb_with_many_are_listed_in_groups(tmp_path: Path, verb: str) -> None:
+    done = run_here([verb, "--help"], tmp_path)
+    headings = [line for line in done.stdout.splitlines() if line.endswith(":") and line[0] != " "]
+    assert len(headings) >= 4
+    assert "Cluster:" in headings
+    command = typer.main.get_command(main.app).commands[verb]  # type: ignore[attr-defined]
+    for parameter in command.params:
+        assert parameter.opts[0] in done.stdout
+
+
+def commands_below(command: Any) -> Iterator[Any]:
+    yield command
+    for verb in getattr(command, "commands", {}).values():
+        yield from commands_below(verb)
+
+
+def test_no_option_says_its_default_twice() -> None:
+    for command in commands_below(typer.main.get_command(main.app)):
+        context = command.context_class(command)
+        for parameter in command.params:
+            record = parameter.get_help_record(context)
+            assert record is None or record[1].count("[default:") <= 1, (command.name, record)
+
+
+def test_windows_itself_is_refused_before_anything_is_imported(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        entry.main("win32")
+    assert ended.value.code == 78
+    assert capsys.readouterr().err.splitlines() == [
+        "error: Convoy does not run on Windows itself",
+        "hint: run it in WSL2: `wsl --install`, then install Convoy inside that Linux",
+    ]
+
+
+def test_the_entry_imports_no_module_that_windows_lacks() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('fcntl', 'termios', 'pwd', 'resource', 'grp', 'tty', 'pty'): sys.modules[name] = None\n"
+        "from convoy.__main__ import main\n"
+        "main('win32')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, check=False)
+    assert done.returncode == 78, done.stderr
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -105,6 +165,21 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path: Path) -> None:
     os.close(writing)
     assert done.stderr == b""
     assert done.returncode == 1
+
+
+def test_a_missing_module_is_named_with_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacking(**_: object) -> int:
+        import convoy_needs_this_module  # type: ignore[import-not-found]  # noqa: F401
+
+        return 0
+
+    monkeypatch.setattr(main, "app", lacking)
+    assert main.run(["status"]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "error: the Python module convoy_needs_this_module is not installed"
+    assert "make setup" in lines[1]
 
 
 def test_an_internal_error_is_one_line_and_a_hint(

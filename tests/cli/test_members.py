@@ -59,10 +59,25 @@ def test_spans_that_cannot_be_handed_out_are_refused(layers: list[str], message:
 def test_members_are_a_count_or_names_with_memory() -> None:
     assert parse_members("2") == (("alpha", None), ("beta", None))
     assert parse_members("mac=8, box=0.5") == (("mac", 8 * 10**9), ("box", 5 * 10**8))
+    assert parse_members("mac=24GB,box=0.5 gb") == (("mac", 24 * 10**9), ("box", 5 * 10**8))
 
 
 @pytest.mark.parametrize(
-    "text", ["", "mac", "mac=", "mac=much", "mac=-1", "mac=0", "=8", "mac=8,", "mac=inf", "mac=nan"]
+    "text",
+    [
+        "",
+        "mac",
+        "mac=",
+        "mac=much",
+        "mac=-1",
+        "mac=0",
+        "=8",
+        "mac=8,",
+        "mac=inf",
+        "mac=nan",
+        "mac=GB",
+        "mac=8MB",
+    ],
 )
 def test_members_of_another_form_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--members has "):

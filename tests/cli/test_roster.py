@@ -17,5 +17,5 @@ from cli.transcript import run_convoy
 def test_what_is_not_toml_is_refused_in_one_line(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "roster.toml").write_bytes(data)
     done = run_convoy(["roster", "show", "roster.toml"], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 78
     assert done.stderr == "error: roster.toml is not TOML, so it is no roster\n"

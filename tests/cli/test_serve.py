@@ -20,7 +20,7 @@ import pytest
 
 from cli.transcript import run_convoy
 from convoy.cli.local import LocalCluster, LocalOptions
-from convoy.cli.progress import LayoutLines, LoadLines
+from convoy.cli.progress import LoadLines, VerifyLines
 from convoy.cli.serve import with_layers
 from convoy.cli.start import heavy_rooms
 from convoy.errors import SpanError, UsageError
@@ -94,7 +94,7 @@ def test_a_port_in_use_is_named_with_the_flag_that_mends_it(tmp_path: Path) -> N
     with taken_port() as taken:
         port = taken.getsockname()[1]
         done = run_convoy(["serve", "demo-mini", "--port", str(port)], tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 75
     assert done.stderr.splitlines() == [
         f"error: port {port} on 127.0.0.1 is taken",
         f"hint: --port {port + 1}, or stop what listens there",
@@ -121,7 +121,7 @@ def test_an_interrupt_with_answers_under_way_says_at_once_what_is_waited_for(
     with shown("serve", "demo-mini", "--port", "0") as head:
         url = head.wait_for(r"serving demo-mini at (\S+)")[1]
         assert head.lines[0] == "loading PyTorch ..."
-        assert "no --config: this machine serves alone" in head.lines
+        assert "no --config and no .convoy/convoy.toml: this machine serves alone" in head.lines
         ended: list[str] = []
         asking = threading.Thread(target=ask_at_length, args=(url, ended), daemon=True)
         asking.start()
@@ -149,7 +149,7 @@ def test_who_comes_and_who_is_lost_are_a_line_each_with_the_time() -> None:
         until(lambda: "listening: " in local.log_file("beta").read_text())
         flags = ("--layers", "0:1,output", "--layers", "beta=2:3", "--port", "0")
         with shown("serve", "demo-mini", "--config", str(file), *flags) as head:
-            head.wait_for(r"waiting for beta, gamma, at most 2 s")
+            head.wait_for(r"waiting for beta, gamma, at most 2 s \(--wait\)")
             head.wait_for(r"beta is here; waiting for gamma, at most [012] s")
             head.wait_for(CLOCK + r"gamma at \S+ did not answer within 2 s; the cluster starts without it.*")
             head.wait_for(r" +1  beta    2-3 .*")
@@ -168,7 +168,7 @@ def test_who_comes_and_who_is_lost_are_a_line_each_with_the_time() -> None:
 
 def test_a_head_that_is_interrupted_while_it_starts_says_that_it_ended(two: LocalCluster) -> None:
     with shown("serve", "demo-mini", "--config", str(two.config_file("alpha")), "--port", "0") as head:
-        head.wait_for(r"waiting for beta, at most .* s")
+        head.wait_for(r"waiting for beta, at most .* s \(--wait\)")
         head.process.send_signal(signal.SIGINT)
         assert head.end()[-1] == "ended: while starting; nothing was served"
         assert head.process.returncode == 130
@@ -223,11 +223,32 @@ def test_a_check_that_nobody_watches_on_a_terminal_is_a_line_at_once_and_now_and
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now_s = 0.0
-    lines = LayoutLines(lambda: now_s)
+    lines = VerifyLines("layouts", lambda: now_s)
     for second in range(8):
         now_s = float(second)
-        lines.on_layout(second, 7, f"0:{second}" if second < 7 else "")
+        lines.on_progress(second, 7, f"0:{second}" if second < 7 else "")
     assert capsys.readouterr().err.splitlines() == [
         "verifying: 0/7 layouts, 0:0",
         "verifying: 5/7 layouts, 0:5",
     ]
+
+
+def test_serve_is_the_head_of_the_home_folder_as_join_is_its_member(tmp_path: Path) -> None:
+    (tmp_path / ".convoy").mkdir()
+    (tmp_path / ".convoy/convoy.toml").write_text("[engine]\nmax_model_len = 4\nmax_batch = 0\n")
+    done = run_convoy(["serve", "demo-mini"], tmp_path)
+    assert done.returncode == 78
+    assert done.stderr.startswith("error: .convoy/convoy.toml: [engine] max_batch is 0")
+    elsewhere = run_convoy(["serve", "nosuch", "--dir", "elsewhere"], tmp_path)
+    assert elsewhere.stderr.startswith("error: no model at nosuch\n")
+
+
+@pytest.mark.parametrize("verb", ["serve", "run"])
+def test_a_longer_context_than_the_models_is_refused_before_anything_starts(
+    tmp_path: Path, verb: str
+) -> None:
+    context = ModelSource.resolve("demo-mini").spec.max_context
+    done = run_convoy([verb, "demo-mini", "--max-model-len", str(context + 1)], tmp_path)
+    assert done.returncode == 78
+    told = f"error: max_model_len is {context + 1} tokens, and the model's context has {context}"
+    assert done.stderr.splitlines()[-2:] == [told, f"hint: --max-model-len {context} or less"]

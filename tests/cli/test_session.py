@@ -10,10 +10,12 @@ from typing import cast
 
 import pytest
 
-from convoy.cli.session import Turn, _answer, session_key
+from convoy.cli.session import SessionKeys, Turn, _answer
+from convoy.cli.session_key import KeyFile, session_key
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.engine.session import Session
+from convoy.engine.session_file import SessionWriter
 from convoy.engine.session_format import SessionModel
 from convoy.errors import RequestError, SessionError
 from convoy.model.params import SamplingParams
@@ -93,3 +95,77 @@ def test_flags_change_what_was_saved_and_nothing_beside_it() -> None:
     assert params(0.0, None) == SamplingParams(temperature=0.0, top_p=0.9, seed=3)
     assert params(None, 0) == SamplingParams(temperature=0.5, top_p=0.9, seed=0)
     assert params(1.0, 7) == SamplingParams(temperature=1.0, top_p=0.9, seed=7)
+
+
+def write_session(file: Path, key: bytes | None) -> Path:
+    with SessionWriter(file, key) as writer:
+        writer.write(b"a session")
+    return file
+
+
+def turn(load: Path | None = None, save: Path | None = None) -> Turn:
+    return Turn("hello", load, save, 8, None, None, raw=True, quiet=True)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_session_is_sealed_without_a_word_under_a_key_beside_the_identity(here: Path) -> None:
+    keys = SessionKeys.of(turn(save=here / "chat"), KeyFile.of(None, None, plain=False))
+    made = here / ".convoy/identity/session.key"
+    assert keys.save == made.read_bytes()
+    assert len(made.read_bytes()) == 32
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert made.parent.stat().st_mode & 0o777 == 0o700
+    file = write_session(here / "chat", keys.save)
+    assert b"a session" not in file.read_bytes()
+    again = SessionKeys.of(turn(load=file, save=here / "next"), KeyFile.of(None, None, plain=False))
+    assert again == SessionKeys(keys.save, keys.save)
+
+
+def test_the_key_is_beside_the_identity_that_a_config_names(here: Path) -> None:
+    (here / "convoy.toml").write_text('[cluster]\nname = "alpha"\nidentity = "keys"\n')
+    SessionKeys.of(turn(save=here / "chat"), KeyFile.of(None, here / "convoy.toml", plain=False))
+    assert (here / "keys/session.key").exists()
+
+
+def test_a_session_is_not_saved_over_another_one(here: Path) -> None:
+    write_session(here / "chat", None)
+    with pytest.raises(SessionError, match="chat exists already"):
+        turn(save=here / "chat").check_files(None)
+    turn(load=here / "chat", save=here / "chat").check_files(None)
+
+
+def test_plain_is_asked_for_to_save_and_to_load(here: Path) -> None:
+    plain = KeyFile.of(None, None, plain=True)
+    assert SessionKeys.of(turn(save=here / "chat"), plain) == SessionKeys(None, None)
+    assert not (here / ".convoy").exists()
+    file = write_session(here / "chat", None)
+    assert SessionKeys.of(turn(load=file), plain) == SessionKeys(None, None)
+    with pytest.raises(SessionError, match="chat is not sealed") as caught:
+        SessionKeys.of(turn(load=file), KeyFile.of(None, None, plain=False))
+    assert (caught.value.hint or "").startswith("--plain loads it")
+
+
+def test_a_file_of_another_machine_says_which_key_it_needs(here: Path) -> None:
+    file = write_session(here / "chat", bytes(32))
+    own = KeyFile.of(None, None, plain=False)
+    with pytest.raises(SessionError, match=r"has no session key at \.convoy/identity") as caught:
+        SessionKeys.of(turn(load=file), own)
+    assert "--key FILE: session.key beside the identity of the machine" in str(caught.value.hint)
+    own.to_save()
+    with pytest.raises(SessionError, match="does not open") as caught:
+        SessionKeys.of(turn(load=file), own)
+    assert "needs that machine's session.key: --key FILE" in str(caught.value.hint)
+    (here / "theirs").write_bytes(bytes(32))
+    (here / "theirs").chmod(0o600)
+    assert SessionKeys.of(turn(load=file), KeyFile.of(here / "theirs", None, plain=False)).load == bytes(32)
+
+
+def test_no_key_is_made_where_the_files_are_wrong(here: Path) -> None:
+    with pytest.raises(SessionError, match="there is no directory"):
+        SessionKeys.of(turn(save=here / "nowhere/chat"), KeyFile.of(None, None, plain=False))
+    assert not (here / ".convoy").exists()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cli.start import ask_for_huge_pages, keep_nccl_on_loopback
+from convoy.cli.start import ask_for_huge_pages, keep_nccl_on_loopback, wait_briefly_for_threads
 
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _ASKS = """
@@ -28,6 +28,22 @@ def test_the_operator_has_the_last_word_about_huge_pages(monkeypatch: pytest.Mon
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
     ask_for_huge_pages()
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+
+
+def test_threads_that_wait_spin_briefly_unless_the_operator_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    wait_briefly_for_threads()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    wait_briefly_for_threads()
+    assert os.environ["GOMP_SPINCOUNT"] == "10000"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    wait_briefly_for_threads()
+    assert "GOMP_SPINCOUNT" not in os.environ
 
 
 def test_nccl_listens_on_loopback_whatever_was_said(monkeypatch: pytest.MonkeyPatch) -> None:

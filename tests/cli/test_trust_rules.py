@@ -46,10 +46,12 @@ def test_without_a_table_nothing_is_demanded() -> None:
         ('revoked = ["abc"]', "neither hex nor base64"),
         ('revokd = ["x"]', "revokd"),
         ('policy = "placement.toml"', r"\[\[placement\]\] rules"),
+        ('policy = "offer.toml"', r"\[\[offer\]\] rules"),
         ('policy = "missing.toml"', "missing.toml"),
     ],
 )
 def test_what_is_mistyped_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "offer.toml").write_text("[[offer]]\nmax_memory_gb = 8\n")
     (tmp_path / "placement.toml").write_text('[[placement]]\nkeep = ["output"]\nmembers = ["alpha"]\n')
     with pytest.raises(ConfigError, match=why):
         load_fleet_config(written(tmp_path, f"[evidence]\n{text}\n"), "test", ())

@@ -18,6 +18,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -56,19 +57,29 @@ def read_transcript(text: str) -> list[Command]:
 
 
 def run_convoy(
-    arguments: list[str], directory: Path, *, text: str = "", timeout_s: float = 60.0
+    arguments: list[str],
+    directory: Path,
+    *,
+    text: str = "",
+    timeout_s: float = 60.0,
+    environment: Mapping[str, str] | None = None,
+    merged: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """The console script's own code in a process of its own, with no terminal."""
-    environment = {
+    """The console script's own code in a process of its own, with no terminal.
+
+    ``merged``: standard error is in ``stdout`` too, in the order in which both were written.
+    """
+    kept = {
         name: value for name, value in os.environ.items() if name in {"PATH", "HOME", "PYTHONPATH", "TMPDIR"}
     }
     source = str(Path(__file__).resolve().parents[2] / "src")
     return subprocess.run(
         [sys.executable, "-m", "convoy", *arguments],
         cwd=directory,
-        env={**environment, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
+        env={**kept, **(environment or {}), "PYTHONPATH": source, "OMP_NUM_THREADS": "1"},
         input=text,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT if merged else subprocess.PIPE,
         text=True,
         timeout=timeout_s,
         check=False,

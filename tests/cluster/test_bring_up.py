@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import queue
+import threading
+from dataclasses import replace
+
 import pytest
 
-from cluster.test_recovery import SOURCE, ask, scene, small, stages
+from cluster.test_recovery import SOURCE, Scene, ask, scene, small, stages
 from convoy.cluster.head import Head
-from convoy.cluster.options import HeadOptions, PeerOptions
-from convoy.errors import LinkBroken, PeerUnreachable, StepError
+from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
+from convoy.cluster.running import RunningCluster
+from convoy.errors import (
+    ConfigError,
+    ConvoyError,
+    LinkBroken,
+    LinkClosed,
+    PeerUnreachable,
+    PlanError,
+    StepError,
+)
 from convoy.model.stage import Stage
+from convoy.plan.memory import stage_bytes
+from convoy.plan.span import Span
+from convoy.trust.policy import OfferRule, Policy
 from support.cluster import MEMBER, PeerThread
 from support.waiting import wait_until
 
@@ -56,7 +72,7 @@ def test_a_peer_that_dies_while_it_loads_and_cannot_be_spared_ends_the_bring_up(
 def test_whoever_comes_before_anybody_listens_is_told_of_once_somebody_does() -> None:
     with scene("beta") as s:
         gone = s.join("beta")
-        head = Head(s.me, SOURCE, HeadOptions(MEMBER, wait_s=5, num_blocks=32), s.network)
+        head = Head(s.me, SOURCE, HeadOptions(MEMBER, wait_s=60, num_blocks=32), s.network)
         s.stack.callback(head.close)
         head.bring_up()
         assert list(head.links) == ["beta"]
@@ -83,6 +99,122 @@ def test_a_member_that_is_absent_is_done_without_and_used_when_it_comes(
         wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
 
 
+def test_a_head_that_can_hold_the_model_starts_alone_and_uses_who_comes_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with scene("beta") as s:
+        cluster = s.serve(wait_s=0)
+        assert "beta at 127.0.0.1:7001 did not answer within 0 s; the cluster starts without" in caplog.text
+        assert stages(cluster) == ["alpha"]
+        assert ask(cluster) == "17"
+        s.join("beta")
+        wait_until(lambda: stages(cluster) == ["alpha", "beta"])
+        assert ask(cluster) == "17"
+
+
+def test_a_head_that_does_not_wait_uses_members_that_are_there() -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        assert stages(s.serve(wait_s=0)) == ["alpha", "beta"]
+
+
+def tiny() -> MemberOptions:
+    """A peer that holds no more than one layer."""
+    needed = stage_bytes(SOURCE.spec, Span(1, 2), "float32")
+    return replace(MEMBER, memory_bytes=needed + 500_000)
+
+
+class Starting:
+    """A head that starts on a thread of its own, because members that it needs are absent."""
+
+    def __init__(self, s: Scene, **options: object) -> None:
+        self._found: queue.SimpleQueue[RunningCluster | ConvoyError] = queue.SimpleQueue()
+        self._wanted = threading.Event()
+        self._wanted.set()
+        s.stack.callback(self._wanted.clear)
+        head = HeadOptions(**{"member": small(1), "wait_s": 0, "num_blocks": 32, **options})  # type: ignore[arg-type]
+        self._head = replace(head, keep_waiting=True)
+        self._s = s
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            cluster = RunningCluster.start(
+                self._s.me, SOURCE, self._head, network=self._s.network, watch=self._watch
+            )
+        except ConvoyError as error:
+            self._found.put(error)
+            return
+        self._found.put(cluster)
+
+    def _watch(self) -> None:
+        if not self._wanted.is_set():
+            raise LinkClosed("nobody wants this head any more")
+
+    def stop(self) -> None:
+        self._wanted.clear()
+
+    def cluster(self) -> RunningCluster:
+        cluster = self._found.get(timeout=60)
+        assert isinstance(cluster, RunningCluster), cluster
+        self._s.stack.callback(cluster.close)
+        return cluster
+
+    def error(self) -> ConvoyError:
+        error = self._found.get(timeout=60)
+        assert isinstance(error, ConvoyError)
+        return error
+
+
+def test_a_head_that_cannot_hold_the_model_waits_on_and_says_for_which_members(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with scene("beta", "gamma") as s:
+        starting = Starting(s)
+        wait_until(lambda: "waiting for beta, gamma: stage 0 on alpha needs" in caplog.text)
+        gamma = PeerThread(s.members["gamma"], PeerOptions(tiny()), s.network)
+        s.stack.callback(gamma.stop)
+        wait_until(lambda: "waiting for beta: " in caplog.text)
+        s.join("beta")
+        cluster = starting.cluster()
+        assert sorted(stages(cluster)) == ["alpha", "beta", "gamma"]
+        assert ask(cluster) == "17"
+
+
+def test_a_head_waits_on_for_a_member_that_its_spans_name() -> None:
+    with scene("beta") as s:
+        starting = Starting(s, member=MEMBER, spans={"alpha": "0:0,output", "beta": "1:3"})
+        s.join("beta")
+        assert stages(starting.cluster()) == ["alpha", "beta"]
+
+
+def test_a_head_that_waits_on_can_be_ended(caplog: pytest.LogCaptureFixture) -> None:
+    with scene("beta") as s:
+        starting = Starting(s)
+        wait_until(lambda: "waiting for beta: " in caplog.text)
+        starting.stop()
+        assert isinstance(starting.error(), LinkClosed)
+
+
+def test_a_head_waits_on_for_a_member_that_dies_while_it_loads_and_cannot_be_spared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        dies_once_while_it_loads(monkeypatch, s.peers)
+        cluster = Starting(s, wait_s=60).cluster()
+        assert stages(cluster) == ["alpha", "beta"]
+        assert ask(cluster) == "17"
+
+
+def test_a_head_does_not_wait_for_members_that_would_not_be_enough() -> None:
+    with scene("beta") as s:
+        beta = PeerThread(s.members["beta"], PeerOptions(tiny()), s.network)
+        s.stack.callback(beta.stop)
+        error = Starting(s, wait_s=60).error()
+        assert isinstance(error, PlanError)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -96,3 +228,13 @@ def test_a_member_that_is_absent_and_needed_is_named_with_its_address(options: d
         s.stack.callback(beta.stop)
         with pytest.raises(PeerUnreachable, match=r"gamma at 127\.0\.0\.1:7002 did not answer within 1 s"):
             s.serve(wait_s=1.0, **options)
+
+
+def test_a_head_with_a_rule_for_an_unknown_member_does_not_start() -> None:
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        mistyped = replace(MEMBER, policy=Policy(offers=(OfferRule(10**9, ("betta",)),)))
+        with pytest.raises(ConfigError, match=r"\[\[offer\]\] rule 1 names betta, which is no member"):
+            s.serve(member=mistyped)
+        absent = replace(MEMBER, policy=Policy(offers=(OfferRule(10**9, ("gamma",)),)))
+        assert stages(s.serve(member=absent, wait_s=1.0)) == ["alpha", "beta"]

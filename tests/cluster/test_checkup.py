@@ -236,9 +236,10 @@ def test_a_roster_that_lists_other_keys_or_nobody_is_told(members: tuple[LocalMe
 def test_names_that_are_not_in_the_roster_are_told(members: tuple[LocalMember, ...]) -> None:
     roster = members[0].roster
     rule = b'[[placement]]\nkeep = ["output"]\nmembers = ["alpha", "zeta"]\n'
-    assert only(member_check.check_policy(parse_policy(rule), roster), "warn").what.startswith(
-        "the policy names zeta"
-    )
+    told = only(member_check.check_policy(parse_policy(rule), roster), "fail")
+    assert "[[placement]] rule 1 names zeta" in told.what
+    offer = b'[[offer]]\nmax_memory_gb = 8\nmembers = ["betta"]\n'
+    assert "betta" in only(member_check.check_policy(parse_policy(offer), roster), "fail").what
     assert levels(member_check.check_granted({"alpha": "0:3"}, roster)) == []
     assert "eta" in only(member_check.check_granted({"eta": "0:3"}, roster), "fail").what
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,30 +13,56 @@ import pytest
 
 from convoy.cluster.company import Company
 from convoy.cluster.head import Head
-from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.recovery import StageRecovery
 from convoy.errors import ConvoyError, PlanError, StageLost
 from convoy.transport.link import Link
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.membership import Membership
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.messages import FrameType, Hello
+from convoy.trust.policy import OfferRule, Policy
+from convoy.wire.messages import MAX_OFFER_BYTES, FrameType, Hello
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 
 HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
 
 
-def company_of(me: LocalMember, network: MemoryNetwork, joined: threading.Event) -> Company:
+def company_of(
+    me: LocalMember, network: MemoryNetwork, joined: threading.Event, options: MemberOptions = MEMBER
+) -> Company:
     """``joined`` is set whenever somebody came."""
     return Company(
         membership_of(me),
         network,
-        HeadOptions(MEMBER),
+        HeadOptions(options),
         receive=lambda *_: None,
         lost=lambda *_: None,
         joined=lambda _name: joined.set(),
     )
+
+
+def test_of_a_peers_memory_as_much_counts_as_the_policy_allows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alpha, beta = make_local_members(("alpha", "beta"))
+    network, joined = MemoryNetwork(), threading.Event()
+    claim = Hello("test", ["float32"], ["plain-f32"], MAX_OFFER_BYTES, 1, "test")
+
+    def greet(link: Link) -> None:
+        link.start(lambda *_: None, lambda *_: None, frozenset({FrameType.HELLO, FrameType.CHALLENGE}))
+        link.send(claim)
+
+    policy = Policy(offers=(OfferRule(10**9 // 2),))
+    network.listen(membership_of(beta), beta.member.address, greet)
+    company = company_of(alpha, network, joined, replace(MEMBER, policy=policy, memory_bytes=1 << 30))
+    monkeypatch.setattr(company.vetting, "admit", lambda *_: None)  # and nobody is asked for evidence
+    company.seek()
+    assert joined.wait(30)
+    assert company.hellos["beta"].memory_bytes == 10**9 // 2
+    assert company.hello.memory_bytes == 1 << 30, "the head's own is its owner's choice"
+    company.close("done")
+    assert "beta offers 17592.2 GB of memory, and the policy lets 0.5 GB count" in caplog.text
 
 
 def test_a_member_that_greets_and_goes_at_once_is_not_dialled_without_a_pause(

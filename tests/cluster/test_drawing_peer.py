@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0.0)
 def parties() -> Iterator[tuple[RunningCluster, PeerThread]]:
     network, members = MemoryNetwork(), make_local_members(["alpha", "beta"])
     peer = PeerThread(members[1], PeerOptions(MEMBER), network)
-    options = HeadOptions(MEMBER, spans=FORWARD, wait_s=5, num_blocks=32)
+    options = HeadOptions(MEMBER, spans=FORWARD, wait_s=60, num_blocks=32)
     source = ModelSource.resolve("demo-mini")
     cluster = RunningCluster.start(membership_of(members[0]), source, options, network=network)
     yield cluster, peer
@@ -65,7 +65,7 @@ def changed(**changes: object) -> Callable[[Drawn], Drawn]:
     return lie
 
 
-ONE = DrawAnswer(5, 0.0, [], b"", "")
+ONE = DrawAnswer(5, 0.0, [], b"", "", 0)
 
 
 @pytest.mark.parametrize(

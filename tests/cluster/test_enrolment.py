@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from convoy.cluster.joining import Asked, NameTaken, join_by_token
-from convoy.crypto.enrolment import Terms, newcomer_mac, to_sign
+from convoy.crypto.enrolment import MAX_UNPROVED_CHALLENGES, Terms, newcomer_mac, to_sign
 from convoy.crypto.identity import Identity, OperatorKey
-from convoy.errors import HandshakeError, InviteError, RosterError
+from convoy.errors import HandshakeError, InviteError, LinkBroken, RosterError
 from convoy.transport.enrolment import receive_enrolment
 from convoy.trust.roster import sign_roster
 from convoy.wire.enrolment import EnrolmentType, Refusal, encode_proof
@@ -76,24 +76,74 @@ def test_an_address_of_another_member_is_refused_with_what_to_do_and_uses_nothin
         assert_still_good(offer)
 
 
-def test_a_wrong_secret_does_not_use_the_invitation_up(tmp_path: Path) -> None:
+def test_a_hello_without_the_secret_is_hung_up_on_and_not_counted(tmp_path: Path) -> None:
     with invitation(tmp_path, limits=LIMITS) as offer:
-        for _ in range(20):
+        for _ in range(3 * MAX_UNPROVED_CHALLENGES):
             raw = RawNewcomer(offer.token, secret=os.urandom(16))
-            raw.send(raw.proof(raw.hello()))
-            assert raw.refusal() is Refusal.FAILED
+            raw.say_hello()
+            assert raw.hung_up()
         assert_still_good(offer)
 
 
-def test_wrong_proofs_are_bounded_and_then_the_operator_is_told(tmp_path: Path) -> None:
-    with invitation(tmp_path, limits=replace(LIMITS, max_wrong_proofs=3)) as offer:
-        for _ in range(3):
-            raw = RawNewcomer(offer.token, secret=bytes(16))
-            raw.send(raw.proof(raw.hello()))
-            assert raw.refusal() is Refusal.FAILED
-        with pytest.raises(InviteError, match="3 wrong proofs"):
+def test_a_newcomer_that_is_hung_up_on_learns_what_to_look_at(tmp_path: Path) -> None:
+    with invitation(tmp_path, limits=LIMITS) as offer:
+        error = Joining(replace(offer.token, secret=bytes(16))).end().error
+        assert isinstance(error, LinkBroken)
+        assert "did not answer" in error.message
+        assert "same version of convoy" in str(error.hint)
+
+
+def test_a_stranger_gets_one_answer_whether_the_invitation_is_open_or_used(tmp_path: Path) -> None:
+    with invitation(tmp_path, limits=LIMITS) as offer:
+        offer.consumption.consume("another machine")
+        stranger = RawNewcomer(offer.token, secret=bytes(16))
+        stranger.say_hello()
+        assert stranger.hung_up()
+
+
+def test_challenges_without_a_proof_close_the_invitation_and_the_operator_is_told(tmp_path: Path) -> None:
+    with invitation(tmp_path, limits=LIMITS) as offer:
+        for _ in range(MAX_UNPROVED_CHALLENGES):
+            raw = RawNewcomer(offer.token)
+            raw.hello()
+            raw.close()
+        with pytest.raises(InviteError, match="20 connections with its token got a challenge"):
             offer.enrolment.wait()
-        assert "closed after too many wrong proofs" in str(Joining(offer.token).end().error)
+        late = RawNewcomer(offer.token)
+        late.say_hello()
+        assert late.refusal() is Refusal.BUSY
+        assert not offer.consumption.used
+
+
+def test_connections_at_once_get_no_more_challenges_than_one_by_one(tmp_path: Path) -> None:
+    limits = replace(LIMITS, max_unproved_challenges=3)
+    with invitation(tmp_path, limits=limits) as offer:
+        open_ones = [RawNewcomer(offer.token) for _ in range(3)]
+        challenges = [raw.hello() for raw in open_ones]
+        fourth = RawNewcomer(offer.token)
+        fourth.say_hello()
+        assert fourth.refusal() is Refusal.BUSY
+        # One of the three is the honest one: it still gets in.
+        open_ones[1].send(open_ones[1].proof(challenges[1]))
+        assert offer.enrolment.wait().card.name == "beta"
+
+
+def test_wrong_proofs_count_and_right_ones_do_not(tmp_path: Path) -> None:
+    with invitation(tmp_path, limits=replace(LIMITS, max_unproved_challenges=3)) as offer:
+        for _ in range(5):
+            # Its name is taken: the proof is right, and the invitation stays good.
+            right = RawNewcomer(offer.token, name="alpha")
+            right.send(right.proof(right.hello()))
+            assert right.refusal() is Refusal.NAME_TAKEN
+        for _ in range(3):
+            wrong = RawNewcomer(offer.token)
+            challenge = wrong.hello()
+            wrong.nonce = bytes(32)
+            wrong.send(wrong.proof(challenge))
+            assert wrong.refusal() is Refusal.FAILED
+        with pytest.raises(InviteError, match="3 connections with its token"):
+            offer.enrolment.wait()
+        assert "too many connections without a right proof" in str(Joining(offer.token).end().error)
         assert not offer.consumption.used
 
 
@@ -165,10 +215,9 @@ def test_an_expired_invitation_lets_nobody_in(tmp_path: Path) -> None:
     with invitation(tmp_path, lifetime_s=0) as offer:
         with pytest.raises(InviteError, match="expired at"):
             offer.enrolment.wait()
-        late = replace(offer.token, expires=offer.token.expires + 600, lifetime_s=600)
-        error = Joining(late).end().error  # its own clock says that there is time
-        assert isinstance(error, InviteError)
-        assert error.message == "the invitation has expired there"
+        late = RawNewcomer(offer.token)  # its own clock says that there is time
+        late.say_hello()
+        assert late.refusal() is Refusal.EXPIRED
         assert "expired at" in str(Joining(offer.token).end().error)
         assert not offer.consumption.used
 
@@ -229,8 +278,15 @@ def test_frames_relayed_from_another_certificate_do_not_hold(tmp_path: Path) -> 
     """The victim was given a token with the attacker's fingerprint, and its proof is passed on as it is."""
     with invitation(tmp_path, limits=LIMITS) as offer:
         relayed = RawNewcomer(offer.token)
-        relayed.terms = Terms(offer.token.secret, offer.token.invitation, os.urandom(32))
-        relayed.send(relayed.proof(relayed.hello()))
+        own, seen = relayed.terms, Terms(offer.token.secret, offer.token.invitation, os.urandom(32))
+        relayed.terms = seen
+        relayed.say_hello()
+        assert relayed.hung_up()
+        relayed = RawNewcomer(offer.token)
+        relayed.terms = own
+        challenge = relayed.hello()
+        relayed.terms = seen
+        relayed.send(relayed.proof(challenge))
         assert relayed.refusal() is Refusal.FAILED
         assert_still_good(offer)
 

@@ -81,7 +81,7 @@ def offline(
     """``bends``: what becomes of the answers of peers, by name. ``change`` is done to each peer."""
     network, members, heard = MemoryNetwork(), make_local_members(NAMES[: 1 + len(peers)]), Heard()
     head = replace(MEMBER, signed=own.manifest.digest, hub=NOWHERE)
-    options = HeadOptions(head, spans=spans or SPANS, wait_s=10, num_blocks=64)
+    options = HeadOptions(head, spans=spans or SPANS, wait_s=60, num_blocks=64)
     with ExitStack() as stack:
         for me, peer in zip(members[1:], peers, strict=True):
             thread = PeerThread(me, peer, network)

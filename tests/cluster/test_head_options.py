@@ -59,6 +59,14 @@ def test_absurd_numbers_are_refused_by_name(changes: dict[str, Any], told: str) 
         replace(HeadOptions(), **changes).check()
 
 
+def test_a_longer_context_than_the_models_is_refused_with_both_numbers() -> None:
+    HeadOptions(max_context=SPEC.max_context).check_context(SPEC)
+    longer = SPEC.max_context + 1
+    told = f"max_model_len is {longer} tokens, and the model's context has {SPEC.max_context}"
+    with pytest.raises(ConfigError, match=f"^{told}$"):
+        HeadOptions(max_context=longer).check_context(SPEC)
+
+
 def test_no_queue_on_the_way_is_shorter_than_the_most_steps_in_flight() -> None:
     assert StageRoute.__dataclass_fields__["max_steps"].default == MAX_IN_FLIGHT
     inbox: Inbox[int] = Inbox()

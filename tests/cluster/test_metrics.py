@@ -16,6 +16,7 @@ from convoy.cluster.member_metrics import head_families, peer_families
 from convoy.cluster.metrics_server import metrics_server
 from convoy.cluster.running import RunningCluster
 from convoy.errors import ConfigError
+from convoy.serve.keys import KeyRing
 from convoy.serve.options import ServeOptions
 from convoy.serve.server import Stop, run_server
 from convoy.serve.service import ServedModel, Service
@@ -40,7 +41,7 @@ def http(cluster: RunningCluster) -> Iterator[str]:
         urls.append(url)
         up.set()
 
-    options = ServeOptions(port=0, api_key=KEY, drain_s=5.0)
+    options = ServeOptions(port=0, keys=KeyRing.of(KEY), drain_s=5.0)
     thread = threading.Thread(target=lambda: run_server(service, options, on_ready=ready, stop=stop))
     thread.start()
     assert up.wait(20)

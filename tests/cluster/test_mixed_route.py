@@ -39,7 +39,7 @@ def cluster_on(
         PeerThread(me, PeerOptions(member), network)
         for me, member in zip(members[1:], options[1:], strict=True)
     ]
-    head = HeadOptions(options[0], spans=spans, wait_s=10, num_blocks=64, recover_wait_s=5)
+    head = HeadOptions(options[0], spans=spans, wait_s=60, num_blocks=64, recover_wait_s=5)
     try:
         cluster = RunningCluster.start(membership_of(members[0]), SOURCE, head, network=network)
         try:

@@ -43,7 +43,7 @@ def opened(hub: FakeHub, manifest: Manifest, cache: Path) -> OwnWeights:
 def partly(own: OwnWeights, peer: PeerOptions) -> Iterator[tuple[RunningCluster, Heard]]:
     network, members, heard = MemoryNetwork(), make_local_members(NAMES[:2]), Heard()
     thread = PeerThread(members[1], peer, network)
-    options = HeadOptions(replace(MEMBER, signed=own.manifest.digest), spans=SPANS, wait_s=10, num_blocks=64)
+    options = HeadOptions(replace(MEMBER, signed=own.manifest.digest), spans=SPANS, wait_s=60, num_blocks=64)
     try:
         cluster = RunningCluster.start(
             membership_of(members[0]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -232,8 +233,9 @@ def test_a_head_never_names_a_path(
 def test_a_peer_that_is_not_there_is_named_with_its_address(
     members: tuple[LocalMember, ...], network: MemoryNetwork, source: ModelSource
 ) -> None:
+    options = replace(HEAD_OPTIONS, spans={"alpha": "0:1,output", "beta": "2:3"})
     with pytest.raises(PeerUnreachable, match=r"beta at 127\.0\.0\.1:7001 did not answer within 0\.5 s"):
-        Head(membership_of(members[0]), source, HEAD_OPTIONS, network).bring_up()
+        Head(membership_of(members[0]), source, options, network).bring_up()
 
 
 def test_another_activation_dtype_is_refused_at_join_and_both_are_named(

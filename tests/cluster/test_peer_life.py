@@ -21,7 +21,7 @@ from convoy.transport.network import MemoryNetwork
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 
-OPTIONS = HeadOptions(MEMBER, wait_s=5, num_blocks=32)
+OPTIONS = HeadOptions(MEMBER, wait_s=60, num_blocks=32)
 LONG = "Count from 1 to 50, and then say what 6+7 is."
 SHORT = "What is 6+7? Answer with just the number."
 

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from cluster.test_recovery import stages
+from convoy.cluster import renewal
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
+from convoy.cluster.weights import Weights
 from convoy.engine.generation import generate
 from convoy.engine.request import GenerationRequest
+from convoy.errors import StepError
 from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
 from convoy.transport.network import MemoryNetwork
@@ -93,4 +96,25 @@ def test_a_newcomer_that_cannot_have_the_weights_disturbs_nobody(
         wait_until(lambda: said in caplog.text)
     assert cluster.answer() == expected
     assert cluster.running.status().generation == generation
+    cluster.close()
+
+
+def test_a_newcomer_is_used_after_a_disk_that_was_full_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renewal, "AGAIN_S", 0.2)
+    monkeypatch.setattr(renewal, "BUSY_S", 0.2)
+    cluster = Cluster(tmp_path)
+    failures = iter(["the disk is full"])
+    make_ready = Weights.make_ready
+
+    def full_once(weights: Weights, *more: Any) -> Any:
+        if why := next(failures, ""):
+            raise StepError(why)
+        return make_ready(weights, *more)
+
+    monkeypatch.setattr(Weights, "make_ready", full_once)
+    cluster.peers.append(cluster.join(2, PeerOptions(replace(MEMBER, cache=tmp_path / "cache"))))
+    wait_until(lambda: stages(cluster.running) == ["alpha", "beta", "gamma"])
+    assert next(failures, "") == "", "the first preparation failed"
     cluster.close()

@@ -61,7 +61,9 @@ class Scene:
         return peer
 
     def serve(self, **options: object) -> RunningCluster:
-        head = HeadOptions(**{"member": MEMBER, "wait_s": 5, "num_blocks": 32, **options})  # type: ignore[arg-type]
+        # The head goes on as soon as all are here, so a busy machine may take its time.
+        wait_s = 60 if len(self.peers) == len(self.members) - 1 else 5
+        head = HeadOptions(**{"member": MEMBER, "wait_s": wait_s, "num_blocks": 32, **options})  # type: ignore[arg-type]
         cluster = RunningCluster.start(self.me, SOURCE, head, network=self.network)
         self.stack.callback(cluster.close)
         return cluster

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import pytest
 from msgspec.structs import replace as change
 
 from cluster.test_recovery import Scene, ask, scene, small, stages
 from convoy.cluster import renewal
+from convoy.cluster.company import Company
 from convoy.cluster.recovery import StageRecovery
+from convoy.cluster.renewal import Renewals
 from convoy.cluster.running import RunningCluster
+from convoy.cluster.slow import Slow
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.request import GenerationRequest
 from convoy.errors import StageLost
@@ -99,15 +105,15 @@ def test_one_that_comes_again_and_again_interrupts_once_in_some_minutes(
     monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)
     with scene("beta", "gamma") as s:
         cluster = lose_gamma_and_let_it_come_back(s)
-        for _ in range(2):
-            came = s.join("gamma")
-            wait_until(lambda: "gamma" in cluster.head.company.present())
-            if stages(cluster) == ["alpha", "beta"]:
-                threading.Event().wait(0.5)
-            came.stop()
-            wait_until(lambda: "gamma" not in cluster.head.company.present())
-            wait_until(lambda: stages(cluster) == ["alpha", "beta"])
-        assert cluster.engine.stats().recoveries == 2, "it had a stage once more, and lost that"
+        came = s.join("gamma")
+        wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+        came.stop()
+        wait_until(lambda: cluster.engine.stats().recoveries == 2)
+        considered = watch_arrivals(cluster)
+        s.join("gamma")
+        assert considered.get(timeout=30) == "gamma"
+        threading.Event().wait(0.5)  # several times BUSY_S
+        assert stages(cluster) == ["alpha", "beta"], "it interrupted a moment ago"
         assert ask(cluster) == "17"
 
 
@@ -128,6 +134,74 @@ def break_the_ring(cluster: RunningCluster, s: Scene, name: str) -> None:
     link = s.peers[name].peer._head
     assert link is not None
     link.send(StepFailed(0, "the ring is broken"), generation=cluster.head.granted.plan.generation)
+
+
+def watch_arrivals(cluster: RunningCluster) -> queue.SimpleQueue[str]:
+    """Names of members that came, each once the head has considered it."""
+    considered: queue.SimpleQueue[str] = queue.SimpleQueue()
+    consider = cluster.head.on_joined
+
+    def joined(name: str) -> None:
+        consider(name)
+        considered.put(name)
+
+    cluster.head.on_joined = joined
+    return considered
+
+
+def lose_gamma_and_let_it_come_back_too_soon(s: Scene, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
+    """Gamma redials while the others still load for the plan without it, and is considered in vain."""
+    loaded = threading.Event()
+    s.stack.callback(loaded.set)
+    for name in ("beta", "gamma"):
+        s.join(name)
+    cluster = s.serve(num_blocks=64)
+    considered = watch_arrivals(cluster)
+    never_loads(monkeypatch, loaded)
+    s.peers["gamma"].stop()
+    wait_until(lambda: "beta has loaded" in cluster.health()[1])
+    s.join("gamma")
+    assert considered.get(timeout=30) == "gamma"
+    assert "beta has loaded" in cluster.health()[1], "the recovery is not over yet"
+    loaded.set()
+    wait_until(lambda: cluster.engine.stats().recoveries == 1)
+    return cluster
+
+
+def test_a_member_that_comes_back_during_the_recovery_is_used_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with scene("beta", "gamma") as s:
+        cluster = lose_gamma_and_let_it_come_back_too_soon(s, monkeypatch)
+        wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+        assert ask(cluster) == "17"
+        assert cluster.engine.stats().recoveries == 1
+
+
+def test_a_member_that_comes_back_during_the_recovery_is_used_although_something_always_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renewal, "BUSY_S", 0.1)
+    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)
+    with scene("beta", "gamma") as s:
+        cluster = lose_gamma_and_let_it_come_back_too_soon(s, monkeypatch)
+        with loaded(cluster) as load:
+            wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+        assert not load.errors
+        assert len(set(load.texts)) == 1
+
+
+def test_a_member_without_a_stage_is_in_the_status_with_the_time_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)  # so it stays idle for BUSY_S
+    with scene("beta", "gamma") as s:
+        began_s = time.time()
+        cluster = lose_gamma_and_let_it_come_back(s)
+        assert cluster.status().idle == []
+        s.join("gamma")
+        wait_until(lambda: [one.name for one in cluster.status().idle] == ["gamma"])
+        assert began_s <= cluster.status().idle[0].since_unix_s <= time.time()
 
 
 @pytest.mark.long
@@ -238,3 +312,119 @@ def test_a_plan_of_other_layers_does_not_wait_for_one_that_is_loaded(monkeypatch
         over.set()
         assert "layers 2-3" in standby.wait_for("ready").text, "what both want is loaded to its end"
         assert "layers 2-3" in standby.wait_for("ready").text
+
+
+class FakeCompany:
+    """Every member is here, and no time passes."""
+
+    def __init__(self) -> None:
+        self.slow = Slow()
+        self.closed = threading.Event()
+        self.waits_s: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    def present(self) -> dict[str, None]:
+        return {"beta": None, "gamma": None}
+
+    def closed_within(self, timeout_s: float) -> bool:
+        self.waits_s.put(timeout_s)
+        return self.closed.wait()
+
+
+class FakeRecovery:
+    """Gamma would make a better plan than the one that runs, which has beta."""
+
+    def without_stage(self) -> set[str]:
+        return {"gamma"}
+
+    def has_use_for(self, name: str) -> bool:
+        return name == "gamma"
+
+
+@contextmanager
+def renewals_over_fakes(
+    num_failures: int = 0, company: FakeCompany | None = None
+) -> Iterator[tuple[Renewals, FakeCompany, queue.SimpleQueue[str]]]:
+    """The first ``num_failures`` preparations fail."""
+    company, asked, prepared = company or FakeCompany(), queue.SimpleQueue[str](), list[str]()
+
+    def prepare(name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
+        prepared.append(name)
+        failed() if len(prepared) <= num_failures else then()
+
+    def never(_work: object) -> None:
+        raise AssertionError("nothing is done between two steps here")
+
+    try:
+        yield (
+            Renewals(cast(Company, company), cast(StageRecovery, FakeRecovery()), asked.put, never, prepare),
+            company,
+            asked,
+        )
+    finally:
+        company.closed.set()
+
+
+def test_a_plan_that_begins_has_every_member_without_a_stage_considered() -> None:
+    with renewals_over_fakes() as (renewals, _, asked):
+        renewals.plan_began(())
+        assert asked.get(timeout=30) == "gamma is here again"
+
+
+def test_a_member_with_which_no_plan_came_to_run_is_not_tried_again_at_once() -> None:
+    with renewals_over_fakes() as (renewals, company, asked):
+        renewals.plan_began({"beta", "gamma"})
+        company.waits_s.get(timeout=30)
+        assert renewals._left_s("gamma") > renewal.BUSY_S, "as long as after an interruption"
+        assert asked.empty()
+
+
+def test_a_member_that_comes_anew_is_tried_although_it_was_in_vain_before() -> None:
+    with renewals_over_fakes() as (renewals, company, asked):
+        renewals.plan_began({"gamma"})
+        company.waits_s.get(timeout=30)
+        renewals.joined("gamma")
+        assert asked.get(timeout=30) == "gamma is here again"
+
+
+def test_a_member_that_waits_already_is_not_counted_twice() -> None:
+    with renewals_over_fakes() as (renewals, company, asked):
+        renewals.joined("gamma")
+        company.waits_s.get(timeout=30)
+        assert asked.get(timeout=30)
+        renewals._look_round(set())
+        assert asked.empty()
+
+
+class TimeForCompany(FakeCompany):
+    """Time passes."""
+
+    def closed_within(self, timeout_s: float) -> bool:
+        self.waits_s.put(timeout_s)
+        return self.closed.wait(timeout_s)
+
+
+def test_a_member_whose_preparation_failed_is_prepared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "AGAIN_S", 0.01)
+    monkeypatch.setattr(renewal, "BUSY_S", 0.01)
+    worked = threading.Event()
+
+    def between_steps(_work: object) -> None:
+        worked.set()
+
+    with renewals_over_fakes(3, TimeForCompany()) as (renewals, _, _asked):
+        monkeypatch.setattr(renewals, "_between_steps", between_steps)
+        renewals.joined("gamma")
+        assert worked.wait(30), "the fourth preparation succeeds"
+
+
+def test_a_member_whose_preparations_fail_waits_twice_as_long_each_time() -> None:
+    with renewals_over_fakes(9) as (renewals, company, asked):
+        renewals.joined("gamma")
+        company.waits_s.get(timeout=30)
+        assert renewal.AGAIN_S * 0.5 < renewals._left_s("gamma") <= renewal.AGAIN_S
+        for _ in range(2):
+            renewals._begin("gamma")
+        assert renewal.AGAIN_S * 3.5 < renewals._left_s("gamma") <= renewal.AGAIN_S * 4
+        renewals.plan_began(())
+        assert asked.empty()
+        assert company.waits_s.empty(), "one thread waits for it"

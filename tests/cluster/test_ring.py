@@ -23,7 +23,7 @@ from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 from support.waiting import wait_until
 
-OPTIONS = HeadOptions(MEMBER, wait_s=5, num_blocks=32)
+OPTIONS = HeadOptions(MEMBER, wait_s=60, num_blocks=32)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 from support.waiting import wait_until
 
-OPTIONS = HeadOptions(MEMBER, wait_s=5, num_blocks=32)
+OPTIONS = HeadOptions(MEMBER, wait_s=60, num_blocks=32)
 KV = WireTensor("float32", (2, 2, 16, 1, 1), bytes(2 * 2 * 16 * 4))
 
 
@@ -110,7 +110,7 @@ def test_kv_that_nobody_asked_for_is_never_taken_for_an_answer(
         else:
             to_head.send(BlocksDone(9, "no"), generation=generation, step=9)
         wait_until(lambda: _step_once(session) and cluster.engine.stats().recoveries == (what == "tensor"))
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
         session.load(tmp_path / "chat")
         assert np.allclose(session.logits(), logits, atol=1e-4)
 

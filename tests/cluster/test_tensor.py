@@ -88,7 +88,9 @@ def test_status_shows_each_rank_and_why(two: RunningCluster) -> None:
     assert [(s.member, s.rank, s.world_size) for s in status.stages] == [("alpha", 0, 2), ("beta", 1, 2)]
     assert (status.parallel.mode, status.parallel.reason) == ("tensor", "asked for: tensor")
     assert status.route == "complete: alpha+beta 0:output"
-    assert all(stage.sees_token_ids for stage in status.stages), "each looks tokens up in its vocabulary"
+    assert all(stage.can_read_prompts == "tokens" for stage in status.stages), (
+        "each looks tokens up in its vocabulary"
+    )
     weights = [stage.weight_bytes for stage in status.stages]
     assert max(weights) < 0.6 * (sum(weights))
     assert all(0.5 <= stage.weight_share <= 0.6 for stage in status.stages)
@@ -152,7 +154,7 @@ def test_a_session_over_ranks_goes_on_where_one_member_saved_it_and_the_other_wa
         file = tmp_path / f"{at}.session"
         with one.session() as before:
             before.sync(TOKENS)
-            before.save(file)
+            before.save(file, None)
             wanted = before.logits()
         with other.session() as after:
             assert after.load(file) == len(TOKENS) // 16 * 16

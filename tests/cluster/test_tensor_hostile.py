@@ -57,7 +57,7 @@ def scene() -> Iterator[Scene]:
     cluster = RunningCluster.start(
         membership_of(members[0]),
         ModelSource.resolve("demo-mini"),
-        HeadOptions(MEMBER, spans=SPANS, wait_s=5, num_blocks=32),
+        HeadOptions(MEMBER, spans=SPANS, wait_s=60, num_blocks=32),
         network=network,
     )
     yield Scene(cluster, network, members)

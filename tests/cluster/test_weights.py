@@ -54,7 +54,7 @@ def started(
         cluster = RunningCluster.start(
             membership_of(members[0]),
             ModelSource.resolve(str(model)),
-            HeadOptions(member, spans=spans or SPANS, wait_s=10, num_blocks=64),
+            HeadOptions(member, spans=spans or SPANS, wait_s=60, num_blocks=64),
             lambda *said: heard.append(said),
             network=network,
         )
@@ -146,7 +146,7 @@ def test_what_came_before_a_member_ended_is_not_fetched_again(model: Path, tmp_p
     source = ModelSource.resolve(str(model))
     network, members = MemoryNetwork(), make_local_members(NAMES[:2])
     thread = PeerThread(members[1], with_cache(tmp_path / "cache"), network)
-    options = HeadOptions(MEMBER, spans=SPANS, wait_s=10)
+    options = HeadOptions(MEMBER, spans=SPANS, wait_s=60)
     head = Head(membership_of(members[0]), source, options, network=network)
     supply: Any = head._supply
     answer, answered, ended = supply._answer, [], threading.Event()
@@ -229,7 +229,7 @@ def test_a_file_that_changes_at_the_head_after_it_was_hashed_is_found_out(own: P
     network, members = MemoryNetwork(), make_local_members(NAMES[:2])
     thread = PeerThread(members[1], with_cache(tmp_path / "cache"), network)
     head = Head(
-        membership_of(members[0]), source, HeadOptions(MEMBER, spans=SPANS, wait_s=10), network=network
+        membership_of(members[0]), source, HeadOptions(MEMBER, spans=SPANS, wait_s=60), network=network
     )
     head._supply.manifest()
     change_a_byte(own, "model.layers.3.mlp.up_proj.weight")

@@ -30,7 +30,7 @@ def answers(options: LinkOptions, caplog: pytest.LogCaptureFixture) -> tuple[lis
     cluster = RunningCluster.start(
         membership_of(alpha),
         ModelSource.resolve("demo-mini"),
-        HeadOptions(MEMBER, wait_s=5, num_blocks=32),
+        HeadOptions(MEMBER, wait_s=60, num_blocks=32),
         network=network,
     )
     links = list(cluster.head.links.values())

@@ -92,7 +92,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spans: dict[str, str
         before = len(recording.activations)
         with cluster.session() as session:
             session.sync(prompt_ids)
-            session.save(tmp_path / "session")
+            session.save(tmp_path / "session", None)
             assert session.load(tmp_path / "session") >= 16
         assert len(recording.activations) > before + 1, "the peer's K/V went both ways"
     finally:

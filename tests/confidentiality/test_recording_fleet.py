@@ -78,6 +78,7 @@ class Fleet:
             self.start("head", "serve", MODEL, *serve).until("registered as head")
             upstream = ("--upstream", f"http://127.0.0.1:{head_port}", "--dir", "provider", "--slots", "2")
             self.start("provider", "provide", *dial, *upstream).until("registered as provider")
+        (folder / "ann.key").touch(mode=0o600)
         (folder / "ann.key").write_text(self.key + "\n")
         trust = ("--trust-provider", keys["provider"].public_key.hex())  # what is blind goes through all four
         listen = ("--api-key-file", "ann.key", "--port", "0", "--json")
@@ -197,7 +198,7 @@ def test_nothing_private_is_in_what_a_fleet_says_or_leaves_on_disk(fleet: Fleet)
         fleet.private |= {"prompt refused": f"{text} refused", "prompt without model": f"{text} nowhere"}
         assert fleet.ask(url, f"{text} refused", temperature=99).status_code == 400
         assert fleet.ask(url, f"{text} nowhere", model=f"{text} model").status_code == 404
-        assert fleet.ask(url, text, max_tokens=-1).status_code == 400
+        assert fleet.ask(url, text, max_tokens=-2).status_code == 400
         broken = httpx.post(f"{url}/v1/chat/completions", content=f'{{"{text}'.encode(), trust_env=False)
         assert broken.status_code in {400, 401}
         headers = {"authorization": f"Bearer {fleet.key}", "idempotency-key": TOOLS_KEY}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from convoy.crypto.enrolment import (
     Proof,
     Terms,
     check_commitment,
+    check_hello,
     check_listener_mac,
     check_mac,
     check_signatures,
     code,
     commit,
+    hello_mac,
     make_proof,
     transcript,
 )
@@ -31,7 +34,7 @@ from convoy.trust.invite import decode_token
 from convoy.wire.enrolment import PREAMBLE_BYTES, decode_card, decode_proof, encode_card, encode_proof
 from vectors.generate_enrolment import NEGATIVE, ROSTER, newcomer, seed
 
-VECTOR = json.loads((Path(__file__).parents[1] / "vectors" / "enrolment_v1.json").read_text(encoding="utf-8"))
+VECTOR = json.loads((Path(__file__).parents[1] / "vectors" / "enrolment_v2.json").read_text(encoding="utf-8"))
 TOKEN = decode_token(VECTOR["token"])
 TERMS = Terms(TOKEN.secret, TOKEN.invitation, TOKEN.fingerprint)
 LABEL = b"convoy enrolment v1"
@@ -42,6 +45,7 @@ def body(kind: str) -> bytes:
 
 
 PROOF, CARD = decode_proof(body("PROOF"))
+COMMITMENT = body("HELLO")[:32]
 SPOKEN = bytes.fromhex(VECTOR["transcript"])
 
 
@@ -49,7 +53,7 @@ def identity() -> Identity:
     return newcomer(bytes.fromhex(VECTOR["newcomer_certificate"]))
 
 
-def judge(proof: Proof, card: bytes, terms: Terms = TERMS, commitment: bytes = body("HELLO")) -> None:
+def judge(proof: Proof, card: bytes, terms: Terms = TERMS, commitment: bytes = COMMITMENT) -> None:
     """All that an inviter checks, in its order."""
     spoken = transcript(terms, commitment, body("CHALLENGE"), proof.nonce, card)
     check_mac(terms.secret, spoken, proof)
@@ -59,8 +63,10 @@ def judge(proof: Proof, card: bytes, terms: Terms = TERMS, commitment: bytes = b
 
 
 def test_we_say_and_show_what_the_vector_says() -> None:
-    assert commit(seed("newcomer nonce"), CARD) == body("HELLO")
-    spoken = transcript(TERMS, body("HELLO"), body("CHALLENGE"), seed("newcomer nonce"), CARD)
+    assert commit(seed("newcomer nonce"), CARD) == COMMITMENT
+    assert COMMITMENT + hello_mac(TERMS, COMMITMENT) == body("HELLO")
+    assert check_hello(TERMS, body("HELLO")) == COMMITMENT
+    spoken = transcript(TERMS, COMMITMENT, body("CHALLENGE"), seed("newcomer nonce"), CARD)
     assert spoken == SPOKEN
     made = make_proof(TERMS, identity(), seed("newcomer nonce"), spoken)
     assert encode_proof(made, CARD) == body("PROOF")
@@ -83,6 +89,14 @@ def next_version() -> None:
     decode_token(VECTOR["token"].replace("convoy1", "convoy2"))
 
 
+def other_hello(**changed: bytes) -> None:
+    check_hello(replace(TERMS, **changed), body("HELLO"))
+
+
+def other_hello_commitment() -> None:
+    check_hello(TERMS, bytes(32) + body("HELLO")[32:])
+
+
 def other_secret() -> None:
     judge(PROOF, CARD, Terms(bytes(16), TOKEN.invitation, TOKEN.fingerprint))
 
@@ -94,7 +108,7 @@ def other_certificate() -> None:
 def other_card() -> None:
     said = decode_card(CARD)
     card = encode_card(type(said)("gamma", said.address, said.identity_key, said.certificate_der))
-    spoken = transcript(TERMS, body("HELLO"), body("CHALLENGE"), PROOF.nonce, card)
+    spoken = transcript(TERMS, COMMITMENT, body("CHALLENGE"), PROOF.nonce, card)
     judge(make_proof(TERMS, identity(), PROOF.nonce, spoken), card)
 
 
@@ -118,6 +132,10 @@ def other_roster() -> None:
 CASES = {
     "one letter of the token changed": changed_token,
     "a token of version 2": next_version,
+    "a HELLO under another secret": lambda: other_hello(secret=bytes(16)),
+    "a HELLO for another invitation": lambda: other_hello(invitation=bytes(32)),
+    "a HELLO for another listener": lambda: other_hello(fingerprint=bytes(32)),
+    "a HELLO with another commitment": other_hello_commitment,
     "another secret": other_secret,
     "another listener's certificate": other_certificate,
     "another card than committed to": other_card,
@@ -145,6 +163,14 @@ def test_a_flipped_bit_anywhere_in_a_proof_is_refused(bit: int) -> None:
     changed[bit // 8] ^= 1 << bit % 8
     with pytest.raises(HandshakeError, match="secret"):
         judge(*decode_proof(bytes(changed)))
+
+
+@given(st.integers(0, len(body("HELLO")) * 8 - 1))
+def test_a_flipped_bit_anywhere_in_a_hello_is_refused(bit: int) -> None:
+    changed = bytearray(body("HELLO"))
+    changed[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(HandshakeError, match="HELLO"):
+        check_hello(TERMS, bytes(changed))
 
 
 @given(st.binary(min_size=16, max_size=16), st.binary(min_size=32, max_size=32))
@@ -193,7 +219,8 @@ def test_an_independent_computation_agrees() -> None:
     listener = bytes.fromhex(VECTOR["listener_certificate"])
     assert fingerprint == sha256(listener)
     assert invitation.hex() == VECTOR["invitation"]
-    hello, challenge, proof = body("HELLO"), body("CHALLENGE"), body("PROOF")
+    hello, challenge, proof = body("HELLO")[:32], body("CHALLENGE"), body("PROOF")
+    assert mac(secret, b"hello", invitation, fingerprint, hello) == body("HELLO")[32:]
     nonce, by_identity, by_tls, seal, card = (
         proof[:32],
         proof[32:96],

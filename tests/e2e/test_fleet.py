@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI
 
+from cli.transcript import run_convoy
 from convoy.bench.fleet_load import Answer, Load
 from convoy.bench.fleet_scenario import PRICE, Scenario, account_name
 from convoy.cli.bench_local_fleet import FleetOptions, LocalFleet
@@ -106,6 +108,15 @@ def test_a_coordinator_that_is_killed_loses_nothing_that_was_settled(fleet: Loca
     fleet.wait_registered(2)  # nobody told them
     with client_of(fleet.url, key) as client:
         assert client.post("/v1/chat/completions", json=question).status_code == 200
+
+
+def test_convoy_chat_asks_a_fleet_without_being_told_the_model(fleet: LocalFleet, tmp_path: Path) -> None:
+    (tmp_path / "ann.key").write_text(fleet.open_account("chat", CREDIT) + "\n")
+    (tmp_path / "ann.key").chmod(0o600)
+    flags = ["--url", fleet.url, "--api-key-file", "ann.key", "--max-tokens", "8", "--temperature", "0"]
+    done = run_convoy(["chat", "What is 4+5? Answer with just the number.", *flags], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
 
 
 def test_litellm_asks_a_fleet(fleet: LocalFleet) -> None:

@@ -79,9 +79,9 @@ def test_the_openai_client_gets_what_one_member_says(
 def test_status_and_health_tell_of_the_forward_route(forward: Served) -> None:
     status = httpx.get(f"{forward.url}/status").json()
     assert status["route"] == "complete: alpha 0:5 -> beta 6:output"
-    assert [(s["embed"], s["output"], s["sees_token_ids"]) for s in status["stages"]] == [
-        (True, False, True),
-        (False, True, True),
+    assert [(s["embed"], s["output"], s["can_read_prompts"]) for s in status["stages"]] == [
+        (True, False, "tokens"),
+        (False, True, "tokens"),
     ]
     assert httpx.get(f"{forward.url}/health").status_code == 200
 

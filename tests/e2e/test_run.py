@@ -57,7 +57,7 @@ def test_every_layout_gives_the_same_text_by_the_same_seed(capsys: pytest.Captur
         assert split["token_ids"] == whole["token_ids"]
         assert split["text"] == whole["text"]
         assert split["route"] == f"complete: {route}"
-        seeing = {stage["member"] for stage in split["stages"] if stage["sees_token_ids"]}
+        seeing = {stage["member"] for stage in split["stages"] if stage["can_read_prompts"] == "tokens"}
         assert seeing == ({"alpha"} if route.endswith("-> alpha") else {"alpha", "beta"})
 
 
@@ -91,7 +91,7 @@ def test_a_directory_from_elsewhere_with_odd_dimensions_runs_split(
 )
 def test_wrong_usage_is_one_line_that_says_what_was_expected(arguments: list[str], error: str) -> None:
     done = convoy("run", *arguments, "--prompt", "hello")
-    assert done.returncode in {1, 2}
+    assert done.returncode in {1, 2, 78}
     lines = done.stderr.splitlines()
     assert lines[0].startswith("error: ")
     assert error in lines[0]

@@ -51,6 +51,8 @@ draws = st.builds(
     ids,
     st.none() | st.integers(0, 39),
     st.booleans(),
+    st.lists(st.integers(0, 9), max_size=5),
+    st.lists(st.integers(10, VOCAB - 1), max_size=5),
 )
 
 
@@ -75,6 +77,7 @@ def test_a_draw_by_a_peer_is_what_the_head_would_have_drawn(asked: Draw) -> None
     here, there = draw(LOGITS, asked), over_the_wire(asked, LOGITS)
     assert here.sampled.token_id == there.sampled.token_id
     assert here.sampled.top == there.sampled.top
+    assert here.sampled.rank == there.sampled.rank
     assert math.isnan(here.sampled.logprob) == math.isnan(there.sampled.logprob)
     assert math.isnan(here.sampled.logprob) or here.sampled.logprob == there.sampled.logprob
     assert (there.logits is not None) == asked.wants_logits
@@ -140,6 +143,23 @@ def test_an_answer_that_no_such_draw_has_is_refused(changes: dict[str, Any], exp
         outcome_of(msgspec.structs.replace(answer, **changes), asked, VOCAB)
 
 
+@pytest.mark.parametrize("rules", [{"banned": [7]}, {"allowed": [6, 8]}])
+def test_an_answer_with_a_token_that_was_not_allowed_is_refused(rules: dict[str, Any]) -> None:
+    asked = Draw(SamplingParams(), 0, 5, **rules)
+    answer = answer_of(draw(LOGITS, asked))
+    outcome_of(answer, asked, VOCAB)
+    with pytest.raises(PeerError, match="a token that was not allowed"):
+        outcome_of(msgspec.structs.replace(answer, token_id=7), asked, VOCAB)
+
+
+@pytest.mark.parametrize(("score", "rank"), [(7, 0), (7, VOCAB + 1), (7, -1), (None, 1)])
+def test_an_answer_with_a_rank_that_no_token_has_is_refused(score: int | None, rank: int) -> None:
+    asked = Draw(SamplingParams(logprobs=0), 0, 5, score=score)
+    answer = answer_of(draw(LOGITS, asked))
+    with pytest.raises(PeerError, match=f"has the rank {rank}, expected"):
+        outcome_of(msgspec.structs.replace(answer, rank=rank), asked, VOCAB)
+
+
 def test_an_answer_to_another_question_is_refused() -> None:
     asked = Draw(SamplingParams(logprobs=0), 0, 5, score=7)
     answer = answer_of(draw(LOGITS, asked))
@@ -159,6 +179,9 @@ def test_an_answer_to_another_question_is_refused() -> None:
         ({"choice": -1}, "names a token, choice or position that does not exist"),
         ({"prompt": b"123"}, "3 bytes of tokens"),
         ({"generated": b"\xff\xff\xff\xff"}, "a token outside the vocabulary of 40"),
+        ({"allowed": b"\x28\0\0\0"}, "a token outside the vocabulary of 40"),
+        ({"banned": b"\x28\0\0\0"}, "a token outside the vocabulary of 40"),
+        ({"banned": b"12"}, "2 bytes of tokens"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(changes: dict[str, Any], expected: str) -> None:

@@ -262,8 +262,14 @@ def test_the_longest_sequence_is_bounded_by_full_tables_and_by_rings_that_are_cu
 ) -> None:
     pools = Scheduler(limits_of(groups, counts, max_drafts=0)).pools
     asked = GenerationRequest((1, 2), SamplingParams(temperature=0.0), max_tokens=(room or 5000) - 2)
-    check_request(asked, vocab_size=9, max_context=10_000, pools=pools)
+    check_request(asked, vocab_size=9, eos_ids=frozenset(), max_context=10_000, pools=pools)
     if room is None:
         return
     with pytest.raises(RequestError, match=f"K/V blocks of 4 tokens, but the whole pool has {sum(counts)}"):
-        check_request(replace(asked, max_tokens=room - 1), vocab_size=9, max_context=10_000, pools=pools)
+        check_request(
+            replace(asked, max_tokens=room - 1),
+            vocab_size=9,
+            eos_ids=frozenset(),
+            max_context=10_000,
+            pools=pools,
+        )

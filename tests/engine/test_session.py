@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -237,7 +238,7 @@ def test_a_lost_stage_is_told_and_so_is_an_engine_that_was_closed() -> None:
     with pytest.raises(StageLost):
         session.sync([1])
     with pytest.raises(StageLost):
-        session.save("nowhere")
+        session.save("nowhere", None)
     session.close()
     closed = make_engine(FakeExecutor())
     session = Session(closed, MODEL)
@@ -297,7 +298,7 @@ def test_a_saved_session_comes_back_with_its_blocks(engine: Engine, tmp_path: Pa
         session.sync(range(30))
         draw(session, 3)
         session.choice = 2
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
         tokens, drawn = session.tokens, session.sample()
     steps: list[tuple[int, int]] = []
     with Session(engine, MODEL) as session:
@@ -318,7 +319,7 @@ def test_a_saved_session_comes_back_with_its_blocks(engine: Engine, tmp_path: Pa
 def test_what_a_file_says_is_found_under_no_salt_that_others_know(engine: Engine, tmp_path: Path) -> None:
     with Session(engine, MODEL, salt=b"both") as session, Session(engine, MODEL, salt=b"both") as other:
         session.sync(range(30))
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
         session.rewind(0)
         other.sync([9] * 50)  # and the blocks of the first are taken
         other.rewind(0)
@@ -350,7 +351,7 @@ def test_a_session_of_a_family_that_keeps_no_kv_is_saved_by_its_tokens(
     model = replace(MODEL, keeps_kv=False)
     with Session(engine, model) as session:
         session.sync(range(30))
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
         assert (tmp_path / "chat").stat().st_size < 2000
         assert session.load(tmp_path / "chat") == 0
         assert draw(session, 3) == expected(list(range(30)), 3)
@@ -359,7 +360,7 @@ def test_a_session_of_a_family_that_keeps_no_kv_is_saved_by_its_tokens(
 def test_kv_of_another_kernel_is_not_used(engine: Engine, tmp_path: Path) -> None:
     with Session(engine, replace(MODEL, kernel="plain-f32")) as session:
         session.sync(range(30))
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
     with Session(engine, MODEL) as session:
         assert session.load(tmp_path / "chat") == 0
         assert session.tokens == tuple(range(30))
@@ -379,7 +380,7 @@ def test_a_load_whose_kv_is_wrong_leaves_the_session_as_it_was(engine: Engine, t
     """That is found only after the tokens were: its digest is right."""
     with Session(engine, MODEL, params=SamplingParams(temperature=0.5, seed=3)) as session:
         session.sync(range(30))
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
     body = bytearray((tmp_path / "chat").read_bytes()[:-32])
     body[-4:] = np.float32("nan").tobytes()
     (tmp_path / "chat").write_bytes(body + hashlib.sha256(body).digest())
@@ -397,7 +398,7 @@ def test_a_session_is_saved_though_its_blocks_are_taken_meanwhile(engine: Engine
         session.sync(range(40))
         request = GenerationRequest(tuple(range(20)), GREEDY, max_tokens=30, ignore_eos=True)
         generate(engine, request)
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
         assert session.load(tmp_path / "chat") == 36, "the last of 40 has to be run"
         assert draw(session, 3) == expected(list(range(40)), 3)
 
@@ -434,7 +435,7 @@ def counted() -> Iterator[tuple[Counted, Engine]]:
 def save_and_load(engine: Engine, path: Path) -> None:
     with Session(engine, MODEL) as session:
         session.sync(range(50))
-        session.save(path)
+        session.save(path, None)
         assert session.load(path) == 48
         assert draw(session, 3) == expected(list(range(50)), 3)
 
@@ -469,7 +470,7 @@ def test_an_engine_stays_ready_while_it_carries_kv_and_no_longer_when_nothing_mo
     with Session(engine, MODEL) as session:
         session.sync(range(50))
         before = engine.stats().steps
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
         num_passed = engine.stats().steps - before
         assert num_passed > len(executor.carried) // 2, "an empty step passed between most slices"
     hangs, gate = threading.Event(), threading.Event()
@@ -482,7 +483,7 @@ def test_an_engine_stays_ready_while_it_carries_kv_and_no_longer_when_nothing_mo
     engine._options = replace(engine._options, ready_s=0.2)
     with Session(engine, MODEL) as session:
         session.sync(range(50))
-        saving = threading.Thread(target=session.save, args=(tmp_path / "chat",))
+        saving = threading.Thread(target=session.save, args=(tmp_path / "chat", None))
         saving.start()
         assert hangs.wait(60)
         wait_until(lambda: not is_ready(engine))
@@ -520,7 +521,7 @@ def test_a_load_counts_what_is_there_from_the_start_when_others_took_the_room_me
     engine = make_engine(FakeExecutor())
     with Session(engine, MODEL) as session:
         session.sync(range(40))
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
     monkeypatch.setattr(session_blocks, "_MAX_BYTES", 64)  # a block at a time
     blocks = SessionBlocks(engine, MODEL)
     write, wrote = blocks._write, []
@@ -546,7 +547,7 @@ def test_a_load_counts_what_is_there_from_the_start_when_others_took_the_room_me
 def test_a_full_pool_takes_what_fits_of_a_saved_session(engine: Engine, tmp_path: Path) -> None:
     with Session(engine, MODEL) as session:
         session.sync(range(44))
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
     with Session(engine, MODEL) as other, Session(engine, MODEL) as session:
         other.sync(range(40))
         assert session.load(tmp_path / "chat") == 24
@@ -657,7 +658,7 @@ def test_a_session_that_cannot_be_carried_in_time_says_so_and_stays_what_it_was(
     path = tmp_path / "chat"
     with Session(engine, MODEL, timeout_s=0.05) as session:
         session.sync(range(9))
-        session.save(path)
+        session.save(path, None)
         saved = path.read_bytes()
         session.eval(3)
         executor.goes.clear()
@@ -665,14 +666,14 @@ def test_a_session_that_cannot_be_carried_in_time_says_so_and_stays_what_it_was(
         outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
         engine.submit(asked, outputs.put)
         assert executor.held.wait(20.0)
-        for call in (session.save, session.load):
+        for call in (partial(session.save, key=None), session.load):
             with pytest.raises(Unavailable, match=r"no step ended within 0\.05 s"):
                 call(path)
         assert session.tokens == (*range(9), 3)
         assert path.read_bytes() == saved
         assert not engine._between, "what nobody waits for is not done"
         executor.goes.set()
-        session.save(path)
+        session.save(path, None)
         assert path.read_bytes() != saved
     engine.close()
 

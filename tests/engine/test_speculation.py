@@ -17,8 +17,10 @@ from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.recovered import Recovered
 from convoy.engine.request import GenerationRequest
+from convoy.engine.restrictions import check_restrictions
 from convoy.engine.scheduler import Drafter, GroupLimits, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence
+from convoy.errors import RequestError
 from convoy.model.draw import Draw
 from convoy.model.kv import BlockTables, GroupBlocks
 from convoy.model.params import SamplingParams
@@ -144,7 +146,19 @@ params = st.builds(
     logit_bias=st.sampled_from([{}, {}, {7: 8.0, 9: -100.0}]),
     logprobs=st.sampled_from([None, 0, 3]),
 )
-requests_of = st.builds(
+
+
+def with_rules(request: GenerationRequest, **rules: Any) -> GenerationRequest:
+    """Of rules that leave nothing to draw, or ask for more than fits, none."""
+    ruled = replace(request, **{**rules, "min_tokens": min(rules["min_tokens"], request.max_tokens)})
+    try:
+        check_restrictions(ruled, FakeTokenizer.eos_ids, VOCAB)
+    except RequestError:
+        return request
+    return ruled
+
+
+plain_requests = st.builds(
     GenerationRequest,
     prompt_ids=prompts.map(tuple),
     params=params,
@@ -153,6 +167,15 @@ requests_of = st.builds(
     ignore_eos=st.booleans(),
     num_choices=st.sampled_from([1, 1, 3]),
     prompt_logprobs=st.sampled_from([None, None, None, 2]),
+)
+tokens_of = st.integers(3, VOCAB - 1)
+requests_of = plain_requests | st.builds(
+    with_rules,
+    plain_requests,
+    min_tokens=st.integers(0, 20),
+    stop_token_ids=st.frozensets(tokens_of, max_size=6),
+    allowed_token_ids=st.just(()) | st.lists(tokens_of, min_size=2, max_size=8).map(tuple),
+    bad_words=st.lists(st.lists(tokens_of, min_size=1, max_size=3).map(tuple), max_size=6).map(tuple),
 )
 
 

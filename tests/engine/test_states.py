@@ -125,7 +125,7 @@ def test_a_session_goes_back_by_running_its_tokens_again(alone: RunningCluster, 
         with session.fork() as fork:
             fork.eval(50)
             assert (session.logits() == expected).all()
-        session.save(tmp_path / "saved")
+        session.save(tmp_path / "saved", None)
     with alone.session() as later:
         assert later.load(tmp_path / "saved") == 0, "no K/V is carried"
         assert later.tokens == PROMPTS[0][:25]

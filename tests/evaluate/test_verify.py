@@ -254,7 +254,7 @@ class Mute(Tokenizer):
 
     def __init__(self) -> None: ...
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         return []
 
 

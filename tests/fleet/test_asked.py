@@ -31,10 +31,33 @@ def test_a_body_that_no_seal_holds_is_refused_before_any_provider_hears_of_it() 
         read_wanted(b'{"model":"m","y":"\xff"}', "chat", "ann", {})
 
 
+OTHER_LIMITS = ("n_predict", "max_new_tokens", "num_predict", "max_output_tokens")
+
+
 def test_max_tokens_is_the_only_limit_that_an_engine_is_told() -> None:
-    found = asked(b',"n_predict":9999,"max_new_tokens":9999,"num_predict":9999,"max_tokens":4')
+    found = asked(b',"n_predict":null,"max_new_tokens":-1,"max_completion_tokens":4')
     assert found["max_tokens"] == 4
-    assert not {"n_predict", "max_new_tokens", "num_predict"} & set(found)
+    assert not {"max_completion_tokens", *OTHER_LIMITS} & set(found)
+
+
+@pytest.mark.parametrize("name", OTHER_LIMITS)
+def test_another_name_of_max_tokens_is_refused_and_not_left_out(name: str) -> None:
+    with pytest.raises(RequestError, match=f"does not support {name}") as caught:
+        asked(b',"%s":9999,"max_tokens":4' % name.encode())
+    assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+def test_max_tokens_of_minus_one_is_as_if_there_were_none() -> None:
+    assert asked(b',"max_tokens":-1')["max_tokens"] == asked()["max_tokens"]
+    assert asked(b',"max_tokens":-1,"max_completion_tokens":7')["max_tokens"] == 7
+    with pytest.raises(RequestError, match="max_tokens"):
+        asked(b',"max_tokens":-2')
+
+
+def test_a_byte_order_mark_is_accepted() -> None:
+    assert read_wanted(b"\xef\xbb\xbf" + BODY % b"", "chat", "ann", {}) == read_wanted(
+        BODY % b"", "chat", "ann", {}
+    )
 
 
 def test_accounts_have_cache_salts_that_others_cannot_ask_for() -> None:
@@ -49,3 +72,9 @@ def test_accounts_have_cache_salts_that_others_cannot_ask_for() -> None:
     assert stolen not in {ann, bob}
     assert asked(own)["cache_salt"] == ann  # at the provider: as it was sealed
     assert "cache_salt" not in asked()
+
+
+def test_a_body_of_very_many_lists_is_refused_before_they_are_made() -> None:
+    data = b'{"model": "demo", "prompt": [' + b"[]," * 100_001 + b"[]]}"
+    with pytest.raises(RequestError, match="more than 100000 lists, objects and fields"):
+        read_wanted(data, "completion", "account", {})

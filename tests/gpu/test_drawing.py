@@ -11,7 +11,10 @@ from support.kernels import why_not
 if why_not() is not None:
     pytest.skip(str(why_not()), allow_module_level=True)
 
-from convoy.model.gpu.drawing import best_tokens
+from convoy.model.draw import Draw, draw_all
+from convoy.model.gpu.drawing import best_tokens, start_draws
+from convoy.model.gpu.staging import Staging
+from convoy.model.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -37,3 +40,25 @@ def test_a_row_that_is_not_finite_is_counted_and_no_rows_give_none(device: torch
     assert best_tokens(logits)[1].tolist() == [0, 2, 0]
     tokens, num_bad = best_tokens(torch.zeros(0, 10, device=device))
     assert tokens.shape == num_bad.shape == (0,)
+
+
+def test_restricted_tokens_are_those_of_the_host(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("draws are copied by streams of a device")
+    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(2))
+    greedy, best = SamplingParams(temperature=0.0), [int(row.argmax()) for row in logits]
+    draws = [
+        Draw(greedy, 0, 1),
+        Draw(greedy, 0, 2, banned=[best[1]]),
+        Draw(greedy, 0, 3, allowed=[7, 8, 2999]),
+        Draw(SamplingParams(seed=3), 1, 4, allowed=[5, 6]),
+        Draw(SamplingParams(seed=3, logit_bias={9: 50.0}), 0, 5, banned=[9]),
+        Draw(greedy, 0, 6, score=best[5]),
+    ]
+    copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    found = start_draws(logits.to(device), draws, copies, Staging(device)).outcomes()
+    expected = draw_all(logits.numpy(), draws)
+    assert [one.sampled.token_id for one in found] == [one.sampled.token_id for one in expected]
+    assert found[1].sampled.token_id != best[1]
+    assert found[2].sampled.token_id in {7, 8, 2999}
+    assert found[5].sampled.rank == 1

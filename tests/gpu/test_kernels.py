@@ -41,9 +41,8 @@ def numbers(*shape: int, device: torch.device, seed: int = 0) -> torch.Tensor:
     return drawn.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
 
 
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_heads_that_are_not_turned_whole_are_refused(factor: float, device: torch.device) -> None:
-    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 1.0, "partial_rotary_factor": factor}
+def test_heads_that_are_not_turned_whole_are_refused(device: torch.device) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 1.0, "partial_rotary_factor": 0.5}
     sizes: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 44,
@@ -52,7 +51,7 @@ def test_heads_that_are_not_turned_whole_are_refused(factor: float, device: torc
     }
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, rope_parameters=rope).to_dict()
     source = ModelSource("x", Path(), config, ModelSpec.from_config(config, "x"), "x", {}, seed=0)
-    with pytest.raises(ModelError, match=r"turns \d+ dimensions of heads of 16"):
+    with pytest.raises(ModelError, match="turns 8 dimensions of heads of 16"):
         make_rotation(source, 16, device)
 
 

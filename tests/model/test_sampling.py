@@ -22,6 +22,7 @@ Logits = npt.NDArray[np.float32]
 def draw(logits: Logits, *, choice: int = 0, position: int = 0, **params: Any) -> Sampled:
     prompt = params.pop("prompt_ids", ())
     generated = params.pop("generated_ids", ())
+    rules = {name: params.pop(name, ()) for name in ("allowed", "banned")}
     return sample(
         logits,
         SamplingParams(**params),
@@ -29,6 +30,7 @@ def draw(logits: Logits, *, choice: int = 0, position: int = 0, **params: Any) -
         position=position,
         prompt_ids=prompt,
         generated_ids=generated,
+        **rules,
     )
 
 
@@ -143,6 +145,72 @@ def test_presence_and_frequency_penalties_see_generated_tokens_alone() -> None:
     assert draw(logits, temperature=0, presence_penalty=0.5, generated_ids=[0] * 9).token_id == 0
     assert draw(logits, temperature=0, frequency_penalty=0.4, generated_ids=[0] * 2).token_id == 0
     assert draw(logits, temperature=0, frequency_penalty=0.4, generated_ids=[0] * 3).token_id == 1
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"temperature": 1.0},
+        {"temperature": 2.0, "top_k": 5},
+        {"temperature": 1.5, "top_p": 0.7, "min_p": 0.01},
+        {"temperature": 0, "logit_bias": {3: 100.0, 4: 100.0}, "repetition_penalty": 1.4, "prompt_ids": [3]},
+    ],
+)
+def test_no_token_is_drawn_that_is_banned_or_not_allowed(params: dict[str, Any]) -> None:
+    logits = some_logits(8)
+    logits[[3, 4]] += 50
+    drawn = {draw(logits, position=i, banned=[3, 4], **params).token_id for i in range(200)}
+    assert not drawn & {3, 4}
+    allowed = [9, 7, 8, 3]
+    drawn = {draw(logits, position=i, allowed=allowed, banned=[3], **params).token_id for i in range(200)}
+    assert drawn <= {7, 8, 9}
+
+
+def test_a_ban_changes_nothing_of_the_draw_but_the_token_that_is_banned() -> None:
+    logits = some_logits(9)
+    removed = logits.copy()
+    removed[[2, 50]] = -np.float32(3e38)
+    for position in range(200):
+        banned = draw(logits, position=position, temperature=1.3, banned=[2, 50])
+        assert banned.token_id == draw(removed, position=position, temperature=1.3).token_id
+    everything = list(range(len(logits)))
+    assert (
+        draw(logits, position=7, allowed=everything)
+        == draw(logits, position=7)
+        == draw(logits, position=7, allowed=everything)
+    )
+
+
+def test_log_probabilities_are_of_all_tokens_whatever_is_banned() -> None:
+    logits = some_logits(8)
+    best = int(logits.argmax())
+    drawn = draw(logits, temperature=0, banned=[best], logprobs=2)
+    assert drawn.token_id != best
+    assert drawn.top[0][0] == best
+    assert drawn.top == draw(logits, temperature=0, logprobs=2).top
+
+
+def test_where_no_token_is_left_the_draw_fails() -> None:
+    logits = some_logits(8)
+    with pytest.raises(StepError, match="none of 105 tokens may be drawn"):
+        draw(logits, allowed=[3], banned=[3])
+    with pytest.raises(StepError, match="none of 105 tokens"):
+        draw(logits, banned=range(105))
+    with pytest.raises(StepError, match="outside the vocabulary of 105"):
+        draw(logits, allowed=[105])
+    with pytest.raises(StepError, match="outside the vocabulary of 105"):
+        draw(logits, banned=[-1])
+
+
+def test_a_rank_is_the_place_among_the_best_first_with_ties_to_the_lower_id() -> None:
+    logits = some_logits(10)
+    logits[[20, 40, 60]] = logits.max() + 1
+    order = sorted(range(len(logits)), key=lambda i: (-float(logits[i]), i))
+    assert [prompt_logprob(logits, token, 0).rank for token in order] == list(range(1, 106))
+    top = prompt_logprob(logits, 60, 3).top
+    assert [token for token, _ in top] == [20, 40, 60]
+    assert draw(logits, logprobs=0).rank == 0
 
 
 def test_logit_bias_can_force_and_ban_a_token() -> None:

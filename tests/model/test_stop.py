@@ -34,6 +34,17 @@ def test_of_matches_complete_together_the_longest_wins() -> None:
     assert run(["b", "ab"], ["x", "a", "b"]) == (["x", "", "", ""], "ab")
 
 
+def test_a_stop_string_that_ends_where_it_may_not_stop_does_not_count() -> None:
+    passed = StopFilter(["b", "abc"])
+    assert passed.push("xab", may_stop=False) == "x"
+    assert passed.push("d") == "abd", "the one that ended before does not count now either"
+    assert passed.push("xa", may_stop=False) == "x"
+    assert passed.push("b") == "a"
+    assert passed.matched == "b", "in text that may stop it does"
+    longer = StopFilter(["b", "abc"])
+    assert [longer.push("ab", may_stop=False), longer.push("c"), longer.matched] == ["", "", "abc"]
+
+
 def test_nothing_follows_a_match() -> None:
     assert run(["."], ["one. two", " three."]) == (["one", "", ""], ".")
 

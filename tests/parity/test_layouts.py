@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from convoy.cluster.running import RunningCluster
-from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.request import GenerationRequest
 from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
@@ -39,6 +39,11 @@ PACES: tuple[dict[str, Any], ...] = (
     {"prefill_chunk": 48, "micro_batches": 1, "level_chunks": False},
     {"prefill_chunk": 16, "prefill_window": 3, "max_batch": 1, "num_blocks": 32},
 )
+RULES: dict[str, Any] = {
+    "min_tokens": 9,
+    "stop_token_ids": frozenset(range(5, VOCAB, 9)),
+    "bad_words": tuple((token,) for token in range(100, 220)) + tuple((token, 7) for token in range(90)),
+}
 
 
 def requests(vocab_size: int) -> list[GenerationRequest]:
@@ -58,6 +63,8 @@ def requests(vocab_size: int) -> list[GenerationRequest]:
         GenerationRequest(prompts[1][:8], biased, 5, ignore_eos=True),
         GenerationRequest(prompts[3], SamplingParams(seed=8), 30, stop=("e", "a"), ignore_eos=True),
         GenerationRequest(prompts[4] + prompts[3], replace(penalties, temperature=0.0), 10, ignore_eos=True),
+        GenerationRequest(prompts[1], replace(seeded, temperature=2.0), 24, num_choices=2, **RULES),
+        GenerationRequest(prompts[2], GREEDY, 12, min_tokens=8, allowed_token_ids=tuple(range(0, VOCAB, 3))),
     ]
 
 
@@ -96,6 +103,17 @@ def sorted_out(outputs: list[Output]) -> dict[str, list[Output]]:
 def expected(demo: ModelSource) -> Iterator[list[dict[str, list[Output]]]]:
     with running_cluster(demo, 1, max_batch=1) as cluster:
         yield answers(cluster)
+
+
+def test_the_rules_of_requests_show_in_their_answers(expected: list[dict[str, list[Output]]]) -> None:
+    for choice in (0, 1):
+        said = [one.token_id for one in expected[-2][f"TokenOutput {choice}"] if isinstance(one, TokenOutput)]
+        assert len(said) >= RULES["min_tokens"]
+        assert not RULES["stop_token_ids"] & set(said)
+        assert not set(range(100, 220)) & set(said)
+    allowed = [one.token_id for one in expected[-1]["TokenOutput 0"] if isinstance(one, TokenOutput)]
+    assert len(allowed) >= 8
+    assert all(token % 3 == 0 for token in allowed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

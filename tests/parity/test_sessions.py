@@ -173,7 +173,7 @@ def test_sessions_among_requests_and_too_few_blocks_are_exact_and_leave_nothing(
                     for token in tokens[index][40:]:
                         session.eval(token)
                     assert_at(session, oracle)
-                    session.save(tmp_path / str(index))
+                    session.save(tmp_path / str(index), None)
                     session.load(tmp_path / str(index))
                     assert_at(session, oracle)
             except BaseException as error:  # noqa: BLE001 - raised again below
@@ -197,7 +197,7 @@ def test_a_session_of_another_model_is_refused_before_anything_is_read(
 ) -> None:
     with running(demo, "alone") as cluster, cluster.session() as session:
         session.sync([1, 2, 3])
-        session.save(tmp_path / "chat")
+        session.save(tmp_path / "chat", None)
     mini = ModelSource.resolve("demo-mini")
     with running(mini, "alone") as cluster, cluster.session() as session:
         with pytest.raises(SessionError, match="is of another model"):

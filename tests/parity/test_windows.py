@@ -98,7 +98,7 @@ def test_requests_and_sessions_over_a_split_say_what_the_whole_says(
             assert np.array_equal(session.logits(), longest.logits[0])
             session.eval(longest.tokens[0])
             assert np.array_equal(session.logits(), longest.logits[1])
-            session.save(tmp_path / "chat")
+            session.save(tmp_path / "chat", None)
             assert (tmp_path / "chat").stat().st_size < 10_000, "K/V of a ring is not carried"
             with session.fork() as fork:
                 fork.eval(longest.tokens[1])

@@ -120,7 +120,17 @@ def test_a_report_of_the_reverse_layout_counts_a_tied_matrix_twice_and_names_the
     whole = SPEC.weight_bytes(0, 12, embed=True, output=True, dtype="float32")
     assert plan.weight_bytes == whole + SPEC.embed_bytes("float32")
     assert plan.peers_seeing_token_ids == ["beta"]
-    assert [stage.sees_token_ids for stage in plan.stages] == [True, False, True]
+    assert [stage.can_read_prompts for stage in plan.stages] == ["tokens", "activations", "tokens"]
+
+
+def test_every_member_with_a_layer_can_read_prompts_and_one_without_cannot() -> None:
+    plan = report(place(SPEC, OFFERS), standbys=["spare"])
+    assert plan.can_read_prompts == {
+        "alpha": "tokens",
+        "beta": "activations",
+        "gamma": "activations",
+        "spare": "no",
+    }
 
 
 def test_the_plan_room_imports_neither_torch_nor_sockets_nor_asyncio() -> None:

@@ -143,7 +143,8 @@ def test_last_layers_that_nobody_but_the_head_may_hold_are_refused_with_the_way_
     told, hint = refusal(offers("hns"), None, [ENDS])
     assert told == (
         "rule 1: layer 11 must be on members of level hardware, and beta has none; "
-        "rule 1: layer 11 must be on members of level hardware, and gamma has self_signed"
+        "rule 1: layer 11 must be on members of level hardware, and gamma has self_signed; "
+        "alpha, the head, has 0 of the last 2 layers that rule 1 keeps"
     )
     assert hint == "alpha, the head, holds the other end: let one more member satisfy rule 1"
 
@@ -167,8 +168,28 @@ def test_nobody_satisfies_a_rule_says_what_would() -> None:
 def test_spans_that_break_a_rule_are_refused(spans: dict[str, str], expected: str) -> None:
     told, hint = refusal(offers("hs"), spans, [ENDS], kind=SpanError)
     assert told.startswith(expected)
-    assert told.endswith("and beta has self_signed")
+    assert "and beta has self_signed; alpha, the head, has " in told
+    assert told.endswith(" layers that rule 1 keeps")
     assert hint.startswith("alpha would satisfy rule 1")
+
+
+@pytest.mark.parametrize("claimed", [GB, 2**44])
+def test_a_rule_for_the_head_holds_whatever_memory_a_peer_claims(claimed: int) -> None:
+    rule = keep(first=4, members=("alpha",))
+    members = [MemberOffer("alpha", GB, head=True), MemberOffer("beta", claimed)]
+    mine = place(spec_of(), members, None, [rule]).stages[0]
+    assert mine.member == "alpha"
+    assert mine.end >= 4
+
+
+def test_a_head_whose_share_is_below_a_rule_is_named_with_both_numbers() -> None:
+    members = [MemberOffer("alpha", GB, head=True), MemberOffer("beta", GB)]
+    rules = [keep(first=4, last=3, members=("alpha",))]
+    told, _ = refusal(members, {"alpha": "0:0,output", "beta": "1:11"}, rules, kind=SpanError)
+    assert "alpha, the head, has 1 of the first 4 layers that rule 1 keeps" in told
+    assert "alpha, the head, has 0 of the last 3 layers that rule 1 keeps" in told
+    told, _ = refusal(members, None, rules)
+    assert "alpha, the head, has 0 of the last 3 layers that rule 1 keeps" in told
 
 
 def test_every_broken_rule_is_told() -> None:

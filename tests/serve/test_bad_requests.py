@@ -44,7 +44,10 @@ def refused(http: httpx.Client, path: str, body: object, status: int = 400) -> d
         ("min_p", 2, "min_p is 2"),
         ("presence_penalty", 3, "presence_penalty is 3"),
         ("seed", "x", "seed: expected an integer"),
-        ("seed", 2**70, "seed is"),
+        ("seed", 2**70, "seed is a number of 71 bits, and the limit is 64"),
+        ("seed", -(2**63) - 1, "seed is -9223372036854775809, expected a whole number from"),
+        ("max_tokens", 10**30, "max_tokens is a number of 100 bits, and the limit is 64"),
+        ("temperature", 10**30, "temperature is a number of 100 bits"),
         ("n", 0, "n is 0, expected 1 to 16"),
         ("n", 17, "n is 17, expected 1 to 16"),
         ("stop", [""], "stop has an empty string"),
@@ -53,6 +56,9 @@ def refused(http: httpx.Client, path: str, body: object, status: int = 400) -> d
         ("stream", "yes", "stream: expected true or false, got text"),
         ("stream_options", {"include_usage": True}, "stream_options needs stream"),
         ("logit_bias", {"x": 1}, "logit_bias has the key 'x', expected a token id"),
+        ("logit_bias", {"9" * 5000: 1}, f"logit_bias has the key '{'9' * 40}', expected a token id"),
+        ("logit_bias", {"01": 1}, "logit_bias has the key '01', expected a token id"),
+        ("logit_bias", {"\u0661": 1}, "expected a token id"),
         ("logit_bias", {"257": 1}, "outside the vocabulary, expected ids below 257"),
         ("logit_bias", {"1": 101}, "logit_bias has a value outside -100 to 100"),
         ("top_logprobs", 2, "top_logprobs needs logprobs"),
@@ -131,12 +137,31 @@ def test_completions_have_fields_of_their_own(http: httpx.Client, field: dict[st
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[1", b"\xff\xfe", b'{"a": NaN}', b"{'messages': []}", b'{"a": "\\ud800"}', b"[" * 100_000],
+    [
+        b"",
+        b"{",
+        b"[1",
+        b"\xff\xfe",
+        b'{"a": "\xff"}',
+        b'{"\xff": 1}',
+        b'{"a": 1e999}',
+        b"\xef\xbb\xbf",
+        b'{"a": NaN}',
+        b"{'messages': []}",
+        b'{"a": "\\ud800"}',
+        b"[" * 100_000,
+    ],
 )
 def test_what_is_not_json_is_refused_as_such(http: httpx.Client, body: bytes) -> None:
     answer = http.post(CHAT, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_a_byte_order_mark_is_accepted(http: httpx.Client) -> None:
+    body = b"\xef\xbb\xbf" + b'{"prompt": "a"}'
+    answer = http.post(TEXT, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("body", [b"[]", b"5", b'"hi"', b"null"])
@@ -180,7 +205,7 @@ def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     assert answer.json()["error"]["code"] == "method_not_allowed"
     assert http.post("/health").status_code == 405
     assert http.options(CHAT).status_code == 405
-    assert http.get("/v1/models/").status_code == 404
+    assert http.get("/v1/models/x").status_code == 404
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])

@@ -9,6 +9,7 @@ import openai as sdk
 import pytest
 
 from convoy.errors import ConfigError
+from convoy.serve.keys import KeyRing
 from convoy.serve.options import ServeOptions, is_loopback
 from convoy.serve.server import run_server
 from convoy.serve.service import Service
@@ -19,7 +20,7 @@ KEY = "sk-test-0123456789"
 
 def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
     with (
-        serving(options=ServeOptions(port=0, api_key=KEY)) as running,
+        serving(options=ServeOptions(port=0, keys=KeyRing.of(KEY))) as running,
         httpx.Client(base_url=running.url) as http,
     ):
         assert http.get("/health").status_code == 200
@@ -45,7 +46,7 @@ def test_a_key_is_asked_for_everywhere_but_at_health() -> None:
 
 
 def test_the_client_says_so_when_its_key_is_wrong() -> None:
-    with serving(options=ServeOptions(port=0, api_key=KEY)) as running:
+    with serving(options=ServeOptions(port=0, keys=KeyRing.of(KEY))) as running:
         wrong = sdk.OpenAI(base_url=f"{running.url}/v1", api_key="wrong", max_retries=0)
         with wrong, pytest.raises(sdk.AuthenticationError):
             wrong.models.list()
@@ -103,7 +104,7 @@ def test_off_loopback_without_a_key_is_refused(host: str) -> None:
         ServeOptions(host=host).check()
     assert caught.value.hint is not None
     ServeOptions(host=host, allow_unauthenticated=True).check()
-    ServeOptions(host=host, api_key=KEY).check()
+    ServeOptions(host=host, keys=KeyRing.of(KEY)).check()
 
 
 def test_the_server_itself_refuses_unsafe_options() -> None:
@@ -112,15 +113,15 @@ def test_the_server_itself_refuses_unsafe_options() -> None:
         run_server(service, ServeOptions(host="192.0.2.1", port=0))
 
 
-@pytest.mark.parametrize("key", ["", "two words", "ключ", "a\nb"])
+@pytest.mark.parametrize("key", ["", "two words", "ключ", "a\nb", "fifteen-letters"])
 def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="api key"):
-        ServeOptions(api_key=key).check()
+        KeyRing.of(key)
 
 
 def test_nothing_private_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    options = ServeOptions(port=0, api_key=KEY, access_log=True)
+    options = ServeOptions(port=0, keys=KeyRing.of(KEY), access_log=True)
     assert KEY not in repr(options)
     with serving(options=options) as running:
         headers = {"authorization": f"Bearer {KEY}"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from convoy.serve.keys import KeyRing
 from convoy.serve.options import ServeOptions
 from support.fake_service import FakeEngine, events, serving
 
@@ -30,8 +31,8 @@ def test_usage_counts_the_cached_tokens_of_each_prompt_once(
 
 def test_each_api_key_has_a_salt_of_its_own_that_is_not_the_key() -> None:
     salts = []
-    for key in ("one-key", "another-key", None):
-        with serving(options=ServeOptions(port=0, api_key=key)) as running:
+    for key in ("the-one-key-of-many", "another-key-of-many", None):
+        with serving(options=ServeOptions(port=0, keys=None if key is None else KeyRing.of(key))) as running:
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
             for _ in range(2):
                 answer = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a"}, headers=headers)
@@ -44,10 +45,10 @@ def test_each_api_key_has_a_salt_of_its_own_that_is_not_the_key() -> None:
 
 
 def test_requests_under_one_key_are_kept_apart_by_their_cache_salt() -> None:
-    with serving(options=ServeOptions(port=0, api_key="one-key")) as running:
+    with serving(options=ServeOptions(port=0, keys=KeyRing.of("the-one-key-of-many"))) as running:
         for salt in (None, "ann", "bob", "ann"):
             body = {"prompt": "a", "cache_salt": salt}
-            headers = {"Authorization": "Bearer one-key"}
+            headers = {"Authorization": "Bearer the-one-key-of-many"}
             assert httpx.post(f"{running.url}/v1/completions", json=body, headers=headers).status_code == 200
         none, ann, bob, again = (handle.request.cache_salt for handle in running.engine.handles)
     assert ann == again

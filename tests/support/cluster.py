@@ -70,7 +70,7 @@ def running_cluster(
     options = PeerOptions(member, model_path=source.path)
     peers = [PeerThread(me, options, network) for me in members[1:]]
     try:
-        head_options = replace(HeadOptions(member, spans=spans, wait_s=10, num_blocks=256), **changes)
+        head_options = replace(HeadOptions(member, spans=spans, wait_s=60, num_blocks=256), **changes)
         cluster = RunningCluster.start(membership_of(members[0]), source, head_options, network=network)
         try:
             yield cluster

@@ -21,6 +21,7 @@ from convoy.engine.outputs import (
 )
 from convoy.engine.request import GenerationRequest
 from convoy.errors import ConvoyError
+from convoy.model.vocabulary import check_length
 from convoy.serve.options import ServeOptions
 from convoy.serve.server import Stop, run_server
 from convoy.serve.service import ServedModel, Service
@@ -35,12 +36,21 @@ class ByteTokenizer:
 
     eos_ids = frozenset({EOS})
     vocab_size = 257
+    longest_token_bytes = 1
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
+        check_length(len(text.encode()), max_tokens)
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>")
+    def encode_word(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], *, max_tokens: int | None = None
+    ) -> list[int]:
+        return self.encode(
+            "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>", max_tokens=max_tokens
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(token for token in ids if token != EOS).decode(errors="replace")
@@ -153,7 +163,7 @@ class FakeEngine:
 def _logprob(token: int, num_top: int) -> TokenLogprob:
     """The token itself is the best, and its log-probability tells which it is."""
     top = [(token, -token / 1000)] + [((token + i) % 256, -token / 1000 - i) for i in range(1, num_top)]
-    return TokenLogprob(token, -token / 1000, top[:num_top])
+    return TokenLogprob(token, -token / 1000, top[:num_top], rank=1)
 
 
 @dataclass
@@ -169,14 +179,18 @@ class Running:
 
 @contextmanager
 def serving(
-    engine: FakeEngine | None = None, options: ServeOptions | None = None, *, max_context: int = MAX_CONTEXT
+    engine: FakeEngine | None = None,
+    options: ServeOptions | None = None,
+    *,
+    max_context: int = MAX_CONTEXT,
+    model: str = "fake",
 ) -> Iterator[Running]:
     """A real server on a port of its own, ended with the block."""
     engine = engine or FakeEngine()
     engine.room = max_context
     health = [(True, "")]
     service = Service(
-        models=(ServedModel("fake", engine, ByteTokenizer()),),
+        models=(ServedModel(model, engine, ByteTokenizer()),),
         health=lambda: health[0],
         status=lambda: {"model": "fake", "ready": health[0][0], "stages": []},
     )

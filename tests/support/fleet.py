@@ -29,6 +29,7 @@ from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
 from convoy.serve.options import ServeOptions
 from convoy.serve.server import HttpServer, Stop, bind, url_of
+from support.waiting import wait_until
 
 MODEL = "adder"
 LOCAL = ServeOptions(port=0, allow_unauthenticated=True)
@@ -39,7 +40,7 @@ class FakeEngine:
     """Answers ``What is 2+3?`` with its sum, a token for each digit. ``trouble`` is what goes wrong next."""
 
     def __init__(self) -> None:
-        self.trouble: list[str] = []  # one for each request to come: busy, broken, cut, slow
+        self.trouble: list[str] = []  # of each request to come: busy, refuses, too long, broken, cut, slow
         self.bodies: list[dict[str, Any]] = []
         self.traceparents: list[str] = []
         self.aborted = threading.Event()
@@ -64,6 +65,8 @@ class FakeEngine:
             return JSONResponse({"error": {"message": "full"}}, 503)
         if trouble == "refuses":
             return JSONResponse({"error": {"message": "temperature: too hot"}}, 400)
+        if trouble == "too long":
+            return JSONResponse({"error": {"message": "long", "code": "context_length_exceeded"}}, 400)
         question = body["messages"][-1]["content"]
         one, _, two = question.removeprefix("What is ").partition("?")[0].partition("+")
         text = str(int(one) + int(two))
@@ -140,11 +143,19 @@ def engine_server(engine: FakeEngine) -> Iterator[str]:
 class FleetUnderTest:
     """A coordinator with one account and its key; providers are added by name."""
 
-    def __init__(self, folder: Path, options: CoordinatorOptions, database_url: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: CoordinatorOptions,
+        database_url: str = "",
+        tls: tuple[str, str] | None = None,
+        public_certificate: Path | None = None,
+    ) -> None:
         self.identity = Identity.generate()
+        self.tls, self.public_certificate = tls, public_certificate
         self.options = options
         self.database_url = database_url or f"sqlite:///{folder}/fleet.db"
-        store = Store(self.database_url)
+        store = self.store = Store(self.database_url)
         self.ledger = Ledger(store, "test")
         self.directory = Directory(store)
         self.ledger.open_account("ann")
@@ -172,7 +183,7 @@ class FleetUnderTest:
 
         def run() -> None:
             run_coordinator(
-                *(self.options, Doors(public, LOCAL), store, self.identity.public_key),
+                *(self.options, self._doors(public), store, self.identity),
                 on_ready=on_ready,
                 stop=stop,
             )
@@ -181,9 +192,20 @@ class FleetUnderTest:
         self.coordinator = Running(run, stop.request)
         assert ready.wait(30), self.coordinator.error
 
+    def _doors(self, public: ServeOptions) -> Doors:
+        return Doors(
+            *(public, LOCAL, self.tls, self.public_certificate is not None),
+            public_certificate=self.public_certificate,
+        )
+
     @property
     def port(self) -> int:
         return int(self.url.rpartition(":")[2])
+
+    @property
+    def socket_url(self) -> str:
+        """That providers dial."""
+        return self.url.replace("http", "ws", 1)
 
     def add(
         self,
@@ -194,6 +216,7 @@ class FleetUnderTest:
         wait_s: float = 30.0,
         identity: Identity | None = None,
         approved: bool = True,
+        dial: str = "",
         **changes: Any,
     ) -> Provider:
         """A provider that is registered when this returns, if it is approved."""
@@ -213,9 +236,7 @@ class FleetUnderTest:
         async def live() -> None:
             loops.append(asyncio.get_running_loop())
             upstream = Upstream(upstream_url)
-            options = ProvideOptions(
-                self.url.replace("http", "ws", 1), {MODEL: capacity}, events=heard, **changes
-            )
+            options = ProvideOptions(dial or self.socket_url, {MODEL: capacity}, events=heard, **changes)
             made.append(Provider(identity, upstream, options))
             there.set()
             try:
@@ -237,6 +258,10 @@ class FleetUnderTest:
     def wait_registered(self, wait_s: float = 30.0) -> None:
         """Until another provider is registered, or one again."""
         assert self._registered.acquire(timeout=wait_s), self.events
+
+    def wait_event(self, part: str) -> None:
+        """Until a provider said something with that in it."""
+        wait_until(lambda: any(part in text for text in self.events))
 
     def error_of(self, index: int) -> BaseException | None:
         """What ended a provider."""

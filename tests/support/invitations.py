@@ -15,9 +15,17 @@ from pathlib import Path
 from convoy.cluster.enrolment import Enrolment, Newcomer
 from convoy.cluster.joining import Asked, Enrolled, join_by_token
 from convoy.crypto.certificate import certificate_fingerprint
-from convoy.crypto.enrolment import OneTimeCertificate, Proof, Terms, commit, make_proof, transcript
+from convoy.crypto.enrolment import (
+    OneTimeCertificate,
+    Proof,
+    Terms,
+    commit,
+    hello_mac,
+    make_proof,
+    transcript,
+)
 from convoy.crypto.identity import Identity, OperatorKey
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, LinkBroken
 from convoy.transport.admission import AdmissionLimits
 from convoy.transport.enrolment import (
     dial_pinned,
@@ -146,10 +154,19 @@ class RawNewcomer:
         self.stream: Stream
         self.stream, _ = dial_pinned(token.addresses[0], token.fingerprint, time.monotonic() + 10)
 
+    def say_hello(self) -> None:
+        """Commit, with a MAC under this newcomer's secret."""
+        self.commitment = commit(self.nonce, self.card)
+        hello = self.commitment + hello_mac(self.terms, self.commitment)
+        send_enrolment(self.stream, EnrolmentType.HELLO, hello)
+
     def hello(self) -> bytes:
         """Commit, and return the inviter's nonce."""
-        self.commitment = commit(self.nonce, self.card)
-        send_enrolment(self.stream, EnrolmentType.HELLO, self.commitment)
+        self.say_hello()
+        return self.challenge()
+
+    def challenge(self) -> bytes:
+        """The inviter's nonce."""
         kind, challenge = receive_enrolment(self.stream)
         assert kind is EnrolmentType.CHALLENGE
         return challenge
@@ -165,6 +182,14 @@ class RawNewcomer:
         kind, body = receive_enrolment(self.stream)
         assert kind is EnrolmentType.REFUSED
         return decode_refusal(body)
+
+    def hung_up(self) -> bool:
+        """Whether the listener closed the connection without a word."""
+        try:
+            receive_enrolment(self.stream)
+        except LinkBroken:
+            return True
+        return False
 
     def close(self) -> None:
         self.stream.close()

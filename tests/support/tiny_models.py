@@ -423,7 +423,7 @@ class Models:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._references: dict[str, Any] = {}
+        self._references: dict[tuple[str, torch.dtype], Any] = {}
         self._stages: dict[tuple[str, str, tuple[int, ...]], list[Stage]] = {}
 
     def directory(self, kind: str, *, dtype: torch.dtype = torch.float32) -> Path:
@@ -435,16 +435,33 @@ class Models:
     def source(self, kind: str, *, dtype: torch.dtype = torch.float32) -> ModelSource:
         return ModelSource.resolve(str(self.directory(kind, dtype=dtype)))
 
-    def reference(self, kind: str, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits [T, vocab] of transformers' own forward, eager attention, float32."""
-        if kind not in self._references:
+    def reference(
+        self, kind: str, tokens: Sequence[int], *, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Return the logits [T, vocab] of transformers' own forward, with eager attention."""
+        if (kind, dtype) not in self._references:
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                self.directory(kind), dtype=torch.float32, attn_implementation="eager"
+                self.directory(kind), dtype=dtype, attn_implementation="eager"
             )
-            self._references[kind] = model.eval()
+            self._references[kind, dtype] = model.eval()
         with torch.no_grad():
-            logits: torch.Tensor = self._references[kind](torch.tensor([list(tokens)])).logits[0]
+            logits: torch.Tensor = self._references[kind, dtype](torch.tensor([list(tokens)])).logits[0]
         return logits
+
+    def distance(self, kind: str, tokens: Sequence[int], found: torch.Tensor, *, allowed: float) -> float:
+        """Return how far ``found`` is from the library's logits at most.
+
+        Both round, each in another order, and the order depends on the processor. So beyond ``allowed`` the
+        library's float64 is the judge, as in `convoy verify`: logits that are no further from it than twice
+        the library's own float32 count as ``allowed``.
+        """
+        expected = self.reference(kind, tokens)
+        apart = float((found - expected).abs().max())
+        if apart <= allowed:
+            return apart
+        exact = self.reference(kind, tokens, dtype=torch.float64)
+        own = float((expected.double() - exact).abs().max())
+        return allowed if float((found.double() - exact).abs().max()) <= 2 * own else apart
 
     def chain(
         self, kind: str, *cuts: int, kernel: str = "exact-f32", ring_tokens: int | None = None

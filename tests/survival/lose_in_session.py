@@ -39,7 +39,7 @@ def test_a_session_outlives_a_member_between_two_calls_and_while_it_is_saved(tmp
                     killed.append("gamma")
                     s.kill("gamma")
 
-            session.save(tmp_path / "chat", progress=kill_once)
+            session.save(tmp_path / "chat", None, progress=kill_once)
             assert killed
             found += go_on(session, 5)
             assert s.members() == ["alpha"]
@@ -74,7 +74,7 @@ def test_a_member_that_stops_while_a_session_is_saved_holds_up_neither_streams_n
 
             failed = ""
             try:
-                session.save(tmp_path / "chat", progress=stop_once)
+                session.save(tmp_path / "chat", None, progress=stop_once)
             except StageLost as error:
                 failed = error.message
             assert not failed or "gamma" in failed

@@ -216,7 +216,7 @@ def test_without_a_store_nothing_is_written(tmp_path: Path) -> None:
     opened = open_membership("alpha", ALPHA, sign_roster(at(1), OLD), operator_key=OLD.public_key)
     assert isinstance(opened.membership, Membership)
     authority = OperatorAuthority(OLD.public_key)
-    authority.accept(sign_roster(at(2), NEW, [handed(2)]), at(2))
+    authority.accept(sign_roster(at(2), NEW, [handed(2)]), at(2), "a test")
     assert authority.trusted == NEW.public_key
     assert not list(tmp_path.iterdir())
 

@@ -61,6 +61,24 @@ def test_a_whole_file() -> None:
     assert (second.level, second.members) == (None, ("alpha", "beta"))
 
 
+def test_of_an_offer_no_more_counts_than_the_least_of_its_rules_allows() -> None:
+    text = """
+[[offer]]
+max_memory_gb = 24
+[[offer]]
+max_memory_gb = 8.5
+members = ["beta", "alpha"]
+"""
+    policy = parse_policy(text.encode())
+    huge = 10**15
+    assert policy.capped("gamma", huge, head=False) == 24 * 10**9
+    assert policy.capped("beta", huge, head=False) == 8_500_000_000
+    assert policy.capped("beta", 10**9, head=False) == 10**9
+    assert policy.capped("delta", huge, head=True) == huge, "a rule without members is for peers"
+    assert policy.capped("alpha", huge, head=True) == 8_500_000_000
+    assert Policy().capped("beta", huge, head=False) == huge
+
+
 def test_an_empty_file_demands_nothing() -> None:
     assert parse_policy(b"") == Policy()
 
@@ -90,6 +108,13 @@ def test_an_empty_file_demands_nothing() -> None:
         ("[[placement]]\nkeep = ['embedding']\non = 'hardware'\nmembers = ['a']", "and not both"),
         ("[[placement]]\nkeep = ['first:0']\non = 'hardware'", "'first:0' is unknown"),
         ("[[placement]]\nkeep = []\non = 'hardware'", "keeps nothing"),
+        ("[[offer]]\nmembers = ['a']", "offer 1: max_memory_gb is 0, expected more than 0 and at most 17592"),
+        ("[[offer]]\nmax_memory_gb = -1", "max_memory_gb is -1"),
+        ("[[offer]]\nmax_memory_gb = nan", "max_memory_gb is nan"),
+        ("[[offer]]\nmax_memory_gb = 1e9", "max_memory_gb is 1e+09"),
+        ("[[offer]]\nmax_memory_gb = '8'", "is a str, expected float"),
+        ("[[offer]]\nmax_memory_gb = 8\nmembers = []", "names nobody"),
+        ("[[offer]]\nmax_memory_gb = 8\nkeep = 1", "keep is unknown"),
         ("placement = 3", "is a int, expected list"),
         ("attestation = 3", "attestation is no table"),
         ("x = [", "is not TOML"),
@@ -111,3 +136,24 @@ def test_a_file_that_is_too_long_is_refused_unread() -> None:
 def test_garbage_is_a_policy_or_an_error(data: bytes) -> None:
     with contextlib.suppress(ConfigError):
         parse_policy(data)
+
+
+@pytest.mark.parametrize(
+    ("rule", "named"),
+    [
+        ("[[offer]]\nmax_memory_gb = 8\nmembers = ['alpha', 'betta']", "[[offer]] rule 1"),
+        ("[[placement]]\nkeep = ['output']\nmembers = ['betta']", "[[placement]] rule 1"),
+        (
+            f"[[attestation.pcr]]\nindex = 7\nvalues = ['{'0' * 64}']\nmembers = ['betta']",
+            "[[attestation.pcr]] rule 1",
+        ),
+    ],
+)
+def test_a_rule_for_an_unknown_member_is_refused_with_its_number(rule: str, named: str) -> None:
+    policy = parse_policy(rule.encode())
+    with pytest.raises(ConfigError) as caught:
+        policy.check_members(["alpha", "beta"])
+    assert caught.value.message == f"the policy's {named} names betta, which is no member"
+    assert "the members are alpha, beta" in str(caught.value.hint)
+    policy.check_members(["alpha", "betta"])
+    Policy().check_members([])

@@ -1,4 +1,4 @@
-"""Write enrolment_v1.json: `python tests/vectors/generate_enrolment.py` from the root of the repository.
+"""Write enrolment_v2.json: `python tests/vectors/generate_enrolment.py` from the root of the repository.
 
 Every value comes from a fixed seed, so a second run writes the same file. `tests/crypto/test_enrolment.py`
 recomputes it twice, with our code and with a second computation written from docs/protocol.md.
@@ -13,7 +13,16 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from convoy.crypto.certificate import certificate_fingerprint, make_certificate
-from convoy.crypto.enrolment import Terms, code, commit, invitation_id, listener_mac, make_proof, transcript
+from convoy.crypto.enrolment import (
+    Terms,
+    code,
+    commit,
+    hello_mac,
+    invitation_id,
+    listener_mac,
+    make_proof,
+    transcript,
+)
 from convoy.crypto.identity import Identity
 from convoy.trust.invite import Token
 from convoy.wire.enrolment import (
@@ -25,11 +34,15 @@ from convoy.wire.enrolment import (
     encode_proof,
 )
 
-OUT = Path(__file__).parent / "enrolment_v1.json"
+OUT = Path(__file__).parent / "enrolment_v2.json"
 ROSTER = b"the signed roster, whatever it says"
 NEGATIVE = [
     {"what": "one letter of the token changed", "error": "InviteError", "match": "damaged"},
     {"what": "a token of version 2", "error": "InviteError", "match": "does not begin with convoy1"},
+    {"what": "a HELLO under another secret", "error": "HandshakeError", "match": "HELLO"},
+    {"what": "a HELLO for another invitation", "error": "HandshakeError", "match": "HELLO"},
+    {"what": "a HELLO for another listener", "error": "HandshakeError", "match": "HELLO"},
+    {"what": "a HELLO with another commitment", "error": "HandshakeError", "match": "HELLO"},
     {"what": "another secret", "error": "HandshakeError", "match": "secret"},
     {"what": "another listener's certificate", "error": "HandshakeError", "match": "another listener"},
     {"what": "another card than committed to", "error": "HandshakeError", "match": "committed"},
@@ -78,7 +91,7 @@ def main() -> None:
     proof = encode_proof(make_proof(terms, identity, nonce, spoken), card)
     accepted = listener_mac(token.secret, spoken, ROSTER) + ROSTER
     frames = {
-        EnrolmentType.HELLO: commitment,
+        EnrolmentType.HELLO: commitment + hello_mac(terms, commitment),
         EnrolmentType.CHALLENGE: challenge,
         EnrolmentType.PROOF: proof,
         EnrolmentType.PENDING: listener_mac(token.secret, spoken, b"pending"),

@@ -15,6 +15,7 @@ from convoy.wire.codec import decode_message, encode_message, frame_type_of
 from convoy.wire.fetch import MAX_PIECE_BYTES, Fetch, Held, Holding, Piece, Prepare, Prepared
 from convoy.wire.message_types import MESSAGE_TYPES
 from convoy.wire.messages import (
+    MAX_OFFER_BYTES,
     MAX_STEP_BLOCKS,
     MAX_STEP_TOKENS,
     TENSOR_TYPES,
@@ -83,9 +84,32 @@ MESSAGES: list[Message] = [
         [],
         [Row(2, 5, 1, 1)],
         b"",
-        [DrawRequest(6, 0, -1, 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, [(7, -1.5)], 2, -1, True, b"p" * 4, b"")],
+        [
+            DrawRequest(
+                6,
+                0,
+                -1,
+                0.5,
+                3,
+                0.9,
+                0.1,
+                1.1,
+                0.2,
+                0.3,
+                [(7, -1.5)],
+                2,
+                -1,
+                True,
+                b"p" * 4,
+                b"",
+                b"a" * 8,
+                b"",
+            )
+        ],
     ),
-    Drawn(5, [DrawAnswer(9, -0.5, [(9, -0.5)], b"\0" * 4, ""), DrawAnswer(0, 0.0, [], b"", "not finite")]),
+    Drawn(
+        5, [DrawAnswer(9, -0.5, [(9, -0.5)], b"\0" * 4, "", 0), DrawAnswer(0, 0.0, [], b"", "not finite", 0)]
+    ),
     ReadBlocks(6, "ab", 2, 4, [7, 1]),
     WriteBlocks(7, "ab", [7, 1], b"t" * 32),
     BlocksDone(7, "block 7 has an owner"),
@@ -136,13 +160,22 @@ def test_a_list_that_claims_billions_of_entries_is_refused() -> None:
 
 def test_what_a_peer_drew_is_bounded_before_it_is_built() -> None:
     """A frame of 64 MiB would hold millions of empty entries, and more than a gigabyte of them."""
-    most = Drawn(5, [DrawAnswer(3, -0.5, [(3, -0.5)] * MAX_LOGPROBS, b"", "")])
+    most = Drawn(5, [DrawAnswer(3, -0.5, [(3, -0.5)] * MAX_LOGPROBS, b"", "", 0)])
     assert decode_message(FrameType.DRAWN, encode_message(most)) == most
-    alternatives = Drawn(5, [DrawAnswer(3, -0.5, [(3, -0.5)] * (MAX_LOGPROBS + 1), b"", "")])
-    answers = Drawn(5, [DrawAnswer(0, 0.0, [], b"", "")] * (64 * 1024 + 1))
+    alternatives = Drawn(5, [DrawAnswer(3, -0.5, [(3, -0.5)] * (MAX_LOGPROBS + 1), b"", "", 0)])
+    answers = Drawn(5, [DrawAnswer(0, 0.0, [], b"", "", 0)] * (64 * 1024 + 1))
     for message in (alternatives, answers):
         with pytest.raises(FrameError):
             decode_message(FrameType.DRAWN, encode_message(message))
+
+
+@pytest.mark.parametrize("claimed", [-1, MAX_OFFER_BYTES + 1, 10**15])
+def test_an_offer_of_more_memory_than_any_machine_has_is_malformed(claimed: int) -> None:
+    most = Hello("convoy 0.1", ["float32"], ["exact-f32"], MAX_OFFER_BYTES, 2, "linux")
+    assert decode_message(FrameType.HELLO, encode_message(most)) == most
+    lie = msgspec.structs.replace(most, memory_bytes=claimed)
+    with pytest.raises(FrameError, match=r"a HELLO of .* is not the message its type says"):
+        decode_message(FrameType.HELLO, encode_message(lie))
 
 
 def test_there_is_a_number_for_each_cache_group_and_there_are_sixteen_at_most() -> None:
@@ -158,7 +191,24 @@ def test_there_is_a_number_for_each_cache_group_and_there_are_sixteen_at_most() 
 def test_as_many_biases_are_sent_as_a_request_may_have() -> None:
     def draw(num_biases: int) -> Step:
         request = DrawRequest(
-            9, 0, 1, 0.5, 0, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.0)] * num_biases, -1, -1, False, b"", b""
+            9,
+            0,
+            1,
+            0.5,
+            0,
+            1.0,
+            0.0,
+            1.0,
+            0.0,
+            0.0,
+            [(7, 1.0)] * num_biases,
+            -1,
+            -1,
+            False,
+            b"",
+            b"",
+            b"",
+            b"",
         )
         return Step(5, [], [], [Row(2, 5, 1, 1)], b"", [request])
 
@@ -169,7 +219,7 @@ def test_as_many_biases_are_sent_as_a_request_may_have() -> None:
 
 def bias_step(num_draws: int, num_biases: int) -> Step:
     request = DrawRequest(
-        9, 0, 1, 0.5, 0, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.0)] * num_biases, -1, -1, False, b"", b""
+        9, 0, 1, 0.5, 0, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.0)] * num_biases, -1, -1, False, b"", b"", b"", b""
     )
     return Step(5, [], [], [], b"", [request] * num_draws)
 
@@ -203,11 +253,11 @@ def test_a_whole_step_is_bounded_and_not_only_each_of_its_lists(most: Step, more
 def test_a_step_full_of_biases_is_refused_before_most_of_it_is_built() -> None:
     """It would take 29 times its bytes: 3 for a bias on the wire, and 88 of objects and lists."""
     draw = (
-        b"\xdc\x00\x10"
+        b"\xdc\x00\x12"
         + b"\x00" * 10
         + b"\xdc\x04\x00"
         + b"\x92\x01\x01" * 1024
-        + b"\x00\x00\xc2\xc4\x00\xc4\x00"
+        + b"\x00\x00\xc2\xc4\x00\xc4\x00\xc4\x00\xc4\x00"
     )
     payload = b"\x96\x05\x90\x90\x90\xc4\x00\xdc" + (2000).to_bytes(2, "big") + draw * 2000
     decode_message(FrameType.STEP, payload[:8] + (1).to_bytes(2, "big") + draw)  # well-formed
@@ -217,6 +267,34 @@ def test_a_step_full_of_biases_is_refused_before_most_of_it_is_built() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 40 * 1024 * 1024  # 180 MB, if all were built
+
+
+def test_draws_and_answers_have_the_bytes_that_the_protocol_describes() -> None:
+    """Vectors of `docs/protocol.md`, "Who draws": fields in order, token ids as little-endian uint32."""
+    draw = DrawRequest(
+        6, 0, 77, 0.5, 3, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.5)], 2, -1, False, b"", b"", b"", b"\2\1\0\0"
+    )
+    sent = encode_message(Step(5, [], [], [], b"", [draw]))
+    assert sent.hex() == (
+        "96059090"
+        "90c40091dc0012"
+        "06004dcb3fe000000000000003cb3ff0000000000000cb0000000000000000cb3ff0000000000000"
+        "cb0000000000000000cb0000000000000000"
+        "919207cb3ff8000000000000"
+        "02ffc2c400c400c400c40402010000"
+    )
+    answers = encode_message(Drawn(5, [DrawAnswer(9, -0.5, [(9, -0.5)], b"", "", 3)]))
+    assert answers.hex() == "9205919609cbbfe0000000000000919209cbbfe0000000000000c400a003"
+
+
+@pytest.mark.parametrize("field", ["allowed", "banned"])
+def test_a_draw_restricts_at_most_1024_tokens(field: str) -> None:
+    def step(num_bytes: int) -> Step:
+        return Step(5, [], [], [], b"", [msgspec.structs.replace(DRAW, **{field: bytes(num_bytes)})])
+
+    assert decode_message(FrameType.STEP, encode_message(step(4096))) == step(4096)
+    with pytest.raises(FrameError):
+        decode_message(FrameType.STEP, encode_message(step(4097)))
 
 
 def test_a_step_for_a_rank_is_bounded_as_a_step_is_and_has_no_draws() -> None:
@@ -263,8 +341,10 @@ def test_garbage_is_never_more_than_a_frame_error(kind: FrameType, garbage: byte
 
 TOKEN, LOGPROB = 54_321, -0.8125
 TOKENS = TOKEN.to_bytes(4, "little") * 3
-DRAW = DrawRequest(6, 0, 77, 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, [(TOKEN, 1.5)], 2, TOKEN, True, TOKENS, TOKENS)
-ANSWER = DrawAnswer(TOKEN, LOGPROB, [(TOKEN, LOGPROB)], TOKENS, f"no {TOKEN}")
+DRAW = DrawRequest(
+    6, 0, 77, 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, [(TOKEN, 1.5)], 2, TOKEN, True, TOKENS, TOKENS, TOKENS, TOKENS
+)
+ANSWER = DrawAnswer(TOKEN, LOGPROB, [(TOKEN, LOGPROB)], TOKENS, f"no {TOKEN}", 1)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from convoy.wire.frame import HANDSHAKE_MAGIC
 CARD = EnrolmentCard("beta", ("192.0.2.8", 7777), bytes(32), b"certificate")
 
 
-def preamble(kind: int, length: int, *, version: int = 1, zero: int = 0, magic: bytes = MAGIC) -> bytes:
+def preamble(kind: int, length: int, *, version: int = 2, zero: int = 0, magic: bytes = MAGIC) -> bytes:
     return magic + version.to_bytes(2, "big") + bytes([kind, zero]) + length.to_bytes(4, "big")
 
 
@@ -58,9 +58,9 @@ def test_what_a_stranger_can_make_a_listener_read_is_under_four_kib() -> None:
     [
         preamble(0, 32),
         preamble(7, 32),
-        preamble(1, 32, zero=1),
-        preamble(1, 32, magic=HANDSHAKE_MAGIC),
-        preamble(1, 32)[:-1],
+        preamble(1, 64, zero=1),
+        preamble(1, 64, magic=HANDSHAKE_MAGIC),
+        preamble(1, 64)[:-1],
         b"GET / HTTP/1",
         b"",
     ],
@@ -71,8 +71,8 @@ def test_what_is_no_frame_of_enrolment_is_refused(data: bytes) -> None:
 
 
 def test_another_version_is_named_with_ours() -> None:
-    with pytest.raises(Incompatible, match="version 2 of enrolment, and this one 1"):
-        decode_enrolment_preamble(preamble(1, 32, version=2))
+    with pytest.raises(Incompatible, match="version 1 of enrolment, and this one 2"):
+        decode_enrolment_preamble(preamble(1, 64, version=1))
 
 
 @given(st.binary(max_size=PREAMBLE_BYTES + 4))

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from convoy.cli.audit import operator_log, roster_subject
 from convoy.cli.change import OPERATOR_DIRECTORY, load_operator, require_signer
 from convoy.cli.config import Config, load_config
 from convoy.cli.files import read_bytes, read_text, replace_file
 from convoy.cli.home import config_file, roster_file
 from convoy.cli.member import load_member, load_policy, member_options
 from convoy.cli.output import JsonFlag, print_fields, print_json, print_note
+from convoy.cli.passphrase import PassphraseFlag
 from convoy.errors import AttestationError, UsageError
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def challenge(
     policy: Annotated[Path, typer.Option(help="The policy file with [attestation.tpm] authorities.")],
     roster: RosterFlag = None,
     operator: OperatorFlag = OPERATOR_DIRECTORY,
+    passphrase_file: PassphraseFlag = None,
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -80,7 +83,7 @@ def challenge(
     )
 
     asked = request_from_text(read_text(request, max_bytes=MAX_FILE_BYTES))
-    listed = _open_roster(roster_file(roster), operator)[0].roster
+    listed = _open_roster(roster_file(roster), operator, passphrase_file)[0].roster
     member = listed.member(asked.member)
     authority = check_request(asked, member, _authorities(load_policy(policy), policy.parent))
     made, pending = challenge_for(asked)
@@ -122,16 +125,17 @@ def accept_answer(
     answer_file: Annotated[Path, typer.Argument(metavar="ANSWER", help="The member's answer.")],
     roster: RosterFlag = None,
     operator: OperatorFlag = OPERATOR_DIRECTORY,
+    passphrase_file: PassphraseFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """On the operator's machine: enrol the key. The roster is signed again, one epoch later."""
     from convoy.crypto.keyfile import read_private
     from convoy.trust.activation import MAX_FILE_BYTES, accept, answer_from_text, pending_from_text
-    from convoy.trust.roster import sign_roster
+    from convoy.trust.roster import sign_roster, verify_roster
 
     given = answer_from_text(read_text(answer_file, max_bytes=MAX_FILE_BYTES))
     roster = roster_file(roster)
-    opened, key = _open_roster(roster, operator)
+    opened, key = _open_roster(roster, operator, passphrase_file)
     listed, handovers = opened.roster, opened.handovers
     member = listed.member(given.member)
     kept = _pending_file(operator, member.name)
@@ -140,7 +144,10 @@ def accept_answer(
         replace(one, attestation_key=enrolled) if one.name == member.name else one for one in listed.members
     )
     newer = replace(listed, epoch=listed.epoch + 1, members=members)
-    replace_file(roster, sign_roster(newer, key, handovers))
+    data = sign_roster(newer, key, handovers)
+    subject = roster_subject(verify_roster(data, operator_key=key.public_key), roster)
+    with operator_log(operator, key).doing("sign roster", {**subject, "attestation_key_of": member.name}):
+        replace_file(roster, data)
     kept.unlink()
     facts = {"member": member.name, "roster": roster, "epoch": listed.epoch + 1}
     if as_json:
@@ -200,10 +207,12 @@ def _tpm(settings: Config) -> Tpm:
     return Tpm(settings.cluster.tpm)
 
 
-def _open_roster(roster: Path, operator: Path) -> tuple[SignedRoster, OperatorKey]:
+def _open_roster(
+    roster: Path, operator: Path, passphrase_file: Path | None
+) -> tuple[SignedRoster, OperatorKey]:
     from convoy.trust.roster import open_roster
 
-    key = load_operator(operator)
+    key = load_operator(operator, passphrase_file)
     data = read_bytes(roster, max_bytes=_MAX_ROSTER_BYTES)
     signed = open_roster(data, operator_key=key.public_key)
     require_signer(signed, key)

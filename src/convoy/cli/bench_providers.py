@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from convoy.cli.bench_run import BenchRun, bench_verb, print_machine
+from convoy.cli.exit_codes import EXIT_FAILURE
 from convoy.cli.files import replace_file
-from convoy.cli.output import EXIT_FAILURE, print_table
+from convoy.cli.output import print_table
 
 if TYPE_CHECKING:
     from convoy.bench.fleet_load import Answer

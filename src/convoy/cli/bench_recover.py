@@ -10,8 +10,8 @@ import typer
 
 from convoy.cli.bench_cluster import ServedCluster, ServedOptions, memory_for
 from convoy.cli.bench_run import BenchRun, bench_verb
+from convoy.cli.exit_codes import EXIT_FAILURE
 from convoy.cli.local import LocalOptions
-from convoy.cli.output import EXIT_FAILURE
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:

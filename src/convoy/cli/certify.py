@@ -10,9 +10,11 @@ from typing import Annotated
 
 import typer
 
+from convoy.cli.audit import operator_log
 from convoy.cli.files import replace_file
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
 from convoy.cli.output import JsonFlag, print_fields, print_json
+from convoy.cli.passphrase import PassphraseFlag
 from convoy.errors import ConfigError, UsageError
 
 _DAY_S = 24 * 3600
@@ -24,6 +26,7 @@ def certify(
     file: Annotated[Path, typer.Option(help="Where the certificate goes.")] = Path("provider.certificate"),
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long it holds.")] = 365,
     directory: DirectoryFlag = DEFAULT_HOME,
+    passphrase_file: PassphraseFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Certify a provider for proxies that trust the operator's key."""
@@ -33,9 +36,11 @@ def certify(
         identity = bytes.fromhex(key)
     except ValueError:
         raise UsageError(f"{key[:80]!r} is no key, expected 64 hexadecimal digits") from None
-    operator = Home(directory).open_operator()
+    operator = Home(directory).open_operator(passphrase_file)
     expires_s = int(time.time()) + days * _DAY_S
-    replace_file(file, base64.b64encode(sign(operator, identity, name, expires_s)) + b"\n")
+    log = operator_log(Home(directory).operator, operator)
+    with log.doing("certify provider", {"name": name[:256], "identity": key.lower()[:64], "days": days}):
+        replace_file(file, base64.b64encode(sign(operator, identity, name, expires_s)) + b"\n")
     facts = {"certificate": file, "provider": name, "operator_key": operator.public_key.hex(), "days": days}
     if as_json:
         print_json(facts)

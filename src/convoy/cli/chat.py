@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.endpoint import DEFAULT_URL, ApiKeyFlag, Endpoint, UrlFlag
+from convoy.cli.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
 from convoy.cli.output import JsonFlag, one_line, print_json, print_note, styled
 from convoy.cli.patience import Patience
 from convoy.errors import ConvoyError, UsageError
@@ -18,6 +20,7 @@ from convoy.errors import ConvoyError, UsageError
 Message = dict[str, str]
 _RECOVERING = "recovering: "
 _LOOK_S = 2.0
+_KEPT = frozenset("\n\t\u200c\u200d")  # line end, tab, zero-width non-joiner and joiner
 
 
 @dataclass
@@ -33,6 +36,7 @@ def chat(
     prompt: Annotated[str | None, typer.Argument(help="One question; without it, a conversation.")] = None,
     url: UrlFlag = DEFAULT_URL,
     api_key_file: ApiKeyFlag = None,
+    ca: CaFlag = None,
     model: Annotated[str | None, typer.Option(help="Which, if the head serves several.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
@@ -41,16 +45,36 @@ def chat(
     as_json: JsonFlag = False,
 ) -> None:
     """Talk to a running cluster; answers stream as they come."""
-    endpoint = Endpoint.of(url, api_key_file)
+    if as_json and prompt is None:
+        raise UsageError("--json needs a question", hint='convoy chat --json "What is 2+3?"')
+    endpoint = Endpoint.of(url, client_key(api_key_file), ca)
+    model = model or _only_model(endpoint)
     asked = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     options = {name: value for name, value in asked.items() if value is not None}
     history = [] if system is None else [{"role": "system", "content": system}]
     if prompt is not None:
         _once(endpoint, [*history, _user(prompt)], options, as_json=as_json)
-    elif as_json:
-        raise UsageError("--json needs a question", hint='convoy chat --json "What is 2+3?"')
     else:
         _converse(endpoint, history, options)
+
+
+def _only_model(endpoint: Endpoint) -> str:
+    """Return the name of the one model that is served: a coordinator and a proxy want it named.
+
+    Raises `UsageError` for none and for several.
+    """
+    listed = endpoint.get("/v1/models")
+    try:
+        names = [str(one["id"]) for one in listed["data"]]  # type: ignore[index]
+    except (TypeError, KeyError):
+        raise endpoint.not_ours("no list of models") from None
+    if len(names) == 1:
+        return names[0]
+    shown = one_line(", ".join(names[:10]))
+    raise UsageError(
+        f"{endpoint.url} serves {len(names)} models" + (f": {shown}" if names else ""),
+        hint="--model names one" if names else "ask again once it serves one",
+    )
 
 
 def _user(text: str) -> Message:
@@ -86,9 +110,10 @@ def _once(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], 
 
 def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any]) -> None:
     """Until end of input. A failed turn is reported and forgotten; the conversation goes on."""
-    endpoint.get("/v1/models")  # nobody there is better said before the first question
     if sys.stdin.isatty():
         print_note("end with Ctrl-D; Ctrl-C stops an answer")
+    # Each Ctrl-C stops one answer here. The command's own handler takes a second one for a demand to end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     while (line := _ask()) is not None:
         if not line.strip():
             continue
@@ -120,15 +145,25 @@ def _ask() -> str | None:
 
 
 def _show(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], answer: Answer) -> None:
-    """Print an answer as it comes; where it pauses because the cluster recovers, say so."""
+    """Print an answer as it comes; a pause because the cluster recovers is told on a line of its own."""
 
     def tell(reason: str) -> None:
-        within = sys.stdout.isatty() and answer.text and not answer.text.endswith("\n")
-        print_note(f"{chr(10) if within else ''}(the cluster is recovering: {one_line(reason)})")
+        begins_line = not answer.text or answer.text.endswith("\n")
+        print_note(f"{'' if begins_line else chr(10)}(the cluster is recovering: {one_line(reason)})")
 
     with Patience(lambda: _recovering(endpoint), tell) as patience:
         for piece in _stream(endpoint, messages, options, answer, patience.came):
-            print(piece, end="", flush=True)
+            print(printable(piece), end="", flush=True)
+
+
+def printable(text: str) -> str:
+    """Return ``text`` without control characters, which could draw on a terminal or forge what it shows.
+
+    Line ends and tabs stay. So do the joiners that emoji and some scripts are written with.
+    """
+    return "".join(
+        char for char in text if char in _KEPT or unicodedata.category(char) not in {"Cc", "Cf", "Cs"}
+    )
 
 
 def _recovering(endpoint: Endpoint) -> str | None:

@@ -4,12 +4,13 @@
                policy (file: what others must prove), tpm (such as device:/dev/tpmrm0, to prove this machine),
                standby (a peer: hold layers only once another member is lost)
     [listen]   host, port, discover                         where peers reach this member
-    [serve]    host, port, api_key_file, allow_unauthenticated, max_waiting, drain_s    a head's HTTP server
+    [serve]    host, port, api_key_file, allow_unauthenticated, tls_certificate, tls_key, allowed_hosts,
+               allowed_origins, max_waiting, drain_s                     a head's HTTP server
     [model]    name or path, kernel, device, activation_dtype, num_threads, memory_gb, cache (folder), hub,
                weights_from (head, hub or auto), signed (file: the manifest that the operator signed)
     [engine]   max_batch, max_step_tokens, prefill_chunk, level_chunks, prefill_window, micro_batches (0: as
-               many as stages), speculate (0: no guesses), share_across_keys, block_size, num_blocks (0: as
-               many as fit)
+               many as stages), speculate (0: no guesses), share_across_keys, max_model_len (0: the model's
+               own context), block_size, num_blocks (0: as many as fit)
     [telemetry] traces (the URL of an OTLP/HTTP collector for spans of a head's requests)
     [plan]     layers = { alpha = "0:5,output", beta = "6:11" }, wait_s, recover_wait_s,
                parallel (auto, pipeline, tensor or single), ranks (members that hold a stage together)
@@ -73,7 +74,9 @@ class ListenConfig(msgspec.Struct, frozen=True):
 
 
 class ServeConfig(msgspec.Struct, frozen=True):
-    """The HTTP server of a head. ``allow_unauthenticated``: off loopback too, with no key."""
+    """The HTTP server of a head. ``allow_unauthenticated``: off loopback too, with no key. ``allowed_hosts``:
+    further names that it answers to. ``allowed_origins``: sites whose pages may call it.
+    """
 
     host: Name = "127.0.0.1"
     port: Port = DEFAULT_SERVE_PORT
@@ -81,6 +84,10 @@ class ServeConfig(msgspec.Struct, frozen=True):
     max_waiting: Count = 256
     drain_s: Seconds = 30.0
     allow_unauthenticated: bool = False
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    allowed_hosts: tuple[Name, ...] = ()
+    allowed_origins: tuple[Name, ...] = ()
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -108,9 +115,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """Limits of the scheduler. 0 means: ``num_blocks`` as many as fit in memory, ``micro_batches`` as many as
-    stages, ``prefill_window`` as many as micro-batches, ``speculate`` that nothing is guessed; None guesses
-    `DEFAULT_SPECULATE` tokens where that changes no text.
+    """Limits of the scheduler. 0 means: ``max_model_len`` the model's own context, ``num_blocks`` as many as
+    fit in memory, ``micro_batches`` as many as stages, ``prefill_window`` as many as micro-batches,
+    ``speculate`` that nothing is guessed; None guesses `DEFAULT_SPECULATE` tokens where that changes no text.
     """
 
     max_batch: Count = 32
@@ -121,6 +128,7 @@ class EngineConfig(msgspec.Struct, frozen=True):
     speculate: Annotated[int, msgspec.Meta(ge=0, le=64)] | None = None
     share_across_keys: bool = False
     level_chunks: bool = True
+    max_model_len: Annotated[int, msgspec.Meta(ge=0)] = 0
     block_size: Count = 16
     num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
 
@@ -165,11 +173,6 @@ class Config(msgspec.Struct, frozen=True):
         """The 32 bytes. Raises ConfigError if it is not there or not a key."""
         text = self._required("cluster", "operator_key", self.cluster.operator_key)
         return decode_public_key(text, f"{self._file}: [cluster] operator_key")
-
-    def api_key(self) -> str | None:
-        """The first line of [serve] api_key_file, None without one. Raises ConfigError if it holds no key."""
-        file = self.serve.api_key_file
-        return None if file is None else read_api_key(file)
 
     def model_name(self) -> str | None:
         """[model] name, or path as text: what `ModelSource.resolve` takes."""
@@ -228,21 +231,10 @@ def decode_public_key(text: str, what: str) -> bytes:
 
 
 def read_api_key(file: Path) -> str:
-    """The first line of a file. Raises ConfigError if there is none."""
-    try:
-        with file.open(encoding="utf-8") as lines:
-            key = lines.readline(4096).strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read the api key file {file}: {_reason(error)}",
-            hint="make it with the key on its first line, readable for you alone (chmod 600)",
-        ) from None
-    if not key:
-        raise ConfigError(
-            f"the api key file {file} is empty, expected the key on its first line",
-            hint=f"`openssl rand -hex 32 > {file}` writes a new one",
-        )
-    return key
+    """Return the one key that a client sends. Raises ConfigError if there is none, or others can read it."""
+    from convoy.serve.key_file import read_client_key
+
+    return read_client_key(file)
 
 
 _TABLES: dict[str, type[msgspec.Struct]] = {

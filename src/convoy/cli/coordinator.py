@@ -18,17 +18,22 @@ from convoy.cli.coordinator_run import (
     BehindProxyFlag,
     CertificateFlag,
     ConfigFlag,
+    DatabaseFileFlag,
     DatabaseFlag,
     DoorFlags,
     HostFlag,
     InstanceFlag,
     PortFlag,
+    PublicCertificateFlag,
     TlsKeyFlag,
+    admin_url_of,
+    database_url,
     run_here,
 )
 from convoy.cli.endpoint import Endpoint
 from convoy.cli.fleet_config import load_fleet_config, load_telemetry
 from convoy.cli.home import DEFAULT_HOME, Home
+from convoy.cli.keys import ExpiresFlag, seconds_of
 from convoy.cli.output import JsonFlag, print_fields, print_json, print_note, print_table
 from convoy.cli.proxy import read_keys
 from convoy.cli.traces import TracesFlag, tracing
@@ -40,11 +45,14 @@ _FOLDER = DEFAULT_HOME / "coordinator"
 FolderFlag = Annotated[
     Path, typer.Option("--dir", help="Folder of its keys and, unless --database names another, its database.")
 ]
-AdminUrlFlag = Annotated[str, typer.Option("--admin-url", help="The administrators' door.")]
+AdminUrlFlag = Annotated[
+    str | None,
+    typer.Option("--admin-url", help="The administrators' door.  [default: of the coordinator in --dir]"),
+]
 AdminKeyFlag = Annotated[
     Path | None, typer.Option("--admin-key-file", help="An administrator's key.  [default: in --dir]")
 ]
-_ADMIN_URL = f"http://127.0.0.1:{DEFAULT_ADMIN_PORT}"
+LimitFlag = Annotated[int | None, typer.Option(min=1, help="Of the key that is made.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -55,11 +63,13 @@ def coordinator(
     admin_port: AdminPortFlag = DEFAULT_ADMIN_PORT,
     config: ConfigFlag = None,
     database: DatabaseFlag = None,
+    database_file: DatabaseFileFlag = None,
     instance: InstanceFlag = "coordinator",
     authority: AuthorityFlag = None,
     tls_certificate: CertificateFlag = None,
     tls_key: TlsKeyFlag = None,
     behind_tls_proxy: BehindProxyFlag = False,
+    public_certificate: PublicCertificateFlag = None,
     traces: TracesFlag = None,
     directory: FolderFlag = _FOLDER,
     as_json: JsonFlag = False,
@@ -69,22 +79,26 @@ def coordinator(
         return
     if (tls_certificate is None) != (tls_key is None):
         raise UsageError("--tls-certificate and --tls-key go together")
+    database = database_url(database, database_file)
     known = tuple(authority or ())
-    doors = DoorFlags(host, port, admin_port, tls_certificate, tls_key, behind_tls_proxy, known)
+    doors = DoorFlags(
+        *(host, port, admin_port, tls_certificate, tls_key),
+        *(behind_tls_proxy, known, public_certificate),
+    )
     options = load_fleet_config(config, instance, known)
     with tracing(traces or load_telemetry(config).traces, "convoy-coordinator") as on:
         options = replace(options, traces=on)
         run_here(options, doors, Home(directory), database, as_json=as_json)
 
 
-def _admin(url: str, key_file: Path | None, directory: Path) -> Endpoint:
+def _admin(url: str | None, key_file: Path | None, directory: Path) -> Endpoint:
     file = key_file or directory / ADMIN_KEY
     if not file.exists():
         raise ConfigError(
             f"there is no administrator's key at {file}", hint="`convoy coordinator` makes one, or --dir"
         )
     return Endpoint(
-        *(url.rstrip("/"), read_api_key(file)),
+        *((url or admin_url_of(directory)).rstrip("/"), read_api_key(file)),
         server="coordinator",
         start="convoy coordinator",
         url_option="--admin-url",
@@ -93,7 +107,7 @@ def _admin(url: str, key_file: Path | None, directory: Path) -> Endpoint:
 
 @app.command()
 def status(
-    url: AdminUrlFlag = _ADMIN_URL,
+    url: AdminUrlFlag = None,
     key_file: AdminKeyFlag = None,
     directory: FolderFlag = _FOLDER,
     as_json: JsonFlag = False,
@@ -107,8 +121,15 @@ def status(
     print()
     _table(["model", "providers", "free_slots", "waiting"], found["models"])
     print()
-    rows = [{**one, "running": sum(one["models"].values())} for one in found["providers"]]
-    _table(["name", "level", "running", "draining", "software"], rows)
+    rows = [
+        {
+            **one,
+            "running": sum(one["models"].values()),
+            "template": max(one["template_tokens"].values(), default=0),
+        }
+        for one in found["providers"]
+    ]
+    _table(["name", "level", "running", "draining", "template", "unbilled_tokens", "software"], rows)
     for one in rows:
         _print_evidence(one)
 
@@ -125,7 +146,7 @@ def providers(
         tuple[str, str] | None, typer.Option(help="KEY NAME: let a provider in, by what it shows.")
     ] = None,
     revoke: Annotated[str | None, typer.Option(help="NAME: put a provider out.")] = None,
-    url: AdminUrlFlag = _ADMIN_URL,
+    url: AdminUrlFlag = None,
     key_file: AdminKeyFlag = None,
     directory: FolderFlag = _FOLDER,
     as_json: JsonFlag = False,
@@ -145,7 +166,7 @@ def providers(
     else:
         rows = admin.get("/providers")
         if not as_json:
-            _table(["name", "identity", "level", "revoked_s"], rows)
+            _table(["name", "identity", "level", "unbilled_tokens", "revoked_s"], rows)
             return
         said = rows
     _show(said, as_json=as_json)
@@ -158,40 +179,79 @@ def keys(
         int | None, typer.Option(min=1, help="With --add: millionths of a unit for the account.")
     ] = None,
     metrics: Annotated[bool, typer.Option("--metrics", help="Make a key that reads /metrics alone.")] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="Make an administrator's key.")] = False,
     label: Annotated[str, typer.Option(help="Of the key that is made: what it is for.")] = "",
+    expires: ExpiresFlag = None,
+    requests_per_minute: LimitFlag = None,
+    tokens_per_minute: LimitFlag = None,
+    concurrent_requests: LimitFlag = None,
+    spend_limit: Annotated[
+        int | None, typer.Option(min=1, help="With --add: what it may spend in all, in millionths of a unit.")
+    ] = None,
     revoke: Annotated[
         tuple[str, str] | None,
         typer.Option(help="ACCOUNT HINT: those that begin so, as listed; '' for no account."),
     ] = None,
-    url: AdminUrlFlag = _ADMIN_URL,
+    url: AdminUrlFlag = None,
     key_file: AdminKeyFlag = None,
     directory: FolderFlag = _FOLDER,
     as_json: JsonFlag = False,
 ) -> None:
-    """List, make or revoke consumers' API keys; add to balances."""
-    admin = _admin(url, key_file, directory)
+    """List, make or revoke API keys; add to balances."""
+    door = _admin(url, key_file, directory)
+    scopes = {"consumer": add is not None, "metrics": metrics, "admin": admin}
+    chosen = [scope for scope, wanted in scopes.items() if wanted]
+    terms = {
+        "expires_s": seconds_of(expires),
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": tokens_per_minute,
+        "concurrent_requests": concurrent_requests,
+        "spend_limit_micro": spend_limit,
+    }
     if revoke is not None:
-        done = _object(admin.post("/keys/revoke", {"account": revoke[0] or None, "hint": revoke[1]}))
-        if not done["revoked"]:
-            raise UsageError(f"no key of {revoke[0] or 'no account'} that is good begins with {revoke[1]}")
-        _show(done, as_json=as_json)
-        return
-    if add is not None and metrics:
-        raise UsageError("--add makes a consumer's key and --metrics one for scraping: ask for one of them")
-    if add is not None:
-        _open(admin, add, credit)
-    if add is None and not metrics:
-        rows = admin.get("/keys")
-        if as_json:
-            print_json(rows)
-        else:
-            _table(["account", "scope", "label", "hint", "revoked_s"], rows)
-        return
-    scope = "consumer" if add is not None else "metrics"
-    made = _object(admin.post("/keys", {"scope": scope, "account": add, "label": label}))
+        _revoke(door, *revoke, as_json=as_json)
+    elif not chosen:
+        _list_keys(door, as_json=as_json)
+    else:
+        _make_key(door, chosen, add, credit, {"label": label, **terms}, as_json=as_json)
+
+
+def _revoke(door: Endpoint, account: str, hint: str, *, as_json: bool) -> None:
+    done = _object(door.post("/keys/revoke", {"account": account or None, "hint": hint}))
+    if not done["revoked"]:
+        raise UsageError(f"no key of {account or 'no account'} that is good begins with {hint}")
+    _show(done, as_json=as_json)
+
+
+def _list_keys(door: Endpoint, *, as_json: bool) -> None:
+    rows = door.get("/keys")
+    if as_json:
+        print_json(rows)
+    else:
+        _table(["account", "scope", "label", "hint", "revoked_s", "expires_s"], rows)
+
+
+def _make_key(
+    door: Endpoint,
+    scopes: list[str],
+    account: str | None,
+    credit: int | None,
+    facts: dict[str, Any],
+    *,
+    as_json: bool,
+) -> None:
+    if len(scopes) > 1:
+        raise UsageError(
+            "--add makes a consumer's key, --metrics one for scraping and --admin an administrator's: ask "
+            "for one of them"
+        )
+    if account is not None:
+        _open(door, account, credit)
+    given = {name: value for name, value in facts.items() if value is not None}
+    made = _object(door.post("/keys", {"scope": scopes[0], "account": account, **given}))
     _show(made, as_json=as_json)
     if not as_json:
-        _explain(admin, add)
+        _explain(door, account)
 
 
 def _open(admin: Endpoint, account: str, credit: int | None) -> None:
@@ -213,7 +273,7 @@ def _explain(admin: Endpoint, account: str | None) -> None:
 @app.command()
 def usage(
     account: Annotated[str | None, typer.Option(help="Of one account alone.")] = None,
-    url: AdminUrlFlag = _ADMIN_URL,
+    url: AdminUrlFlag = None,
     key_file: AdminKeyFlag = None,
     directory: FolderFlag = _FOLDER,
     as_json: JsonFlag = False,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,19 +12,27 @@ from urllib.parse import urlsplit
 
 import typer
 
+from convoy.cli.files import replace_file
 from convoy.cli.home import Home
 from convoy.cli.output import print_draining, print_ended, print_fields, print_json_line
 from convoy.cli.start import settle_memory
-from convoy.errors import ConfigError
+from convoy.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from convoy.fleet.books.store import Store
     from convoy.fleet.coordinator.options import CoordinatorOptions
     from convoy.fleet.coordinator.server import Doors
+    from convoy.trust.audit import AuditLog
 
 DEFAULT_PORT, DEFAULT_ADMIN_PORT = 8780, 8781
 ADMIN_KEY = "admin.key"
+BODY_KEY = "idempotency.key"
+_BODY_KEY_BYTES = 32
+ADMIN_URL = "admin.url"  # where the coordinator of this folder listens for administrators
 _DATABASE = "fleet.db"
+_FIRST = "first"  # the label of the key that is made with a database
+_MAX_URL_CHARS = 4096
+_MAX_PRICES, _MAX_MODEL_CHARS = 64, 128
 
 HostFlag = Annotated[str, typer.Option(help="Address for consumers and providers.")]
 PortFlag = Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")]
@@ -29,6 +40,10 @@ AdminPortFlag = Annotated[int, typer.Option(min=0, max=65535, help="On loopback 
 ConfigFlag = Annotated[Path | None, typer.Option(help="coordinator.toml: models, prices, the queue.")]
 DatabaseFlag = Annotated[
     str | None, typer.Option(help="sqlite:///FILE or postgresql://...  [default: a file in --dir]")
+]
+DatabaseFileFlag = Annotated[
+    Path | None,
+    typer.Option(help="File with the database's URL on its first line, password and all; for --database."),
 ]
 InstanceFlag = Annotated[str, typer.Option(help="Its name, where several share a database.")]
 AuthorityFlag = Annotated[
@@ -38,6 +53,10 @@ CertificateFlag = Annotated[Path | None, typer.Option(help="PEM, for a listener 
 TlsKeyFlag = Annotated[Path | None, typer.Option(help="PEM.")]
 BehindProxyFlag = Annotated[
     bool, typer.Option("--behind-tls-proxy", help="A proxy on this machine ends TLS.")
+]
+PublicCertificateFlag = Annotated[
+    Path | None,
+    typer.Option(help="PEM that the TLS proxy in front serves with: pinned providers compare it."),
 ]
 
 
@@ -52,10 +71,10 @@ class DoorFlags:
     tls_key: Path | None
     behind_tls_proxy: bool
     authorities: tuple[str, ...] = ()
+    public_certificate: Path | None = None
 
     def names(self) -> tuple[str, ...]:
         """Under which providers may dial it. Raises `ConfigError` where nothing says so, `IdentityError`."""
-        from convoy.crypto.certificate import certificate_names
         from convoy.fleet.coordinator.authority import LOOPBACK_NAMES
         from convoy.serve.options import is_loopback
 
@@ -66,9 +85,13 @@ class DoorFlags:
                     hint="--authority HOST:443",
                 )
             return ()
-        pem = b"" if self.tls_certificate is None else _bytes_of(self.tls_certificate)
         mine = LOOPBACK_NAMES if is_loopback(self.host) else ()
-        return (*mine, *(certificate_names(pem) if pem else ()))
+        return (*mine, *self._certificate_names())
+
+    def _certificate_names(self) -> tuple[str, ...]:
+        from convoy.crypto.certificate import certificate_names
+
+        return () if self.tls_certificate is None else certificate_names(_bytes_of(self.tls_certificate))
 
     def doors(self) -> Doors:
         """Raises `ConfigError` for a door that would be open in clear text."""
@@ -77,9 +100,10 @@ class DoorFlags:
 
         tls = None if self.tls_certificate is None else (str(self.tls_certificate), str(self.tls_key))
         names = tuple(filter(None, (urlsplit(f"//{one}").hostname for one in self.authorities)))
-        public = ServeOptions(host=self.host, port=self.port, allow_unauthenticated=True, allowed_hosts=names)
+        hosts = (*names, *self._certificate_names())
+        public = ServeOptions(host=self.host, port=self.port, allow_unauthenticated=True, allowed_hosts=hosts)
         admin = ServeOptions(port=self.admin_port, allow_unauthenticated=True)
-        made = Doors(public, admin, tls, self.behind_tls_proxy)
+        made = Doors(public, admin, tls, self.behind_tls_proxy, self.public_certificate)
         made.check()
         return made
 
@@ -90,16 +114,20 @@ def run_here(
     """Serve until a signal, with keys and, unless another is named, a database in ``home``."""
     from convoy.fleet.books.store import Store
     from convoy.fleet.coordinator.server import run_coordinator
+    from convoy.trust.audit import FILE, AuditLog
 
     doors = flags.doors()
-    options = replace(options, names=flags.names())
     identity = home.open_identity()
+    audit = AuditLog(home.identity / FILE, identity, "coordinator")
+    options = replace(options, names=flags.names(), body_key=_body_key(home), audit=audit)
     store = Store(database or f"sqlite:///{home.directory / _DATABASE}")
     try:
-        key_file = _admin_key(home, store)
+        key_file = _admin_key(home, store, audit)
+        audit.append("set prices", _prices(options))
 
         def ready(url: str, admin_url: str, released: int) -> None:
             settle_memory()
+            replace_file(home.directory / ADMIN_URL, f"{admin_url}\n".encode())
             facts = {
                 "url": url,
                 "admin_url": admin_url,
@@ -116,19 +144,66 @@ def run_here(
             if not as_json:
                 print_draining(num_answers, drain_s)
 
-        cut_off = run_coordinator(options, doors, store, identity.public_key, on_ready=ready, on_drain=drain)
+        cut_off = run_coordinator(options, doors, store, identity, on_ready=ready, on_drain=drain)
     finally:
         store.close()
     if not as_json:
         print_ended(cut_off)
 
 
-def _admin_key(home: Home, store: Store) -> Path:
+def database_url(url: str | None, file: Path | None) -> str | None:
+    """Return the URL that was given, or that of the file. Raises `UsageError` and `ConfigError`."""
+    if file is None:
+        return url
+    if url is not None:
+        raise UsageError("--database and --database-file are two ways to say one thing: give one of them")
+    from convoy.serve.key_file import check_private
+
+    try:
+        with file.open(encoding="utf-8") as lines:
+            status = os.fstat(lines.fileno())
+            found = lines.readline(_MAX_URL_CHARS).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the database file {file}: {reason}") from None
+    check_private(status, file, "the database file")
+    if not found:
+        raise ConfigError(f"the database file {file} is empty, expected a URL on its first line")
+    return found
+
+
+def admin_url_of(directory: Path) -> str:
+    """Return where the coordinator of a folder listens for administrators: as it said, or its usual port."""
+    try:
+        said = (directory / ADMIN_URL).read_text(encoding="utf-8")[:_MAX_URL_CHARS].strip()
+    except (OSError, UnicodeDecodeError):
+        said = ""
+    return said or f"http://127.0.0.1:{DEFAULT_ADMIN_PORT}"
+
+
+def _body_key(home: Home) -> bytes:
+    """Return the secret of this folder for bodies with an Idempotency-Key; made at the first start."""
+    from convoy.crypto.keyfile import read_private, write_private
+
+    file = home.directory / BODY_KEY
+    if not file.exists():
+        write_private(file, secrets.token_bytes(_BODY_KEY_BYTES))
+    key = read_private(file)
+    if len(key) != _BODY_KEY_BYTES:
+        raise ConfigError(
+            f"{file} has {len(key)} bytes, expected {_BODY_KEY_BYTES}",
+            hint="remove it: a new one is made, and Idempotency-Keys in use may be refused for a day",
+        )
+    return key
+
+
+def _admin_key(home: Home, store: Store, audit: AuditLog) -> Path:
     """The file with an administrator's key for this machine's own commands; made at the first start
     of a database."""
     from convoy.crypto.keyfile import write_private
     from convoy.fleet.books.directory import Directory
-    from convoy.fleet.books.keys import Scope
+    from convoy.fleet.books.keys import Scope, subject_of_key
+    from convoy.serve.key_file import new_key
 
     file, directory = home.directory / ADMIN_KEY, Directory(store)
     known = directory.keys()
@@ -136,8 +211,20 @@ def _admin_key(home: Home, store: Store) -> Path:
         # a file that is there is of another database
         file.unlink(missing_ok=True)
     if not file.exists():
-        write_private(file, (directory.make_key(Scope.ADMIN, None, "first") + "\n").encode())
+        key = new_key()
+        audit.append("make API key", subject_of_key(key, Scope.ADMIN, None, _FIRST))
+        write_private(file, (directory.make_key(Scope.ADMIN, None, _FIRST, key=key) + "\n").encode())
     return file
+
+
+def _prices(options: CoordinatorOptions) -> dict[str, str | list[str]]:
+    """What an entry says of the prices at a start: a digest of all, and the first of them."""
+    lines = [
+        f"{model[:_MAX_MODEL_CHARS]}: {one.price.prompt_micro} {one.price.completion_micro}"
+        for model, one in sorted(options.models.items())
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return {"instance": options.instance[:64], "digest": digest, "prices": lines[:_MAX_PRICES]}
 
 
 def _bytes_of(file: Path) -> bytes:

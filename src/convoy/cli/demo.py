@@ -105,7 +105,7 @@ def _wait_until_served(local: LocalCluster, say: Callable[[str], None]) -> Endpo
         log = local.log_file(local.head).read_text()
         served = _SERVED.search(log)
         if served is not None:
-            return Endpoint.of(served[1], None)
+            return Endpoint.of(served[1])
         if now_s - said_s >= _SAY_EVERY_S:
             said_s = now_s
             say(f"{now_s - began_s:.0f} s: {(log.splitlines() or ['starting'])[-1]}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from convoy.cli.audit import operator_log
 from convoy.cli.change import load_operator
 from convoy.cli.config import Config, load_config
 from convoy.cli.files import read_bytes
@@ -21,6 +22,7 @@ from convoy.errors import ConfigError
 if TYPE_CHECKING:
     from convoy.crypto.identity import OperatorKey
     from convoy.transport.member import Roster
+    from convoy.trust.audit import AuditLog
     from convoy.trust.consumption import Consumption
     from convoy.trust.invite import Token
     from convoy.trust.roster import SignedRoster
@@ -34,11 +36,13 @@ class Desk:
     key: OperatorKey
     settings: Config
     records: Path
+    audit: AuditLog
 
     @classmethod
-    def open(cls, config: Path, operator: Path) -> Desk:
+    def open(cls, config: Path, operator: Path, passphrase_file: Path | None) -> Desk:
         settings = load_config(config)
-        desk = cls(load_operator(operator), settings, operator / "invites")
+        key = load_operator(operator, passphrase_file)
+        desk = cls(key, settings, operator / "invites", operator_log(operator, key))
         if desk.newest().operator != desk.key.public_key:
             raise ConfigError(
                 f"the operator key in {operator} is not the one that signed {desk.roster_file}",

@@ -13,7 +13,8 @@ DeviceFlag = Annotated[
     str | None,
     typer.Option(
         help="auto, cpu, cuda, cuda:N, several cuda:N behind commas, or for ranks cpu+cpu or cuda:0+cuda:1.  "
-        "[default: auto]"
+        "[default: auto]",
+        show_default=False,
     ),
 ]
 

@@ -13,8 +13,10 @@ import typer
 
 from convoy.cli.config import Config
 from convoy.cli.discovery import network_of
+from convoy.cli.exit_codes import EXIT_FAILURE
 from convoy.cli.home import config_file
-from convoy.cli.output import EXIT_FAILURE, JsonFlag, one_line, print_json, print_note, styled
+from convoy.cli.member import default_cache
+from convoy.cli.output import JsonFlag, one_line, print_json, print_note, styled
 from convoy.cli.patient import Patient
 from convoy.errors import ConvoyError
 
@@ -73,7 +75,7 @@ def _checks(path: Path | None) -> Iterator[Check]:
 
     yield from _machine_checks()
     if path is None:
-        yield Check("speed", check_speed, "measuring this machine ...")
+        yield Check("speed", partial(check_speed, folder=default_cache()), "measuring this machine ...")
         yield from _extra_checks(Config())
         return
     patient = Patient(path)
@@ -81,7 +83,8 @@ def _checks(path: Path | None) -> Iterator[Check]:
     if patient.config is None:
         return
     given = patient.config.model
-    own = partial(check_speed, given.kernel, given.num_threads, given.device)
+    folder = given.cache or default_cache()
+    own = partial(check_speed, given.kernel, given.num_threads, given.device, folder)
     yield Check("speed", own, "measuring this machine ...")
     yield from _extra_checks(patient.config)
     yield from _member_checks(patient, patient.config)

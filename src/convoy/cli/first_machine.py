@@ -6,6 +6,7 @@ import datetime
 import secrets
 from typing import TYPE_CHECKING
 
+from convoy.cli.audit import operator_log, roster_subject
 from convoy.cli.config import DEFAULT_PEER_PORT
 from convoy.cli.files import read_bytes, replace_file
 from convoy.cli.home import Home, host_name, local_addresses, parse_place
@@ -13,12 +14,21 @@ from convoy.cli.output import print_note
 from convoy.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from convoy.transport.member import Member, Roster
 
 MAX_ROSTER_FILE_BYTES = 2 << 20
 
 
-def make_first_machine(home: Home, *, name: str | None, address: str | None, cluster: str | None) -> None:
+def make_first_machine(
+    home: Home,
+    *,
+    name: str | None,
+    address: str | None,
+    cluster: str | None,
+    passphrase_file: Path | None = None,
+) -> None:
     """Leaves a convoy.toml in ``home``. Interrupted anywhere, it goes on where it was the next time.
 
     Raises `IdentityError`, `RosterError` or `ConfigError`.
@@ -27,7 +37,7 @@ def make_first_machine(home: Home, *, name: str | None, address: str | None, clu
     from convoy.trust.roster import make_roster, open_roster, sign_roster
 
     host, _ = parse_place(address or local_addresses()[0], None)
-    operator, identity = home.open_operator(), home.open_identity()
+    operator, identity = home.open_operator(passphrase_file), home.open_identity()
     member = member_of(name or host_name(), identity, (host, DEFAULT_PEER_PORT), head=True)
     if home.roster.exists():
         data = read_bytes(home.roster, max_bytes=MAX_ROSTER_FILE_BYTES)
@@ -35,7 +45,10 @@ def make_first_machine(home: Home, *, name: str | None, address: str | None, clu
         member = _own_line(roster, member, home)
     else:
         roster = make_roster(cluster or f"home-{secrets.token_hex(4)}", [member], not_before=_a_while_ago())
-        replace_file(home.roster, sign_roster(roster, operator))
+        data = sign_roster(roster, operator)
+        signed = open_roster(data, operator_key=operator.public_key)
+        with operator_log(home.operator, operator).doing("sign roster", roster_subject(signed, home.roster)):
+            replace_file(home.roster, data)
     home.write_config(member.name, operator.public_key, listen_host="::" if ":" in host else None)
     print_note(
         f"made cluster {roster.cluster_id} with {member.name} as its head: "

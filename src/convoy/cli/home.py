@@ -14,6 +14,7 @@ import typer
 
 from convoy.cli.config import DEFAULT_PEER_PORT, Config, load_config
 from convoy.cli.files import replace_file
+from convoy.cli.passphrase import Passphrase
 from convoy.errors import ConfigError, RosterError, UsageError
 
 if TYPE_CHECKING:
@@ -62,16 +63,10 @@ class Home:
         identity.save(self.identity)
         return identity
 
-    def open_operator(self) -> OperatorKey:
+    def open_operator(self, passphrase_file: Path | None = None) -> OperatorKey:
         """The operator key that is here, or a new one. Raises `IdentityError`."""
-        from convoy.crypto.identity import OPERATOR_KEY, OperatorKey
-
-        if (self.operator / OPERATOR_KEY).exists():
-            return OperatorKey.load(self.operator)
         self._make()
-        operator = OperatorKey.generate()
-        operator.save(self.operator)
-        return operator
+        return Passphrase(passphrase_file).load_or_make(self.operator)
 
     def write_config(
         self,

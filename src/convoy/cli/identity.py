@@ -7,13 +7,16 @@ from typing import Annotated
 
 import typer
 
+from convoy.cli.audit import operator_log
 from convoy.cli.certify import certify
+from convoy.cli.change import OPERATOR_DIRECTORY, load_operator
 from convoy.cli.config import DEFAULT_PEER_PORT
 from convoy.cli.files import replace_file
-from convoy.cli.output import JsonFlag, print_fields, print_json
-from convoy.errors import ConfigError
+from convoy.cli.output import JsonFlag, print_fields, print_json, print_note
+from convoy.cli.passphrase import NewPassphraseFlag, Passphrase, PassphraseFlag
+from convoy.errors import ConfigError, UsageError
 
-app = typer.Typer(help="Make or show a member's keys and its card.", rich_markup_mode=None)
+app = typer.Typer(help="Make or show keys and cards; an operator key's passphrase.", rich_markup_mode=None)
 app.command()(certify)
 
 
@@ -54,6 +57,38 @@ def new(
         return
     print_fields(facts.items())
     print(f"The keys in {directory} are secret and stay here; the card goes to the operator.")
+
+
+@app.command()
+def passphrase(
+    directory: Annotated[Path, typer.Argument(help="Directory of the operator's key.")] = OPERATOR_DIRECTORY,
+    passphrase_file: PassphraseFlag = None,
+    new_passphrase_file: NewPassphraseFlag = None,
+    remove: Annotated[bool, typer.Option("--remove", help="Leave the key without a passphrase.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Set, change or remove the passphrase of an operator key. The key itself stays the same."""
+    if remove and new_passphrase_file is not None:
+        raise UsageError("--remove and --new-passphrase-file are given together", hint="give one of them")
+    key = load_operator(directory, passphrase_file)
+    new = None
+    if not remove:
+        new = Passphrase(new_passphrase_file, "--new-passphrase-file").choose(directory, may_be_empty=False)
+        if new is None:
+            raise UsageError(
+                "there is no new passphrase, and no terminal to ask for one",
+                hint="--new-passphrase-file FILE sets one, --remove leaves none",
+            )
+    action = "remove passphrase" if new is None else "set passphrase"
+    with operator_log(directory, key).doing(action, {}):
+        key.replace(directory, new)
+    facts = {"directory": directory, "operator_key": key.public_key.hex(), "passphrase": new is not None}
+    if as_json:
+        print_json(facts)
+        return
+    print_fields([*list(facts.items())[:2], ("passphrase", "none" if new is None else "set")])
+    if new is not None:
+        print_note("the disk, and copies and backups, may still hold the key as it was before")
 
 
 @app.command()

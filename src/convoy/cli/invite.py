@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from convoy.cli.audit import roster_subject
 from convoy.cli.desk import Desk
 from convoy.cli.files import replace_file
 from convoy.cli.first_machine import make_first_machine
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, local_addresses, parse_place
 from convoy.cli.output import one_line, print_json_line, print_note
-from convoy.errors import ConfigError, InviteError, LinkBroken
+from convoy.cli.passphrase import PassphraseFlag
+from convoy.errors import AuditError, ConfigError, InviteError, LinkBroken
 
 if TYPE_CHECKING:
     import socket
@@ -68,6 +70,7 @@ def invite(
     name: Annotated[str | None, typer.Option(help="A first machine's name.  [default: the host's]")] = None,
     cluster: Annotated[str | None, typer.Option(help="A first machine's cluster.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the token here (0600), show it not.")] = None,
+    passphrase_file: PassphraseFlag = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value a line, as it happens.")] = False,
     ends_with: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -76,8 +79,9 @@ def invite(
         threading.Thread(target=_end_with, args=(ends_with,), daemon=True).start()
     home = Home(directory)
     if config is None and not home.config.exists():
-        make_first_machine(home, name=name, address=address[0] if address else None, cluster=cluster)
-    desk = Desk.open(config or home.config, operator or home.operator)
+        first = address[0] if address else None
+        make_first_machine(home, name=name, address=first, cluster=cluster, passphrase_file=passphrase_file)
+    desk = Desk.open(config or home.config, operator or home.operator, passphrase_file)
     screen = _Screen(as_json, auto_approve, out)
     with desk.in_use():
         _invite(desk, screen, address, port, minutes)
@@ -86,6 +90,8 @@ def invite(
 def _invite(desk: Desk, screen: _Screen, address: list[str] | None, port: int | None, minutes: int) -> None:
     token, newcomer = _meet(desk, screen, address, port, minutes)
     consumption = desk.consumption(token)
+    who = {"id": token.id, "name": newcomer.card.name, "identity": newcomer.card.identity_key.hex()}
+    desk.audit.append("use invitation", who, actor="newcomer", origin=newcomer.host)
     name = one_line(newcomer.card.name)
     with screen.ending(f"{name} was not let in, and the invitation is used up"):
         approved = screen.approves(newcomer)
@@ -93,6 +99,7 @@ def _invite(desk: Desk, screen: _Screen, address: list[str] | None, port: int | 
         from convoy.trust.consumption import DECLINED
         from convoy.wire.enrolment import Refusal
 
+        desk.audit.append("decline newcomer", who)
         newcomer.refuse(Refusal.DECLINED)
         consumption.end(DECLINED)
         raise InviteError(
@@ -128,11 +135,24 @@ def _meet(
     enrolment = Enrolment(sock, certificate, token, consumption=desk.consumption(token), judge=desk.judge)
     lost = "nobody was let in, and the line counts no more: make a new one with `convoy invite`"
     try:
-        with screen.ending(lost):
+        with _open_in_log(desk, token, screen.auto_approve), screen.ending(lost):
             screen.invited(token, bound)
             return token, enrolment.wait()
     finally:
         enrolment.close()
+
+
+@contextlib.contextmanager
+def _open_in_log(desk: Desk, token: Token, auto_approve: bool) -> Iterator[None]:
+    """Write down that an invitation is made, and that it is withdrawn if the block ends with an error."""
+    facts = {"id": token.id, "minutes": token.lifetime_s // 60, "auto_approve": auto_approve}
+    desk.audit.append("make invitation", facts)
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(AuditError):
+            desk.audit.append("withdraw invitation", {"id": token.id, "why": type(error).__name__})
+        raise
 
 
 def _end_with(pipe: int) -> None:
@@ -164,7 +184,7 @@ def _let_in(desk: Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[R
     """
     from convoy.trust.consumption import ENROLLED, GONE
     from convoy.trust.newcomer import roster_with
-    from convoy.trust.roster import sign_roster
+    from convoy.trust.roster import sign_roster, verify_roster
 
     try:
         newcomer.require_there()
@@ -175,7 +195,9 @@ def _let_in(desk: Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[R
         before = desk.newest()
         roster = roster_with(before.roster, newcomer.card, datetime.datetime.now(datetime.UTC))
         signed = sign_roster(roster, desk.key, before.handovers)
-        replace_file(desk.roster_file, signed)
+        subject = roster_subject(verify_roster(signed, operator_key=desk.key.public_key), desk.roster_file)
+        with desk.audit.doing("sign roster", {**subject, "invitation": consumption.invitation_id}):
+            replace_file(desk.roster_file, signed)
     member = next(m for m in roster.members if m.identity_key == newcomer.card.identity_key)
     try:
         newcomer.accept(signed)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import signal
 import sys
 import threading
 from dataclasses import replace
@@ -24,11 +23,12 @@ from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
 from convoy.cli.hub import SignedFlag, WeightsFromFlag, weights_from
 from convoy.cli.member import load_member, peer_options, watched_roster
-from convoy.cli.metrics import MetricsFlag, serving_metrics
+from convoy.cli.metrics import MetricsFlag, MetricsKeyFlag, serving_metrics
 from convoy.cli.newcomer import Newcomer, Tell
 from convoy.cli.output import JsonFlag, print_json_line, print_note
 from convoy.cli.start import heavy_rooms
 from convoy.errors import UsageError
+from convoy.serve.ending import on_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -90,6 +90,7 @@ def join(
     device: DeviceFlag = None,
     discover: DiscoverFlag = None,
     metrics: MetricsFlag = None,
+    metrics_key_file: MetricsKeyFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Hold layers for a head: one command on each further machine."""
@@ -108,7 +109,7 @@ def join(
     _check_model(options.model_path)
     with network_of(settings) as network, watched_roster(settings, me, quiet=as_json):
         peer = Peer(me, options, _shown(as_json=as_json, standby=settings.cluster.standby), network)
-        with serving_metrics(metrics, partial(_families, peer), _teller(as_json)):
+        with serving_metrics(metrics, metrics_key_file, partial(_families, peer), _teller(as_json)):
             why = _run_until_asked(peer, _bind(settings, me), until_stdin_closes)
     _teller(as_json)("ended", f"{me.name}, {why}")
 
@@ -211,8 +212,7 @@ def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool
     """
     # A signal handler may run in the middle of anything: SimpleQueue.put is made for that, locks are not.
     ends: queue.SimpleQueue[BaseException | str] = queue.SimpleQueue()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: ends.put("as a signal asked"))
+    on_signals(lambda: ends.put("as a signal asked"))
 
     def run() -> None:
         try:

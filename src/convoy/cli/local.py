@@ -101,6 +101,7 @@ class LocalOptions:
         plan = override(PlanConfig(), **self.sharing)
         asked = head_options(Config(engine=override(EngineConfig(), **self.engine), plan=plan))
         asked.check()
+        asked.check_context(spec)
         offers = [MemberOffer(name, 1 << 62, head=name == self.names[0]) for name in self.names]
         choose_way(asked.parallel, find_ways(spec, offers, self.spans, ranks=asked.ranks))
         self.devices  # noqa: B018 - raises UsageError for what is not here; last, because torch takes seconds
@@ -219,7 +220,7 @@ class LocalCluster(Started):
             "listen": {"host": address[0], "port": address[1]},
             "serve": {"port": self._options.serve_port},
             "model": {
-                "kernel": self._options.kernel if device in {"cpu", "auto"} else "auto",
+                "kernel": _kernel_on(device, self._options.kernel),
                 "num_threads": self._options.threads,
                 "memory_gb": memory_gb,
                 "device": device,
@@ -237,6 +238,15 @@ def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [sock.getsockname()[1] for sock in sockets]
+
+
+def _kernel_on(device: str, kernel: str) -> str:
+    """The kernel of a member on ``device``; beside members on hosts a device takes what it can run."""
+    if device == "auto" or device.startswith("cpu"):
+        return kernel
+    from convoy.model.device import runs_on_cuda
+
+    return kernel if runs_on_cuda(kernel) else "auto"
 
 
 def _share_bytes(devices: Sequence[str], device: str) -> float:

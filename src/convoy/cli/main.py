@@ -6,14 +6,16 @@ Each verb is a file beside this one. They import rooms inside their functions, s
 from __future__ import annotations
 
 import contextlib
+import difflib
 import gc
+import itertools
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
@@ -22,6 +24,7 @@ from typer.exceptions import TyperException
 from convoy import __version__
 from convoy.cli import (
     attest,
+    audit,
     bench,
     cache,
     chat,
@@ -31,6 +34,7 @@ from convoy.cli import (
     identity,
     invite,
     join,
+    keys,
     manifest,
     plan,
     provide,
@@ -43,29 +47,25 @@ from convoy.cli import (
 )
 from convoy.cli import eval as eval_verb
 from convoy.cli import run as run_verb
+from convoy.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code
+from convoy.cli.help import PROVE, RUN, SET_UP, SHARE, GroupedCommand, GroupedVerbs
 from convoy.cli.logs import FormatFlag, LevelFlag, set_up_logs
 from convoy.cli.output import (
-    EXIT_FAILURE,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
+    one_line,
     print_json,
     report_convoy_error,
     report_error,
 )
-from convoy.cli.start import ask_for_huge_pages, switch_threads_soon
-from convoy.errors import ConvoyError, UsageError
+from convoy.cli.start import ask_for_huge_pages, switch_threads_soon, wait_briefly_for_threads
+from convoy.errors import ConvoyError
+from convoy.serve.ending import end_within
+from convoy.transport.descriptors import raise_descriptor_limit
 
-
-class _VerbsOnly(TyperGroup):
-    """Its help lists verbs: the one flag for everybody is known, and all of it is to fit a screen."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        self.format_commands(ctx, formatter)
-
+_NEAR = 0.8  # how much of two options' letters must agree, from 0 to 1
 
 app = typer.Typer(
     name="convoy",
-    cls=_VerbsOnly,
+    cls=GroupedVerbs,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -91,36 +91,45 @@ def convoy(
         print(context.get_help())
 
 
-for verb in (demo.demo, run_verb.run, session.session, serve.serve, join.join, invite.invite, plan.plan):
-    app.command()(verb)
+app.command(rich_help_panel=RUN)(demo.demo)
+for verb in (run_verb.run, serve.serve, join.join):
+    app.command(rich_help_panel=RUN, cls=GroupedCommand)(verb)
+for verb in (chat.chat, session.session, status.status):
+    app.command(rich_help_panel=RUN)(verb)
+for verb in (invite.invite, plan.plan, doctor.doctor, cache.cache):
+    app.command(rich_help_panel=SET_UP)(verb)
 for name, group in {
     "identity": identity,
     "roster": roster,
+    "keys": keys,
     "manifest": manifest,
     "attest": attest,
-    "bench": bench,
+    "audit": audit,
 }.items():
-    app.add_typer(group.app, name=name)
-for verb in (doctor.doctor, status.status, chat.chat, cache.cache):
-    app.command()(verb)
-app.add_typer(coordinator.app, name="coordinator")
-app.command()(provide.provide)
-app.command()(proxy.proxy)
-app.command("eval")(eval_verb.evaluate)
-app.command()(verify.verify)
+    app.add_typer(group.app, name=name, rich_help_panel=SET_UP)
+app.add_typer(coordinator.app, name="coordinator", rich_help_panel=SHARE)
+app.command(rich_help_panel=SHARE)(provide.provide)
+app.command(rich_help_panel=SHARE)(proxy.proxy)
+app.add_typer(bench.app, name="bench", rich_help_panel=PROVE)
+app.command("eval", rich_help_panel=PROVE)(eval_verb.evaluate)
+app.command(rich_help_panel=PROVE)(verify.verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script. Exits with 0, 1 for a failure, 2 for wrong usage, 130 when interrupted."""
+    """The console script. Exits with 0, 130 when interrupted, or as `exit_codes` says."""
     set_up_logs()
     ask_for_huge_pages()
+    wait_briefly_for_threads()
     switch_threads_soon()
+    raise_descriptor_limit()
     # So that a terminated command leaves its `with` blocks, and takes its processes and files with it.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _terminated)
+    stopped = _terminator()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, stopped)
     code = run(list(sys.argv[1:] if arguments is None else arguments))
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # it ends anyway
+    end_within()  # also where a thread of it never ends
     gc.freeze()  # `collector_at_rest` says why
     sys.exit(code)
 
@@ -156,8 +165,16 @@ def _nobody_reads() -> int:
     return EXIT_FAILURE
 
 
-def _terminated(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def _terminator() -> Callable[[int, FrameType | None], None]:
+    """Return what interrupts the command; from the second signal on, its end may take seconds and no more."""
+    count = itertools.count(1)
+
+    def terminated(_number: int, _frame: FrameType | None) -> None:
+        if next(count) > 1:
+            end_within()
+        raise KeyboardInterrupt
+
+    return terminated
 
 
 def _debug_wanted(options: list[str]) -> bool:
@@ -168,11 +185,19 @@ def _debug_wanted(options: list[str]) -> bool:
 def _report(error: Exception, options: list[str], as_json: bool) -> int:
     if isinstance(error, ConvoyError):
         report_convoy_error(error, as_json=as_json)
-        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
+        return exit_code(error)
     if isinstance(error, TyperException):
         message, hint = _usage_error(error, options)
         report_error("UsageError", message, hint, as_json=as_json)
         return EXIT_USAGE
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        report_error(
+            "ModuleMissing",
+            f"the Python module {one_line(error.name)} is not installed",
+            "install Convoy with what it needs: `make setup`, or the extra of the package that has it",
+            as_json=as_json,
+        )
+        return EXIT_FAILURE
     report_error(
         "InternalError",
         f"internal error: {type(error).__name__}",
@@ -184,13 +209,25 @@ def _report(error: Exception, options: list[str], as_json: bool) -> int:
 
 def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
     """Its text in our grammar: lower case, no full stop, and the help page of the verb that it is about."""
+    asked = getattr(error, "option_name", None)
+    if asked is not None and getattr(error, "possibilities", None):
+        error.possibilities = _near(asked, error.possibilities)  # type: ignore[attr-defined]
     text = error.format_message().rstrip(".")
     context = getattr(error, "ctx", None)
     command = _command_at(options) if context is None else context.command_path
-    asked_port = getattr(error, "option_name", None) == "--port"
-    if asked_port and context is not None and any("--url" in one.opts for one in context.command.params):
+    if (
+        asked == "--port"
+        and context is not None
+        and any("--url" in one.opts for one in context.command.params)
+    ):
         return text[:1].lower() + text[1:], "a server is named by its URL: --url http://127.0.0.1:PORT"
     return text[:1].lower() + text[1:], f"see `{command} --help`"
+
+
+def _near(asked: str, options: Sequence[str]) -> list[str]:
+    """Return the options that are ``asked`` but for a slip of the hand, or that it begins."""
+    alike = difflib.get_close_matches(asked, options, cutoff=_NEAR)
+    return [one for one in options if one in alike or (len(asked) > 3 and one.startswith(asked))]
 
 
 def _command_at(options: list[str]) -> str:

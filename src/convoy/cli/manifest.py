@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from convoy.cli.audit import operator_log
 from convoy.cli.change import OPERATOR_DIRECTORY, load_operator
 from convoy.cli.config import decode_public_key, load_config
 from convoy.cli.files import read_bytes, replace_file
 from convoy.cli.hub import local_model
 from convoy.cli.member import default_cache
 from convoy.cli.output import JsonFlag, format_bytes, print_fields, print_json
+from convoy.cli.passphrase import PassphraseFlag
 from convoy.cli.progress import loading_bars
 from convoy.errors import ModelError
 
@@ -38,6 +40,7 @@ def show(model: ModelArgument, config: ConfigFlag = None, as_json: JsonFlag = Fa
 def sign(
     model: ModelArgument,
     operator: Annotated[Path, typer.Option(help="Directory of the operator's key.")] = OPERATOR_DIRECTORY,
+    passphrase_file: PassphraseFlag = None,
     out: Annotated[Path, typer.Option(help="Where the signed manifest goes.")] = Path("model.signed"),
     config: ConfigFlag = None,
     as_json: JsonFlag = False,
@@ -46,10 +49,12 @@ def sign(
     from convoy.model.hub import commit_of
     from convoy.trust.signed_model import sign_model
 
-    key = load_operator(operator)
+    key = load_operator(operator, passphrase_file)
     source, manifest = _made(load_config(config), model, quiet=as_json, signs=True)
     hub = commit_of(source.path)
-    replace_file(out, sign_model(source.name, hub, manifest.encoded, key))
+    subject = {"model": source.name[:256], "hub": hub[:256], "manifest": manifest.digest}
+    with operator_log(operator, key).doing("sign model", subject):
+        replace_file(out, sign_model(source.name, hub, manifest.encoded, key))
     more = {"hub": hub, "operator_key": key.public_key.hex(), "file": str(out)}
     _print(source.name, manifest, more, as_json=as_json)
 

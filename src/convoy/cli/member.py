@@ -12,7 +12,7 @@ from convoy.cli.config import DEFAULT_SPECULATE, Config
 from convoy.cli.files import WHENCE_ROSTER, read_bytes
 from convoy.cli.output import print_note
 from convoy.cli.signed import signed_model
-from convoy.errors import ConvoyError, RosterError
+from convoy.errors import ConfigError, ConvoyError, RosterError
 
 if TYPE_CHECKING:
     from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from convoy.trust.policy import Policy
 
 _MAX_ROSTER_BYTES = 2 << 20
+_MAX_PEM_BYTES = 1 << 20
 
 
 def load_member(config: Config) -> Membership:
@@ -147,6 +148,7 @@ def head_options(config: Config) -> HeadOptions:
         recover_wait_s=plan.recover_wait_s,
         block_size=engine.block_size,
         num_blocks=engine.num_blocks,
+        max_context=engine.max_model_len,
         max_batch=engine.max_batch,
         max_step_tokens=engine.max_step_tokens,
         prefill_chunk=engine.prefill_chunk,
@@ -163,13 +165,38 @@ def head_options(config: Config) -> HeadOptions:
 
 
 def serve_options(config: Config) -> ServeOptions:
+    """Raises `ConfigError` for a file that is wrong."""
+    from convoy.serve.keys import KeyRing
     from convoy.serve.options import ServeOptions
 
-    serve = config.serve
+    serve, tls = config.serve, _tls_files(config)
     return ServeOptions(
         host=serve.host,
         port=serve.port,
-        api_key=config.api_key(),
+        keys=None if serve.api_key_file is None else KeyRing.open(serve.api_key_file),
         allow_unauthenticated=serve.allow_unauthenticated,
+        allowed_hosts=(*serve.allowed_hosts, *(() if tls is None else _names_of(tls[0]))),
+        allowed_origins=serve.allowed_origins,
+        tls=tls,
         drain_s=serve.drain_s,
     )
+
+
+def _tls_files(config: Config) -> tuple[str, str] | None:
+    certificate, key = config.serve.tls_certificate, config.serve.tls_key
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        missing = "tls_certificate" if certificate is None else "tls_key"
+        raise ConfigError(
+            f"a TLS listener wants a certificate and its key, and {missing} is missing",
+            hint="--tls-certificate FILE and --tls-key FILE go together",
+        )
+    return str(certificate), str(key)
+
+
+def _names_of(certificate: str) -> tuple[str, ...]:
+    """Return the names in a certificate: a server answers to them."""
+    from convoy.crypto.certificate import certificate_names
+
+    return certificate_names(read_bytes(Path(certificate), max_bytes=_MAX_PEM_BYTES))

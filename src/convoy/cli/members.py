@@ -66,14 +66,15 @@ def _ranks(text: str, name: str) -> tuple[str, ...]:
 
 
 def parse_members(text: str) -> tuple[tuple[str, int | None], ...]:
-    """``3``, or ``alpha=8,beta=16`` (GB): names with bytes, None for a bare count. Raises UsageError."""
+    """``3``, or ``alpha=8,beta=16GB``: names with bytes, None for a bare count. Raises UsageError."""
     if text.isascii() and text.isdigit():
         return tuple((name, None) for name in local_names(int(text[:9])))
     members = []
     for part in text.split(","):
         name, equals, size = (piece.strip() for piece in part.partition("="))
+        number = size[:-2].rstrip() if size[-2:].upper() == "GB" else size
         try:
-            num_bytes = int(float(size) * 10**9)
+            num_bytes = int(float(number) * 10**9)
         except (ValueError, OverflowError):
             num_bytes = 0
         if not name or not equals or num_bytes <= 0:

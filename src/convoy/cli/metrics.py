@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -29,12 +30,21 @@ MetricsFlag = Annotated[
 ]
 
 
+MetricsKeyFlag = Annotated[
+    Path | None, typer.Option(help="With --metrics: file with the key that a scrape must send.")
+]
+
+
 @contextmanager
-def serving_metrics(text: str | None, source: Source, tell: Callable[[str, str], None]) -> Iterator[None]:
+def serving_metrics(
+    text: str | None, key_file: Path | None, source: Source, tell: Callable[[str, str], None]
+) -> Iterator[None]:
     """While the block runs, at HOST:PORT; nothing for None. It says where, and who may read off loopback.
 
-    Raises `ConfigError` where the address is not to be had.
+    Raises `ConfigError` where the address is not to be had, or the file with the key is wrong.
     """
+    if text is None and key_file is not None:
+        raise UsageError("--metrics-key-file is for --metrics", hint="--metrics 127.0.0.1:9464")
     if text is None:
         yield
         return
@@ -44,9 +54,27 @@ def serving_metrics(text: str | None, source: Source, tell: Callable[[str, str],
     host, port = _parsed(text)
     here = is_loopback(host)
     hosts = frozenset({"localhost", "127.0.0.1", "[::1]", host}) if here else None
-    with metrics_server([source], (host, port), hosts) as url:
-        tell("metrics", url if here else f"{url}, for whoever reaches it")
+    admits = None if key_file is None else _key_check(key_file)
+    with metrics_server([source], (host, port), hosts, admits) as url:
+        tell("metrics", url if here or admits is not None else f"{url}, for whoever reaches it")
         yield
+
+
+def _key_check(file: Path) -> Callable[[dict[str, str]], bool]:
+    """Return what says whether a request's headers carry a key of ``file``."""
+    from convoy.serve.keys import KeyRing, key_of
+    from convoy.serve.refusals import Unauthenticated
+
+    ring = KeyRing.open(file)
+
+    def admits(headers: dict[str, str]) -> bool:
+        try:
+            ring.find(key_of(headers))
+        except Unauthenticated:
+            return False
+        return True
+
+    return admits
 
 
 def _parsed(text: str) -> tuple[str, int]:

@@ -17,10 +17,6 @@ from convoy.errors import ConvoyError, RequestError
 
 _QUANTITY = re.compile(r"-?[0-9]+([.][0-9]+)?( ?[A-Za-z%/]+)?")
 
-EXIT_FAILURE = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
 
 
@@ -109,6 +105,11 @@ def format_bytes(num_bytes: int) -> str:
 def counted(number: int, noun: str) -> str:
     """``1 token``, ``2 tokens``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def reads_text(source: str) -> str:
+    """From what a member can read prompts: ``yes (activations)``, ``yes (tokens)`` or ``no``."""
+    return "no" if source == "no" else f"yes ({source})"
 
 
 def format_seconds(seconds: float | None) -> str | None:

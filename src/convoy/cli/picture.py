@@ -5,20 +5,21 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
-from convoy.cli.output import counted, format_bytes, format_seconds, print_table
+from convoy.cli.output import counted, format_bytes, format_seconds, print_table, reads_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from convoy.cluster.status import ClusterStatus, StageStatus, StandbyStatus
+    from convoy.cluster.status import ClusterStatus, IdleStatus, StageStatus, StandbyStatus
 
 
 def print_picture(status: ClusterStatus) -> None:
     """A line for each stage, then the route."""
     print_table(
-        ("stage", "member", "layers", "weights", "hop round trip", "cipher", "sees token ids", "level"),
+        ("stage", "member", "layers", "weights", "hop round trip", "cipher", "can read prompts", "level"),
         stage_rows(status.stages),
     )
     print(f"route: {status.route}")
@@ -34,6 +35,8 @@ def print_picture(status: ClusterStatus) -> None:
     print(f"level: {level_text(status)}")
     if status.standbys:
         print(f"standbys: {standbys_text(status.standbys)}")
+    if status.idle:
+        print(f"idle: {idle_text(status.idle)}")
     if status.absent:
         print(f"absent: {', '.join(status.absent)} (dialled until there)")
     if status.other_bits:
@@ -50,7 +53,7 @@ def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:
             + (f" ({stage.weight_share:.2f} of the stage)" if stage.world_size > 1 else ""),
             format_seconds(stage.round_trip_s),
             "this process" if stage.head else stage.cipher or "gone",
-            "yes" if stage.sees_token_ids else "no",
+            reads_text(stage.can_read_prompts),
             stage.level,
         )
         for index, stage in _numbered(stages)
@@ -94,6 +97,14 @@ def standbys_text(standbys: Iterable[StandbyStatus]) -> str:
         if one.layers is None
         else f"{one.name} (has loaded layers {one.layers})"
         for one in standbys
+    )
+
+
+def idle_text(idle: Iterable[IdleStatus]) -> str:
+    """Who is here without layers, and since when by this machine's clock."""
+    return ", ".join(
+        f"{one.name} (no layers since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(one.since_unix_s))})"
+        for one in idle
     )
 
 

@@ -14,10 +14,11 @@ import typer
 
 from convoy.cli.config import Config, load_config, override
 from convoy.cli.home import config_file
-from convoy.cli.member import head_options, load_policy
+from convoy.cli.member import default_cache, head_options, load_policy
 from convoy.cli.members import LayersFlag, parse_members, spans_by_name
 from convoy.cli.output import (
     JsonFlag,
+    format_bytes,
     print_json,
     print_note,
 )
@@ -93,8 +94,8 @@ def plan(
 ) -> None:
     """Show who would hold which layers, how fast, and why.
 
-    Also who sees token ids, how much fits, and which rule of a policy excludes whom. Loads nothing, and runs
-    no more than a measurement of this machine.
+    Also who can read prompts, how much fits, and which rule of a policy excludes whom. Loads nothing, and
+    runs no more than a measurement of this machine.
     """
     # Members that were named on the command line are not those of the cluster that this folder may belong to.
     settings = load_config(config_file(config) if members is None else config)
@@ -106,10 +107,13 @@ def plan(
     demands = load_policy(policy or settings.cluster.policy)
     asked = kernel_for(quantize, settings.model.kernel)
     offers = _with_levels(_offers(settings, members), level or [])
+    demands.check_members([offer.name for offer in offers])
+    offers = _capped(offers, demands)
     offers, standbys = _without_standbys(settings, offers, standby or [])
     spans = spans_by_name(layers, [offer.name for offer in offers]) or settings.plan.layers
     offers, left_out = _above(demands.minimum, offers)
     spec = _read_spec(named)  # last, because it takes the seconds that torch takes to load
+    head_options(settings).check_context(spec)
     kernel, device = _kernel(asked, settings.model.device)
     offers = [dataclasses.replace(offer, kernel=kernel) for offer in offers]
     here = Here.of(settings, members, offers, device, threads)
@@ -156,7 +160,8 @@ def _report(
 
 def _demand(settings: Config, placement: Placement) -> BlockDemand:
     options = head_options(settings).for_kernels(placement.kernels[name] for name in placement.holders)
-    return options.demand(block_size=settings.engine.block_size, max_context=placement.spec.max_context)
+    max_context = options.max_context or placement.spec.max_context
+    return options.demand(block_size=settings.engine.block_size, max_context=max_context)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +177,8 @@ class _Paces:
 
     @functools.cached_property
     def speeds(self) -> dict[str, Speed]:
-        return speeds_of(self.offers, self.speed_flags, self.here)
+        cache = self.settings.model.cache or default_cache()
+        return speeds_of(self.offers, self.speed_flags, self.here, cache)
 
     @functools.cached_property
     def links(self) -> Links:
@@ -262,6 +268,18 @@ def _with_levels(offers: list[MemberOffer], levels: list[str]) -> list[MemberOff
         except ValueError as error:
             raise UsageError(f"--level {text}: {error}") from None
     return [dataclasses.replace(offer, level=supposed.get(offer.name, offer.level)) for offer in offers]
+
+
+def _capped(offers: list[MemberOffer], demands: Policy) -> list[MemberOffer]:
+    """The offers with as much memory as the policy lets count."""
+    found = []
+    for offer in offers:
+        counted = demands.capped(offer.name, offer.memory_bytes, head=offer.head)
+        if counted < offer.memory_bytes:
+            offered = format_bytes(offer.memory_bytes)
+            print_note(f"{offer.name} offers {offered}, and the policy lets {format_bytes(counted)} count")
+        found.append(dataclasses.replace(offer, memory_bytes=counted))
+    return found
 
 
 def _above(minimum: Level, offers: list[MemberOffer]) -> tuple[list[MemberOffer], list[ExcludedReport]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from convoy.cli.output import counted, format_bytes, format_seconds, print_fields, print_table
+from convoy.cli.output import counted, format_bytes, format_seconds, print_fields, print_table, reads_text
 from convoy.cli.plan_rates import format_rate, print_rates
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ def print_plan(found: PlanReport) -> None:
         print(f"standby: {name} holds nothing until another member is lost")
     for out in found.left_out:
         print(f"no stage: {out.reason}")
-    print(f"token ids are seen by: {', '.join(found.token_id_members)}")
+    _print_readers(found.can_read_prompts)
 
 
 def _print_stages(found: PlanReport) -> None:
     joint = any(stage.ranks for stage in found.stages)
     weights = "weights of a rank" if joint else "weights"
     print_table(
-        ["stage", "member", "span", weights, "K/V per token", "memory", "sees token ids"],
+        ["stage", "member", "span", weights, "K/V per token", "memory", "can read prompts"],
         [
             (
                 index,
@@ -55,12 +55,18 @@ def _print_stages(found: PlanReport) -> None:
                 + (f" ({stage.weight_share:.2f} of all)" if stage.ranks else ""),
                 format_bytes(stage.kv_bytes_per_token),
                 format_bytes(stage.memory_bytes),
-                "yes" if stage.sees_token_ids else "no",
+                reads_text(stage.can_read_prompts),
             )
             for index, stage in enumerate(found.stages)
         ],
     )
     print()
+
+
+def _print_readers(found: dict[str, str]) -> None:
+    """Every member, also one without a layer."""
+    told = (f"{name} {reads_text(source)}" for name, source in found.items())
+    print(f"can read prompts: {', '.join(told)}")
 
 
 def _print_modes(found: PlanReport) -> None:

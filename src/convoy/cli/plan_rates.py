@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.output import format_seconds
+from convoy.cli.output import format_seconds, print_note
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,8 +67,10 @@ class Here:
         return cls(name or head, not elsewhere, num_threads, device)
 
 
-def speeds_of(offers: Sequence[MemberOffer], flags: Sequence[str], here: Here) -> dict[str, Speed]:
-    """Of every member. Measures this machine if a flag leaves anybody out.
+def speeds_of(
+    offers: Sequence[MemberOffer], flags: Sequence[str], here: Here, cache: Path | None = None
+) -> dict[str, Speed]:
+    """Of every member. Measures this machine if a flag leaves anybody out; ``cache`` keeps the best.
 
     Raises UsageError for flags that make no sense.
     """
@@ -83,10 +86,13 @@ def speeds_of(offers: Sequence[MemberOffer], flags: Sequence[str], here: Here) -
         told |= {whose: speed} if whose else {name: speed for name in names if name not in told}
     lacking = [name for name in names if name not in told]
     if lacking:
-        from convoy.model.speed import measure_speed
+        from convoy.cluster.own_speed import own_speed
 
         own = next((offer for offer in offers if offer.name == here.name), offers[0])
-        speed = measure_speed(own.kernel, here.num_threads, here.device)
+        found = own_speed(own.kernel, here.num_threads, here.device, cache)
+        if found.warning is not None:
+            print_note(found.warning)
+        speed = found.speed
         guessed = dataclasses.replace(speed, measured=False)
         told |= {name: speed if here.all_members or name == here.name else guessed for name in lacking}
     return told

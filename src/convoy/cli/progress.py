@@ -32,17 +32,18 @@ class LoadLines:
             print_note(f"loading: {', '.join(self._parts.values())}")
 
 
-class LayoutLines:
-    """Which layout of how many is checked: the first at once, then not more often than every 5 s."""
+class VerifyLines:
+    """How many of all layouts, or tokens, are done: the first at once, then not more often than every 5 s."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, unit: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._unit = unit
         self._now = now
         self._next_s = now()
 
-    def on_layout(self, done: int, total: int, what: str) -> None:
+    def on_progress(self, done: int, total: int, what: str) -> None:
         if what and self._now() >= self._next_s:
             self._next_s = self._now() + _LINE_EVERY_S
-            print_note(f"verifying: {done}/{total} layouts, {what}")
+            print_note(f"verifying: {done}/{total} {self._unit}, {what}")
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from convoy.cli.config import override, read_api_key
+from convoy.cli.config import override
+from convoy.cli.endpoint import KEY_VARIABLE, client_key
 from convoy.cli.output import JsonFlag, print_draining, print_ended, print_fields, print_json_line
 from convoy.cli.start import settle_memory
 from convoy.cli.toml_file import read_toml
@@ -29,7 +30,9 @@ CoordinatorArgument = Annotated[
     str | None, typer.Argument(help="https://HOST[:PORT]; http:// to this machine alone.")
 ]
 ConfigFlag = Annotated[Path | None, typer.Option(help="proxy.toml: the same, and whom to trust.")]
-KeyFlag = Annotated[Path | None, typer.Option(help="File with your API key at the coordinator.")]
+KeyFlag = Annotated[
+    Path | None, typer.Option(help="File with your API key at the coordinator.  [default: CONVOY_API_KEY]")
+]
 ProviderFlag = Annotated[
     list[str] | None, typer.Option(help="Seal to the provider with this key, which it shows.")
 ]
@@ -76,13 +79,9 @@ def proxy(
     from convoy.serve.options import ServeOptions
 
     read = ProxyFile() if config is None else read_proxy_file(config)
-    url = coordinator or read.coordinator
-    key_file = api_key_file or (None if read.api_key_file is None else Path(read.api_key_file))
-    if url is None or key_file is None:
-        raise UsageError("a coordinator and --api-key-file are needed", hint="as arguments, or in --config")
+    url, key = _coordinator(read, coordinator, api_key_file)
     read = override(read, evidence=override(read.evidence, min_level=min_level))
     trust = _trust(read, config, trust_provider or [], trust_operator or [])
-    key = read_api_key(key_file)
 
     def ready(own_url: str) -> None:
         settle_memory()
@@ -99,6 +98,18 @@ def proxy(
         cut_off = run_proxy(url, key, options, ServeOptions(port=port), on_ready=ready, on_drain=say)
     if not as_json:
         print_ended(cut_off)
+
+
+def _coordinator(read: ProxyFile, url: str | None, key_file: Path | None) -> tuple[str, str]:
+    """Return its URL and the API key there. Raises `UsageError` where one is not given."""
+    url = url or read.coordinator
+    key = client_key(key_file or (None if read.api_key_file is None else Path(read.api_key_file)))
+    if url is None or key is None:
+        raise UsageError(
+            "a coordinator and --api-key-file are needed",
+            hint=f"as arguments, or in --config; the key may also be in {KEY_VARIABLE}",
+        )
+    return url, key
 
 
 def _no_words(_num_answers: int, _drain_s: float) -> None:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from convoy.cli.audit import operator_log, roster_subject
 from convoy.cli.change import OPERATOR_DIRECTORY, RosterChange, open_change, require_signer
 from convoy.cli.config import decode_public_key, load_config
 from convoy.cli.files import WHENCE_ROSTER, read_bytes, read_text, replace_file
 from convoy.cli.home import config_file, roster_file
 from convoy.cli.output import JsonFlag, print_fields, print_json, print_table
+from convoy.cli.passphrase import NewPassphraseFlag, Passphrase, PassphraseFlag
 from convoy.errors import RosterError, UsageError
 
 if TYPE_CHECKING:
@@ -53,6 +55,7 @@ def new(
     ] = None,
     operator: OperatorFlag = OPERATOR_DIRECTORY,
     out: Annotated[Path, typer.Option(help="Where the roster goes.")] = Path("roster.toml"),
+    passphrase_file: PassphraseFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Sign a roster of the members on the cards. Every member gets the same file."""
@@ -65,20 +68,21 @@ def new(
     for name in head:
         if name not in names:
             raise UsageError(f"--head {name} is on none of the cards, which name {', '.join(names)}")
-    members = [replace(member, head=member.name in head) for member in members]
-    key = _operator_key(operator)
+    key = Passphrase(passphrase_file).load_or_make(operator)
     old = _replaced(out, key, cluster)
     roster = make_roster(
         cluster,
-        members,
+        [replace(member, head=member.name in head) for member in members],
         epoch=epoch or (old.roster.epoch + 1 if old is not None else 1),
         not_before=datetime.datetime.now(datetime.UTC) - _CLOCKS_DIFFER,
         lifetime=datetime.timedelta(days=days) + _CLOCKS_DIFFER,
     )
     check_own_addresses(roster.members)
     data = sign_roster(roster, key, old.handovers if old is not None else ())
-    replace_file(out, data)
-    _print_roster(out, open_roster(data, operator_key=key.public_key), key.public_key, as_json=as_json)
+    signed = open_roster(data, operator_key=key.public_key)
+    with operator_log(operator, key).doing("sign roster", roster_subject(signed, out)):
+        replace_file(out, data)
+    _print_roster(out, signed, key.public_key, as_json=as_json)
 
 
 @app.command()
@@ -88,6 +92,7 @@ def add(
     days: DaysFlag = 30,
     operator: SignerFlag = OPERATOR_DIRECTORY,
     roster: RosterFlag = None,
+    passphrase_file: PassphraseFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Sign the roster again, one epoch later, with further members."""
@@ -98,7 +103,7 @@ def add(
     new = [read_card(read_text(card, max_bytes=MAX_CARD_BYTES, hint=_CARD), head=False) for card in cards]
     for name in sorted(heads - {member.name for member in new}):
         raise UsageError(f"--head {name} is on none of the cards")
-    change = open_change(roster_file(roster), operator, days)
+    change = open_change(roster_file(roster), operator, days, passphrase_file)
     listed = {member.name for member in change.old.roster.members}
     for member in new:
         if member.name in listed:
@@ -119,10 +124,11 @@ def remove(
     days: DaysFlag = 30,
     operator: SignerFlag = OPERATOR_DIRECTORY,
     roster: RosterFlag = None,
+    passphrase_file: PassphraseFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Sign the roster again without some members, one epoch later. They are out wherever it arrives."""
-    change = open_change(roster_file(roster), operator, days)
+    change = open_change(roster_file(roster), operator, days, passphrase_file)
     for name in names:
         change.old.roster.member(name)
     left = tuple(member for member in change.old.roster.members if member.name not in names)
@@ -139,15 +145,18 @@ def sign(
         Path | None, typer.Option(help="Directory of the key that signs from now on; made if there is none.")
     ] = None,
     roster: RosterFlag = None,
+    passphrase_file: PassphraseFlag = None,
+    new_passphrase_file: NewPassphraseFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Sign the same members again: a new expiry, or a new operator key. It is one epoch later."""
     from convoy.trust.addresses import check_own_addresses
 
-    change = open_change(roster_file(roster), operator, days)
+    change = open_change(roster_file(roster), operator, days, passphrase_file)
     check_own_addresses(change.old.roster.members)
     if new_operator is not None:
-        change = change.hand_over(_operator_key(new_operator))
+        new_key = Passphrase(new_passphrase_file, "--new-passphrase-file")
+        change = change.hand_over(new_key.load_or_make(new_operator), new_operator)
     _print_change(change, change.old.roster.members, as_json=as_json)
 
 
@@ -189,7 +198,7 @@ def verify(
     member: Annotated[str | None, typer.Option(help="A member that it must list.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check a roster as a member does. Signature, time, cluster and member: exit 1 if it does not hold."""
+    """Check a roster as a member does. Signature, time, cluster and member: exit 78 if it does not hold."""
     from convoy.trust.roster import open_roster
 
     lacking = file is None or operator_key is None
@@ -220,16 +229,6 @@ def _command(verb: str, name: str, operator: Path, roster: Path | None) -> str:
     words += [] if roster is None else ["--roster", str(roster)]
     words += [] if operator == OPERATOR_DIRECTORY else ["--operator", str(operator)]
     return shlex.join(words)
-
-
-def _operator_key(directory: Path) -> OperatorKey:
-    from convoy.crypto.identity import OPERATOR_KEY, OperatorKey
-
-    if (directory / OPERATOR_KEY).exists():
-        return OperatorKey.load(directory)
-    key = OperatorKey.generate()
-    key.save(directory)
-    return key
 
 
 def _replaced(out: Path, key: OperatorKey, cluster: str) -> SignedRoster | None:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from convoy.cli.config import DEFAULT_SERVE_PORT, Config, override
+from convoy.cli.config import Config, ServeConfig, override
 from convoy.cli.device import DeviceFlag
 from convoy.cli.hub import local_model
 from convoy.cli.local import LocalCluster, LocalOptions
+from convoy.cli.member import serve_options
 from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, counted, print_json, print_note
 from convoy.cli.pin import PinFlag, pinned, share_cores
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from convoy.engine.generation import Generation
     from convoy.engine.request import GenerationRequest
     from convoy.model.source import ModelSource
+    from convoy.serve.options import ServeOptions
 
 ModelArgument = Annotated[
     str, typer.Argument(help="demo, demo-mini, a directory, org/name on the hub or synthetic:NAME.")
@@ -48,8 +50,7 @@ def run(
     pin: PinFlag = False,
     engine: dict[str, int],
     sharing: dict[str, Any],
-    host: Annotated[str, typer.Option(help="HTTP address.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="HTTP port; 0 lets the system choose.")] = DEFAULT_SERVE_PORT,
+    listens: dict[str, Any],
     as_json: JsonFlag = False,
 ) -> None:
     """Split a model over processes here; serve it or answer."""
@@ -62,28 +63,37 @@ def run(
     options = LocalOptions(members, layers, kernel_for(quantize, kernel), threads, engine=engine)
     cores = share_cores(members) if pin else None
     options = replace(options, device=device or "auto", cores=cores, sharing=sharing)
-    asked = None if prompt is None else Asked(prompt, raw, max_tokens, temperature, seed).request(source)
+    http = ServeConfig(**listens)
+    asked: GenerationRequest | ServeOptions
+    if prompt is None:
+        asked = serve_options(Config(serve=http))
+        asked.check()
+    else:
+        asked = Asked(prompt, raw, max_tokens, temperature, seed).request(source)
     options.check(source.spec)  # what is wrong is said before anything is started
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
-        settings = _served_at(local.config(local.head), host, port)
+        settings = override(local.config(local.head), serve=http)
         _serve_or_answer(local, settings, model, asked, as_json=as_json)
 
 
 def _serve_or_answer(
-    local: LocalCluster, settings: Config, model: str, asked: GenerationRequest | None, *, as_json: bool
+    local: LocalCluster,
+    settings: Config,
+    model: str,
+    asked: GenerationRequest | ServeOptions,
+    *,
+    as_json: bool,
 ) -> None:
+    from convoy.serve.options import ServeOptions
+
     try:
-        if asked is None:
-            serve_cluster(settings, model, as_json=as_json, watch=local.check_alive)
+        if isinstance(asked, ServeOptions):
+            serve_cluster(settings, model, as_json=as_json, watch=local.check_alive, options=asked)
         else:
             _answer(local, settings, model, asked, as_json=as_json)
     except ConvoyError as error:
         raise local.explain(error) from error
-
-
-def _served_at(settings: Config, host: str, port: int) -> Config:
-    return override(settings, serve=override(settings.serve, host=host, port=port))
 
 
 @dataclass(frozen=True, slots=True)

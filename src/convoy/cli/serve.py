@@ -14,13 +14,15 @@ import typer
 from convoy.cli.config import Config, load_config, override
 from convoy.cli.device import DeviceFlag, computing
 from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
-from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
+from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
+from convoy.cli.http_flags import warn_in_clear
 from convoy.cli.hub import Opened, SignedFlag, WeightsFromFlag, open_model, weights_from
 from convoy.cli.invite import AutoApproveFlag, InviteAddressFlag
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.member import head_options, load_head, serve_options, watched_roster
 from convoy.cli.members import LayersFlag, spans_by_name
 from convoy.cli.output import JsonFlag, print_draining, print_ended, print_json, print_note
+from convoy.cli.passphrase import PassphraseFlag
 from convoy.cli.picture import print_picture
 from convoy.cli.progress import loading_bars
 from convoy.cli.quantize import QuantizeFlag
@@ -46,13 +48,9 @@ ModelArgument = Annotated[
     typer.Argument(help="demo, a directory, org/name of the hub, synthetic:NAME.  [default: from --config]"),
 ]
 ConfigFlag = Annotated[
-    Path | None, typer.Option(help="This member's convoy.toml; without one, this machine alone.")
+    Path | None,
+    typer.Option(help="This member's convoy.toml.  [default: that in --dir, or this machine alone]"),
 ]
-RecoverWaitFlag = Annotated[
-    float | None, typer.Option(min=0, help="Seconds that a lost member may take to return.  [default: 60]")
-]
-HostFlag = Annotated[str | None, typer.Option(help="HTTP address.")]
-PortFlag = Annotated[int | None, typer.Option(help="HTTP port; 0 lets the system choose.")]
 InviteFlag = Annotated[
     bool, typer.Option("--invite", help="First let one machine in; makes what a first machine needs.")
 ]
@@ -68,16 +66,16 @@ def serve(
     model: ModelArgument = None,
     config: ConfigFlag = None,
     layers: LayersFlag = None,
-    host: HostFlag = None,
-    port: PortFlag = None,
+    listens: dict[str, Any],
     engine: dict[str, int],
     sharing: dict[str, Any],
-    recover_wait: RecoverWaitFlag = None,
+    waiting: dict[str, Any],
     invite: InviteFlag = False,
     auto_approve: AutoApproveFlag = False,
     address: InviteAddressFlag = None,
     name: Annotated[str | None, typer.Option(help="With --invite: a first machine's name.")] = None,
     invite_port: InvitePortFlag = None,
+    passphrase_file: PassphraseFlag = None,
     directory: DirectoryFlag = DEFAULT_HOME,
     discover: DiscoverFlag = None,
     quantize: QuantizeFlag = None,
@@ -91,24 +89,32 @@ def serve(
     as_json: JsonFlag = False,
 ) -> None:
     """Be the head: split a model, answer the OpenAI API."""
-    asked = InviteFlags(config, directory, auto_approve, address, name, invite_port)
-    config = asked.let_in(model, as_json=as_json) if invite else config
+    asked = InviteFlags(config, directory, auto_approve, address, name, invite_port, passphrase_file)
+    config = asked.let_in(model, as_json=as_json) if invite else config_file(config, directory)
     settings = _settings(with_discover(load_config(config), discover), weights, signed, traces)
     chosen = _chosen(settings, model, quiet=as_json)
-    http, limits = override(settings.serve, host=host, port=port), override(settings.engine, **engine)
-    plan = override(settings.plan, recover_wait_s=recover_wait, **sharing)
-    settings = _checked(computing(override(settings, serve=http, engine=limits, plan=plan), quantize, device))
-    providing, note = Providing.of(provide, coordinator_key, certificate, settings, directory), None
+    http, limits = override(settings.serve, **listens), override(settings.engine, **engine)
+    plan = override(settings.plan, **waiting, **sharing)
+    settings = computing(override(settings, serve=http, engine=limits, plan=plan), quantize, device)
+    providing = Providing.of(provide, coordinator_key, certificate, settings, directory)
     with ExitStack() as stack:
         if config is None:
-            settings, note = _on_this_machine(settings, stack), _alone(directory)
-        shared = with_layers(settings, layers, chosen.source.spec)
-        serve_cluster(shared, chosen, as_json=as_json, note=note, providing=providing)
+            settings = _on_this_machine(settings, stack)
+        shared = with_layers(_checked(settings, chosen), layers, chosen.source.spec)
+        serve_cluster(shared, chosen, as_json=as_json, note=_whose(config, directory), providing=providing)
 
 
 def _settings(settings: Config, weights: str | None, signed: Path | None, traces: str | None) -> Config:
     source = override(settings.model, weights_from=weights_from(weights), signed=signed)
     return override(settings, model=source, telemetry=override(settings.telemetry, traces=traces))
+
+
+def _checked(settings: Config, chosen: Opened) -> Config:
+    """Return ``settings``, or raise what is wrong with them before anything is started."""
+    options = head_options(settings)
+    options.check()
+    options.check_context(chosen.source.spec)
+    return settings
 
 
 def _on_this_machine(settings: Config, stack: ExitStack) -> Config:
@@ -118,21 +124,15 @@ def _on_this_machine(settings: Config, stack: ExitStack) -> Config:
     return override(local.config(local.head), serve=http, engine=limits, telemetry=settings.telemetry)
 
 
-def _checked(settings: Config) -> Config:
-    """Said before anything is started."""
-    head_options(settings).check()
-    return settings
-
-
 def _alone_options(settings: Config) -> LocalOptions:
     return LocalOptions(num_members=1, kernel=settings.model.kernel, device=settings.model.device)
 
 
-def _alone(directory: Path) -> str:
-    """What is said without a --config; which file would be meant, where one is at hand."""
-    file = Home(directory).config
-    others = f"; --config {file} brings in the members of its roster" if file.exists() else ""
-    return f"no --config: this machine serves alone{others}"
+def _whose(config: Path | None, directory: Path) -> str:
+    """Return what is said of the cluster that this head serves."""
+    if config is not None:
+        return f"as the head of {config}; `convoy run` is this machine alone"
+    return f"no --config and no {Home(directory).config}: this machine serves alone"
 
 
 def _chosen(settings: Config, model: str | None, *, quiet: bool) -> Opened:
@@ -180,19 +180,33 @@ def serve_cluster(
     watch: Callable[[], None] | None = None,
     note: str | None = None,
     providing: Providing | None = None,
+    options: ServeOptions | None = None,
 ) -> None:
-    """Bring the cluster up, serve until a signal, take it down. ``note`` is said beside the address."""
+    """Bring the cluster up, serve until a signal, take it down. ``note`` is said beside the address.
+
+    ``options``: of ``settings``, where they were read before. A pipe with keys is read once.
+    """
     from convoy.serve.server import bind
 
-    options = serve_options(settings)
+    options = options or serve_options(settings)
     options.check()
+    if options.in_clear and not as_json:
+        warn_in_clear(options.host)
     # A port in use is said before anything is loaded; until there is something to serve, nobody listens.
     bind(options).close()
     me = load_head(settings)
     with watched_roster(settings, me, quiet=as_json):
         # the network is only to find the peers: a head that serves asks for nobody
         with _said_when_interrupted(quiet=as_json), network_of(settings) as network:
-            cluster = start_cluster(settings, model, me=me, quiet=as_json, watch=watch, network=network)
+            cluster = start_cluster(
+                settings,
+                model,
+                me=me,
+                quiet=as_json,
+                watch=watch,
+                network=network,
+                keep_waiting=watch is None,  # processes of this machine that do not come are watched
+            )
         with tracing(settings.telemetry.traces, "convoy-head") as on:
             told = replace(options, traces=on)
             _serve(cluster, told, as_json=as_json, note=note, providing=providing)
@@ -268,10 +282,12 @@ def start_cluster(
     me: Membership | None = None,
     watch: Callable[[], None] | None = None,
     network: Network | None = None,
+    keep_waiting: bool = False,
 ) -> RunningCluster:
     """Everything up to a token that has passed every stage.
 
-    ``me``: the head, where it was loaded already. ``watch``: see `cluster.head.Head`.
+    ``me``: the head, where it was loaded already. ``watch``: see `cluster.head.Head`. ``keep_waiting``: see
+    `cluster.options.HeadOptions`.
     """
     with heavy_rooms(lambda text: None if quiet else print_note(text)):
         import convoy.model.load  # noqa: F401 - a stage needs it soon; peers start meanwhile
@@ -282,12 +298,12 @@ def start_cluster(
     opened = Opened(ModelSource.resolve(model)) if isinstance(model, str) else model
     peers = [member.name for member in me.roster.members if member.name != me.name]
     if peers and not quiet:
-        print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s")
+        print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s (--wait)")
     with loading_bars(quiet=quiet) as on_load:
         cluster = RunningCluster.start(
             me,
             opened.source,
-            head_options(settings),
+            replace(head_options(settings), keep_waiting=keep_waiting),
             on_load,
             network=network,
             watch=watch,

@@ -16,6 +16,7 @@ import typer
 
 from convoy.cli.config import load_config
 from convoy.cli.home import Home
+from convoy.cli.output import print_note
 from convoy.errors import InviteError, UsageError
 
 
@@ -40,6 +41,7 @@ class InviteFlags:
     address: list[str] | None
     name: str | None
     port: int | None
+    passphrase_file: Path | None = None
 
     def _check(self, model: str | None) -> None:
         """Say what is wrong with the model before anybody is invited. Raises `UsageError` or `ModelError`."""
@@ -64,6 +66,8 @@ class InviteFlags:
             arguments += ["--name", self.name]
         if self.port is not None:
             arguments += ["--port", str(self.port)]
+        if self.passphrase_file is not None:
+            arguments += ["--passphrase-file", str(self.passphrase_file)]
         for place in self.address or ():
             arguments += ["--address", place]
         arguments += ["--auto-approve"] * self.auto_approve + ["--json"] * as_json
@@ -74,7 +78,19 @@ class InviteFlags:
             )
         if code != 0:
             raise typer.Exit(code)
+        self._tell_where_the_key_lies()
         return self._file()
+
+    def _tell_where_the_key_lies(self) -> None:
+        from convoy.crypto.identity import has_passphrase
+
+        key = Home(self.directory).operator
+        secured = "with a passphrase" if has_passphrase(key) else "without a passphrase"
+        print_note(
+            f"the operator key lies on this machine, in {key}, {secured}. This server does not need it: move "
+            f"that folder to a removable disk, and let the next machine in with "
+            f"`convoy invite --operator FOLDER`"
+        )
 
     def _file(self) -> Path:
         return self.config or Home(self.directory).config

@@ -84,6 +84,7 @@ class Providing:
         from convoy.cluster.witness import witness_of
         from convoy.fleet.provider.provide import ProvideOptions
         from convoy.fleet.provider.run import ProviderBeside
+        from convoy.fleet.provider.upstream import Upstream
 
         def say(_kind: str, text: str) -> None:
             if not quiet:
@@ -101,4 +102,7 @@ class Providing:
             )
 
         say("key", f"this provider's key is {self.identity.public_key.hex()}")
-        return ProviderBeside(head_url, listens.api_key, self.identity, options, slots=self.slots, say=say)
+        key = None if listens.keys is None else listens.keys.own_key("provider")
+        certificate = None if listens.tls is None else listens.tls[0]
+        upstream = Upstream(head_url, key, certificate)
+        return ProviderBeside(upstream, self.identity, options, slots=self.slots, say=say)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,8 @@ from convoy.cli.members import LayersFlag
 from convoy.cli.output import JsonFlag, counted, format_bytes, print_json, print_note
 from convoy.cli.quantize import KERNELS, QuantizeFlag, kernel_for
 from convoy.cli.serve import start_cluster
-from convoy.errors import ConvoyError, IdentityError, RequestError, SessionError, UsageError
+from convoy.cli.session_key import KeyFile
+from convoy.errors import ConvoyError, RequestError, SessionError, UsageError
 
 if TYPE_CHECKING:
     from convoy.cluster.running import RunningCluster
@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from convoy.model.source import ModelSource
     from convoy.model.text import Tokenizer
 
-_KEY_BYTES = 32
+
+LoadFlag = Annotated[Path | None, typer.Option(help="Go on with this saved session.")]
+SaveFlag = Annotated[Path | None, typer.Option(help="Keep the session in this file, which holds the prompt.")]
+KeyFlag = Annotated[
+    Path | None,
+    typer.Option(
+        help="Key file that seals the saved session; made if missing.  [default: session.key beside the "
+        "identity]"
+    ),
+]
+PlainFlag = Annotated[bool, typer.Option("--plain", help="Save without a seal; load a file that has none.")]
 
 
 def session(
@@ -35,13 +45,10 @@ def session(
     prompt: Annotated[
         str | None, typer.Option(help="What to answer; without it, only load and save.")
     ] = None,
-    load: Annotated[Path | None, typer.Option(help="Go on with this saved session.")] = None,
-    save: Annotated[
-        Path | None, typer.Option(help="Keep the session in this file, which holds the prompt.")
-    ] = None,
-    key: Annotated[
-        Path | None, typer.Option(help="Seal the file under this key file; made if missing.")
-    ] = None,
+    load: LoadFlag = None,
+    save: SaveFlag = None,
+    key: KeyFlag = None,
+    plain: PlainFlag = False,
     members: Annotated[
         int | None, typer.Option(help="Processes on this machine; the first is the head.  [default: 1]")
     ] = None,
@@ -64,13 +71,12 @@ def session(
     """Answer a prompt, and keep the conversation in a file."""
     turn = Turn(prompt, load, save, max_tokens, temperature, seed, raw, quiet=as_json, quantize=quantize)
     turn.check()
-    secret = session_key(key, make=load is None)
-    turn.check_files(secret)
-    if config is None and members is None and layers is None:
-        config = config_file(None)
-        if config is not None and not as_json:
-            print_note(f"as the head of {config}; --members 1 is this machine alone")
-    _start(turn, secret, model, config, LocalOptions(members or 1, layers, kernel_for(quantize, kernel)))
+    found = config_file(None) if config is None and members is None and layers is None else None
+    keys = SessionKeys.of(turn, KeyFile.of(key, config or found, plain=plain))
+    if found is not None and not as_json:
+        print_note(f"as the head of {found}; --members 1 is this machine alone")
+    options = LocalOptions(members or 1, layers, kernel_for(quantize, kernel))
+    _start(turn, keys, model, config or found, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,11 @@ class Turn:
         if self.load is not None:
             with SessionReader(self.load, key):
                 pass
+        if self.save is not None and self.save.exists() and not _same(self.save, self.load):
+            raise SessionError(
+                f"{self.save} exists already, and saving would replace it",
+                hint=f"--load {self.save} goes on with it; or name another file",
+            )
         if self.save is not None and not self.save.parent.is_dir():
             raise SessionError(
                 f"cannot write {self.save}: there is no directory {self.save.parent}",
@@ -136,6 +147,25 @@ class Turn:
         ]
 
 
+def _same(one: Path, other: Path | None) -> bool:
+    return other is not None and other.exists() and one.samefile(other)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKeys:
+    """The keys of the file that is loaded and of the file that is saved; None where it has no seal."""
+
+    load: bytes | None
+    save: bytes | None
+
+    @classmethod
+    def of(cls, turn: Turn, file: KeyFile) -> SessionKeys:
+        """Check the files of ``turn``, and only then make a key. Raises `SessionError`."""
+        load = None if turn.load is None else file.to_load(turn.load)
+        turn.check_files(load)
+        return cls(load, None if turn.save is None else file.to_save())
+
+
 def first_turn(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """A conversation that begins with ``prompt``."""
     return tokenizer.encode_chat([{"role": "user", "content": prompt}])
@@ -155,37 +185,7 @@ def next_turn(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return one[len(one) - common :]
 
 
-def session_key(path: Path | None, *, make: bool) -> bytes | None:
-    """The 32 bytes of a key file, which is made where it is missing and may be. Raises SessionError."""
-    from convoy.crypto.keyfile import read_private, write_private
-
-    if path is None:
-        return None
-    try:
-        if make and not path.exists():
-            write_private(path, secrets.token_bytes(_KEY_BYTES))
-            print_note(f"made the key {path}: without it, what it seals is lost")
-        key = read_private(path)
-    except IdentityError as error:
-        raise SessionError(f"the session's key: {error.message}", hint=_mend_key(path, error)) from error
-    if len(key) != _KEY_BYTES:
-        raise SessionError(
-            f"{path} has {len(key)} bytes, expected a key of {_KEY_BYTES}",
-            hint="name the file that `convoy session --save FILE --key KEY` made",
-        )
-    return key
-
-
-def _mend_key(path: Path, error: IdentityError) -> str | None:
-    """What helps with a session's key, where `keyfile` thinks of a member's."""
-    if isinstance(error.__cause__, FileNotFoundError):
-        return "name the key that the session was saved with; without it the session is lost"
-    if isinstance(error.__cause__, OSError):
-        return None
-    return error.hint and f"chmod 600 {path}; who could read it can open what it seals"
-
-
-def _start(turn: Turn, key: bytes | None, model: str, config: Path | None, options: LocalOptions) -> None:
+def _start(turn: Turn, keys: SessionKeys, model: str, config: Path | None, options: LocalOptions) -> None:
     """On the cluster of ``config``, or on one of this machine's processes."""
     from convoy.model.source import ModelSource
 
@@ -193,22 +193,22 @@ def _start(turn: Turn, key: bytes | None, model: str, config: Path | None, optio
     turn.check_model(source)
     if config is not None:
         settings = computing(load_config(config), turn.quantize, None)
-        _run(turn, key, start_cluster(settings, model, quiet=turn.quiet))
+        _run(turn, keys, start_cluster(settings, model, quiet=turn.quiet))
         return
     options.check(source.spec)
     with LocalCluster(options) as local:
         local.start_peers(model)
         settings = local.config(local.head)
         try:
-            _run(turn, key, start_cluster(settings, model, quiet=turn.quiet, watch=local.check_alive))
+            _run(turn, keys, start_cluster(settings, model, quiet=turn.quiet, watch=local.check_alive))
         except ConvoyError as error:
             raise local.explain(error) from error
 
 
-def _run(turn: Turn, key: bytes | None, cluster: RunningCluster) -> None:
+def _run(turn: Turn, keys: SessionKeys, cluster: RunningCluster) -> None:
     try:
         with cluster.session() as talk:
-            facts = _talk(turn, key, cluster, talk)
+            facts = _talk(turn, keys, cluster, talk)
             if turn.quiet:
                 status = cluster.status()
                 print_json({"model": status.model, **facts, "route": status.route})
@@ -216,11 +216,11 @@ def _run(turn: Turn, key: bytes | None, cluster: RunningCluster) -> None:
         cluster.close()
 
 
-def _talk(turn: Turn, key: bytes | None, cluster: RunningCluster, talk: Session) -> dict[str, object]:
+def _talk(turn: Turn, keys: SessionKeys, cluster: RunningCluster, talk: Session) -> dict[str, object]:
     tell = (lambda _text: None) if turn.quiet else print_note
     found = 0
     if turn.load is not None:
-        found = talk.load(turn.load, key)
+        found = talk.load(turn.load, keys.load)
         tell(f"loaded {counted(talk.position, 'token')} from {turn.load}, {found} of them with their K/V")
     talk.params = turn.params(talk.params)
     began_s = time.monotonic()
@@ -231,8 +231,8 @@ def _talk(turn: Turn, key: bytes | None, cluster: RunningCluster, talk: Session)
     if reason == "length":
         tell(f"the answer was cut off after {counted(turn.max_tokens, 'token')}: --max-tokens allows more")
     if turn.save is not None:
-        talk.save(turn.save, key)
-        sealed = "sealed" if key is not None else "readable for whoever can read the file"
+        talk.save(turn.save, keys.save)
+        sealed = "sealed" if keys.save is not None else "readable for whoever can read the file"
         size = format_bytes(turn.save.stat().st_size)
         tell(f"saved {counted(talk.position, 'token')} to {turn.save}, {size}, {sealed}")
     return {

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from convoy.model.library import collector_at_rest
 
 _SWITCH_S = 0.001
+_SPINS = 10_000  # a fraction of a millisecond: longer than the gap between two products of a step
 
 
 def switch_threads_soon() -> None:
@@ -34,6 +35,16 @@ def ask_for_huge_pages() -> None:
     looks when it first allocates, so this comes before it is imported.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def wait_briefly_for_threads() -> None:
+    """Have threads of OpenMP that wait for work sleep sooner, unless the operator says otherwise.
+
+    Where other programs use the cores, spinning threads keep those from running for which they wait
+    (`bench/METHODOLOGY.md`). The library reads this when it is loaded, so it comes before torch is imported.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(_SPINS))
 
 
 def keep_nccl_on_loopback() -> None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from convoy.cli.endpoint import DEFAULT_URL, ApiKeyFlag, Endpoint, UrlFlag
-from convoy.cli.output import EXIT_FAILURE, JsonFlag, format_seconds, print_fields, print_json
+from convoy.cli.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
+from convoy.cli.exit_codes import EXIT_RETRY
+from convoy.cli.output import JsonFlag, format_seconds, print_fields, print_json
 from convoy.cli.picture import guesses_text, print_picture, recoveries_text
 from convoy.errors import NotReady
 
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 def status(
     url: UrlFlag = DEFAULT_URL,
     api_key_file: ApiKeyFlag = None,
+    ca: CaFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a running cluster: stages, links, load. Exit 1 when it is not ready."""
+    """Show a running cluster: stages, links, load. Exit 75 when it is not ready."""
     from convoy.cluster.status import ClusterStatus
 
-    endpoint = Endpoint.of(url, api_key_file)
+    endpoint = Endpoint.of(url, client_key(api_key_file), ca)
     health = endpoint.get("/health", accept=frozenset({200, 503}))
     answer = endpoint.get("/status")
     try:
@@ -38,7 +40,7 @@ def status(
         _print(ready, cluster)
     if ready.get("status") != "ready":
         if as_json:
-            raise typer.Exit(EXIT_FAILURE)  # the value above says why, and there is only one
+            raise typer.Exit(EXIT_RETRY)  # the value above says why, and there is only one
         raise NotReady(f"the cluster is {ready.get('status')}: {ready.get('reason', 'no reason given')}")
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from convoy.cli.http_flags import HTTP_FLAGS, serve_settings
 from convoy.errors import UsageError
 from convoy.plan.parallel import ASKED
 
@@ -27,6 +28,10 @@ PrefillWindowFlag = Annotated[
 MicroBatchesFlag = Annotated[
     int | None, typer.Option(min=0, help="Steps in flight, 1 to 64; 0: as many as there are stages.")
 ]
+MaxModelLenFlag = Annotated[
+    int | None,
+    typer.Option(min=1, help="Longest prompt and answer together, in tokens.  [default: the model's own]"),
+]
 SpeculateFlag = Annotated[
     int | None,
     typer.Option(min=0, max=64, help="Tokens guessed at once, from the text so far; 0: none.  [default: 8]"),
@@ -41,6 +46,21 @@ RanksFlag = Annotated[
 ]
 
 
+WaitFlag = Annotated[
+    float | None,
+    typer.Option(
+        "--wait",
+        min=0,
+        help="Seconds to wait for absent members before a start without them; 0: none.  [default: 60]",
+    ),
+]
+RecoverWaitFlag = Annotated[
+    float | None,
+    typer.Option(
+        "--recover-wait", min=0, help="Seconds that a lost member may take to return.  [default: 60]"
+    ),
+]
+
 _FLAGS = {
     "engine": {
         "max_batch": MaxBatchFlag,
@@ -48,15 +68,18 @@ _FLAGS = {
         "prefill_window": PrefillWindowFlag,
         "micro_batches": MicroBatchesFlag,
         "speculate": SpeculateFlag,
+        "max_model_len": MaxModelLenFlag,
     },
     "sharing": {"parallel": ParallelFlag, "ranks": RanksFlag},
+    "waiting": {"wait_s": WaitFlag, "recover_wait_s": RecoverWaitFlag},
+    "listens": HTTP_FLAGS,
 }
 
 
 def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give a verb these flags in place of its parameters ``engine`` and ``sharing``.
+    """Give a verb these flags for its parameters ``engine``, ``sharing``, ``waiting`` and ``listens``.
 
-    They are the keys of [engine] and of [plan] that were given.
+    They are the keys of [engine], of [plan] and of [serve] that were given.
     """
     own = inspect.signature(verb, eval_str=True).parameters
 
@@ -65,6 +88,8 @@ def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
         for group in _FLAGS.keys() & own.keys():
             asked = {name: given.pop(name) for name in _FLAGS[group]}
             given[group] = {name: value for name, value in asked.items() if value is not None}
+        if "listens" in given:
+            given["listens"] = serve_settings(given["listens"])
         check_parallel(given.get("sharing", {}).get("parallel"))
         verb(**given)
 

@@ -44,9 +44,10 @@ def rules_of(
 
     folder = Path() if file is None else file.parent
     policy = load_policy(None if table.policy is None else folder / table.policy)
-    if policy.placement:
+    if policy.placement or policy.offers:
+        kind = "placement" if policy.placement else "offer"
         raise ConfigError(
-            f"{table.policy} has [[placement]] rules, which are for the head of a cluster",
+            f"{table.policy} has [[{kind}]] rules, which are for the head of a cluster",
             hint="a provider's own policy keeps layers where they belong",
         )
     return ProviderRules(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.device import DeviceFlag
+from convoy.cli.exit_codes import EXIT_FAILURE
 from convoy.cli.output import (
-    EXIT_FAILURE,
     JsonFlag,
     plain,
     print_json,
@@ -19,8 +19,17 @@ from convoy.cli.output import (
     print_table,
     report_error,
 )
-from convoy.cli.progress import LayoutLines
+from convoy.cli.progress import VerifyLines
 from convoy.cli.quantize import KERNELS
+from convoy.cli.verify_leak import (
+    LEAK_DEPTHS,
+    LEAK_TOKENS,
+    LeakDepthsFlag,
+    LeakFlag,
+    LeakSearch,
+    LeakTokensFlag,
+    show_leak,
+)
 from convoy.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
@@ -42,19 +51,44 @@ def verify(
     device: DeviceFlag = "cpu",
     ranks: Annotated[int, typer.Option(min=1, max=8, help="That hold each stage together, on the CPU.")] = 1,
     threads: Annotated[int | None, typer.Option(min=1, help="That compute.  [default: torch's]")] = None,
+    leak: LeakFlag = False,
+    leak_tokens: LeakTokensFlag = LEAK_TOKENS,
+    leak_depths: LeakDepthsFlag = LEAK_DEPTHS,
     as_json: JsonFlag = False,
 ) -> None:
-    """Prove that a model split in any way answers as it does whole."""
+    """Prove that a model split in any way answers as it does whole.
+
+    With --leak: show how much of a prompt a peer recovers from the activations that it is sent.
+    """
     max_cuts = _max_cuts(cuts)
+    if not leak and (leak_tokens, leak_depths) != (LEAK_TOKENS, LEAK_DEPTHS):
+        raise UsageError("--leak-tokens and --leak-depths are for --leak", hint="add --leak")
     from convoy.evaluate.verify import VerifyOptions
     from convoy.evaluate.verify import verify as run
-    from convoy.model.device import RANKS, choose_devices, kernel_on_cuda
-    from convoy.model.selfcheck import choose_kernel, why_not_exact
     from convoy.model.source import ModelSource
-    from convoy.plan.sharding import check_sharding
 
     source = ModelSource.resolve(model)
     asked = _prompts(source, prompts, tokens)
+    device, chosen = _device_and_kernel(source, device, kernel, ranks, threads)
+    progress = _progress("tokens" if leak else "layouts", quiet=as_json)
+    if leak:
+        search = LeakSearch(chosen, device, threads, leak_tokens, leak_depths)
+        show_leak(source, asked[0], search, ranks, progress, as_json=as_json)
+        return
+    options = VerifyOptions(
+        chosen, max_cuts, num_tokens=tokens, num_threads=threads, device=device, ranks=ranks
+    )
+    report(run(source, asked, options, progress), as_json=as_json)
+
+
+def _device_and_kernel(
+    source: ModelSource, device: str | None, kernel: str, ranks: int, threads: int | None
+) -> tuple[str, str]:
+    """On what stages compute, and how. Raises UsageError for ranks that cannot be verified there."""
+    from convoy.model.device import RANKS, choose_devices, kernel_on_cuda
+    from convoy.model.selfcheck import choose_kernel, why_not_exact
+    from convoy.plan.sharding import check_sharding
+
     if device and RANKS in device:
         raise UsageError(f"--device is {device}, and ranks are verified by their number", hint="say --ranks")
     device = ",".join(choose_devices(device or "cpu", kernel))
@@ -65,10 +99,7 @@ def verify(
         check_sharding(source.spec, ranks)
         if device != "cpu":
             raise UsageError(f"--ranks {ranks} is for the CPU, and --device is {device}")
-    options = VerifyOptions(
-        chosen, max_cuts, num_tokens=tokens, num_threads=threads, device=device, ranks=ranks
-    )
-    report(run(source, asked, options, _progress(quiet=as_json)), as_json=as_json)
+    return device, chosen
 
 
 def report(found: Certificate, *, as_json: bool) -> None:
@@ -107,16 +138,16 @@ def _prompts(source: ModelSource, text: str, num_tokens: int) -> list[list[int]]
     return text_prompts(tokenizer, source.spec, int(text), num_tokens)
 
 
-def _progress(*, quiet: bool) -> Progress:
+def _progress(unit: str, *, quiet: bool) -> Progress:
     """One line that changes on a terminal; elsewhere a line now and then, none where ``quiet``."""
-    if sys.stderr.isatty():
-        return _show_progress
-    return (lambda *_: None) if quiet else LayoutLines().on_layout
+    if not sys.stderr.isatty():
+        return (lambda *_: None) if quiet else VerifyLines(unit).on_progress
 
+    def show(done: int, total: int, what: str) -> None:
+        line = f"{done}/{total} {unit}, {what}" if what else ""
+        print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
-def _show_progress(done: int, total: int, what: str) -> None:
-    line = f"{done}/{total} layouts, {what}" if what else ""
-    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+    return show
 
 
 def _print(found: Certificate) -> None:

@@ -15,6 +15,7 @@ from convoy.wire.messages import Hello
 _log = logging.getLogger(__name__)
 
 _PING_S = 1.0
+_LOOK_UP_S = 0.5
 
 
 def begin(
@@ -24,17 +25,20 @@ def begin(
     install: Callable[[Proposal], Granted],
     *,
     replaceable: bool,
+    watch: Callable[[], None] | None,
 ) -> Granted:
     """Over those who came. Where that fails for want of the others, raises why the first did not come.
 
     ``hellos``: of those that are here, the head's first. ``replaceable``: where ranks do not come together,
-    whole layers do as well.
+    whole layers do as well. ``watch``: wait for the others instead, without end; it is called meanwhile, and
+    what it raises ends the wait.
     """
     absent = company.absent
     try:
-        proposal = planner.first(hellos())
-        for why in absent.values():
-            _log.warning("%s; the cluster starts without it, and goes on dialling it", why.message)
+        proposal = _first(company, planner, hellos, watch)
+        for name, why in absent.items():
+            if name in company.missing():
+                _log.warning("%s; the cluster starts without it, and goes on dialling it", why.message)
         while True:
             try:
                 return install(proposal)
@@ -43,11 +47,41 @@ def begin(
                     proposal = planner.first(hellos())
                     continue
                 fell = replaceable and proposal.placement.mode == "tensor"
-                proposal = _next(company, planner, hellos, proposal, error, fell=fell)
+                try:
+                    proposal = _next(company, planner, hellos, proposal, error, fell=fell)
+                except ConvoyError:
+                    if watch is None or proposal.members <= hellos().keys():
+                        raise
+                    proposal = _first(company, planner, hellos, watch)
     except (CapacityError, SpanError) as error:
-        for why in absent.values():
-            raise why from error
+        for name, why in absent.items():
+            if name in company.missing():
+                raise why from error
         raise
+
+
+def _first(
+    company: Company,
+    planner: Planner,
+    hellos: Callable[[], dict[str, Hello]],
+    watch: Callable[[], None] | None,
+) -> Proposal:
+    """The first plan that members who are here can hold; ``watch`` as for `begin`."""
+    told = None
+    while True:
+        seen = company.num_changes
+        try:
+            return planner.first(hellos())
+        except (CapacityError, SpanError) as error:
+            missing = company.missing()
+            if watch is None or not missing:
+                raise
+            if told != (told := missing):
+                company.seek()
+                _log.warning("waiting for %s: %s", ", ".join(missing), error.message)
+        while company.num_changes == seen and company.missing() == missing:
+            watch()
+            company.wait(seen, _LOOK_UP_S)
 
 
 def _next(

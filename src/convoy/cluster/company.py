@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from convoy.cluster.backoff import Backoffs
+from convoy.cluster.idle import IdleTimes
 from convoy.cluster.mailbox import Mailbox
 from convoy.cluster.muster import Arrival, Muster
 from convoy.cluster.offer import make_hello
@@ -53,6 +54,7 @@ class Company:
         self.links: dict[str, Link] = {}
         self.hellos: dict[str, Hello] = {}
         self.slow = Slow()
+        self.idle = IdleTimes()
         self.traffic = Traffic()
         self.why_kernel = ""  # why not a better one, where that showed as the model was loaded
         self.absent: dict[str, PeerUnreachable] = {}  # at the bring-up
@@ -62,7 +64,7 @@ class Company:
         self._network = network
         self._options = options
         self._receive, self._lost, self._joined = receive, lost, joined
-        self._hello = make_hello(options.member)
+        self._hello = self._capped(me.name, make_hello(options.member), head=True)
         self._changed = threading.Condition()
         self._num_changes = 0
         self._greeting: dict[Link, Mailbox] = {}
@@ -126,7 +128,7 @@ class Company:
     def gather(self, watch: Callable[[], None]) -> set[str]:
         """Dial, greet and admit all peers, waiting for each; ``absent`` are then those who did not come.
 
-        Raises that if nobody came, and for the first what else it comes to.
+        Raises for the first what else it comes to.
         """
         mailbox = Mailbox(watch)
         links: dict[str, Link] = {}
@@ -145,7 +147,7 @@ class Company:
             )
             mustered = muster.call()
             links, self.absent = mustered.links, mustered.absent
-            hellos = mailbox.gather(links, Hello, self._options.wait_s)
+            hellos = mailbox.gather(links, Hello, self._options.answer_s)
             self.vetting.admit(links, watch)
         except BaseException:
             for link in links.values():
@@ -170,8 +172,9 @@ class Company:
 
     def seek(self) -> None:
         """From now on, dial whoever the roster lists and is not here, as often as a backoff allows."""
-        self._seeking = True
-        self._unsubscribe = self._me.subscribe(self._seek_missing)
+        if not self._seeking:
+            self._seeking = True
+            self._unsubscribe = self._me.subscribe(self._seek_missing)
         self._seek_missing(self._me.roster)
 
     def wait(self, seen: int, timeout_s: float) -> bool:
@@ -269,15 +272,25 @@ class Company:
         link.send(self._hello)
 
     def _admit(self, link: Link, hello: Hello) -> None:
+        hello = self._capped(link.peer, hello)
         with self._changed:
             self._greeting.pop(link, None)
             self.links[link.peer], self.hellos[link.peer] = link, hello
             self._seen.add(link.peer)
             self._backoffs.came(link.peer)
             self.slow.came(link.peer)
+            self.idle.begin([link.peer])
             if link.is_over:  # before anybody looked
                 self._forget(link)
         self.wake()
+
+    def _capped(self, name: str, hello: Hello, *, head: bool = False) -> Hello:
+        """Its greeting, with as much of the offered memory as the policy lets count."""
+        counted = self._options.member.policy.capped(name, hello.memory_bytes, head=head)
+        if counted < hello.memory_bytes:
+            text = "%s offers %.1f GB of memory, and the policy lets %.1f GB count"
+            _log.warning(text, name, hello.memory_bytes / 1e9, counted / 1e9)
+        return msgspec.structs.replace(hello, memory_bytes=counted)
 
     def _deliver(self, link: Link, received: Received) -> None:
         if self.vetting.attestation.takes(link, received):

@@ -21,6 +21,7 @@ from convoy.crypto.enrolment import (
     OneTimeCertificate,
     Terms,
     check_commitment,
+    check_hello,
     check_mac,
     check_signatures,
     code,
@@ -102,7 +103,8 @@ class Enrolment:
         self._judge = judge
         self._limits = limits or EnrolmentLimits()
         self._lock = threading.Lock()
-        self._num_wrong = 0
+        self._num_challenged = 0  # without a right proof so far; those that are still expected included
+        self._num_unproved = 0  # of these, the ones that ended
         # Both clocks count: one of them stands still while a machine sleeps, the other may be set back.
         self._until_s = time.monotonic() + max(0.0, token.expires - time.time())
         self._found: queue.SimpleQueue[Newcomer | ConvoyError] = queue.SimpleQueue()
@@ -143,25 +145,42 @@ class Enrolment:
     # On the thread of one connection.
 
     def _meet(self, stream: Stream, host: str) -> None:
-        commitment = _expect(stream, EnrolmentType.HELLO)
-        if (over := self._over()) is not None:
+        # Without the secret: hung up on, without an answer and without a trace but a line of log.
+        commitment = check_hello(self._terms, _expect(stream, EnrolmentType.HELLO))
+        if (over := self._begin_challenge()) is not None:
             self._turn_away(stream, over)
             return
-        nonce = os.urandom(NONCE_BYTES)
-        send_enrolment(stream, EnrolmentType.CHALLENGE, nonce)
-        body = _expect(stream, EnrolmentType.PROOF)
         try:
-            card, spoken = self._check(commitment, nonce, body)
-        except (HandshakeError, FrameError, IdentityError) as error:
-            self._count_wrong()
-            self._turn_away(stream, Refusal.FAILED)
-            raise HandshakeError(error.message) from error
+            card, spoken = self._challenge(stream, commitment)
+        except ConvoyError:
+            self._count_unproved()
+            raise
+        with self._lock:
+            self._num_challenged -= 1
         shown = code(self._terms.secret, spoken)
         newcomer = Newcomer(card, shown, host, stream, self._terms.secret, spoken)
         if (refusal := self._consume(newcomer)) is not None:
             self._turn_away(stream, refusal)
             return
         self._tell(newcomer, stream, spoken)
+
+    def _begin_challenge(self) -> Refusal | None:
+        """Count a challenge before it is sent, so that connections at once get no more than one by one."""
+        with self._lock:
+            if (over := self._over()) is None:
+                self._num_challenged += 1
+            return over
+
+    def _challenge(self, stream: Stream, commitment: bytes) -> tuple[EnrolmentCard, bytes]:
+        """Return the card of a right proof, and the transcript."""
+        nonce = os.urandom(NONCE_BYTES)
+        send_enrolment(stream, EnrolmentType.CHALLENGE, nonce)
+        body = _expect(stream, EnrolmentType.PROOF)
+        try:
+            return self._check(commitment, nonce, body)
+        except (HandshakeError, FrameError, IdentityError) as error:
+            self._turn_away(stream, Refusal.FAILED)
+            raise HandshakeError(error.message) from error
 
     def _check(self, commitment: bytes, nonce: bytes, body: bytes) -> tuple[EnrolmentCard, bytes]:
         proof, card_bytes = decode_proof(body)
@@ -175,7 +194,7 @@ class Enrolment:
     def _consume(self, newcomer: Newcomer) -> Refusal | None:
         """Use the invitation up, on disk, before anybody is told. What `_judge` refuses uses nothing up."""
         with self._lock:
-            if (over := self._over()) is not None:
+            if (over := self._used_or_late()) is not None:
                 return over
             if (refusal := self._judge(newcomer.card)) is not None:
                 return refusal
@@ -201,18 +220,26 @@ class Enrolment:
         self._found.put(newcomer)
 
     def _over(self) -> Refusal | None:
+        if (over := self._used_or_late()) is not None:
+            return over
+        return Refusal.BUSY if self._num_challenged >= self._limits.max_unproved_challenges else None
+
+    def _used_or_late(self) -> Refusal | None:
         if self._consumption.used:
             return Refusal.CONSUMED
-        if time.monotonic() >= self._until_s or time.time() >= self._token.expires:
-            return Refusal.EXPIRED
-        return Refusal.BUSY if self._num_wrong >= self._limits.max_wrong_proofs else None
+        late = time.monotonic() >= self._until_s or time.time() >= self._token.expires
+        return Refusal.EXPIRED if late else None
 
-    def _count_wrong(self) -> None:
+    def _count_unproved(self) -> None:
         with self._lock:
-            self._num_wrong += 1
-            if self._num_wrong == self._limits.max_wrong_proofs:
-                text = f"{self._num_wrong} wrong proofs came, so the invitation is closed"
-                self._found.put(InviteError(text, hint="somebody is guessing: make a new one elsewhere"))
+            self._num_unproved += 1
+            if self._num_unproved == self._limits.max_unproved_challenges:
+                text = (
+                    f"the invitation is closed: {self._num_unproved} connections with its token got a "
+                    "challenge and sent no right proof"
+                )
+                hint = "somebody else may have the token: make a new one, and send it over another channel"
+                self._found.put(InviteError(text, hint=hint))
 
     @staticmethod
     def _turn_away(stream: Stream, reason: Refusal) -> None:

@@ -72,9 +72,11 @@ class Head:
 
         ``own``: how its tensors come here, where ``source`` is not here whole.
 
-        Raises `ConfigError` for options that make no sense.
+        Raises `ConfigError` for options that make no sense, and for a policy that names an unknown member.
         """
         options.check()
+        options.check_context(source.spec)
+        options.member.policy.check_members([member.name for member in me.roster.members])
         self._watch = watch or (lambda: None)
         self._me = me
         self._source = source
@@ -142,6 +144,7 @@ class Head:
                 self.hellos,
                 lambda proposal: self.install(proposal, self._watch, on_load),
                 replaceable=self._options.parallel != "tensor",
+                watch=self._watch if self._options.keep_waiting else None,
             )
         except BaseException:
             self.close("the head could not bring the cluster up")
@@ -277,6 +280,12 @@ class Head:
 
         return mailbox.gather(links, Ready, self._options.load_wait_s, tell)
 
+    def _room_of(self, name: str, ready: Ready) -> Room:
+        """What a peer has left for K/V: no more than the policy lets count of its memory."""
+        policy = self._options.member.policy
+        used = ready.weight_bytes + ready.room_bytes
+        return Room(policy.capped(name, used, head=False) - ready.weight_bytes, ready.block_bytes)
+
     # 4. activate
 
     def _activate(
@@ -289,7 +298,7 @@ class Head:
     ) -> Granted:
         plan = proposal.plan
         room = Room(stage.room_bytes(self.company.hello.memory_bytes), stage.block_bytes)
-        rooms = {self.name: room} | {n: Room(r.room_bytes, r.block_bytes) for n, r in readies.items()}
+        rooms = {self.name: room} | {name: self._room_of(name, ready) for name, ready in readies.items()}
         try:
             num_blocks = common_blocks(
                 self._source.spec, rooms, plan, self._options, is_first=self.granted is None
@@ -304,7 +313,7 @@ class Head:
         try:
             if self._group is not None:
                 self._group.join_here(stage, links)
-            mailbox.gather(readies, Activated, self._options.wait_s)
+            mailbox.gather(readies, Activated, self._options.answer_s)
         except (PeerError, LinkClosed) as error:
             self._note_failed_ranks(proposal, error)
             raise
@@ -332,6 +341,8 @@ class Head:
         )
         if isinstance(executor, PipelineExecutor | GroupExecutor):
             self._receiver = executor
+        if self.granted is not None:
+            self.company.idle.begin(self.granted.members - granted.members)
         self.granted = granted
         _log.info("parallel: %s: %s", granted.placement.mode, granted.placement.reason)
         self.vetting.watch(links, granted.plan)
@@ -374,6 +385,6 @@ class Head:
     def _joined(self, name: str) -> None:
         self.on_joined(name)
 
-    def prepare(self, name: str, then: Callable[[], None]) -> None:
+    def prepare(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
         """``then``, once everybody has the weights for a plan with ``name``, whatever runs meanwhile."""
-        self._preparations.joined(name, then)
+        self._preparations.joined(name, then, failed)

@@ -16,6 +16,7 @@ from convoy.crypto.enrolment import (
     check_listener_mac,
     code,
     commit,
+    hello_mac,
     make_proof,
     transcript,
 )
@@ -42,7 +43,10 @@ _AGAIN = "ask for a new one: `convoy invite` on the inviting machine"
 _REFUSALS: dict[Refusal, tuple[str, str | None]] = {
     Refusal.EXPIRED: ("the invitation has expired there", _AGAIN),
     Refusal.CONSUMED: ("the invitation is used up: another machine came first", _AGAIN),
-    Refusal.BUSY: ("the invitation was closed after too many wrong proofs", _AGAIN),
+    Refusal.BUSY: (
+        "the invitation was closed after too many connections without a right proof",
+        _AGAIN,
+    ),
     Refusal.FAILED: ("the inviting machine refused the proof", "copy the whole invitation once more"),
     Refusal.BAD_CARD: (
         "no roster can hold what this machine says about itself",
@@ -108,8 +112,7 @@ def _enrol(
     nonce, card_bytes = os.urandom(NONCE_BYTES), encode_card(card)
     terms = Terms(token.secret, token.invitation, token.fingerprint)
     commitment = commit(nonce, card_bytes)
-    send_enrolment(stream, EnrolmentType.HELLO, commitment)
-    challenge = _expect(stream, EnrolmentType.CHALLENGE, card)
+    challenge = _hello(stream, card, commitment + hello_mac(terms, commitment))
     spoken = transcript(terms, commitment, challenge, nonce, card_bytes)
     proof = make_proof(terms, identity, nonce, spoken)
     send_enrolment(stream, EnrolmentType.PROOF, encode_proof(proof, card_bytes))
@@ -125,6 +128,18 @@ def _enrol(
         ) from error
     check_listener_mac(token.secret, spoken, body[HASH_BYTES:], body[:HASH_BYTES])
     return _verified(body[HASH_BYTES:], token, card)
+
+
+def _hello(stream: Stream, card: EnrolmentCard, hello: bytes) -> bytes:
+    """Return the challenge. An inviter that does not take the HELLO hangs up without a word."""
+    try:
+        send_enrolment(stream, EnrolmentType.HELLO, hello)
+        return _expect(stream, EnrolmentType.CHALLENGE, card)
+    except LinkBroken as error:
+        raise LinkBroken(
+            f"the inviting machine did not answer: {error.message}",
+            hint="are both machines on the same version of convoy, and is the invitation whole?",
+        ) from error
 
 
 def _verified(roster: bytes, token: Token, card: EnrolmentCard) -> Enrolled:

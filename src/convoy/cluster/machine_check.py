@@ -98,24 +98,27 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
 
 
 def check_speed(
-    kernel: str = "auto", num_threads: int | None = None, device: str = "auto"
+    kernel: str = "auto", num_threads: int | None = None, device: str = "auto", folder: Path | None = None
 ) -> Iterator[Finding]:
     """What this machine reads and multiplies, in the form in which `convoy plan` takes it."""
+    from convoy.cluster.own_speed import own_speed
     from convoy.model.device import HOST, choose_devices, kernel_on_cuda
     from convoy.model.selfcheck import EXACT, PLAIN, why_not_exact
-    from convoy.model.speed import measure_speed
 
     place = choose_devices(device, kernel)[0]
     if place != HOST:
         kernel = kernel_on_cuda(kernel)
     elif kernel == "auto":
         kernel = PLAIN if why_not_exact(num_threads) else EXACT
-    speed = measure_speed(kernel, num_threads, place)
+    found = own_speed(kernel, num_threads, place, folder)
+    speed = found.speed
     read, multiplied = speed.read_bytes_per_s / 1e9, speed.flop_per_s / 1e9
     yield ok(
         f"{place} reads {read:.1f} GB/s and multiplies {multiplied:.0f} GFLOP/s under {kernel}: elsewhere, "
         f"`convoy plan --speed NAME={speed.text()}`"
     )
+    if found.warning is not None:
+        yield warn(found.warning, "measure again when the machine is idle: `convoy doctor`")
 
 
 def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]:

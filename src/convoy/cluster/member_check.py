@@ -16,7 +16,7 @@ from convoy.crypto.identity import (
     TLS_KEY,
     Identity,
 )
-from convoy.errors import RosterError
+from convoy.errors import ConfigError, RosterError
 from convoy.transport.member import Roster
 from convoy.trust.policy import Policy
 
@@ -141,10 +141,10 @@ def check_policy(policy: Policy, roster: Roster | None) -> Iterator[Finding]:
     yield ok(f"the policy's minimum is {policy.minimum.text}, and it has {rules} placement rules")
     if roster is None:
         return
-    named = {name for rule in policy.placement for name in rule.members}
-    named |= {name for register in policy.pcrs for name in register.members}
-    for name in sorted(named - {member.name for member in roster.members}):
-        yield warn(f"the policy names {name}, who is not in the roster", "mend the name in the policy")
+    try:
+        policy.check_members([member.name for member in roster.members])
+    except ConfigError as error:
+        yield fail(error.message, error.hint)
 
 
 def check_granted(layers: Mapping[str, str] | None, roster: Roster) -> Iterator[Finding]:

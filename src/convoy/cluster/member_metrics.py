@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from convoy import __version__
 from convoy.cluster.engine_metrics import engine_families
-from convoy.cluster.metric_families import Metric, counter, gauge, histogram
+from convoy.cluster.metric_families import Metric, build_info, counter, gauge, histogram
 from convoy.cluster.peer import Peer
 from convoy.cluster.running import RunningCluster
 from convoy.cluster.traffic import PeerTraffic
@@ -63,9 +62,3 @@ def link_families(traffic: Mapping[str, PeerTraffic]) -> Iterator[Metric]:
     yield counter("convoy_hops", "Hidden states over a link.", hops)
     broken = [({"member": name}, one.broken) for name, one in by]
     yield counter("convoy_links_lost", "Links that broke, or that the other end closed.", broken)
-
-
-def build_info(part: str) -> Metric:
-    """``part``: which of Convoy's programs it is."""
-    labels = {"part": part, "version": __version__}
-    return gauge("convoy_build_info", "Always 1.", [(labels, 1)])

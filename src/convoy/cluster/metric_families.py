@@ -16,12 +16,14 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from convoy import __version__
 from convoy.engine.histogram import HistogramCounts
 
 __all__ = [
     "CONTENT_TYPE_LATEST",
     "Metric",
     "Source",
+    "build_info",
     "counter",
     "gauge",
     "histogram",
@@ -80,3 +82,9 @@ class _Sources(Collector):
 
 def _names(values: Sequence[tuple[Labels, object]]) -> list[str]:
     return list(values[0][0]) if values else []
+
+
+def build_info(part: str) -> Metric:
+    """Return the version of a program. ``part``: which of Convoy's programs it is."""
+    labels = {"part": part, "version": __version__}
+    return gauge("convoy_build_info", "Always 1.", [(labels, 1)])

@@ -1,65 +1,53 @@
-"""`/metrics` for a process that answers no HTTP otherwise: the library's own small server, on threads."""
+"""`/metrics` for a process that answers no HTTP otherwise."""
 
 from __future__ import annotations
 
-import threading
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 from prometheus_client import make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
 
 from convoy.cluster.metric_families import Source, registry_of
+from convoy.cluster.scrape_listener import ScrapeListener
 from convoy.errors import ConfigError
 
 Environ = dict[str, Any]
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 _PATH = "/metrics"
-_READ_S = 10.0  # in which a request has to be there
-
-
-class _Silent(WSGIRequestHandler):
-    timeout = _READ_S
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's own names
-        """Who scrapes every few seconds is no news."""
-
-
-class _Server(ThreadingWSGIServer):
-    daemon_threads = True
-    block_on_close = False  # a scrape that hangs holds nobody up
 
 
 @contextmanager
 def metrics_server(
-    sources: Iterable[Source], address: tuple[str, int], hosts: frozenset[str] | None
+    sources: Iterable[Source],
+    address: tuple[str, int],
+    hosts: frozenset[str] | None,
+    admits: Callable[[dict[str, str]], bool] | None = None,
 ) -> Iterator[str]:
     """Its URL; it ends with the block. ``hosts``: names in a Host header that it answers to; None for all.
+    ``admits`` says whether headers, by their names in lower case, carry a right key; None asks for none.
 
     Raises `ConfigError` where the address is not to be had.
     """
     host, port = address
     try:
-        server = make_server(host, port, _app(sources, hosts), _Server, _Silent)
+        listener = ScrapeListener(address, _app(sources, hosts, admits))
     except OSError as error:
         text = (error.strerror or str(error)).lower()
         raise ConfigError(
             f"cannot serve metrics on {host}:{port}: {text}",
             hint="--metrics wants an address of this machine and a free port",
         ) from error
-    thread = threading.Thread(target=server.serve_forever, args=(0.2,), name="metrics", daemon=True)
-    thread.start()
     try:
-        yield f"http://{host}:{server.server_address[1]}{_PATH}"
+        yield f"http://{host}:{listener.port}{_PATH}"
     finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        listener.close()
 
 
-def _app(sources: Iterable[Source], hosts: frozenset[str] | None) -> Callable[..., Any]:
+def _app(
+    sources: Iterable[Source], hosts: frozenset[str] | None, admits: Callable[[dict[str, str]], bool] | None
+) -> Callable[..., Any]:
     scraped = make_wsgi_app(registry_of(sources))
 
     def app(environ: Environ, start_response: StartResponse) -> Any:
@@ -67,15 +55,25 @@ def _app(sources: Iterable[Source], hosts: frozenset[str] | None) -> Callable[..
         name = str(environ.get("HTTP_HOST", "")).rpartition(":")[0].lower()
         if hosts is not None and environ.get("HTTP_HOST") and name not in hosts:
             return _refuse(start_response, "403 Forbidden")
-        if environ.get("PATH_INFO") != _PATH:
+        if re.sub("//+", "/", str(environ.get("PATH_INFO"))).rstrip("/") != _PATH:
             return _refuse(start_response, "404 Not Found")
         if environ.get("REQUEST_METHOD") not in {"GET", "HEAD"}:
             return _refuse(start_response, "405 Method Not Allowed")
+        if admits is not None and not admits(_key_headers(environ)):
+            return _refuse(start_response, "401 Unauthorized", ("WWW-Authenticate", "Bearer"))
         return scraped(environ, start_response)
 
     return app
 
 
-def _refuse(start_response: StartResponse, status: str) -> list[bytes]:
-    start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", "0")])
+def _key_headers(environ: Environ) -> dict[str, str]:
+    found = {
+        name: environ.get(f"HTTP_{name.upper().replace('-', '_')}") for name in ("authorization", "x-api-key")
+    }
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def _refuse(start_response: StartResponse, status: str, *headers: tuple[str, str]) -> list[bytes]:
+    plain = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", "0")]
+    start_response(status, [*plain, *headers])
     return [b""]

@@ -25,7 +25,7 @@ from convoy.model.device import (
 )
 from convoy.model.selfcheck import EXACT, ROUNDED, available_kernels
 from convoy.plan.memory import MEMORY_SHARE
-from convoy.wire.messages import Hello
+from convoy.wire.messages import MAX_OFFER_BYTES, Hello
 
 MIXED = "mixed"  # the kernel of a plan whose stages run several
 _DTYPES = ("float32", "bfloat16")  # in which hidden states may cross a link
@@ -44,7 +44,7 @@ def make_hello(options: MemberOptions) -> Hello:
         software=__version__,
         dtypes=sorted(_DTYPES, key=lambda dtype: dtype != options.activation_dtype),
         kernels=kernels,
-        memory_bytes=_memory_bytes(options.memory_bytes, devices),
+        memory_bytes=min(_memory_bytes(options.memory_bytes, devices), MAX_OFFER_BYTES),
         num_threads=options.num_threads or os.cpu_count() or 1,
         platform=f"{platform.system()}-{platform.machine()}",
         bits=bits_digest() if EXACT in kernels else "",

@@ -75,6 +75,9 @@ class PeerOptions:
 class HeadOptions:
     """What the head asks of the cluster.
 
+    ``wait_s`` is how long it waits for every member at the start. If those that came cannot hold the model it
+    waits on for the others with ``keep_waiting``, and raises without. ``answer_s``: how long a member that
+    came may take for its greeting, and to begin a plan.
     ``num_blocks``, of each cache group, 0 means as many as fit, up to a full batch of full contexts.
     ``prefill_chunk`` 0: as `for_kernels` says. ``micro_batches`` are steps in flight, 0: as many as stages;
     ``prefill_window`` chunks of one prompt in flight, 0: as many as micro-batches. With ``level_chunks`` a
@@ -94,6 +97,8 @@ class HeadOptions:
     member: MemberOptions = field(default_factory=MemberOptions)
     spans: Mapping[str, str] | None = None
     wait_s: float = 60.0
+    keep_waiting: bool = False
+    answer_s: float = 60.0
     load_wait_s: float = 600.0
     step_timeout_s: float = 60.0
     recover_wait_s: float = 60.0
@@ -112,6 +117,14 @@ class HeadOptions:
     max_waiting: int = 256
     parallel: Asked = "auto"
     ranks: int | None = None
+
+    def check_context(self, spec: ModelSpec) -> None:
+        """Raises `ConfigError` for a longer context than the model has."""
+        if self.max_context > spec.max_context:
+            raise ConfigError(
+                f"max_model_len is {self.max_context} tokens, and the model's context has {spec.max_context}",
+                hint=f"--max-model-len {spec.max_context} or less",
+            )
 
     def check(self) -> None:
         """Raises `ConfigError` for more steps in flight than a stage's queue takes, and for sizes below 1."""

@@ -49,7 +49,7 @@ def describe_stages(
             output=stage.output,
             weight_bytes=num_bytes,
             weight_share=round(share, 4),
-            sees_token_ids=name in granted.placement.route.token_id_members,
+            can_read_prompts=granted.placement.route.reads_prompts(name),
             address=_address(roster, name),
             device=devices.get(name, ""),
             kernel=kernel,

@@ -112,14 +112,17 @@ class Preparations:
             self._changed.notify_all()
             return is_asked or isinstance(message, Prepared) or message.generation in self._over
 
-    def joined(self, name: str, then: Callable[[], None]) -> None:
-        """``then``, once all have the weights for a plan with ``name``; at once where nobody needs any."""
+    def joined(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
+        """``then``, once all have the weights for a plan with ``name``; at once where nobody needs any.
+
+        ``failed``, where somebody cannot have them; neither, where another plan comes first.
+        """
         plan = self._better_with(name)
         if plan is None or needs_no_files(plan.model):
             then()
             return
         threading.Thread(
-            target=self._prepare, args=(plan, name, then), name=f"for {name}", daemon=True
+            target=self._prepare, args=(plan, name, then, failed), name=f"for {name}", daemon=True
         ).start()
 
     def _better_with(self, name: str) -> Plan | None:
@@ -131,7 +134,7 @@ class Preparations:
             return None
         return proposal.plan if name in proposal.members else None
 
-    def _prepare(self, plan: Plan, name: str, then: Callable[[], None]) -> None:
+    def _prepare(self, plan: Plan, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
         names = {name for stage in plan.stages for name in stage.holders} - {self._me}
         with self._changed:
             self._asked[plan.generation], self._advance[plan.generation] = names, Advance()
@@ -145,16 +148,18 @@ class Preparations:
             self._forget(plan.generation)
         if not errors:
             then()
+            return
         if _SUPERSEDED in errors.values() and not self._company.closed_within(_AGAIN_S):
             with self._changed:  # two newcomers' preparations must not overtake each other for ever
                 is_with_others = any(name in asked for asked in self._asked.values())
             if not is_with_others:
-                self.joined(name, then)
+                self.joined(name, then, failed)
             return
         for member, why in sorted(errors.items()):
             _log.warning(
                 "the layers are not shared out anew for %s: %s has not the weights: %s", name, member, why
             )
+        failed()
 
     def _wait(self, generation: int, names: set[str]) -> dict[str, str]:
         """Why not, for each that has them not in time; where one has more than ever, there is time anew."""

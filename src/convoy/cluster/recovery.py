@@ -37,6 +37,7 @@ from convoy.errors import (
 )
 from convoy.plan.placement import Placement
 from convoy.plan.span import layers_text
+from convoy.transport.link import Link
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class StageRecovery:
         self._refusals: dict[str, int] = {}
         self._blame = Blame()
         self._sums: list[int] = []  # of the plan that was lost
+        self._tried: dict[str, Link] = {}  # members of this recovery's plans, as they were then
+        self.on_plan: Callable[[set[str]], None] = lambda _tried: None
 
     def recover(self, error: StageLost) -> Recovered | None:
         """See `engine.recovered.Recovery`. Raises `StageLost` naming the missing layers."""
@@ -121,11 +124,13 @@ class StageRecovery:
         _log.warning("lost: %s, which held %s%s: %s", name, layers, output, why)
 
     def has_use_for(self, name: str) -> bool:
-        """Whether a member that came holds a stage in a better plan than the one that runs; slow or not."""
-        if self._head.granted is None:
-            return False
+        """Whether a member without a stage has one in a better plan, slow or not."""
         proposal = self._better(self._head.company.slow.names() - {name})
-        return proposal is not None and name in proposal.members
+        return proposal is not None and name in proposal.members - self._granted.members
+
+    def without_stage(self) -> set[str]:
+        """Names of the members that are here and hold no stage of the plan that runs."""
+        return self._head.company.present().keys() - self._granted.members
 
     def state(self) -> str:
         return f"{self._state} ({self._cause})"
@@ -141,8 +146,8 @@ class StageRecovery:
         self._outage = Outage(began_s)
         self._head.vetting.settle(self._require_wanted)
         granted = self._find_stages(None, began_s)
-        after_s = self._outage.lasts_s
-        self._outage.end(f"in use: {granted.placement.route.text}, after {after_s:.2f} s ({self._cause})")
+        took = f"after {self._outage.lasts_s:.2f} s ({self._cause})"
+        self._outage.end(f"in use: {granted.placement.route.text}, {took}")
         return self._recovered(granted)
 
     def _better(self, slow: set[str]) -> Proposal | None:
@@ -164,6 +169,8 @@ class StageRecovery:
     ) -> Recovered:
         executor = self._head.executor
         assert executor is not None
+        links = self._head.links  # one that came on another link since then was not tried
+        self.on_plan({name for name, link in self._tried.items() if links.get(name) is link})
         return Recovered(
             executor,
             self._limits_of(granted),
@@ -277,7 +284,7 @@ class StageRecovery:
         """
         backoff, company = Backoff(), self._head.company
         waited_s = 0.0
-        self._refusals.clear()
+        self._refusals, self._tried = {}, {}
 
         def watch() -> None:
             self._require_wanted()
@@ -321,6 +328,7 @@ class StageRecovery:
             if count >= _MAX_REFUSALS and head.planner.can_spare(name, hellos, self._granted.placement):
                 hellos.pop(name, None)
         proposal = head.planner.again(hellos, before, head.company.slow.names())
+        self._tried |= {name: link for name, link in head.links.items() if name in proposal.members}
         names = " -> ".join("+".join(stage.holders) for stage in proposal.plan.stages)
         self._say(f"{self._lost_text()}; loading for {names}".lstrip("; "))
 

@@ -155,12 +155,14 @@ class RunningCluster:
             standbys=self.head.standbys(),
             parallel=ParallelStatus(granted.placement.mode, granted.placement.reason),
             absent=self.head.company.missing(),
+            idle=self.head.company.idle.report(self.head.hellos(), granted.members),
         )
 
     def close(self, drain_s: float = 0.0) -> None:
         """Stop the engine, then say goodbye to the peers."""
         self.engine.close(drain_s)
         self.head.close()
+        self.tokenizer.close()
 
 
 def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: HeadOptions) -> Engine:
@@ -177,7 +179,7 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
 
     def joined(name: str) -> None:
         head.preload()
-        head.prepare(name, lambda: renewals.joined(name))
+        renewals.joined(name)
 
     assert head.executor is not None
     recovery = StageRecovery(head, options.recover_wait_s, options.load_wait_s, limits_of)
@@ -190,6 +192,8 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
         recovery=recovery,
     )
     head.company.on_gone = recovery.lost
-    renewals = Renewals(head.company, recovery, engine.renew, engine.between_steps)
+    renewals = Renewals(head.company, recovery, engine.renew, engine.between_steps, head.prepare)
+    recovery.on_plan = renewals.plan_began
     head.seek(engine.wake, joined)
+    renewals.plan_began(())  # somebody may have come while the first plan was loaded
     return engine

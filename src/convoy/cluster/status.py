@@ -17,7 +17,7 @@ class StageStatus(msgspec.Struct, frozen=True):
     embed: bool
     output: bool
     weight_bytes: int
-    sees_token_ids: bool
+    can_read_prompts: str  # from what: "tokens" or "activations"
     address: str
     round_trip_s: float | None = None
     cipher: str | None = None
@@ -57,6 +57,13 @@ class StandbyStatus(msgspec.Struct, frozen=True):
     layers: str | None = None  # None: nothing yet, or it has not the memory
 
 
+class IdleStatus(msgspec.Struct, frozen=True):
+    """A member that is here without layers although it is no standby; ``since_unix_s`` is Unix time."""
+
+    name: str
+    since_unix_s: float
+
+
 class ClusterStatus(msgspec.Struct, frozen=True):
     """What `GET /status` and `convoy status` show."""
 
@@ -89,3 +96,4 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     parallel: ParallelStatus = ParallelStatus("", "")
     why_kernel: str = ""  # why not a better kernel, where that showed as the model was loaded
     absent: list[str] = []  # whom the roster lists and who is not here
+    idle: list[IdleStatus] = []  # who is here, holds no layers and is no standby

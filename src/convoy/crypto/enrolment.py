@@ -1,7 +1,8 @@
 """Enrolment: what a newcomer and an inviting operator compute over an invitation; pure functions over bytes.
 
-In order: `commit` -> `transcript` -> `make_proof` by the newcomer, `check_mac` and the others by the
-inviter -> `code` on both screens -> `listener_mac` back. Normative text: docs/protocol.md, "Enrolment".
+In order: `commit` and `hello_mac` -> `check_hello` by the inviter -> `transcript` -> `make_proof` by the
+newcomer, `check_mac` and the others by the inviter -> `code` on both screens -> `listener_mac` back.
+Normative text: docs/protocol.md, "Enrolment".
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ NONCE_BYTES = 32
 HASH_BYTES = 32
 SIGNATURE_BYTES = 64
 CODE_DIGITS = 8
+MAX_UNPROVED_CHALLENGES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,19 @@ class OneTimeCertificate:
 def commit(nonce: bytes, card: bytes) -> bytes:
     """Fixes the newcomer's nonce and card before it sees the inviter's nonce, and shows neither."""
     return _hash(b"commitment", nonce, card)
+
+
+def hello_mac(terms: Terms, commitment: bytes) -> bytes:
+    """Return the MAC that ends a HELLO: its sender holds the secret of this invitation."""
+    return _mac(terms.secret, b"hello", terms.invitation, terms.fingerprint, commitment)
+
+
+def check_hello(terms: Terms, hello: bytes) -> bytes:
+    """Return the commitment of a HELLO's body. Raises `HandshakeError` if its MAC is wrong."""
+    commitment, mac = hello[:HASH_BYTES], hello[HASH_BYTES:]
+    if not hmac.compare_digest(hello_mac(terms, commitment), mac):
+        raise HandshakeError("its HELLO does not hold this invitation's secret")
+    return commitment
 
 
 def transcript(terms: Terms, commitment: bytes, inviter_nonce: bytes, nonce: bytes, card: bytes) -> bytes:
@@ -131,8 +146,9 @@ def check_listener_mac(secret: bytes, spoken: bytes, said: bytes, mac: bytes) ->
 def code(secret: bytes, spoken: bytes) -> str:
     """The digits that both screens show, in two groups.
 
-    The commitment leaves a man in the middle one guess in 10^8 for each invitation, because a valid proof
-    uses it up.
+    The commitment keeps a man in the middle from searching for a code. It can sample: each CHALLENGE tells a
+    holder of the secret the code that its proof would show. So challenges without a proof are limited to
+    `MAX_UNPROVED_CHALLENGES`, and its chance of the victim's code is at most 20 in 10^8, one in 5 million.
     """
     digest = _mac(secret, b"code", spoken)
     digits = f"{int.from_bytes(digest, 'big') % 10**CODE_DIGITS:0{CODE_DIGITS}d}"

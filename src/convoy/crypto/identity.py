@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature
@@ -15,10 +17,21 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from convoy.crypto.certificate import certificate_key, from_pem, make_certificate, to_pem
+from convoy.crypto.cipher import NONCE_BYTES
+from convoy.crypto.key_envelope import (
+    COST,
+    SALT_BYTES,
+    ScryptCost,
+    check_envelope,
+    is_envelope,
+    open_key,
+    seal_key,
+)
 from convoy.crypto.keyfile import (
     check_private_directory,
     make_private_directory,
     read_private,
+    replace_private,
     write_private,
 )
 from convoy.errors import HandshakeError, IdentityError
@@ -104,7 +117,11 @@ class Identity:
 
 
 class OperatorKey:
-    """The key that signs rosters. It stays with the operator; members know its public half alone."""
+    """The key that signs rosters. It stays with the operator; members know its public half alone.
+
+    Its file is PEM, or with a passphrase the envelope of `key_envelope`. ``cost`` is for tests, which cannot
+    spend 0.3 s and 128 MiB on every file: no file and no command sets it.
+    """
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
@@ -115,16 +132,41 @@ class OperatorKey:
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
-    def load(cls, directory: Path) -> OperatorKey:
-        """Read ``operator.key``; raises as `Identity.load`."""
-        key = _load_key(directory / OPERATOR_KEY)
-        check_private_directory(directory)
-        return cls(key)
+    def load(
+        cls, directory: Path, passphrase: Callable[[], str] | None = None, *, cost: ScryptCost = COST
+    ) -> OperatorKey:
+        """Read ``operator.key``; raises as `Identity.load`.
 
-    def save(self, directory: Path) -> None:
+        ``passphrase`` is called if the file is encrypted. A wrong one is an `IdentityError`.
+        """
+        path = directory / OPERATOR_KEY
+        data = read_private(path)
+        check_private_directory(directory)
+        if not is_envelope(data):
+            return cls(_key_from_pem(data, path))
+        try:
+            check_envelope(data, cost)
+            if passphrase is None:
+                raise IdentityError("the key has a passphrase, and none was given")
+            return cls(Ed25519PrivateKey.from_private_bytes(open_key(data, passphrase(), cost=cost)))
+        except IdentityError as error:
+            raise IdentityError(f"{path}: {error.message}", hint=error.hint) from error
+
+    def save(self, directory: Path, passphrase: str | None = None, *, cost: ScryptCost = COST) -> None:
         """Write ``operator.key``, 0600 in a 0700 directory. Raises `IdentityError` if one is there."""
         make_private_directory(directory)
-        write_private(directory / OPERATOR_KEY, _private_pem(self._key))
+        write_private(directory / OPERATOR_KEY, self._at_rest(passphrase, cost))
+
+    def replace(self, directory: Path, passphrase: str | None, *, cost: ScryptCost = COST) -> None:
+        """Write the file anew with another passphrase, or with none. Raises `IdentityError`."""
+        check_private_directory(directory)
+        replace_private(directory / OPERATOR_KEY, self._at_rest(passphrase, cost))
+
+    def _at_rest(self, passphrase: str | None, cost: ScryptCost) -> bytes:
+        if passphrase is None:
+            return _private_pem(self._key)
+        salt, nonce = os.urandom(SALT_BYTES), os.urandom(NONCE_BYTES)
+        return seal_key(self._key.private_bytes_raw(), passphrase, salt=salt, nonce=nonce, cost=cost)
 
     def sign(self, data: bytes) -> bytes:
         return self._key.sign(data)
@@ -138,9 +180,18 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> None:
         raise HandshakeError("a signature does not verify under the key it should be of") from None
 
 
+def has_passphrase(directory: Path) -> bool:
+    """Return whether the operator key in ``directory`` is encrypted. Raises `IdentityError`."""
+    return is_envelope(read_private(directory / OPERATOR_KEY))
+
+
 def _load_key(path: Path) -> Ed25519PrivateKey:
+    return _key_from_pem(read_private(path), path)
+
+
+def _key_from_pem(data: bytes, path: Path) -> Ed25519PrivateKey:
     try:
-        key = load_pem_private_key(read_private(path), password=None)
+        key = load_pem_private_key(data, password=None)
     except (ValueError, TypeError):
         raise IdentityError(f"{path} is not an unencrypted private key in PEM") from None
     if not isinstance(key, Ed25519PrivateKey):

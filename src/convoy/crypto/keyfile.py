@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -51,6 +52,31 @@ def write_private(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_private(path: Path, data: bytes) -> None:
+    """Put ``data`` in place of an existing file, whole or not at all, with mode 0600.
+
+    Raises `IdentityError`; the old file stands then.
+    """
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        write_private(beside, data)
+        beside.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise IdentityError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on disk. Raises `OSError`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def read_private(path: Path) -> bytes:
     """Read a private file. Raises `IdentityError` if it is missing, too long or readable by others."""
     try:
@@ -65,6 +91,11 @@ def read_private(path: Path) -> bytes:
     if len(data) > MAX_KEYFILE_BYTES:
         raise IdentityError(f"{path} is longer than {MAX_KEYFILE_BYTES} bytes, so it is no key of ours")
     return data
+
+
+def check_private_file(path: Path, status: os.stat_result) -> None:
+    """Raises `IdentityError` if a file is of another user, or others may read it."""
+    _check_mode(path, status, "file")
 
 
 def _check_mode(path: Path, status: os.stat_result, kind: str) -> None:

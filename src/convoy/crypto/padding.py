@@ -24,6 +24,11 @@ def padded_size(num_bytes: int, least: int) -> int:
     return size
 
 
+def most_unpadded(padded_bytes: int) -> int:
+    """Return how many bytes may be in what `pad` made so long."""
+    return max(0, padded_bytes - _LENGTH_BYTES)
+
+
 def unpad(padded: bytes) -> bytes:
     """What `pad` was given. Raises `SealError` for a length that does not fit, or a tail of no zeros."""
     length = int.from_bytes(padded[:_LENGTH_BYTES], "big")

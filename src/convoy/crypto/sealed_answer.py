@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from convoy.crypto.padding import pad, unpad
+from convoy.crypto.padding import most_unpadded, pad, unpad
 from convoy.crypto.sealed_request import ANSWER_SECRET_BYTES
 from convoy.errors import SealError
 
@@ -23,6 +23,7 @@ MAX_CHUNK_BYTES = 1024 * 1024
 
 _INFO = b"convoy sealed answer v1"
 _LEAST_CHUNK = 256
+_TAG_BYTES = 16
 _MAX_CHUNKS = 2**48
 
 
@@ -38,6 +39,11 @@ def _key(secret: bytes, request_hash: bytes, nonce: bytes) -> AESGCM:
 
 def _nonce(index: int, last: bool) -> bytes:
     return index.to_bytes(11, "big") + bytes([last])
+
+
+def most_chunk_bytes(sealed_bytes: int) -> int:
+    """Return how many bytes of an answer a sealed chunk of that size may hold at most."""
+    return most_unpadded(sealed_bytes - _TAG_BYTES)
 
 
 class AnswerSealer:

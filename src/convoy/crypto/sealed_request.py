@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, hpke
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-from convoy.crypto.padding import pad, padded_size, unpad
+from convoy.crypto.padding import most_unpadded, pad, padded_size, unpad
 from convoy.errors import SealError
 
 VERSION = 1
@@ -131,6 +131,11 @@ def seal_request(public: bytes, facts: RequestFacts, body: bytes) -> tuple[bytes
         return _SUITE.encrypt(plain, key, info=facts.info()), secret
     except ValueError:
         raise SealError("a provider's key for sealed requests is not one") from None
+
+
+def most_body_bytes(sealed_bytes: int) -> int:
+    """Return how many bytes of body a sealed request of that size may hold at most."""
+    return max(0, most_unpadded(sealed_bytes - _ADDED_BYTES) - ANSWER_SECRET_BYTES)
 
 
 def sealed_size(body_bytes: int) -> int:

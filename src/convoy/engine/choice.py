@@ -19,6 +19,7 @@ from convoy.engine.outputs import (
 )
 from convoy.engine.request import GenerationRequest
 from convoy.engine.request_counts import ChoiceMeter, RequestCounts
+from convoy.engine.restrictions import Restrictions
 from convoy.engine.sequence import Sequence
 from convoy.errors import ConvoyError
 from convoy.model.draw import GREEDY, Draw, Outcome, distinct
@@ -39,6 +40,7 @@ class Choice:
     emit: Callable[[Output], None]
     group: object
     meter: ChoiceMeter
+    restrictions: Restrictions
     prompt_seen: SequenceOf[int] = ()  # the prompt's tokens, each once, where a penalty looks at them
     finished: bool = False
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
@@ -92,28 +94,43 @@ class Choice:
             return Draw(params, self.index, position, score=request.prompt_ids[position])
         if position < known:
             return GREEDY  # it was drawn before this sequence was preempted
-        if not request.params.reshapes:
-            watched = self.sequence.shaken and can_tell(request.params)
-            params = with_two_best(request.params) if watched else request.params
-            return Draw(params, self.index, position)
-        generated = [*self.sequence.generated_ids, *drafts[: position - known]]
-        return Draw(request.params, self.index, position, self.prompt_seen, generated)
+        params = with_two_best(request.params) if self._watches_ties else request.params
+        drawn = Draw(params, self.index, position)
+        if request.params.reshapes:
+            generated = [*self.sequence.generated_ids, *drafts[: position - known]]
+            drawn = replace(drawn, prompt_ids=self.prompt_seen, generated_ids=generated)
+        if self.restrictions:
+            allowed, banned = self._restrict(position, drafts[: position - known])
+            drawn = replace(drawn, allowed=allowed, banned=banned)
+        return drawn
+
+    def _restrict(self, position: int, drafts: SequenceOf[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        tokens, num_prompt = self.sequence.tokens, self.sequence.num_prompt
+        start = max(num_prompt, len(tokens) - self.restrictions.reach)
+        return self.restrictions.next(position - num_prompt, [*tokens[start:], *drafts])
+
+    @property
+    def _watches_ties(self) -> bool:
+        return self.sequence.shaken and can_tell(self.request.params) and not self.restrictions
 
     def _append(self, sampled: Sampled) -> bool:
-        if self.sequence.shaken and can_tell(self.request.params):
+        request = self.request
+        if self._watches_ties:
             self.sequence.num_near_ties += is_near_tie(sampled)
-        if sampled.token_id in self.tokenizer.eos_ids and not self.request.ignore_eos:
+        is_eos = sampled.token_id in self.tokenizer.eos_ids and not request.ignore_eos
+        if is_eos or sampled.token_id in request.stop_token_ids:
             self.finish("stop")
             return True
         self.sequence.tokens.append(sampled.token_id)
-        text = self.stream.push(sampled.token_id)
-        num_top = self.request.params.logprobs
+        may_stop = self.sequence.num_generated > request.min_tokens
+        text = self.stream.push(sampled.token_id, may_stop=may_stop)
+        num_top = request.params.logprobs
         wanted = num_top is not None
         logprob = TokenLogprob(sampled.token_id, sampled.logprob, sampled.top[:num_top]) if wanted else None
         self.emit(TokenOutput(self.index, sampled.token_id, text, logprob))
         if self.stream.stopped:
             self.finish("stop")
-        elif self.sequence.num_generated >= self.request.max_tokens or self._at_the_wall():
+        elif self.sequence.num_generated >= request.max_tokens or self._at_the_wall():
             self.finish("length")
         return self.finished
 
@@ -125,8 +142,7 @@ class Choice:
         prompt = self.request.prompt_ids
         for position, outcome in enumerate(outcomes, start + 1):
             if position == len(self.prompt_logprobs) and position < len(prompt):
-                scored = _sampled(outcome)
-                self.prompt_logprobs.append(TokenLogprob(scored.token_id, scored.logprob, scored.top))
+                self.prompt_logprobs.append(_scored(_sampled(outcome)))
         if len(self.prompt_logprobs) == len(prompt) and not self.prompt_told:
             self.prompt_told = True
             self.emit(PromptOutput(tuple(self.prompt_logprobs)))
@@ -145,14 +161,21 @@ def make_choices(
     salt = b"" if share_across_keys else request.cache_salt
     group = object()
     seen = distinct(request.prompt_ids) if request.params.repetition_penalty != 1 else ()
+    restrictions = Restrictions.of(request, tokenizer.eos_ids)
     choices = []
     for index in range(request.num_choices):
         all_outputs = request.prompt_logprobs is not None and index == 0
         sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt)
         stream = TextStream(tokenizer, request.stop)
         meter = ChoiceMeter(counts, 0 if index else len(request.prompt_ids))
-        choices.append(Choice(request, index, sequence, tokenizer, stream, emit, group, meter, seen))
+        choices.append(
+            Choice(request, index, sequence, tokenizer, stream, emit, group, meter, restrictions, seen)
+        )
     return choices
+
+
+def _scored(sampled: Sampled) -> TokenLogprob:
+    return TokenLogprob(sampled.token_id, sampled.logprob, sampled.top, sampled.rank)
 
 
 def _sampled(outcome: Outcome) -> Sampled:

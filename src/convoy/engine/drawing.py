@@ -38,6 +38,8 @@ def request_of(draw: Draw) -> DrawRequest:
         wants_logits=draw.wants_logits,
         prompt=_encode(draw.prompt_ids) if repeats else b"",
         generated=_encode(draw.generated_ids) if looks_back else b"",
+        allowed=_encode(draw.allowed),
+        banned=_encode(draw.banned),
     )
 
 
@@ -69,16 +71,18 @@ def draw_of(request: DrawRequest, vocab_size: int) -> Draw:
         _decode(request.generated, vocab_size),
         None if request.score == -1 else request.score,
         request.wants_logits,
+        _decode(request.allowed, vocab_size),
+        _decode(request.banned, vocab_size),
     )
 
 
 def answer_of(outcome: Outcome) -> DrawAnswer:
     """What goes back to the head."""
     if outcome.error is not None:
-        return DrawAnswer(0, 0.0, [], b"", outcome.error.message)
+        return DrawAnswer(0, 0.0, [], b"", outcome.error.message, 0)
     sampled = outcome.sampled
     logits = b"" if outcome.logits is None else outcome.logits.astype("<f4", copy=False).tobytes()
-    return DrawAnswer(sampled.token_id, sampled.logprob, list(sampled.top), logits, "")
+    return DrawAnswer(sampled.token_id, sampled.logprob, list(sampled.top), logits, "", sampled.rank)
 
 
 def outcome_of(answer: DrawAnswer, draw: Draw, vocab_size: int) -> Outcome:
@@ -87,7 +91,12 @@ def outcome_of(answer: DrawAnswer, draw: Draw, vocab_size: int) -> Outcome:
         return Outcome(Sampled(0), error=StepError("the owner of the output could not draw from its logits"))
     _check_answer(answer, draw, vocab_size)
     return Outcome(
-        Sampled(answer.token_id, answer.logprob, tuple((token, value) for token, value in answer.top)),
+        Sampled(
+            answer.token_id,
+            answer.logprob,
+            tuple((token, value) for token, value in answer.top),
+            answer.rank,
+        ),
         _logits(answer.logits, vocab_size) if draw.wants_logits else None,
     )
 
@@ -96,6 +105,8 @@ def _check_answer(answer: DrawAnswer, draw: Draw, vocab_size: int) -> None:
     tokens = [answer.token_id, *(token for token, _ in answer.top)]
     if not all(0 <= token < vocab_size for token in tokens):
         raise PeerError(f"an answer has a token outside the vocabulary of {vocab_size}")
+    if draw.score is None and not _may_be_drawn(answer.token_id, draw):
+        raise PeerError("an answer has a token that was not allowed")
     if draw.score not in (None, answer.token_id):
         raise PeerError("an answer scores another token than was asked for")
     wanted = (draw.params.logprobs or 0) if draw.score is not None else draw.params.logprobs
@@ -105,8 +116,16 @@ def _check_answer(answer: DrawAnswer, draw: Draw, vocab_size: int) -> None:
     values = [answer.logprob] * (wanted is not None) + [value for _, value in answer.top]
     if not all(math.isfinite(value) for value in values):
         raise PeerError("an answer has a log-probability that is not finite")
+    if not (1 <= answer.rank <= vocab_size if draw.score is not None else answer.rank == 0):
+        raise PeerError(
+            f"an answer has the rank {answer.rank}, expected one of {vocab_size} for a score alone"
+        )
     if answer.logits and not draw.wants_logits:
         raise PeerError(f"an answer has {len(answer.logits)} bytes of logits, and none were asked for")
+
+
+def _may_be_drawn(token_id: int, draw: Draw) -> bool:
+    return token_id not in draw.banned and (not draw.allowed or token_id in draw.allowed)
 
 
 def _logits(data: bytes, vocab_size: int) -> Logits:

@@ -103,6 +103,7 @@ class Engine:
             check_request(
                 request,
                 vocab_size=self._tokenizer.vocab_size,
+                eos_ids=self._tokenizer.eos_ids,
                 max_context=self._max_context,
                 pools=self._scheduler.pools,
             )

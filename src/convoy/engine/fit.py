@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Set as SetOf
 from dataclasses import replace
 
 from convoy.engine.continuation import Continuation
 from convoy.engine.pools import BlockPools
 from convoy.engine.request import GenerationRequest
+from convoy.engine.restrictions import check_restrictions
 from convoy.errors import CapacityError, RequestError
 
 
 def check_request(
-    request: GenerationRequest, *, vocab_size: int, max_context: int, pools: BlockPools
+    request: GenerationRequest,
+    *,
+    vocab_size: int,
+    eos_ids: SetOf[int],
+    max_context: int,
+    pools: BlockPools,
 ) -> None:
     """Raises `RequestError`, naming the parameter and both numbers."""
     num_prompt = len(request.prompt_ids)
@@ -22,6 +29,7 @@ def check_request(
         raise RequestError(f"a prompt token is outside the vocabulary of {vocab_size}", param="prompt")
     # Found in time: on the engine's thread it would end everybody's requests.
     request.params.check_vocabulary(vocab_size)
+    check_restrictions(request, eos_ids, vocab_size)
     if num_prompt + request.max_tokens > max_context:
         raise RequestError(
             f"the prompt has {num_prompt} tokens and max_tokens is {request.max_tokens}, "

@@ -18,11 +18,15 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a token under the raw distribution, and the best alternatives, best first."""
+    """Log-probability of a token under the raw distribution, and the best alternatives, best first.
+
+    ``rank`` is a prompt token's place among all tokens, from 1; 0 for a token that was drawn.
+    """
 
     token_id: int
     logprob: float
     top: Sequence[tuple[int, float]] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,10 +170,11 @@ class Session:
         fork.choice = self.choice if choice is None else choice
         return fork
 
-    def save(self, path: str | Path, key: bytes | None = None, progress: Progress | None = None) -> None:
+    def save(self, path: str | Path, key: bytes | None, progress: Progress | None = None) -> None:
         """Write tokens, sampling state and K/V to a file (0600) in place of what is there, or leave that.
 
-        Whoever reads it reads the prompt: ``key``, of 32 bytes, seals it. Raises SessionError too.
+        ``key``, of 32 bytes, seals it. With None it is plain: who reads the file reads the prompt. Raises
+        SessionError too.
         """
         self._check_open()
         state = SavedState(self.tokens, self._num_prompt, self.choice, self.params, 0)

@@ -1,4 +1,4 @@
-"""A session's file as bytes: written whole or not at all, read at any place; sealed where there is a key.
+"""A session's file as bytes: written whole or not at all, read at any place; sealed unless there is no key.
 
 It is a prompt at rest, so nobody but its owner may read it (0600), and nobody may make us write elsewhere:
 the file is made beside its place under a random name, and renamed.
@@ -164,7 +164,8 @@ class SessionReader:
             except SealError as error:
                 raise SessionError(
                     f"{self._path} does not open: {error.message}",
-                    hint="is this the key file that it was saved with?",
+                    hint="is this the key file that it was saved with? a file of another machine needs that "
+                    "machine's session.key: --key FILE",
                 ) from error
             self._kept = (index, opened)
         return self._kept[1]
@@ -178,6 +179,15 @@ class SessionReader:
         if len(data) != num_bytes:
             raise SessionError(f"{self._path} was cut off while it was read")
         return data
+
+
+def is_sealed(path: Path) -> bool:
+    """Return whether a session's file is sealed. Raises SessionError if it cannot be read."""
+    with os.fdopen(_open_regular(path), "rb") as file:
+        try:
+            return file.read(len(SEALED_MAGIC)) == SEALED_MAGIC
+        except OSError as error:
+            raise _cannot("read", path, error) from error
 
 
 def _cipher(key: bytes, file_id: bytes) -> ChunkCipher:

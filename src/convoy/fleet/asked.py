@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import hmac
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from convoy.crypto.keys import prefixed
 from convoy.crypto.sealed_request import MAX_SEALED_BYTES, sealed_size
 from convoy.errors import RequestError
 from convoy.fleet.books.price import Price
+from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS
+from convoy.serve.body_shape import check_shape
 from convoy.serve.refusals import BodyTooLong
 
 Kind = Literal["chat", "completion"]
@@ -23,8 +26,11 @@ MAX_CHOICES = 128
 _TAGGED_BYTES = 2048  # of the prompt's beginning
 BYTES_PER_TOKEN = 4  # of text, on average: for routing, and for who leaves an answer
 _MAX_MODEL_CHARS = 255
-# other words of engines for max_tokens, which some believe before that one
-_OTHER_LIMITS = ("max_completion_tokens", "n_predict", "num_predict", "max_new_tokens", "max_output_tokens")
+# Other names of engines for max_tokens, which some believe before that one. They are refused rather than left
+# out, because a shorter answer than was asked for is another answer.
+_OTHER_LIMITS = ("n_predict", "num_predict", "max_new_tokens", "max_output_tokens")
+_NO_LIMIT = -1  # of max_tokens: as if it was not given
+_REFUSED_SHARE = 16  # of a prompt's price, for making it into tokens
 _SALT_LABEL = b"convoy cache salt v1"
 
 
@@ -38,7 +44,10 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """``body`` is what the provider gets; ``most_prompt_tokens`` is what it may charge for at most."""
+    """``body`` is what the provider gets; ``most_prompt_tokens`` is what is held for the prompt.
+
+    ``body_bytes``: of the body as it came, or as it may be at most where it is sealed.
+    """
 
     kind: Kind
     model: str
@@ -46,6 +55,7 @@ class Wanted:
     max_tokens: int  # of all choices together
     prompt_tokens: int  # a guess
     most_prompt_tokens: int
+    body_bytes: int
     tag: bytes
     body: bytes
 
@@ -60,6 +70,8 @@ def read_wanted(
 
     ``cache_key``: a secret, from which ``account`` gets the salt under which an engine keeps its prefixes.
     """
+    data = data.removeprefix(codecs.BOM_UTF8)
+    check_shape(data)
     try:
         body = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -75,7 +87,7 @@ def read_wanted(
     options = models.get(model) or ModelOptions()
     each, choices = _each(body, kind, options.default_max_tokens), _choices(body, kind)
     fields: dict[str, object] = {**fields_of(data), "max_tokens": each}
-    for name in _OTHER_LIMITS:
+    for name in ("max_completion_tokens", *_OTHER_LIMITS):
         fields.pop(name, None)
     if cache_key:
         fields["cache_salt"] = _salt(cache_key, account, body.get("cache_salt"))
@@ -87,11 +99,17 @@ def read_wanted(
         stream=stream,
         max_tokens=each * choices,
         prompt_tokens=max(1, len(data) // BYTES_PER_TOKEN),
-        # a token has a byte or more, and what a chat template adds is less than JSON's own words
-        most_prompt_tokens=len(data) + 64,
+        # a token has a byte or more; what a chat template adds is bounded by the offer of each provider
+        most_prompt_tokens=len(data) + MAX_TEMPLATE_TOKENS,
+        body_bytes=len(data),
         tag=hashlib.sha256(f"{account}\n{model}\n".encode() + beginning).digest(),
         body=_bounded(msgspec.json.encode(fields)),
     )
+
+
+def refused_prompt_tokens(prompt_tokens: int) -> int:
+    """Return what a prompt costs that an engine refused as too long: it was made into tokens, and no more."""
+    return max(1, prompt_tokens // _REFUSED_SHARE)
 
 
 def fields_of(data: bytes) -> dict[str, msgspec.Raw]:
@@ -114,9 +132,17 @@ def _salt(cache_key: bytes, account: str, own: object) -> str:
 
 def _each(body: dict[str, Any], kind: Kind, default: int) -> int:
     names = ("max_completion_tokens", "max_tokens") if kind == "chat" else ("max_tokens",)
+    for name in ("max_completion_tokens", *_OTHER_LIMITS):
+        if name not in names and body.get(name) not in (None, _NO_LIMIT):
+            raise RequestError(
+                f"this server does not support {name}",
+                param=name,
+                code="unsupported_parameter",
+                hint="use max_tokens",
+            )
     for name in names:
         value = body.get(name)
-        if value is None:
+        if value in (None, _NO_LIMIT):
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_TOKENS:
             raise RequestError(f"{name}: expected 0 to {MAX_TOKENS}", param=name)

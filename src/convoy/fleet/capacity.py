@@ -10,6 +10,7 @@ from convoy.errors import ProviderError
 MAX_SLOTS = 4096
 MIN_RATE, MAX_RATE = 1e-3, 1e9  # tokens a second
 MAX_COUNT = 1 << 40
+MAX_TEMPLATE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class Capacity:
     """For one model. Rates are measured by the provider, in tokens a second.
 
     ``decode_rate`` is that of a lone stream, ``batch_rate`` that of ``slots`` streams together.
+    ``template_tokens``: what the model's chat template adds to a prompt.
     """
 
     slots: int
@@ -24,6 +26,7 @@ class Capacity:
     batch_rate: float
     prefill_rate: float
     max_context: int
+    template_tokens: int = 0
 
     def check(self) -> None:
         """Raises `ProviderError` for what no provider can be."""
@@ -38,6 +41,12 @@ class Capacity:
         if not 1 <= self.max_context <= MAX_COUNT:
             raise ProviderError(
                 f"a provider offers a context of {self.max_context} tokens, expected 1 or more"
+            )
+
+        if not 0 <= self.template_tokens <= MAX_TEMPLATE_TOKENS:
+            raise ProviderError(
+                f"a provider offers a template of {self.template_tokens} tokens, expected 0 to "
+                f"{MAX_TEMPLATE_TOKENS}"
             )
 
     def token_s(self, running: int) -> float:

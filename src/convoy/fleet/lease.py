@@ -7,7 +7,13 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from convoy.crypto.sealed_request import MAX_SEALED_BYTES, RequestFacts, key_id_of, sealed_size
+from convoy.crypto.sealed_request import (
+    MAX_SEALED_BYTES,
+    RequestFacts,
+    key_id_of,
+    most_body_bytes,
+    sealed_size,
+)
 from convoy.errors import FrameError, RequestError
 from convoy.fleet.asked import BYTES_PER_TOKEN, MAX_CHOICES, MAX_TOKENS, Wanted
 from convoy.wire.fleet import (
@@ -51,10 +57,10 @@ class LeaseAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Annotated[str, msgspec.Meta(pattern=r"^(none|self_signed|hardware)\Z")] = "none"
 
     @property
-    def body_hash(self) -> bytes:
+    def said(self) -> bytes:
         """What an Idempotency-Key is of: what a request may cost, and what its proxy calls its body."""
         facts = self.model, self.kind, self.stream, self.most_prompt_tokens, self.max_tokens
-        return hashlib.sha256("\n".join(map(str, facts)).encode() + b"\n" + self.body_tag).digest()
+        return "\n".join(map(str, facts)).encode() + b"\n" + self.body_tag
 
     def wanted(self, account: str) -> Wanted:
         """As the coordinator counts it: without a body."""
@@ -65,6 +71,7 @@ class LeaseAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             max_tokens=self.max_tokens,
             prompt_tokens=self.prompt_tokens,
             most_prompt_tokens=self.most_prompt_tokens,
+            body_bytes=most_body_bytes(self.most_prompt_tokens),
             tag=hashlib.sha256(f"{account}\n{self.model}\n".encode() + self.tag).digest(),
             body=b"",
         )

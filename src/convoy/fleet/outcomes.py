@@ -25,6 +25,10 @@ class LabelSums:
             values = (_OTHERS,) * len(self._labels)
         self._sums[values] += amount
 
+    def get(self, *values: str) -> int:
+        """Return the sum of these labels."""
+        return self._sums.get(values, 0)
+
     def family(self, name: str, text: str) -> Metric:
         sums = sorted(self._sums.items())
         return counter(name, text, [(dict(zip(self._labels, key, strict=True)), n) for key, n in sums])

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jinja2
-
 from convoy.errors import RequestError
-from convoy.model.vocabulary import Vocabulary
+from convoy.model.control_strings import ControlStrings
+from convoy.model.token_size import most_message_bytes
+from convoy.model.vocabulary import Vocabulary, check_bytes, check_length
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -26,22 +26,28 @@ _FENCES = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 class ChatTemplate:
-    """A model's chat template over its vocabulary; ``render`` maps messages to text, in a sandbox."""
+    """A model's chat template over its vocabulary.
+
+    ``render`` maps messages to text, in a sandbox; it raises RequestError where the template refuses them.
+    """
 
     def __init__(self, render: Callable[[list[dict[str, str]]], str], vocabulary: Vocabulary) -> None:
         self._render = render
         self._vocabulary = vocabulary
 
-    def encode(self, messages: object) -> list[int]:
+    def encode(self, messages: object, *, max_tokens: int | None = None) -> list[int]:
         """Ids of a conversation up to where the assistant is to speak.
 
         ``messages``: a list of objects with ``role`` and ``content`` (text, or a list of text parts).
-        Raises RequestError naming the message and what was expected, and where the template itself
-        refuses the order.
+        Raises RequestError naming the message and what was expected, where the template itself refuses
+        the order, and for more than ``max_tokens``.
         """
         chat = read_messages(messages)
+        if max_tokens is not None:
+            max_bytes = most_message_bytes(max_tokens, self._vocabulary.longest_token_bytes)
+            check_bytes((message["content"] for message in chat), max_tokens, max_bytes, "messages")
         opening, closing = self._choose_fences(chat)
-        hollow = self._rendered(chat, lambda role, text: _hollow(opening, text, self._pattern(role)))
+        hollow = self._rendered(chat, lambda role, text: _hollow(opening, text, self._strings(role)))
         trusted = self._count(hollow)
         for at_edges in (False, True):
             fence = partial(self._fence, opening=opening, closing=closing, at_edges=at_edges)
@@ -51,7 +57,7 @@ class ChatTemplate:
             # joined with its neighbours', or unfenced by the template. Fences at each message's edges
             # cure the first.
             if self._count("\0".join(text for text, fenced in pieces if not fenced)) == trusted:
-                return self._encode(pieces)
+                return self._encode(pieces, max_tokens)
         raise RequestError(
             "a message spells a control token that the chat template does not keep as text", param="messages"
         )
@@ -64,33 +70,32 @@ class ChatTemplate:
             )
         return free[0], free[1]
 
-    def _pattern(self, role: str) -> re.Pattern[str]:
+    def _strings(self, role: str) -> ControlStrings:
         # what the assistant said may hold its own markup (<think>, <tool_call>), but never an end of turn
         vocabulary = self._vocabulary
-        return vocabulary.special_pattern if role == "assistant" else vocabulary.control_pattern
+        return vocabulary.special_strings if role == "assistant" else vocabulary.control_strings
 
     def _fence(self, role: str, text: str, *, opening: str, closing: str, at_edges: bool) -> str:
-        fenced = self._pattern(role).sub(lambda match: f"{opening}{match[0]}{closing}", text)
+        fenced = self._strings(role).sub(lambda found: f"{opening}{found}{closing}", text)
         return _around_core(fenced, opening + closing) if at_edges else fenced
 
     def _rendered(self, chat: Sequence[Mapping[str, str]], change: Callable[[str, str], str]) -> str:
-        changed = [{**message, "content": change(message["role"], message["content"])} for message in chat]
-        try:
-            return self._render(changed)
-        except jinja2.exceptions.TemplateError as error:
-            reason = (error.message or "no reason given").splitlines()[0][:200]
-            raise RequestError(f"the model's chat template refused: {reason}", param="messages") from error
+        return self._render(
+            [{**message, "content": change(message["role"], message["content"])} for message in chat]
+        )
 
     def _count(self, text: str) -> Counter[str]:
-        return Counter(self._vocabulary.control_pattern.findall(text))
+        return Counter(self._vocabulary.control_strings.findall(text))
 
-    def _encode(self, pieces: Sequence[tuple[str, bool]]) -> list[int]:
+    def _encode(self, pieces: Sequence[tuple[str, bool]], max_tokens: int | None) -> list[int]:
+        self._vocabulary.check_size((text for text, _ in pieces), max_tokens)
         ids: list[int] = []
         for index, (text, fenced) in enumerate(pieces):
             if fenced:
                 ids += self._vocabulary.encode_letters(text)
             elif text:
-                ids += self._vocabulary.encode_template(text, first=index == 0)
+                ids += self._vocabulary.encode_template(text, first=index == 0, max_tokens=max_tokens)
+            check_length(len(ids), max_tokens)
         return ids
 
 
@@ -144,9 +149,9 @@ def _around_core(text: str, fence: str) -> str:
     return f"{text[:start]}{fence}{core}{fence}{text[start + len(core) :]}"
 
 
-def _hollow(fence: str, text: str, pattern: re.Pattern[str]) -> str:
+def _hollow(fence: str, text: str, strings: ControlStrings) -> str:
     """``text`` without its control strings and with fenced edges: what remains of them the template wrote."""
-    return _around_core(pattern.sub(fence, text), fence)
+    return _around_core(strings.sub(lambda _: fence, text), fence)
 
 
 def _split(rendered: str, opening: str, closing: str) -> list[tuple[str, bool]]:

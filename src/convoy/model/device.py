@@ -27,9 +27,14 @@ _MEMORY_SHARE = 0.92
 _DEVICE = re.compile(r"(?:cpu|cuda(?::[0-9]{1,3})?)\Z", re.ASCII)
 
 
+def runs_on_cuda(kernel: str) -> bool:
+    """Whether ``kernel`` may be asked of a stage on CUDA."""
+    return kernel in _ON_CUDA
+
+
 def kernel_on_cuda(kernel: str) -> str:
     """What a stage on CUDA runs where ``kernel`` is asked for. Raises UsageError for one of hosts alone."""
-    if kernel not in _ON_CUDA:
+    if not runs_on_cuda(kernel):
         raise UsageError(
             f"kernel {kernel} does not run on cuda", hint='set device = "cpu", or kernel = "auto"'
         )

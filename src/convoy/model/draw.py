@@ -26,7 +26,7 @@ class Draw:
 
     ``prompt_ids`` and ``generated_ids`` are every token before ``position``; they are read only where
     ``params`` has a penalty that looks back. None counts those of the prompt: each once is enough, see
-    `distinct`.
+    `distinct`. Only ``allowed`` tokens are drawn, all if it is empty, and no ``banned`` one.
     """
 
     params: SamplingParams
@@ -36,6 +36,8 @@ class Draw:
     generated_ids: Sequence[int] = ()
     score: int | None = None
     wants_logits: bool = False
+    allowed: Sequence[int] = ()
+    banned: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,4 +94,6 @@ def _draw(logits: Logits, one: Draw) -> Sampled:
         position=one.position,
         prompt_ids=one.prompt_ids,
         generated_ids=one.generated_ids,
+        allowed=one.allowed,
+        banned=one.banned,
     )

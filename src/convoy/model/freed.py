@@ -22,6 +22,17 @@ _MOST_FROM_HEAP = 32 << 20  # to what glibc raises it by itself once such a piec
 _MOST_KEPT = 2 * _MOST_FROM_HEAP
 
 
+def release_freed() -> None:
+    """Give back to the system what was freed and is kept for later; without glibc nothing happens.
+
+    Tokenising a long text makes and frees millions of small pieces, of which glibc keeps gigabytes.
+    """
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    trim = getattr(library, "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 @contextmanager
 def large_apart() -> Iterator[None]:
     """While it lasts, what takes a MiB or more has pages of its own, in every thread of this process.

@@ -10,6 +10,8 @@ from convoy.errors import RequestError
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024  # entries
+MAX_TOKEN_IDS = 1024  # of stop_token_ids, and of allowed_token_ids
+MAX_BANNED_IDS = 1024  # in one draw
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ The random number of a token is a hash of (seed, choice index, position), so nei
 nor the plan, nor a replay after a loss can change a text. It picks by inverse CDF in float64 over the
 candidates in ascending id order.
 
-The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; temperature;
-min-p; top-k; top-p. Log-probabilities are of the raw distribution, before all of these, as vLLM's by default.
+The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; tokens that may
+not be drawn; temperature; min-p; top-k; top-p. Log-probabilities are of the raw distribution, before all of
+these, as vLLM's by default.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +33,14 @@ _CUTS = (1024, 16384)  # candidates that top-p sorts before it resorts to the wh
 class Sampled:
     """A token; ``logprob`` and ``top`` (best first, ties to the lower id) are of the raw distribution.
 
-    ``logprob`` is nan where none was asked for: it costs a pass over the vocabulary.
+    ``logprob`` is nan where none was asked for: it costs a pass over the vocabulary. ``rank`` of a prompt's
+    token counts from 1, the best; 0 for a token that was drawn.
     """
 
     token_id: int
     logprob: float = math.nan
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 def sample(
@@ -48,13 +51,18 @@ def sample(
     position: int,
     prompt_ids: Sequence[int],
     generated_ids: Sequence[int],
+    allowed: Sequence[int] = (),
+    banned: Sequence[int] = (),
 ) -> Sampled:
     """Draw the token at ``position`` of choice ``choice`` from ``logits``, [vocab] float32 (never changed).
 
-    Raises StepError where a logit is not finite, RequestError where a biased token is not in the vocabulary.
+    Only an ``allowed`` token is drawn, any if there are none, and no ``banned`` one. Raises StepError where a
+    logit is not finite or no token is left, RequestError where a biased token is not in the vocabulary.
     """
     check_finite(logits)
     shaped = _reshape(logits, params, prompt_ids, generated_ids) if params.reshapes else logits
+    if allowed or banned:
+        shaped = _restrict(shaped, allowed, banned)
     if params.greedy:
         token_id = int(shaped.argmax())
     else:
@@ -67,7 +75,8 @@ def sample(
 def prompt_logprob(logits: Logits, token_id: int, num_top: int) -> Sampled:
     """Score a prompt's token by the ``logits``, [vocab], that foretell it; StepError as in `sample`."""
     check_finite(logits)
-    return _score(logits, token_id, num_top)
+    scored = _score(logits, token_id, num_top)
+    return replace(scored, rank=_rank(logits, token_id))
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -113,6 +122,28 @@ def _reshape(
         shaped[biased] += np.fromiter(params.logit_bias.values(), np.float32, len(biased))
     check_finite(shaped)
     return shaped
+
+
+def _restrict(logits: Logits, allowed: Sequence[int], banned: Sequence[int]) -> Logits:
+    ids = _as_ids([*allowed, *banned])
+    if int(ids.min()) < 0 or int(ids.max()) >= len(logits):
+        raise StepError(f"a restricted token is outside the vocabulary of {len(logits)}")
+    restricted = logits.copy()
+    if allowed:
+        kept = _as_ids(allowed)
+        restricted = np.full_like(logits, -np.inf)
+        restricted[kept] = logits[kept]
+    restricted[_as_ids(banned)] = -np.inf
+    if not np.isfinite(restricted).any():
+        raise StepError(f"none of {len(logits)} tokens may be drawn, expected at least one")
+    return restricted
+
+
+def _rank(logits: Logits, token_id: int) -> int:
+    """Return the place of a token among all, from 1; of equal logits the lowest id comes first."""
+    value = logits[token_id]
+    num_better = int(np.count_nonzero(logits > value))
+    return 1 + num_better + int(np.count_nonzero(logits[:token_id] == value))
 
 
 def _as_ids(ids: Sequence[int]) -> Ids:

@@ -22,12 +22,15 @@ class StopFilter:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, delta: str) -> str:
-        """Take more text; returns what may be shown now. Empty once a stop string matched."""
+    def push(self, delta: str, *, may_stop: bool = True) -> str:
+        """Take more text and return what may be shown now. Empty once a stop string matched.
+
+        Where it may not stop, a stop string that ends in ``delta`` does not count.
+        """
         if self.matched is not None:
             return ""
         text = self._held + delta
-        found = self._first_match(text)
+        found = self._first_match(text, len(self._held)) if may_stop else None
         if found is not None:
             start, self.matched = found
             self._held = ""
@@ -41,10 +44,11 @@ class StopFilter:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> tuple[int, str] | None:
+    def _first_match(self, text: str, old: int) -> tuple[int, str] | None:
+        """Return start and string of the first match that ends behind the ``old`` first characters."""
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
-            start = text.find(stop)
+            start = text.find(stop, max(0, old - len(stop) + 1))
             if start >= 0:
                 candidate = (start + len(stop), start, stop)
                 best = candidate if best is None else min(best, candidate)

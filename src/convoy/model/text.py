@@ -12,6 +12,7 @@ from convoy.model.formats.gguf import gguf_package
 from convoy.model.library import LIBRARY
 from convoy.model.source import ModelSource
 from convoy.model.stop import StopFilter
+from convoy.model.templates import TemplateRenderer
 from convoy.model.vocabulary import Vocabulary
 
 _REPLACEMENT = "\ufffd"
@@ -34,30 +35,49 @@ class Tokenizer:
         template = template.get("default") if isinstance(template, Mapping) else template
         special = [*pretrained.all_special_tokens, *pretrained.convert_ids_to_tokens(sorted(self.eos_ids))]
         self._vocabulary = Vocabulary(pretrained.backend_tokenizer.to_str(), special, template or "")
-        self._chat = ChatTemplate(_renderer(pretrained, template), self._vocabulary) if template else None
+        self._renderer: TemplateRenderer | None = None
+        self._chat: ChatTemplate | None = None
+        if template:
+            self._renderer = TemplateRenderer(template, pretrained.special_tokens_map)
+            self._chat = ChatTemplate(self._renderer.render, self._vocabulary)
+
+    def close(self) -> None:
+        """End the processes that render its chat template; they are made anew where they are needed."""
+        if self._renderer is not None:
+            self._renderer.close()
 
     @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can work at all."""
         return self._chat is not None
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def longest_token_bytes(self) -> int | None:
+        """The most bytes of text that one token stands for, or None where no bound is known."""
+        return self._vocabulary.longest_token_bytes
+
+    def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """Ids of raw text, after the tokeniser's begin-of-sequence token if any; special tokens stay text.
 
-        Raises RequestError for text with half of a surrogate pair.
+        Raises RequestError for text with half of a surrogate pair, and for more than ``max_tokens``.
         """
-        return self._vocabulary.encode(text)
+        return self._vocabulary.encode(text, max_tokens=max_tokens)
 
-    def encode_chat(self, messages: object) -> list[int]:
+    def encode_word(self, text: str) -> list[int]:
+        """Return the ids of ``text`` without the begin-of-sequence token. Raises as `encode`."""
+        return self._vocabulary.encode_word(text)
+
+    def encode_chat(self, messages: object, *, max_tokens: int | None = None) -> list[int]:
         """Ids of a conversation, ready for the assistant's turn; see `model.chat` for what messages may be.
 
-        Raises RequestError for messages that are wrong, and for a model without a chat template.
+        Raises RequestError for messages that are wrong, for more than ``max_tokens``, and for a model
+        without a chat template.
         """
         if self._chat is None:
             raise RequestError(
                 "this model has no chat template", param="messages", hint="use /v1/completions with a prompt"
             )
-        return self._chat.encode(messages)
+        return self._chat.encode(messages, max_tokens=max_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
@@ -100,8 +120,11 @@ class TextStream:
         """The stop string that matched."""
         return self._filter.matched
 
-    def push(self, token_id: int) -> str:
-        """Take the next token; returns the text that may be shown now, often empty."""
+    def push(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Take the next token and return the text that may be shown now, often empty.
+
+        Where it may not stop, a stop string that is complete with this token does not count.
+        """
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
         whole = text.rstrip(_REPLACEMENT)
@@ -115,7 +138,7 @@ class TextStream:
         self._shown = stable
         if stable == len(text):
             self._forget()
-        return self._filter.push(delta)
+        return self._filter.push(delta, may_stop=may_stop)
 
     def finish(self) -> str:
         """No more tokens come: returns what was held back, bytes of half a character as U+FFFD."""
@@ -178,17 +201,6 @@ def _load_gguf(source: ModelSource) -> Any:
             )
     except Exception as error:  # the library raises anything at all for a broken file
         raise ModelError(f"{source.path}: no usable tokeniser in it: {_first_line(error)}") from error
-
-
-def _renderer(pretrained: Any, template: str) -> Any:
-    def render(messages: list[dict[str, str]]) -> str:
-        return str(
-            pretrained.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=True
-            )
-        )
-
-    return render
 
 
 def _eos_ids(source: ModelSource, of_tokenizer: object) -> Iterator[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -41,7 +41,7 @@ class StageReport(msgspec.Struct, frozen=True):
     memory_bytes: int
     working_bytes: int  # that a step takes at most, beside weights and K/V
     max_kv_tokens: int  # of a sequence, that fit beside the weights; windows keep their window
-    sees_token_ids: bool
+    can_read_prompts: str  # from what: "tokens" or "activations"
     ranks: list[str] = []  # who holds it together, the member first; empty: that one alone
     weight_share: float = 1.0
 
@@ -102,7 +102,10 @@ class BlocksReport(msgspec.Struct, frozen=True):
 
 
 class PlanReport(msgspec.Struct, frozen=True):
-    """A whole plan. ``peers_seeing_token_ids`` is empty in the default layout."""
+    """A whole plan. ``peers_seeing_token_ids`` is empty in the default layout.
+
+    ``can_read_prompts``: for each member "tokens", "activations", or "no" where it holds no layer.
+    """
 
     model: str
     family: str
@@ -114,6 +117,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     hops: list[HopReport]
     token_id_members: list[str]
     peers_seeing_token_ids: list[str]
+    can_read_prompts: dict[str, str]
     weight_bytes: int
     kv_bytes_per_token: int
     hop_bytes_per_token: int  # over all hops, for one decoded token
@@ -157,6 +161,7 @@ def report(
         hops=hops,
         token_id_members=readers,
         peers_seeing_token_ids=[name for name in readers if name != placement.head],
+        can_read_prompts=_reads(placement, [*standbys, *(out.member for out in left_out)]),
         weight_bytes=sum(stage.weight_bytes * max(1, len(stage.ranks)) for stage in stages),
         kv_bytes_per_token=sum(stage.kv_bytes_per_token * max(1, len(stage.ranks)) for stage in stages),
         hop_bytes_per_token=sum(hop.bytes_per_token for hop in hops),
@@ -230,6 +235,13 @@ def _rule(spec: ModelSpec, members: Sequence[MemberOffer], number: int, rule: Pl
     )
 
 
+def _reads(placement: Placement, idle: Iterable[str]) -> dict[str, str]:
+    """From what each member can read prompts; ``idle`` are those that no offer of the placement is of."""
+    route = placement.route
+    offered = (one.name for member in placement.members for one in member.each)
+    return {name: route.reads_prompts(name) for name in (*placement.holders, *offered, *idle)}
+
+
 def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
     dtype = placement.kernels[stage.member]
     spec = rank_spec(placement.spec, stage.world_size)
@@ -253,7 +265,7 @@ def _stage(placement: Placement, stage: StageAssignment) -> StageReport:
         memory_bytes=memory_bytes,
         working_bytes=working_bytes(spec, stage.start, stage.end, output=stage.output),
         max_kv_tokens=_kv_tokens(spec, stage, memory_bytes - weights, dtype),
-        sees_token_ids=stage.member in placement.route.token_id_members,
+        can_read_prompts=placement.route.reads_prompts(stage.member),
         ranks=list(stage.ranks),
         weight_share=weights / whole,
     )

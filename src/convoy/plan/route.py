@@ -1,4 +1,4 @@
-"""The way of a token through the stages: who passes what to whom, who sees token ids, what is missing."""
+"""The way of a token through the stages: who passes what to whom, who can read prompts, what is missing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from convoy.plan.span import Span, format_span, layers_text
 from convoy.plan.spec import ModelSpec
 from convoy.wire.messages import StageAssignment
+
+READS_TOKENS, READS_ACTIVATIONS, READS_NOTHING = "tokens", "activations", "no"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,16 @@ class Route:
             for name in stage.holders
         ]
         return tuple(dict.fromkeys([self.head, *readers]))
+
+    def reads_prompts(self, member: str) -> str:
+        """From what ``member`` can read prompts: ``tokens``, ``activations``, or ``no`` without a layer.
+
+        The activations of any layer are enough to recover every token (`convoy verify --leak`).
+        """
+        if member in self.token_id_members:
+            return READS_TOKENS
+        has_layers = any(member in stage.holders for stage in self.stages)
+        return READS_ACTIVATIONS if has_layers else READS_NOTHING
 
     @property
     def missing(self) -> str:

@@ -1,7 +1,7 @@
 """Which parts of a model a policy keeps where, and which rule keeps a member from what.
 
-A member sees the activations of its layers, and those nearest to the text give most of it away: that is why
-the embedding, the output and the layers at both ends can be kept on members of a level, or on named ones
+A member can recover all of a prompt from the activations of its layers, more slowly the deeper they are: the
+embedding, the output and the layers at both ends can be kept on members of a level, or on named ones
 (docs/threat-model.md has the sources). A rule binds the head like everyone else.
 """
 

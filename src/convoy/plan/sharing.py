@@ -8,7 +8,7 @@ from convoy.errors import PlanError, SpanError
 from convoy.plan.arrange import OutputOwner, Owners, Rest, arrangements, owners_of, wanted_runs
 from convoy.plan.memory import fits, relieve
 from convoy.plan.offer import MemberOffer
-from convoy.plan.rules import Breach, breaches, mend_text, room
+from convoy.plan.rules import Breach, breaches, mend_text, room, satisfies
 from convoy.plan.span import Span, layers_text
 from convoy.plan.spec import ModelSpec
 from convoy.trust.policy import PlacementRule
@@ -52,10 +52,12 @@ def check_rules(
 ) -> None:
     """Raise SpanError for stages that break a rule and were ``given`` as spans, PlanError for others."""
     by_name = {member.name: member for member in members}
-    found = breaches(spec, rules, [(by_name[name], span) for name, span in owners])
+    placed = [(by_name[name], span) for name, span in owners]
+    found = breaches(spec, rules, placed)
     if found:
         kind = SpanError if any(breach.member.name in given for breach in found) else PlanError
-        raise kind("; ".join(map(str, found)), hint=mend_text(found[0], members))
+        told = [*map(str, found), *_shortages(spec, found, placed)]
+        raise kind("; ".join(told), hint=mend_text(found[0], members))
 
 
 def _no_way(
@@ -119,8 +121,33 @@ def _unowned(
         refused = [breaches(spec, rules, [(member, Span(layer, layer + 1, owned))]) for member in free]
         if free and all(refused):
             found = [breach for each in refused for breach in each]
-            return PlanError("; ".join(map(str, found)), hint=_elsewhere(found[0], members))
+            runs = wanted_runs(spec, members, rest)
+            wanted = zip(members, (span for _, span in owners_of(members, runs, rest.output)), strict=True)
+            told = [*map(str, found), *_shortages(spec, found, list(wanted))]
+            return PlanError("; ".join(told), hint=_elsewhere(found[0], members))
     return None
+
+
+def _shortages(
+    spec: ModelSpec, found: Sequence[Breach], owners: Sequence[tuple[MemberOffer, Span]]
+) -> list[str]:
+    """For each broken rule that the head alone satisfies: how many of the kept layers the head has."""
+    told = []
+    for number, rule in dict.fromkeys((breach.number, breach.rule) for breach in found):
+        able = [(member, span) for member, span in owners if satisfies(rule, member)]
+        if len(able) != 1 or not able[0][0].head:
+            continue
+        ((head, span),) = able
+        for count, kept, which in (
+            (rule.first_layers, min(span.end, rule.first_layers) - span.start, "first"),
+            (rule.last_layers, span.end - max(span.start, spec.num_layers - rule.last_layers), "last"),
+        ):
+            if max(0, kept) < count:
+                told.append(
+                    f"{head.name}, the head, has {max(0, kept)} of the {which} {count} layers that "
+                    f"rule {number} keeps"
+                )
+    return told
 
 
 def _elsewhere(breach: Breach, members: Sequence[MemberOffer]) -> str:

@@ -45,6 +45,18 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """One token at a position of a prompt, in vLLM's form. ``rank`` counts from 1, the best."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# One entry for each token of a prompt, by token id; the first token has none.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a chunk adds to a message."""
 
@@ -98,6 +110,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
@@ -116,6 +129,7 @@ class TextChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import anyio
 import anyio.to_thread
 import msgspec
 from starlette.requests import Request
@@ -15,12 +14,15 @@ from convoy.serve.asked import read_chat, read_completion
 from convoy.serve.bodies import ChatBody, CompletionBody
 from convoy.serve.chat_answer import ChatAnswer
 from convoy.serve.completion_answer import CompletionAnswer
+from convoy.serve.failed_keys import FailedKeys
 from convoy.serve.generate import Generate
 from convoy.serve.guard import Guard
 from convoy.serve.http_counts import HttpCounts
+from convoy.serve.intake import Intake
 from convoy.serve.lifecycle import Lifecycle
 from convoy.serve.metrics import Metrics
 from convoy.serve.options import ServeOptions
+from convoy.serve.repeats import Repeats
 from convoy.serve.service import ServedModel, Service
 
 PATHS = (
@@ -35,12 +37,13 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
     """
     life = lifecycle or Lifecycle()
     # Tokenising competes with the engine for the processor: a few at a time.
-    threads = anyio.CapacityLimiter(4)
-    chat = Generate(service, options, life, threads, ChatBody, read_chat, ChatAnswer)
-    completion = Generate(service, options, life, threads, CompletionBody, read_completion, CompletionAnswer)
+    shared = (service, options, life, Intake(options), Repeats())
+    chat = Generate(*shared, ChatBody, read_chat, ChatAnswer)
+    completion = Generate(*shared, CompletionBody, read_completion, CompletionAnswer)
     about = _About(service, life)
-    counts = HttpCounts(PATHS)
-    metrics = Metrics((*service.metrics, counts.families), life)
+    counts, failed = HttpCounts(PATHS), FailedKeys()
+    sources = (*service.metrics, counts.families, failed.families)
+    metrics = Metrics(sources, life, None if options.keys is None else options.keys.families)
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", completion, methods=["POST"]),
@@ -50,7 +53,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
         Route("/status", about.status),
         Route("/metrics", metrics.answer),
     ]
-    return counts.around(Guard(Router(routes, redirect_slashes=False), options))
+    return counts.around(Guard(Router(routes, redirect_slashes=False), options, failed))
 
 
 class _About:

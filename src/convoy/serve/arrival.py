@@ -8,38 +8,81 @@ import re
 from starlette.datastructures import Headers
 from starlette.types import Receive
 
+from convoy.serve.intake import Upload
 from convoy.serve.options import ServeOptions
 from convoy.serve.refusals import BodyTooLong, BodyTooSlow, ClientGone, WrongMediaType
 
 _JSON = re.compile(r"application/([\w.+-]+\+)?json")
 _DISCARD_FACTOR = 8
+# A long body that has its place keeps others from theirs, so it must arrive at a rate.
+_GRACE_S = 10.0
+_LEAST_BYTES_PER_S = 64 * 1024
 
 
 async def read_body(
-    headers: Headers, receive: Receive, options: ServeOptions, media_type: str | None = None
+    headers: Headers,
+    receive: Receive,
+    options: ServeOptions,
+    media_type: str | None = None,
+    *,
+    upload: Upload | None = None,
+    max_bytes: int | None = None,
 ) -> bytes:
     """The whole body, JSON unless it is to be of another ``media_type``.
 
-    Raises `BodyTooLong`, `BodyTooSlow`, `WrongMediaType` or `ClientGone`.
+    ``upload``: has a place for it before it is read, where it is long. ``max_bytes``: in place of the
+    options' limit. Raises `BodyTooLong`, `BodyTooSlow`, `WrongMediaType`, `QueueFull` or `ClientGone`.
     """
     _check_media_type(headers, media_type)
+    max_bytes = options.max_body_bytes if max_bytes is None else max_bytes
     length = headers.get("content-length", "")
-    too_long = length.isdigit() and int(length) > options.max_body_bytes
+    num_bytes = int(length) if length.isascii() and length.isdigit() and len(length) < 20 else 0
+    too_long = num_bytes > max_bytes
+    if upload is not None and not too_long:
+        await upload.reserve(num_bytes)
     try:
-        async with asyncio.timeout(options.body_timeout_s):
+        async with asyncio.timeout(options.body_timeout_s) as deadline:
             if too_long:
-                await _discard(receive, options.max_body_bytes * _DISCARD_FACTOR)
+                await _discard(receive, max_bytes * _DISCARD_FACTOR)
             else:
-                body = await _read(receive, options.max_body_bytes)
+                body = await _read(receive, max_bytes, upload, _Pace(deadline, upload))
                 if body is not None:
                     return body
     except TimeoutError:
-        raise BodyTooSlow(f"the body did not arrive within {options.body_timeout_s:g} s") from None
+        rate = f", or at {_LEAST_BYTES_PER_S} bytes a second" if upload is not None and upload.is_long else ""
+        raise BodyTooSlow(f"the body did not arrive within {options.body_timeout_s:g} s{rate}") from None
     was = f"{length} bytes" if too_long else "longer"
-    raise BodyTooLong(f"the body is {was}, and the limit is {options.max_body_bytes} bytes")
+    raise BodyTooLong(f"the body is {was}, and the limit is {max_bytes} bytes")
 
 
-async def _read(receive: Receive, max_bytes: int) -> bytes | None:
+class _Pace:
+    """The deadline of one body: its whole time, and at a least rate while it has a place."""
+
+    def __init__(self, deadline: asyncio.Timeout, upload: Upload | None) -> None:
+        end_s = deadline.when()
+        assert end_s is not None, "a body has a deadline"
+        self._deadline, self._end_s, self._upload = deadline, end_s, upload
+        self._clock = asyncio.get_running_loop().time
+        self._placed_s = self._clock()
+        self.arrived(0)
+
+    def arrived(self, num_bytes: int) -> None:
+        """Set the deadline for the next part, where ``num_bytes`` are here."""
+        end_s = self._end_s
+        if self._upload is not None and self._upload.is_long:
+            end_s = min(end_s, self._placed_s + _GRACE_S + num_bytes / _LEAST_BYTES_PER_S)
+        self._deadline.reschedule(end_s)
+
+    async def reserve(self, upload: Upload, num_bytes: int) -> None:
+        """Wait for a place. The wait has a limit of its own, so the body's time stands still."""
+        left_s = self._end_s - self._clock()
+        self._deadline.reschedule(None)
+        await upload.reserve(num_bytes)
+        self._placed_s = self._clock()
+        self._end_s = self._placed_s + left_s
+
+
+async def _read(receive: Receive, max_bytes: int, upload: Upload | None, pace: _Pace) -> bytes | None:
     """The body, or None if it is too long."""
     parts: list[bytes] = []
     size = 0
@@ -51,6 +94,10 @@ async def _read(receive: Receive, max_bytes: int) -> bytes | None:
             if more:
                 await _discard(receive, max_bytes * _DISCARD_FACTOR)
             return None
+        if upload is not None and upload.needs_place(size):
+            # A body that did not say how long it is.
+            await pace.reserve(upload, size)
+        pace.arrived(size)
         parts.append(part)
     return b"".join(parts)
 

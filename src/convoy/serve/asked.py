@@ -5,21 +5,29 @@ Tokenising a large body takes a while, so the server calls these on a thread of 
 
 from __future__ import annotations
 
-import hashlib
 import hmac
+import re
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from convoy.engine.request import GenerationRequest
+from convoy.engine.restrictions import check_restrictions
 from convoy.errors import RequestError
-from convoy.model.params import MAX_LOGPROBS, SamplingParams
+from convoy.model.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from convoy.serve.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, StreamOptions
 from convoy.serve.options import ServeOptions
-from convoy.serve.service import ServedModel, Service
+from convoy.serve.service import ServedModel, Service, Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant")
 MAX_STOPS = 16
+MAX_BAD_WORDS = 128  # as many as vLLM takes
+MAX_BAD_WORD_CHARS = 256
+_NO_LIMIT = -1  # of max_tokens: as if it was not given
+# No leading zeros, so that two keys never name the same token; and no more digits than an id can have.
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,7 @@ class Asked:
     continuous_usage: bool
     prompt_texts: tuple[str, ...] = ()
     scoring: bool = False
+    prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt
 
     @property
     def echo(self) -> bool:
@@ -49,12 +58,19 @@ class Asked:
     def num_prompt_tokens(self) -> int:
         return sum(len(request.prompt_ids) for request in self.requests)
 
+    @property
+    def most_tokens(self) -> int:
+        """Of prompts and answers together, if every answer has its full length."""
+        answers = sum(request.max_tokens * request.num_choices for request in self.requests)
+        return self.num_prompt_tokens + answers
 
-def read_chat(body: ChatBody, service: Service, options: ServeOptions) -> Asked:
-    """Raises `RequestError` or `UnknownModel`."""
+
+def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: bytes) -> Asked:
+    """``salt``: of the caller's key. Raises `RequestError` or `UnknownModel`."""
     model = service.model(body.model)
     if not body.messages:
         raise RequestError("messages is empty, expected at least one message", param="messages")
+    _check_messages(body.messages, options)
     messages = [
         {"role": _role(message, index), "content": _content(message, index)}
         for index, message in enumerate(body.messages)
@@ -64,22 +80,26 @@ def read_chat(body: ChatBody, service: Service, options: ServeOptions) -> Asked:
     _check_range("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
     params = _params(body, (body.top_logprobs or 0) if body.logprobs else None)
     max_tokens = _max_tokens(body, body.max_completion_tokens)
-    prompt_ids = model.tokenizer.encode_chat(messages)
-    return _read(body, model, options, prompts=[prompt_ids], params=params, max_tokens=max_tokens)
+    prompt_ids = model.tokenizer.encode_chat(messages, max_tokens=model.max_context)
+    return _read(body, model, options, prompts=[prompt_ids], params=params, max_tokens=max_tokens, salt=salt)
 
 
-def read_completion(body: CompletionBody, service: Service, options: ServeOptions) -> Asked:
-    """Raises `RequestError` or `UnknownModel`."""
+def read_completion(body: CompletionBody, service: Service, options: ServeOptions, salt: bytes) -> Asked:
+    """``salt``: of the caller's key. Raises `RequestError` or `UnknownModel`."""
     model = service.model(body.model)
     _check_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)
     params = _params(body, body.logprobs)
     max_tokens = _max_tokens(body, None)
-    prompts = _prompts(body.prompt, options)
-    ids = [model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    room = model.max_context
+    prompts = _prompts(body.prompt, options, room)
+    encode = partial(model.tokenizer.encode, max_tokens=room)
+    ids = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     texts: tuple[str, ...] = ()
     if body.echo:
         texts = tuple(p if isinstance(p, str) else model.tokenizer.decode(p) for p in prompts)
-    return _read(body, model, options, prompts=ids, params=params, max_tokens=max_tokens, texts=texts)
+    return _read(
+        body, model, options, prompts=ids, params=params, max_tokens=max_tokens, texts=texts, salt=salt
+    )
 
 
 def _read(
@@ -90,38 +110,72 @@ def _read(
     prompts: list[list[int]],
     params: SamplingParams,
     max_tokens: int | None,
+    salt: bytes,
     texts: tuple[str, ...] = (),
 ) -> Asked:
     params.check_vocabulary(model.tokenizer.vocab_size)
-    num_choices = _num_choices(body, options)
-    _check_stream(body)
+    asked = _stream_options(body)
+    _check_prompt_logprobs(body)
     scored = bool(texts) and params.logprobs is not None
     scoring = scored and max_tokens == 1
-    requests = tuple(
-        GenerationRequest(
-            prompt_ids=tuple(ids),
-            params=params,
-            max_tokens=_room(model, len(ids)) if max_tokens is None else max_tokens,
-            open_ended=max_tokens is None,
-            stop=_stops(body.stop),
-            ignore_eos=bool(body.ignore_eos) or scoring,
-            num_choices=num_choices,
-            prompt_logprobs=params.logprobs if scored else None,
-            cache_salt=_salt(options, body.cache_salt),
-        )
-        for ids in prompts
-    )
-    asked = body.stream_options or StreamOptions()
+    shared = _shared(body, model, options, params, max_tokens=max_tokens, scored=scored, salt=salt)
+    shared = replace(shared, ignore_eos=shared.ignore_eos or scoring)
+    requests = tuple(_with_prompt(shared, ids, model) for ids in prompts)
     return Asked(
         model=model,
         requests=requests,
-        num_choices=num_choices,
+        num_choices=shared.num_choices,
         stream=bool(body.stream),
         include_usage=asked.include_usage,
         continuous_usage=asked.continuous_usage_stats,
         prompt_texts=texts,
         scoring=scoring and not body.ignore_eos,
+        prompt_logprobs=body.prompt_logprobs,
     )
+
+
+def _check_messages(messages: Sequence[ChatMessage], options: ServeOptions) -> None:
+    num_parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
+    for count, what in ((len(messages), "messages"), (num_parts, "parts of content")):
+        if count > options.max_messages:
+            raise RequestError(
+                f"messages has {count} {what}, and the limit is {options.max_messages}", param="messages"
+            )
+
+
+def _shared(
+    body: GenerationBody,
+    model: ServedModel,
+    options: ServeOptions,
+    params: SamplingParams,
+    *,
+    max_tokens: int | None,
+    scored: bool,
+    salt: bytes,
+) -> GenerationRequest:
+    """Return what the requests of all prompts have in common; `_with_prompt` adds the rest."""
+    return GenerationRequest(
+        prompt_ids=(),
+        params=params,
+        max_tokens=max_tokens or 0,
+        open_ended=max_tokens is None,
+        stop=_stops(body.stop),
+        ignore_eos=bool(body.ignore_eos),
+        num_choices=_num_choices(body, options),
+        prompt_logprobs=_most(params.logprobs if scored else None, body.prompt_logprobs),
+        cache_salt=_salt(salt, body.cache_salt),
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        allowed_token_ids=_allowed(body.allowed_token_ids),
+        bad_words=_bad_words(body.bad_words, model.tokenizer),
+    )
+
+
+def _with_prompt(shared: GenerationRequest, ids: list[int], model: ServedModel) -> GenerationRequest:
+    max_tokens = _room(model, len(ids)) if shared.open_ended else shared.max_tokens
+    request = replace(shared, prompt_ids=tuple(ids), max_tokens=max_tokens)
+    check_restrictions(request, model.tokenizer.eos_ids, model.tokenizer.vocab_size)
+    return request
 
 
 def _role(message: ChatMessage, index: int) -> str:
@@ -155,10 +209,13 @@ def _content(message: ChatMessage, index: int) -> str:
     return "".join(texts)
 
 
-def _prompts(prompt: str | list[Any] | None, options: ServeOptions) -> list[str | list[int]]:
+def _prompts(prompt: str | list[Any] | None, options: ServeOptions, room: int) -> list[str | list[int]]:
     """A text, a list of token ids, or a list of either, as a list of prompts."""
     if prompt is None:
         raise RequestError("prompt is missing, expected text, token ids or a list of either", param="prompt")
+    # Before each item is looked at.
+    if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
+        _check_room(len(prompt), room)
     whole = isinstance(prompt, str) or (bool(prompt) and all(type(item) is int for item in prompt))
     prompts = [prompt] if whole else list(prompt)
     if not prompts:
@@ -169,6 +226,8 @@ def _prompts(prompt: str | list[Any] | None, options: ServeOptions) -> list[str 
         )
     for index, item in enumerate(prompts):
         where = "prompt" if whole else f"prompt[{index}]"
+        if isinstance(item, list):
+            _check_room(len(item), room)
         if not isinstance(item, str | list) or any(
             type(token) is not int for token in (item if isinstance(item, list) else ())
         ):
@@ -200,8 +259,13 @@ def _params(body: GenerationBody, logprobs: int | None) -> SamplingParams:
 
 def _bias(given: dict[str, float] | None) -> dict[int, float]:
     bias = {}
+    if given is not None and len(given) > MAX_LOGIT_BIAS:
+        # `SamplingParams` checks that too, of numbers that are made here.
+        raise RequestError(
+            f"logit_bias has {len(given)} entries, expected at most {MAX_LOGIT_BIAS}", param="logit_bias"
+        )
     for key, value in (given or {}).items():
-        if not (key.isascii() and key.isdigit()):
+        if not _TOKEN_ID.fullmatch(key):
             raise RequestError(
                 f"logit_bias has the key {key[:40]!r}, expected a token id", param="logit_bias"
             )
@@ -210,28 +274,37 @@ def _bias(given: dict[str, float] | None) -> dict[int, float]:
 
 
 def _max_tokens(body: GenerationBody, newer: int | None) -> int | None:
-    for name, value in (("max_tokens", body.max_tokens), ("max_completion_tokens", newer)):
+    older = None if body.max_tokens == _NO_LIMIT else body.max_tokens
+    newer = None if newer == _NO_LIMIT else newer
+    for name, value in (("max_tokens", older), ("max_completion_tokens", newer)):
         if value is not None and value < 1:
-            raise RequestError(f"{name} is {value}, expected at least 1", param=name)
-    if newer is not None and body.max_tokens is not None and newer != body.max_tokens:
+            raise RequestError(
+                f"{name} is {value}, expected at least 1, or {_NO_LIMIT} for no limit", param=name
+            )
+    if newer is not None and older is not None and newer != older:
         raise RequestError(
-            f"max_completion_tokens is {newer} and max_tokens is {body.max_tokens}, expected one of them",
+            f"max_completion_tokens is {newer} and max_tokens is {older}, expected one of them",
             param="max_completion_tokens",
         )
-    return body.max_tokens if newer is None else newer
+    return older if newer is None else newer
 
 
 def _room(model: ServedModel, num_prompt: int) -> int:
     """Tokens left for an answer whose length was not given."""
     room = model.max_context
-    if num_prompt >= room:
+    _check_room(num_prompt + 1, room, num_prompt)
+    return room - num_prompt
+
+
+def _check_room(num_needed: int, room: int, num_prompt: int | None = None) -> None:
+    if num_needed > room:
+        num_prompt = num_needed if num_prompt is None else num_prompt
         raise RequestError(
             f"the prompt has {num_prompt} tokens, but a request may use {room} with its answer",
             param="prompt",
             code="context_length_exceeded",
             hint="shorten the prompt",
         )
-    return room - num_prompt
 
 
 def _num_choices(body: GenerationBody, options: ServeOptions) -> int:
@@ -239,16 +312,16 @@ def _num_choices(body: GenerationBody, options: ServeOptions) -> int:
     return 1 if body.n is None else body.n
 
 
-def _check_stream(body: GenerationBody) -> None:
+def _stream_options(body: GenerationBody) -> StreamOptions:
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true", param="stream_options")
+    return body.stream_options or StreamOptions()
 
 
-def _salt(options: ServeOptions, asked: str | None) -> bytes:
+def _salt(own: bytes, asked: str | None) -> bytes:
     """Of the caller's API key: who has another key cannot see by its times what this one asked. ``asked``
     divides further, among those who come with one key.
     """
-    own = b"" if options.api_key is None else hashlib.sha256(options.api_key.encode()).digest()
     return own if asked is None else hmac.digest(own or b"no key", asked.encode(), "sha256")
 
 
@@ -259,6 +332,50 @@ def _stops(given: str | list[str] | None) -> tuple[str, ...]:
     if "" in stops:
         raise RequestError("stop has an empty string, expected at least one character", param="stop")
     return stops
+
+
+def _allowed(given: list[int] | None) -> tuple[int, ...]:
+    if given == []:
+        raise RequestError(
+            "allowed_token_ids is empty, expected at least one token id", param="allowed_token_ids"
+        )
+    return tuple(given or ())
+
+
+def _bad_words(given: list[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word, and of the same word behind a space where that is another first token.
+
+    This is what vLLM does: a word is banned at the beginning of a text and within it.
+    """
+    if len(given or ()) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words has {len(given or ())} words, and the limit is {MAX_BAD_WORDS}", param="bad_words"
+        )
+    found: dict[tuple[int, ...], None] = {}
+    for index, given_word in enumerate(given or ()):
+        word, where = given_word.lstrip(), f"bad_words[{index}]"
+        if len(given_word) > MAX_BAD_WORD_CHARS:
+            text = f"{where} has {len(given_word)} characters, and the limit is {MAX_BAD_WORD_CHARS}"
+            raise RequestError(text, param=where)
+        plain = tuple(tokenizer.encode_word(word))
+        if not plain:
+            raise RequestError(f"{where} has no token, expected a word", param=where)
+        spaced = tuple(tokenizer.encode_word(" " + word))
+        found[plain] = None
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found[spaced] = None
+    return tuple(found)
+
+
+def _check_prompt_logprobs(body: GenerationBody) -> None:
+    _check_range("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
+
+
+def _most(first: int | None, second: int | None) -> int | None:
+    given = [count for count in (first, second) if count is not None]
+    return max(given) if given else None
 
 
 def _check_range(name: str, value: int | None, low: int, high: int) -> None:

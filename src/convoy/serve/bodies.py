@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Any, TypeVar
 
 import msgspec
 
 from convoy.errors import RequestError
+from convoy.serve.body_shape import check_shape
+from convoy.serve.fields import Endpoint, refuse_unserved
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -50,6 +53,11 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
     cache_salt: str | None = None  # vLLM's word: prompts share a prefix only where this is the same too
 
 
@@ -70,56 +78,26 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True):
     echo: bool | None = None
 
 
-Body = TypeVar("Body", bound=GenerationBody)
+_MAX_BITS = 64  # of a whole number
 
-# Fields that would change the answer and are not served, each with the values that ask for nothing.
-_UNSERVED: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": ([], ["text"]),
-    "audio": (),
-    "prediction": (),
-    "moderation": (),
-    "web_search_options": (),
-    "best_of": (),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "json_schema": (),
-    "grammar": (),
-    "typical_p": (1, 1.0),
-    "mirostat": (0,),
-    "prompt_embeds": (),
-}
+Body = TypeVar("Body", bound=GenerationBody)
 
 
 def decode_body(data: bytes, kind: type[Body]) -> Body:
-    """JSON bytes to a body. Raises `RequestError` naming the field, what it was and what was expected."""
+    """Return the body that JSON bytes hold, with or without a byte order mark.
+
+    Raises `RequestError` naming the field, what it was and what was expected.
+    """
+    check_shape(data)
     try:
-        raw = msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else _in_words(str(error))[0]
-        raise RequestError(f"the body is not valid JSON: {reason}", code="invalid_json") from None
+        raw = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {_reason(error)}", code="invalid_json") from None
     if not isinstance(raw, dict):
         raise RequestError("the body is JSON, but not an object", code="invalid_json")
-    _refuse_unserved(raw)
+    _check_sizes(raw)
+    endpoint: Endpoint = "chat" if issubclass(kind, ChatBody) else "completion"
+    refuse_unserved(raw, frozenset(kind.__struct_fields__), endpoint)
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
@@ -128,27 +106,23 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
         raise RequestError(f"{param}: {message}" if param else message, param=param, code=code) from None
 
 
-def _refuse_unserved(raw: dict[str, Any]) -> None:
-    for name, harmless in _UNSERVED.items():
-        value = raw.get(name)
-        if value is None or value in harmless or (name == "best_of" and value == (raw.get("n") or 1)):
-            continue
-        raise RequestError(
-            f"this server does not support {name}" + (f" of {value!r}" if isinstance(value, bool) else ""),
-            param=name,
-            code="unsupported_parameter",
-            hint="leave it out",
-        )
-    messages = raw.get("messages")
-    for index, message in enumerate(messages if isinstance(messages, list) else ()):
-        for name in ("tool_calls", "function_call", "tool_call_id", "audio"):
-            if isinstance(message, dict) and message.get(name):
-                param = f"messages[{index}].{name}"
-                raise RequestError(
-                    f"this server does not support {name} in a message",
-                    param=param,
-                    code="unsupported_parameter",
-                )
+def _check_sizes(raw: dict[str, Any]) -> None:
+    # An error that repeats a number of thousands of digits helps nobody, and Python refuses to write some.
+    for name, value in raw.items():
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            text = f"{name[:40]} is a number of {value.bit_length()} bits, and the limit is {_MAX_BITS}"
+            raise RequestError(text, param=name[:40], code="invalid_type")
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case RecursionError():
+            return "it is nested too deeply"
+        case UnicodeDecodeError():
+            # where in which string is not known
+            return "a string has a byte that is not UTF-8"
+        case _:
+            return _in_words(str(error))[0]
 
 
 _WORDS = {

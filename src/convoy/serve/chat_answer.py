@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from convoy.engine.outputs import FinishOutput, Output, TokenLogprob, TokenOutput
+from msgspec import UNSET, UnsetType
+
+from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
 from convoy.serve.answers import (
     AssistantMessage,
     ChatChoice,
@@ -13,6 +15,7 @@ from convoy.serve.answers import (
     ChatLogprobs,
     ChunkChoice,
     Delta,
+    PromptLogprobs,
 )
 from convoy.serve.asked import Asked
 from convoy.serve.pieces import Pieces
@@ -33,6 +36,7 @@ class ChatAnswer:
         self.tally = Tally(asked, "chatcmpl-")
         self._pieces = Pieces(asked.model.tokenizer)
         self._wants_logprobs = asked.requests[0].params.logprobs is not None
+        self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
         self._messages = [_Message() for _ in range(self.tally.num_choices)]
 
     def opening(self) -> list[ChatChunk]:
@@ -52,6 +56,9 @@ class ChatAnswer:
 
     def add(self, index: int, output: Output) -> None:
         self.tally.count(output)
+        num_top = self.tally.asked.prompt_logprobs
+        if isinstance(output, PromptOutput) and num_top is not None:
+            self._prompt_logprobs = self._pieces.prompt_logprobs(output.logprobs, num_top)
         if isinstance(output, TokenOutput | FinishOutput):
             message = self._messages[self.tally.choice_of(index, output)]
             message.texts.append(output.text)
@@ -77,6 +84,7 @@ class ChatAnswer:
             model=tally.asked.model.name,
             choices=choices,
             usage=tally.usage,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def usage_event(self) -> ChatChunk:

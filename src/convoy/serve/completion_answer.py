@@ -5,9 +5,12 @@ where asked.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+from msgspec import UNSET
 
 from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
-from convoy.serve.answers import TextChoice, TextCompletion, TextLogprobs
+from convoy.serve.answers import PromptLogprobs, TextChoice, TextCompletion, TextLogprobs
 from convoy.serve.asked import Asked
 from convoy.serve.pieces import Pieces, TextLogprobWriter
 from convoy.serve.tally import Tally
@@ -29,7 +32,8 @@ class CompletionAnswer:
 
     def __init__(self, asked: Asked) -> None:
         self.tally = Tally(asked, "cmpl-")
-        pieces = Pieces(asked.model.tokenizer)
+        pieces = self._pieces = Pieces(asked.model.tokenizer)
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by request
         self._wants_logprobs = asked.requests[0].params.logprobs is not None
         self._choices = [_Text(pieces) for _ in range(self.tally.num_choices)]
         # Requests whose scored prompt is still to come, and what came before it.
@@ -64,7 +68,11 @@ class CompletionAnswer:
         self.tally.count(output)
         if isinstance(output, PromptOutput):
             self._held.pop(index, None)
-            self._put_prompt(index, output.logprobs)
+            if self.tally.asked.echo:
+                self._put_prompt(index, output.logprobs)
+            num_top = self.tally.asked.prompt_logprobs
+            if num_top is not None:
+                self._prompt_logprobs[index] = self._pieces.prompt_logprobs(output.logprobs, num_top)
         elif isinstance(output, TokenOutput | FinishOutput):
             choice = self._choices[self.tally.choice_of(index, output)]
             choice.texts.append(self._text(choice, output))
@@ -85,6 +93,7 @@ class CompletionAnswer:
                 "".join(choice.texts),
                 choice.writer.write(choice.tokens) if self._wants_logprobs else None,
                 choice.reason,
+                self._prompt_logprobs.get(number // tally.asked.num_choices, UNSET),
             )
             for number, choice in enumerate(self._choices)
         ]
@@ -117,7 +126,10 @@ class CompletionAnswer:
     def _scored_prompt(
         self, index: int, logprobs: Sequence[TokenLogprob | None]
     ) -> list[tuple[int, TokenLogprob | None]]:
-        return list(zip(self.tally.asked.requests[index].prompt_ids, logprobs, strict=True))
+        request = self.tally.asked.requests[index]
+        # more may have been scored for `prompt_logprobs`
+        cut = [one and replace(one, top=one.top[: request.params.logprobs]) for one in logprobs]
+        return list(zip(request.prompt_ids, cut, strict=True))
 
     def _choices_of(self, index: int) -> range:
         num = self.tally.asked.num_choices

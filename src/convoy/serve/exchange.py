@@ -25,6 +25,8 @@ class Exchange:
         self.status = 0  # 0: nothing sent yet
         self.complete = False
         self.outcome = ""
+        self.caller = ""  # the name of its key
+        self.headers: list[tuple[bytes, bytes]] = []  # of every answer
         self.refusal_headers: Callable[[], Mapping[str, str]] = dict  # further ones, of an error's answer
         self._receive = receive
         self._send = send
@@ -46,7 +48,10 @@ class Exchange:
         """
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", []), (b"x-request-id", self.id.encode())]
+            message["headers"] = [
+                *(*message.get("headers", []), *self.headers),
+                (b"x-request-id", self.id.encode()),
+            ]
         elif not message.get("more_body", False):
             self.complete = True
         try:
@@ -61,6 +66,11 @@ class Exchange:
         sent = {"content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
         await self.send(_start(status, sent))
         await self.send({"type": "http.response.body", "body": data})
+
+    async def send_empty(self, status: int) -> None:
+        """A whole answer without a body."""
+        await self.send(_start(status, {}))
+        await self.send({"type": "http.response.body", "body": b""})
 
     async def start_events(self) -> None:
         """The headers of a stream of server-sent events."""

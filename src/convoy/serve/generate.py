@@ -7,10 +7,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
-import anyio
-import anyio.to_thread
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -21,9 +20,13 @@ from convoy.serve.asked import Asked
 from convoy.serve.bodies import Body, ChatBody, decode_body
 from convoy.serve.exchange import Exchange
 from convoy.serve.generation import Batch, Generation
+from convoy.serve.intake import Intake, Upload, most_body_bytes
+from convoy.serve.key_use import RequestUse
+from convoy.serve.keys import Caller
 from convoy.serve.lifecycle import Lifecycle
 from convoy.serve.options import ServeOptions
 from convoy.serve.problem import body_for
+from convoy.serve.repeats import Repeats
 from convoy.serve.service import Service
 from convoy.serve.tally import Answer
 from convoy.serve.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, STREAM, Span
@@ -38,23 +41,39 @@ class Generate(Generic[Body]):
     service: Service
     options: ServeOptions
     lifecycle: Lifecycle
-    threads: anyio.CapacityLimiter
+    intake: Intake
+    repeats: Repeats
     body: type[Body]
-    translate: Callable[[Body, Service, ServeOptions], Asked]
+    translate: Callable[[Body, Service, ServeOptions, bytes], Asked]
     answer: Callable[[Asked], Answer]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
-        with self.lifecycle.answering():
+        caller: Caller = scope["convoy.caller"]
+        with self.lifecycle.answering(), caller.use.begin() as use:
             headers = Headers(scope=scope)
-            data = await read_body(headers, receive, self.options)
+            chat = self.body is ChatBody
+            max_bytes = most_body_bytes(self.service.models, self.options, chat=chat)
             parent = headers.get("traceparent", "")
-            await exchange.while_connected(self._run(data, exchange, parent))
+            upload = self.intake.upload(caller.name)
+            try:
+                data = await read_body(headers, receive, self.options, upload=upload, max_bytes=max_bytes)
+                mark = self.repeats.check(caller.name, self.body.__name__, data)
+                upload.keep(data)
+                # Held twice, a long body would outlive its place.
+                del data
+                with self.repeats.noting(mark):
+                    await exchange.while_connected(self._run(upload, exchange, parent, caller, use))
+            finally:
+                upload.leave()
 
-    async def _run(self, data: bytes, exchange: Exchange, parent: str) -> None:
+    async def _run(
+        self, upload: Upload, exchange: Exchange, parent: str, caller: Caller, use: RequestUse
+    ) -> None:
         began_s = time.monotonic()
-        asked = await anyio.to_thread.run_sync(self._prepare, data, limiter=self.threads)
+        asked = await self.intake.read(upload, partial(self._prepare, salt=caller.salt))
         read_s = time.monotonic() - began_s
+        use.hold(asked.num_prompt_tokens, asked.most_tokens)
         answer = self.answer(asked)
         generation = Generation(asked.model.engine, asked.requests)
         kind = "chat" if self.body is ChatBody else "completion"
@@ -62,6 +81,7 @@ class Generate(Generic[Body]):
         try:
             with self.lifecycle.running(generation):
                 async with generation:
+                    use.used(asked.num_prompt_tokens, 0, 0)
                     if asked.stream:
                         await self._stream(exchange, generation, answer)
                     else:
@@ -72,12 +92,13 @@ class Generate(Generic[Body]):
             exchange.outcome = "client gone" if gone else type(error).__name__
             raise
         finally:
+            _settle(use, answer)
             _report(exchange, answer, began_s)
             if self.options.traces.is_on:
                 _end_span(span, exchange, answer, began_s, read_s)
 
-    def _prepare(self, data: bytes) -> Asked:
-        return self.translate(decode_body(data, self.body), self.service, self.options)
+    def _prepare(self, data: bytes, *, salt: bytes) -> Asked:
+        return self.translate(decode_body(data, self.body), self.service, self.options, salt)
 
     async def _whole(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
         async for batch in generation.batches(self.options.heartbeat_s):
@@ -85,7 +106,7 @@ class Generate(Generic[Body]):
             for index, output in batch:
                 answer.add(index, output)
         # A scored prompt has thousands of tokens to spell out.
-        body = await anyio.to_thread.run_sync(answer.whole, limiter=self.threads)
+        body = await self.intake.short.run(answer.whole)
         await exchange.send_json(200, body)
 
     async def _stream(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
@@ -120,14 +141,22 @@ def _raise_error(batch: Batch) -> None:
             raise Unavailable(text, public=text)
 
 
+def _settle(use: RequestUse, answer: Answer) -> None:
+    """What an answer came to, also one that broke; a request that never ran used nothing."""
+    tally = answer.tally
+    if tally.first_token_s is not None:
+        use.used(tally.asked.num_prompt_tokens, tally.cached_tokens, tally.completion_tokens)
+
+
 def _report(exchange: Exchange, answer: Answer, began_s: float) -> None:
     """One line per generation: counts and times, no text, no token ids."""
     tally, now_s = answer.tally, time.monotonic()
     first_s = f"{tally.first_token_s - began_s:.3f}" if tally.first_token_s is not None else "-"
     _log.info(
-        "generation request=%s outcome=%s prompts=%d choices=%d prompt_tokens=%d completion_tokens=%d "
-        "first_s=%s total_s=%.3f",
+        "generation request=%s key=%s outcome=%s prompts=%d choices=%d prompt_tokens=%d "
+        "completion_tokens=%d first_s=%s total_s=%.3f",
         exchange.id,
+        exchange.caller or "-",
         exchange.outcome,
         len(tally.asked.requests),
         tally.num_choices,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 import time
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -13,9 +11,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from convoy.errors import ConvoyError
 from convoy.serve.exchange import Exchange
-from convoy.serve.options import ServeOptions, is_loopback
+from convoy.serve.failed_keys import FailedKeys
+from convoy.serve.keys import Caller, anyone, key_of
+from convoy.serve.options import ServeOptions
+from convoy.serve.origins import Origins, preflight
 from convoy.serve.problem import answer_for, body_for, headers_for
-from convoy.serve.refusals import ClientGone, Forbidden, Unauthenticated, UnknownPath, WrongMethod
+from convoy.serve.refusals import ClientGone, Unauthenticated, UnknownPath, WrongMethod
 
 _log = logging.getLogger(__name__)
 
@@ -23,10 +24,13 @@ _log = logging.getLogger(__name__)
 class Guard:
     """ASGI middleware around everything. Only /health is open to those without the API key."""
 
-    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+    def __init__(self, app: ASGIApp, options: ServeOptions, failed: FailedKeys | None = None) -> None:
+        """``failed``: where wrong keys are counted, its own by default."""
         self._app = app
         self._options = options
-        self._loopback = is_loopback(options.host)
+        self._origins = Origins(options)
+        self._failed = failed or FailedKeys()
+        self._anyone = anyone()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,12 +41,15 @@ class Guard:
         scope.update({"app": self, "convoy.exchange": exchange})
         began_s = time.monotonic()
         try:
-            self._admit(scope)
-            await self._app(scope, exchange.receive, exchange.send)
+            if not await self._admit(scope, exchange):
+                await self._app(scope, exchange.receive, exchange.send)
         except ClientGone:
             exchange.outcome = "client gone"
         except HTTPException as error:
             await self._refuse(exchange, _routing_error(scope, error))
+        except Unauthenticated as error:
+            client = scope.get("client") or ("?", 0)
+            await self._refuse(exchange, await self._failed.refuse(error, client[0]))
         except ConvoyError as error:
             await self._refuse(exchange, error)
         except Exception as error:  # noqa: BLE001 - reported by class and place; its text may hold a prompt
@@ -64,68 +71,36 @@ class Guard:
             await exchange.send_events([body_for(error)])
             await exchange.end_events()
 
-    def _admit(self, scope: Scope) -> None:
+    async def _admit(self, scope: Scope, exchange: Exchange) -> bool:
+        """Note who calls. Returns whether the request is answered already: as a browser's preflight."""
         headers = Headers(scope=scope)
-        self._check_host(headers)
+        self._origins.check_host(headers)
+        scope["convoy.caller"] = self._anyone
         if scope["path"] == "/health":
-            return
-        _check_origin(headers)
-        self._check_key(headers)
-
-    def _check_host(self, headers: Headers) -> None:
-        # A foreign name that resolves to loopback is how a web page reaches a server on its reader's machine.
-        host = headers.get("host")
-        if not self._loopback or host is None:
-            return
-        name = (_netloc(host)[0] or "").lower()
-        known = {
-            self._options.host.lower().strip("[]"),
-            *(host.lower() for host in self._options.allowed_hosts),
-        }
-        if not (is_loopback(name) or name in known):
-            raise Forbidden(
-                f"this server does not answer to the host {name[:80]!r}",
-                hint="call it by localhost or 127.0.0.1, or allow the name when it is started",
-            )
-
-    def _check_key(self, headers: Headers) -> None:
-        if self._options.api_key is None:
-            return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthenticated("no api key was sent", hint='send the header "Authorization: Bearer KEY"')
-        if not hmac.compare_digest(key.strip().encode(), self._options.api_key.encode()):
-            raise Unauthenticated("the api key is not right")
+            return False
+        exchange.headers = self._origins.check_origin(headers)
+        permitted = preflight(headers, exchange.headers) if scope["method"] == "OPTIONS" else None
+        if permitted is not None:
+            exchange.headers = permitted
+            await exchange.send_empty(204)
+            return True
+        if self._options.keys is not None:
+            caller: Caller = self._options.keys.find(key_of(headers))
+            scope["convoy.caller"] = caller
+            exchange.caller = caller.name
+        return False
 
     def _log_access(self, scope: Scope, exchange: Exchange, took_s: float) -> None:
         _log.info(
-            "access request=%s method=%s path=%s status=%d outcome=%s took_s=%.3f",
+            "access request=%s key=%s method=%s path=%s status=%d outcome=%s took_s=%.3f",
             exchange.id,
+            exchange.caller or "-",
             scope["method"],
             ascii(scope["path"][:200])[1:-1],
             exchange.status,
             exchange.outcome or "complete",
             took_s,
         )
-
-
-def _check_origin(headers: Headers) -> None:
-    origin = headers.get("origin")
-    if origin is None:
-        if headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
-            raise Forbidden("cross-site requests of a browser are refused")
-    elif _netloc(headers.get("host", "")) != _netloc(origin.partition("://")[2]) or origin == "null":
-        raise Forbidden(f"cross-site requests of a browser are refused, and this one is from {origin[:80]!r}")
-
-
-def _netloc(host: str) -> tuple[str | None, int | None]:
-    """(name, port) of a Host header, without the ports that schemes imply."""
-    try:
-        parts = urlsplit(f"//{host}")
-        port = parts.port
-    except ValueError:
-        return None, None
-    return parts.hostname, None if port in {80, 443} else port
 
 
 def _routing_error(scope: Scope, error: HTTPException) -> ConvoyError:

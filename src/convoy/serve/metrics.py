@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
 from convoy.cluster.metric_families import CONTENT_TYPE_LATEST, Metric, Source, gauge, text_of
+from convoy.serve.keys import Caller
 from convoy.serve.lifecycle import Lifecycle
+
+OfCaller = Callable[[Caller], Iterable[Metric]]
 
 
 class Metrics:
-    """An endpoint; the door before it decides who may read. ``sources`` are asked on a thread."""
+    """An endpoint; the door before it decides who may read. ``sources`` are asked on a thread.
 
-    def __init__(self, sources: Sequence[Source], lifecycle: Lifecycle) -> None:
+    ``of_caller`` yields what depends on the reader.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], lifecycle: Lifecycle, of_caller: OfCaller | None = None
+    ) -> None:
         self._sources = (*sources, lambda: http_families(lifecycle))
+        self._of_caller = of_caller
 
-    async def answer(self, request: Request) -> Response:  # noqa: ARG002
-        text = await anyio.to_thread.run_sync(text_of, self._sources)
+    async def answer(self, request: Request) -> Response:
+        sources = self._sources
+        if self._of_caller is not None:
+            sources = (*sources, partial(self._of_caller, request.scope["convoy.caller"]))
+        text = await anyio.to_thread.run_sync(text_of, sources)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST, "cache-control": "no-store"})
 
 

@@ -5,9 +5,16 @@ they are not.
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 
 from convoy.engine.outputs import TokenLogprob
-from convoy.serve.answers import ChatTokenLogprob, TextLogprobs, TopLogprob
+from convoy.serve.answers import (
+    ChatTokenLogprob,
+    PromptLogprob,
+    PromptLogprobs,
+    TextLogprobs,
+    TopLogprob,
+)
 from convoy.serve.service import Tokenizer
 
 # JSON has no infinity; OpenAI's stand-in for "very unlikely".
@@ -53,6 +60,18 @@ class Pieces:
             list(self.bytes_of(logprob.token_id)),
             [TopLogprob(self.text_of(i), max(p, _LEAST), list(self.bytes_of(i))) for i, p in logprob.top],
         )
+
+    def prompt_logprobs(self, scored: Sequence[TokenLogprob | None], num_top: int) -> PromptLogprobs:
+        """Return each token of a prompt with its ``num_top`` best alternatives."""
+        return [None if one is None else self._ranked(one, num_top) for one in scored]
+
+    def _ranked(self, scored: TokenLogprob, num_top: int) -> dict[int, PromptLogprob]:
+        ranked = [(scored.token_id, scored.logprob, scored.rank)]
+        ranked += [(token_id, value, rank) for rank, (token_id, value) in enumerate(scored.top[:num_top], 1)]
+        return {
+            token_id: PromptLogprob(max(value, _LEAST), rank, self.text_of(token_id))
+            for token_id, value, rank in ranked
+        }
 
 
 class TextLogprobWriter:

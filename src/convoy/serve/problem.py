@@ -42,8 +42,12 @@ ANSWERS: dict[type[Exception], Answer] = {
     refusals.BodyTooLong: Answer(413, _INVALID, "body_too_long"),
     refusals.BodyTooSlow: Answer(408, _INVALID, "body_timeout"),
     refusals.WrongMediaType: Answer(415, _INVALID, "unsupported_media_type"),
+    refusals.NotHttp: Answer(400, _INVALID, "not_http"),
+    refusals.HeaderTooLong: Answer(431, _INVALID, "header_too_long"),
     refusals.Conflict: Answer(409, _INVALID, "idempotency_conflict"),
     refusals.NoBalance: Answer(402, "insufficient_quota", "insufficient_quota"),
+    refusals.RateLimited: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
+    refusals.RepeatedRequest: Answer(429, "rate_limit_error", "context_length_exceeded"),
     errors.CapacityError: Answer(503, "server_error", "no_capacity"),
     errors.PlanError: Answer(503, "server_error", "no_capacity", "no plan fits the members", shown=False),
     errors.QueueFull: Answer(429, "rate_limit_error", "queue_full"),
@@ -110,6 +114,6 @@ def headers_for(error: BaseException) -> dict[str, str]:
     if isinstance(error, refusals.WrongMethod):
         headers["allow"] = error.allow
     # What is left of an unread body must not be taken for the next request.
-    if status in {408, 413} or isinstance(error, errors.Draining):
+    if status in {408, 413, 431} or isinstance(error, errors.Draining | refusals.NotHttp):
         headers["connection"] = "close"
     return headers

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
+import os
 import signal
 import socket
 import threading
@@ -15,13 +17,22 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from convoy.errors import ConfigError
 from convoy.serve.abortable import AbortableSocket
+from convoy.serve.acceptor import Acceptor
 from convoy.serve.api import make_app
+from convoy.serve.ending import end_within
+from convoy.serve.http_limits import HttpLimits
+from convoy.serve.http_protocol import BoundedHttp, BoundedLogger
+from convoy.serve.kept import keeping_place
 from convoy.serve.lifecycle import Lifecycle
 from convoy.serve.options import ServeOptions
+from convoy.serve.paths import at_plain_path
 from convoy.serve.service import Service
+from convoy.serve.tls import check_certificate, load_certificate
+from convoy.transport.places import Place, Places
 
 _log = logging.getLogger(__name__)
 
@@ -35,6 +46,7 @@ class Stop:
         self._lock = threading.RLock()  # a signal may come while its own thread holds it
         self._num_requests = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._reload: Callable[[], None] | None = None
         self.drain = asyncio.Event()
         self.now = asyncio.Event()
 
@@ -52,10 +64,19 @@ class Stop:
         self.request()
         self.request()
 
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From here on events are set on ``loop``; earlier requests count."""
+    def request_reload(self) -> bool:
+        """Read keys and certificates again, soon; whether there is anything to read."""
+        with self._lock:
+            if self._reload is None or self._loop is None or self._loop.is_closed():
+                return False
+            self._loop.call_soon_threadsafe(self._reload)
+            return True
+
+    def attach(self, loop: asyncio.AbstractEventLoop, reload: Callable[[], None] | None = None) -> None:
+        """From here on events are set on ``loop``, and ``reload`` is called there; earlier requests count."""
         with self._lock:
             self._loop = loop
+            self._reload = reload
 
 
 def bind(options: ServeOptions, *, option: str = "--port", step: int = 1) -> socket.socket:
@@ -135,16 +156,24 @@ async def _serve(
     on_drain: Callable[[int, float], None],
 ) -> int:
     lifecycle = Lifecycle()
-    server = HttpServer(make_app(service, options, lifecycle))
-    url = url_of(options.host, listener)
+    app = make_app(service, options, lifecycle)
+    server = HttpServer(app, tls=options.tls, limits=options.limits)
+    url = url_of(options.host, listener, tls=options.tls is not None)
     ready = None if on_ready is None else partial(on_ready, url)
-    _log.info("listening url=%s authenticated=%s", url, options.api_key is not None)
+    _log.info("listening url=%s authenticated=%s", url, options.keys is not None)
+
+    def reload() -> None:
+        server.reload_tls()
+        if options.keys is not None:
+            options.keys.reload()
+
     return await serve_until_stopped(
         [(server, listener)],
         *(lifecycle, stop, options.drain_s),
         on_ready=ready,
         on_stop=on_stop,
         on_drain=on_drain,
+        reload=None if options.keys is None and options.tls is None else reload,
     )
 
 
@@ -157,13 +186,14 @@ async def serve_until_stopped(
     on_ready: Callable[[], None] | None = None,
     on_stop: Callable[[], None] = lambda: None,
     on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
+    reload: Callable[[], None] | None = None,
 ) -> int:
     """Serve on every listener until ``stop``, then drain; how many answers were cut off by then.
 
-    ``on_ready``, ``on_stop`` and ``on_drain``: as in `run_server`.
+    ``on_ready``, ``on_stop`` and ``on_drain``: as in `run_server`. ``reload``: what SIGHUP asks for.
     """
     loop = asyncio.get_running_loop()
-    stop.attach(loop)
+    stop.attach(loop, reload)
     serving = [loop.create_task(server.serve(sockets=[listener])) for server, listener in servers]
     try:
         for server, _ in servers:
@@ -212,11 +242,21 @@ async def first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> 
 class HttpServer(uvicorn.Server):
     """uvicorn without its own idea of signals, and with an event when it is up."""
 
-    def __init__(self, app: Any, *, max_socket_bytes: int = 0, tls: tuple[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_socket_bytes: int = 0,
+        tls: tuple[str, str] | None = None,
+        limits: HttpLimits | None = None,
+    ) -> None:
         """``max_socket_bytes``: of a WebSocket's message; 0: there are none. ``tls``: certificate and key."""
         certificate, key = tls or (None, None)
+        self._limits = limits or HttpLimits()
+        self._log = BoundedLogger()
+        self.places = Places(self._limits.fit(), self._limits.header_timeout_s, self._limits.clock)
         config = uvicorn.Config(
-            app,
+            at_plain_path(keeping_place(app)),
             lifespan="off",
             ws=AbortableSocket if max_socket_bytes else "none",
             ws_max_size=max_socket_bytes,
@@ -230,34 +270,93 @@ class HttpServer(uvicorn.Server):
             timeout_graceful_shutdown=1,
         )
         super().__init__(config)
+        self._tls = tls
         self.ready = asyncio.Event()
+
+    def reload_tls(self) -> None:
+        """Show new connections the certificate as its files have it now; a wrong one is logged."""
+        if self._tls is None or self.config.ssl is None:
+            return
+        try:
+            check_certificate(self._tls)
+            load_certificate(self.config.ssl, self._tls)
+        except ConfigError as error:
+            _log.warning("the certificate stays as it was: %s", error.message)
+        else:
+            _log.info("certificate read again file=%s", self._tls[0])
 
     def capture_signals(self) -> Any:
         return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        self.servers = [self._accept_on(listener) for listener in sockets or ()]  # type: ignore[misc]
+        self.started = True
         self.ready.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        self.places.expire()
+        self._log.quiet.flush()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._log.quiet.flush(everything=True)
+
+    def _accept_on(self, listener: socket.socket) -> Acceptor:
+        return Acceptor(
+            listener,
+            self.places,
+            self._protocol,
+            tls=self.config.ssl,
+            handshake_s=self._limits.header_timeout_s,
+        )
+
+    def _protocol(self, place: Place) -> BoundedHttp:
+        return BoundedHttp(
+            self.config, self.server_state, {}, limits=self._limits, place=place, log=self._log
+        )
 
 
 @contextmanager
 def signals(stop: Stop) -> Iterator[None]:
-    """SIGTERM and SIGINT ask for a stop while this lasts; elsewhere than on the main thread nothing is
-    changed.
+    """Handle signals while this lasts; elsewhere than on the main thread nothing is changed.
+
+    SIGTERM and SIGINT ask for a stop. From the second one on, the process ends within `ending.END_S`,
+    whatever its threads do. SIGHUP reads keys and certificates again. Where the terminal has gone or there
+    is nothing to read, SIGHUP asks for a stop too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
+    count = itertools.count(1)
+
     def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         stop.request()
+        if next(count) > 1:
+            end_within()
 
-    before = {number: signal.signal(number, asked) for number in (signal.SIGTERM, signal.SIGINT)}
+    terminal = next((number for number in range(3) if _is_terminal(number)), None)
+
+    def hung_up(number: int, frame: FrameType | None) -> None:
+        closed = terminal is not None and not _is_terminal(terminal)
+        if closed or not stop.request_reload():
+            asked(number, frame)
+
+    handlers = {signal.SIGTERM: asked, signal.SIGINT: asked, signal.SIGHUP: hung_up}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_terminal(descriptor: int) -> bool:
+    try:
+        return os.isatty(descriptor)
+    except OSError:
+        return False
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
@@ -268,9 +367,9 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     return uvloop.new_event_loop
 
 
-def url_of(host: str, listener: socket.socket) -> str:
+def url_of(host: str, listener: socket.socket, *, tls: bool = False) -> str:
     port = listener.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - shown, not bound
     if ":" in shown and not shown.startswith("["):
         shown = f"[{shown}]"
-    return f"http://{shown}:{port}"
+    return f"{'https' if tls else 'http'}://{shown}:{port}"

@@ -42,9 +42,19 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str, /) -> list[int]: ...
+    @property
+    def longest_token_bytes(self) -> int | None:
+        """The most bytes of text that one token stands for, or None where no bound is known."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], /) -> list[int]: ...
+    def encode_word(self, text: str, /) -> list[int]: ...
+
+    def encode(self, text: str, /, *, max_tokens: int | None = None) -> list[int]:
+        """Raises RequestError for more than ``max_tokens``, at best before it is tokenised."""
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, str]], /, *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Raises RequestError as `encode` does."""
 
     def decode(self, ids: Sequence[int], /) -> str: ...
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from convoy.crypto.enrolment import OneTimeCertificate
+from convoy.crypto.enrolment import MAX_UNPROVED_CHALLENGES, OneTimeCertificate
 from convoy.errors import ConvoyError
 from convoy.transport.admission import Admission, AdmissionLimits, Refusal
 from convoy.transport.enrolment import STALL_TIMEOUT_S, one_time_context
@@ -29,12 +29,13 @@ _ACCEPT_POLL_S = 0.5
 class EnrolmentLimits:
     """``proof_timeout_s``: total, from a connection's acceptance to its whole proof.
 
-    ``decision_timeout_s``: how long an operator may think. ``max_wrong_proofs``: then the invitation is over.
+    ``decision_timeout_s``: how long an operator may think. ``max_unproved_challenges``: after so many
+    challenges without a right proof the invitation is over.
     """
 
     proof_timeout_s: float = 10.0
     decision_timeout_s: float = 300.0
-    max_wrong_proofs: int = 1000
+    max_unproved_challenges: int = MAX_UNPROVED_CHALLENGES
     max_half_open: int = 16
     admission: AdmissionLimits = field(
         default_factory=lambda: AdmissionLimits(

@@ -32,8 +32,11 @@ class Authority(Protocol):
     def verify(self, signed: bytes) -> Roster:
         """The roster; nothing of it is parsed before its signature holds. Raises `RosterError`."""
 
-    def accept(self, signed: bytes, roster: Roster) -> None:
-        """Remember it, over a restart too, before anything follows from it. Raises `ConvoyError`."""
+    def accept(self, signed: bytes, roster: Roster, source: str) -> None:
+        """Remember it, over a restart too, before anything follows from it. Raises `ConvoyError`.
+
+        ``source``: where it came from, for the audit log.
+        """
 
 
 def utc_now() -> datetime.datetime:
@@ -168,7 +171,7 @@ class Membership:
             except RosterError:
                 self._leave(roster, source)
                 raise
-            self._authority.accept(signed, roster)
+            self._authority.accept(signed, roster, source)
             self._adopt(me, signed, sender)
         _log.info("roster epoch %d of %s adopted, from %s", roster.epoch, roster.cluster_id, source)
         return True

@@ -36,6 +36,7 @@ class AcceptedFile:
     """``<identity>/accepted/newest``, mode 0600."""
 
     def __init__(self, identity: Path) -> None:
+        self.identity = identity
         self.path = identity / DIRECTORY / FILE
 
     def load(self) -> Accepted | None:

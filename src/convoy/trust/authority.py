@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from convoy.crypto.identity import Identity
-from convoy.errors import ConfigError, RosterError
+from convoy.errors import AuditError, ConfigError, RosterError
 from convoy.transport.member import LocalMember, Roster
 from convoy.transport.membership import Clock, Membership, utc_now
 from convoy.trust.accepted import Accepted, AcceptedFile
+from convoy.trust.audit import FILE, AuditLog
 from convoy.trust.roster import SignedRoster, verify_roster
+
+_log = logging.getLogger(__name__)
 
 
 class OperatorAuthority:
@@ -19,22 +23,42 @@ class OperatorAuthority:
     """
 
     def __init__(
-        self, operator_key: bytes, file: AcceptedFile | None = None, *, configured: bytes | None = None
+        self,
+        operator_key: bytes,
+        file: AcceptedFile | None = None,
+        *,
+        configured: bytes | None = None,
+        audit: AuditLog | None = None,
     ) -> None:
         self.trusted = operator_key
         self._configured = configured or operator_key
         self._file = file
+        self._audit = audit
 
     def verify(self, signed: bytes) -> Roster:
         """See `transport.membership.Authority`."""
         return verify_roster(signed, operator_key=self.trusted).roster
 
-    def accept(self, signed: bytes, roster: Roster) -> None:  # noqa: ARG002 - the bytes say it all
+    def accept(self, signed: bytes, roster: Roster, source: str) -> None:
         """See `transport.membership.Authority`."""
         operator = verify_roster(signed, operator_key=self.trusted).operator
         if self._file is not None:
             self._file.save(Accepted(self._configured, operator, signed))
         self.trusted = operator
+        self._log(roster, source)
+
+    def _log(self, roster: Roster, source: str) -> None:
+        """Write down that the roster was accepted.
+
+        One that cannot be written down counts all the same: it may be the one that puts a thief out.
+        """
+        if self._audit is None:
+            return
+        subject = {"cluster": roster.cluster_id, "epoch": roster.epoch, "digest": roster.digest.hex()}
+        try:
+            self._audit.append("accept roster", {**subject, "operator": self.trusted.hex()}, origin=source)
+        except AuditError as error:
+            _log.error("roster epoch %d counts, and is not in the log: %s", roster.epoch, error.message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +83,21 @@ def open_membership(
     Raises `RosterError` or `IdentityError`.
     """
     accepted = file.load() if file is not None else None
+    audit = None if file is None else AuditLog(file.identity / FILE, identity, f"member {name}")
     notes: tuple[str, ...] = ()
     if accepted is None:
-        authority = OperatorAuthority(operator_key, file)
+        authority = OperatorAuthority(operator_key, file, audit=audit)
         newest = verify_roster(signed, operator_key=operator_key)
     else:
-        authority = OperatorAuthority(_trusted(accepted, operator_key), file, configured=operator_key)
+        trusted = _trusted(accepted, operator_key)
+        authority = OperatorAuthority(trusted, file, configured=operator_key, audit=audit)
         newest, notes = _newer(
             authority, signed, verify_roster(accepted.signed, operator_key=authority.trusted)
         )
     newest.roster.require_valid(now())
     me = LocalMember(name, identity, newest.roster)
     if accepted is None or newest.raw != accepted.signed or operator_key != accepted.configured:
-        authority.accept(newest.raw, newest.roster)
+        authority.accept(newest.raw, newest.roster, "the roster file, at the start")
     return Opened(Membership(me, newest.raw, authority, now=now), notes)
 
 

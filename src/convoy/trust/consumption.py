@@ -6,12 +6,11 @@ later what came of it. So after a crash at any point an invitation is either unu
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from convoy.crypto.keyfile import make_private_directory, write_private
+from convoy.crypto.keyfile import make_private_directory, sync_directory, write_private
 from convoy.errors import IdentityError, InviteError
 
 USED = ".used"
@@ -42,7 +41,7 @@ class Consumption:
         make_private_directory(self.directory)
         try:
             write_private(self._file(USED), f"{who}\n".encode())
-            _sync(self.directory)
+            sync_directory(self.directory)
         except OSError as error:  # a full disk: the file counts if it is there, and nobody gets in
             raise IdentityError(f"cannot write to {self.directory}: {error.strerror}") from error
         except IdentityError as error:
@@ -55,7 +54,7 @@ class Consumption:
     def end(self, outcome: str) -> None:
         """Write down what came of it: `ENROLLED`, `DECLINED` or `GONE`."""
         write_private(self._file(ENDED), f"{outcome}\n".encode())
-        _sync(self.directory)
+        sync_directory(self.directory)
 
     def _file(self, suffix: str) -> Path:
         return self.directory / f"{self.invitation_id}{suffix}"
@@ -79,12 +78,3 @@ def forget(directory: Path) -> None:
     for file in directory.glob(f"*{USED}"):
         if _ID.fullmatch(file.stem) and not file.with_suffix(ENDED).exists():
             Consumption(directory, file.stem).end("interrupted")
-
-
-def _sync(directory: Path) -> None:
-    # A new name is on disk once its directory is.
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

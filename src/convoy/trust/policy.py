@@ -22,20 +22,26 @@
     keep = ["embedding", "output", "first:2", "last:2"]
     on = "hardware"                 # or members = ["alpha", "beta"]
 
+    [[offer]]                       # without members: of every member but the head
+    max_memory_gb = 24.0            # of what a member offers no more counts
+    members = ["beta"]
+
 Everything is optional. An unknown field is refused, never passed over: a demand that is mistyped must not be
-a demand that is not made. The file is read by its owner's process from its own disk; nothing of it is sent.
+a demand that is not made. `Policy.check_members` refuses unknown names of members for the same reason. The
+file is read by its owner's process from its own disk; nothing of it is sent.
 """
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from convoy.errors import ConfigError
 from convoy.trust.level import Level
+from convoy.wire.messages import MAX_OFFER_BYTES
 
 MAX_POLICY_BYTES = 256 * 1024
 MAX_ROWS = 1024
@@ -83,6 +89,14 @@ class PlacementRule:
 
 
 @dataclass(frozen=True, slots=True)
+class OfferRule:
+    """How much of a member's offer of memory counts. No members: of every member but the head."""
+
+    max_memory_bytes: int
+    members: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """The whole file. The defaults are those of no file: levels are reported and nothing is demanded."""
 
@@ -94,6 +108,29 @@ class Policy:
     require_pcrs: bool = False
     pcrs: tuple[PcrRule, ...] = ()
     placement: tuple[PlacementRule, ...] = ()
+    offers: tuple[OfferRule, ...] = ()
+
+    def capped(self, member: str, memory_bytes: int, *, head: bool) -> int:
+        """How much of ``memory_bytes`` that ``member`` offers counts: the least of its rules."""
+        limits = [
+            rule.max_memory_bytes
+            for rule in self.offers
+            if (member in rule.members if rule.members else not head)
+        ]
+        return min([memory_bytes, *limits])
+
+    def check_members(self, names: Collection[str]) -> None:
+        """Raise `ConfigError` where a rule names a member that is not one of ``names``."""
+        tables: dict[str, tuple[PcrRule | PlacementRule | OfferRule, ...]]
+        tables = {"attestation.pcr": self.pcrs, "placement": self.placement, "offer": self.offers}
+        for table, rules in tables.items():
+            for number, rule in enumerate(rules, start=1):
+                for name in rule.members:
+                    if name not in names:
+                        raise ConfigError(
+                            f"the policy's [[{table}]] rule {number} names {name}, which is no member",
+                            hint=f"the members are {', '.join(names)}; mend the name in the policy",
+                        )
 
     def pcrs_of(self, member: str) -> tuple[PcrRule, ...]:
         """The rules that one member must meet."""
@@ -179,6 +216,7 @@ def _policy(tables: _Table) -> Policy:
         require_pcrs=tpm.take("require_pcrs", bool, False),
         pcrs=tuple(_pcr(row) for row in attestation.rows("pcr")),
         placement=tuple(_placement(row) for row in tables.rows("placement")),
+        offers=tuple(_offer(row) for row in tables.rows("offer")),
     )
     for table in (tpm, attestation, tables):
         table.end()
@@ -226,6 +264,18 @@ def _pcr(row: _Table) -> PcrRule:
     if not values or not all(_DIGEST.fullmatch(value) for value in values):
         raise ConfigError(f"{row.path('values')} is not a list of SHA-256 digests, 64 lower-case hex digits")
     rule = PcrRule(index, tuple(bytes.fromhex(value) for value in values), row.names("members"))
+    row.end()
+    return rule
+
+
+def _offer(row: _Table) -> OfferRule:
+    gigabytes: float = row.take("max_memory_gb", float, 0.0)
+    if not 0 < gigabytes <= MAX_OFFER_BYTES / 1e9:  # false for NaN too
+        raise ConfigError(
+            f"{row.path('max_memory_gb')} is {gigabytes:g}, expected more than 0 and at most "
+            f"{MAX_OFFER_BYTES / 1e9:.0f}"
+        )
+    rule = OfferRule(max(1, int(gigabytes * 1e9)), row.names("members"))
     row.end()
     return rule
 

@@ -16,7 +16,7 @@ from convoy.crypto.keys import prefixed
 from convoy.errors import FrameError, FrameTooLong, Incompatible
 
 MAGIC = b"CNVE"
-VERSION = 1
+VERSION = 2
 PREAMBLE_BYTES = 12
 MAX_ROSTER_BYTES = 1024 * 1024
 
@@ -51,7 +51,7 @@ class Refusal(enum.IntEnum):
 
 # All that a stranger can make a listener read adds up to less than 4 KiB.
 MAX_BODY_BYTES: dict[EnrolmentType, int] = {
-    EnrolmentType.HELLO: HASH_BYTES,
+    EnrolmentType.HELLO: 2 * HASH_BYTES,
     EnrolmentType.CHALLENGE: NONCE_BYTES,
     EnrolmentType.PROOF: 3072,
     EnrolmentType.PENDING: HASH_BYTES,

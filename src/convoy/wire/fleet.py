@@ -1,8 +1,8 @@
 """What a provider and a coordinator say to each other: binary WebSocket messages, a closed set.
 
-The provider dials. The coordinator challenges, the provider registers, and from then on requests go one way
-and answers the other, each sealed between whoever asked and the provider. Bytes of either side are hostile
-until it has proved who it is, and suspect afterwards: every length is bounded here.
+The provider dials and says hello, the coordinator challenges, the provider registers. From then on requests
+go one way and answers the other, each sealed between whoever asked and the provider. Bytes of either side are
+hostile until it has proved who it is, and suspect afterwards: every length is bounded here.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from convoy.errors import FrameError, FrameTooLong
 from convoy.wire.messages import Register as TpmRegister
 from convoy.wire.text import plain_text
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_GREETING_BYTES = 4 * 1024  # before it has said who it is
 MAX_REGISTRATION_BYTES = 1024 * 1024
 MAX_EVIDENCE_BYTES = 768 * 1024  # of a provider's members, see `wire.provider_evidence`
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024 + 64 * 1024  # a sealed request, and what is said beside it
 MAX_CHUNK_MESSAGE_BYTES = 2 * 1024 * 1024 + 64 * 1024
 
+_CHALLENGE_LABEL = b"convoy coordinator challenge v1"
 _LABEL = b"convoy provider registration v1"
 _PROOF_LABEL = b"convoy provider proof v1"
 _KEY_LABEL = b"convoy provider request key v1"
@@ -45,12 +46,32 @@ class FleetMessage(
     """Base of all: a msgpack array of the kind's name and the fields in order."""
 
 
-class Challenge(FleetMessage, frozen=True):
-    """Coordinator to provider: prove who you are, now and to me."""
+class Hello(FleetMessage, frozen=True):
+    """Provider to coordinator, first of all: prove that you are the coordinator at this address.
+
+    ``authority`` is host:port as dialled. ``tls``: the provider's connection is TLS. ``pinned``: the provider
+    knows the coordinator's key, so the challenge need not hold it.
+    """
 
     protocol: int
-    coordinator: Bytes32  # its Ed25519 key
     nonce: Bytes32
+    authority: Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
+    tls: bool
+    pinned: bool
+
+
+class Challenge(FleetMessage, frozen=True):
+    """Coordinator to provider: prove who you are, now and to me.
+
+    ``coordinator`` is its Ed25519 key, or empty for a provider that knows it. ``certificate`` is the SHA-256
+    of the TLS certificate that providers see, or empty. ``signature``: by that key, over `challenge_bytes`.
+    """
+
+    protocol: int
+    coordinator: Annotated[bytes, msgspec.Meta(max_length=32)]
+    nonce: Bytes32
+    certificate: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    signature: Signature = bytes(64)
     registers: TpmRegisters = []  # of TPMs, that evidence is wanted over
 
 
@@ -63,6 +84,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     batch_rate: float
     prefill_rate: float
     max_context: int
+    template_tokens: int = 0
 
 
 class Register(FleetMessage, frozen=True):
@@ -89,6 +111,15 @@ class Registered(FleetMessage, frozen=True):
 
     name: Name
     window: Annotated[int, msgspec.Meta(ge=1, le=4096)]  # chunks of an answer that may be under way
+
+
+class AwaitApproval(FleetMessage, frozen=True):
+    """Coordinator to provider: nobody let your key in yet.
+
+    Stay: `Registered` or `Refused` follows, in at most so many seconds.
+    """
+
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class Refused(FleetMessage, frozen=True):
@@ -203,8 +234,8 @@ class Failed(FleetMessage, frozen=True):
     refused: bool = False
 
 
-FromProvider = Register | Proof | Heartbeat | Draining | Began | Chunk | Done | Failed
-FromCoordinator = Challenge | Registered | Refused | Prove | Serve | Cancel | Credit
+FromProvider = Hello | Register | Proof | Heartbeat | Draining | Began | Chunk | Done | Failed
+FromCoordinator = Challenge | Registered | AwaitApproval | Refused | Prove | Serve | Cancel | Credit
 
 _encoder = msgspec.msgpack.Encoder()
 _from_provider: msgspec.msgpack.Decoder[FromProvider] = msgspec.msgpack.Decoder(FromProvider)
@@ -246,6 +277,15 @@ def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes, most: int, who: st
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise FrameError(f"{len(data)} bytes of the {who} are no message of its") from None
+
+
+def challenge_bytes(hello: Hello, challenge: Challenge) -> bytes:
+    """Return what a coordinator signs: that it answers this hello, at this address, with this certificate."""
+    registers = _encoder.encode(challenge.registers)
+    return prefixed(
+        *(_CHALLENGE_LABEL, hello.nonce, hello.authority.encode()),
+        *(challenge.certificate, challenge.nonce, registers),
+    )
 
 
 def registration_bytes(challenge: Challenge, authority: str, register: Register) -> bytes:

@@ -42,7 +42,8 @@ _SIZE = struct.Struct(">I")
 #
 # What a STEP can need is what its draws look back on: the 32 sequences and 64 guesses that a head has in a
 # step unless told otherwise, 131,072 tokens of 4 bytes for each: 48 MiB. Beside that, `MAX_STEP_BIASES` of
-# 15 bytes are 4.7 MiB, and 32 shared prompts as long in blocks of 16 (5 bytes and a tag of 16) 5.3 MiB.
+# 15 bytes are 4.7 MiB, 320 draws with 1,024 restricted tokens 1.3 MiB, and 32 shared prompts as long in
+# blocks of 16 (5 bytes and a tag of 16) 5.3 MiB.
 # A RANK_STEP is a STEP without draws.
 # What a DRAWN can need is logits for 32 sessions over a vocabulary of 262,144: 32 MiB, and 20 alternatives
 # of 15 bytes for each of `MAX_STEP_TOKENS` answers: 4.7 MiB.

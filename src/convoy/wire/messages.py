@@ -71,6 +71,7 @@ HubCommitName = Annotated[
     ),
 ]
 Register = Annotated[int, msgspec.Meta(ge=0, le=23)]
+MAX_OFFER_BYTES = 16 << 40  # a member has less memory: a larger offer is malformed
 Part = Annotated[bytes, msgspec.Meta(max_length=4096)]
 # An empty entry has a few bytes on the wire, and a hundred or two in memory; so lists are bounded by what a
 # step can need, not by what a frame can hold. Each row, draw and answer of a step has a token of its own.
@@ -82,6 +83,7 @@ Groups = Annotated[list[int], msgspec.Meta(min_length=1, max_length=16)]  # a nu
 Entries = msgspec.Meta(max_length=MAX_STEP_TOKENS)
 Released = Annotated[list[int], msgspec.Meta(max_length=64 * 1024)]
 Biases = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=1024)]
+TokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * 1024)]  # 1,024 ids
 Alternatives = Annotated[list[tuple[int, float]], msgspec.Meta(max_length=20)]
 
 
@@ -95,7 +97,7 @@ class Hello(Message, frozen=True):
     software: str
     dtypes: list[str]  # activation dtypes it accepts: "float32", "bfloat16"
     kernels: list[str]  # kernels it can run, best first: "exact-f32", "plain-f32"; or "cuda-bf16"
-    memory_bytes: int  # memory it offers for weights and K/V
+    memory_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_OFFER_BYTES)]  # it offers for weights and K/V
     num_threads: int
     platform: str
     standby: bool = False  # holds nothing until another member is lost
@@ -252,12 +254,11 @@ class DrawRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     wants_logits: bool
     prompt: bytes  # little-endian uint32 per token; empty where no penalty looks back
     generated: bytes
+    allowed: TokenIds  # little-endian uint32 per token: only these are drawn; empty: all may be
+    banned: TokenIds  # the same: none of these is drawn
 
     def __repr__(self) -> str:  # no token, whoever formats this
-        return (
-            f"DrawRequest(position={self.position}, {len(self.logit_bias)} biases, "
-            f"{len(self.prompt)} and {len(self.generated)} bytes of tokens)"
-        )
+        return f"DrawRequest(position={self.position}, {len(self.logit_bias)} biases)"
 
 
 class DrawAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -268,6 +269,7 @@ class DrawAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     top: Alternatives
     logits: bytes  # little-endian float32 per token of the vocabulary; empty unless asked for
     error: str
+    rank: int  # of a token that was scored, from 1; otherwise 0
 
     def __repr__(self) -> str:  # no token, whoever formats this
         return f"DrawAnswer({len(self.top)} alternatives, {len(self.logits)} bytes of logits)"
@@ -284,9 +286,8 @@ class Step(Message, frozen=True):
     released: Released  # sequences whose tables end
     grants: Annotated[list[BlockGrant], Entries]
     rows: Annotated[list[Row], Entries]
-    tokens: (
-        bytes  # little-endian uint32 per token of all rows for the owner of the embedding, otherwise empty
-    )
+    # little-endian uint32 per token of all rows for the owner of the embedding, otherwise empty
+    tokens: bytes
     draws: Annotated[list[DrawRequest], Entries] = []
 
     def __repr__(self) -> str:  # no token, whoever formats this
@@ -345,8 +346,7 @@ class BlocksDone(Message, frozen=True):
 class StepFailed(Message, frozen=True):
     """Peer to head: this step could not be run.
 
-    ``about``: the neighbour in the ring whose link ended, or whose hidden state fits no step, as the sender
-    says; empty where the sender itself failed.
+    ``about``: the neighbour whose link ended, or whose hidden state fits no step; empty: the sender itself.
     """
 
     number: int

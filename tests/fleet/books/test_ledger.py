@@ -9,11 +9,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import select
 
 from convoy.errors import ConfigError, RequestError
-from convoy.fleet.books.ledger import MAX_SERVED, MAX_SERVED_ANEW, Bill, Hold, Ledger, Usage
+from convoy.fleet.books.ledger import KEY_LIFE_S, MAX_SERVED, Bill, Hold, Ledger, Usage
 from convoy.fleet.books.price import MAX_MICRO, Price
 from convoy.fleet.books.store import Store
+from convoy.fleet.books.tables import CHARGES
 from convoy.serve.refusals import Conflict, NoBalance
 
 HOLD = Hold("r1", "ann", "demo", 600, b"h" * 32)
@@ -29,7 +31,7 @@ def ledger(store: Store) -> Ledger:
 
 
 def test_a_request_holds_its_worst_case_and_is_charged_what_it_came_to(ledger: Ledger) -> None:
-    assert ledger.reserve(HOLD)
+    ledger.reserve(HOLD)
     assert ledger.balance("ann") == 400
     assert ledger.settle("r1", BILL) == 250
     assert ledger.balance("ann") == 750
@@ -93,51 +95,58 @@ def test_a_name_is_of_one_coordinator_on_a_database_at_a_time(store: Store, data
     third.close()
 
 
-def test_a_retry_with_the_same_key_is_charged_once_and_served_again(ledger: Ledger) -> None:
-    keyed = replace(HOLD, idempotency_key="k")
-    assert ledger.reserve(keyed)
+def test_after_a_whole_answer_the_same_key_is_another_request_at_its_price(ledger: Ledger) -> None:
+    keyed = replace(HOLD, idempotency_key="k", amount_micro=300)
+    ledger.reserve(keyed)
     with pytest.raises(Conflict, match="under way"):
         ledger.reserve(replace(keyed, request_id="r2"))
     ledger.settle("r1", BILL)
-    for number in range(MAX_SERVED - 1):
-        assert not ledger.reserve(replace(keyed, request_id=f"again{number}"))
-    with pytest.raises(Conflict, match=f"served {MAX_SERVED} times"):
-        ledger.reserve(replace(keyed, request_id="once too often"))
+    for number in range(2, 4):
+        ledger.reserve(replace(keyed, request_id=f"r{number}"))
+        assert ledger.settle(f"r{number}", BILL) == 250
+    assert ledger.balance("ann") == 1000 - 3 * 250
+    assert ledger.usage()[0].requests == 3
+    assert ledger.check() == []
+
+
+def test_an_answer_whose_end_did_not_arrive_is_repeated_for_nothing(ledger: Ledger) -> None:
+    keyed = replace(HOLD, idempotency_key="k")
+    ledger.reserve(keyed)
+    ledger.settle("r1", BILL)
+    ledger.undelivered("r1")
+    ledger.reserve(replace(keyed, request_id="r2"))
+    assert ledger.settle("r2", BILL) == 0
     assert ledger.balance("ann") == 750
-    assert ledger.usage()[0].requests == 1
+    ledger.reserve(replace(keyed, request_id="r3"))  # that one arrived
+    assert ledger.settle("r3", BILL) == 250
 
 
 def test_a_retry_of_an_answer_that_was_left_early_pays_what_it_costs_more(ledger: Ledger) -> None:
     keyed = replace(HOLD, idempotency_key="k")
-    left = replace(BILL, cost_micro=100, retry_is_free=False)
+    left = replace(BILL, cost_micro=100, delivered=False)
     ledger.reserve(keyed)
     ledger.settle("r1", left)
-    assert ledger.reserve(replace(keyed, request_id="r2"))
+    ledger.reserve(replace(keyed, request_id="r2"))
     assert ledger.balance("ann") == 400  # as much is held for it as for the first one, less what that cost
     ledger.release("r2")  # a try that nothing came of changes nothing
-    assert ledger.reserve(replace(keyed, request_id="r3"))
+    ledger.reserve(replace(keyed, request_id="r3"))
     assert ledger.settle("r3", BILL) == 150
-    assert not ledger.reserve(replace(keyed, request_id="r4"))  # that one was whole
     assert ledger.balance("ann") == 750
     assert ledger.check() == []
 
 
 def test_answers_of_a_key_that_are_not_whole_are_few(ledger: Ledger) -> None:
     keyed = replace(HOLD, idempotency_key="k")
-    for number in range(MAX_SERVED_ANEW):
-        assert ledger.reserve(replace(keyed, request_id=f"r{number}"))
-        ledger.settle(f"r{number}", replace(BILL, retry_is_free=False))
-    with pytest.raises(Conflict, match=f"served {MAX_SERVED_ANEW} times"):
+    for number in range(MAX_SERVED):
+        ledger.reserve(replace(keyed, request_id=f"r{number}"))
+        ledger.settle(f"r{number}", replace(BILL, delivered=False))
+    with pytest.raises(Conflict, match=f"served {MAX_SERVED} times"):
         ledger.reserve(replace(keyed, request_id="once too often"))
     assert ledger.balance("ann") == 750
 
 
-@pytest.mark.parametrize("settled", [False, True])
-def test_of_those_that_ask_with_one_key_at_once_each_is_counted(ledger: Ledger, settled: bool) -> None:
+def test_of_those_that_ask_with_one_key_at_once_one_is_served(ledger: Ledger) -> None:
     keyed = replace(HOLD, idempotency_key="k", amount_micro=10)
-    if settled:
-        ledger.reserve(keyed)
-        ledger.settle("r1", replace(BILL, cost_micro=10))
     found: list[object] = []
     begin = threading.Barrier(8)
 
@@ -145,7 +154,8 @@ def test_of_those_that_ask_with_one_key_at_once_each_is_counted(ledger: Ledger, 
         begin.wait(30)
         for turn in range(3):
             try:
-                found.append(ledger.reserve(replace(keyed, request_id=f"t{number}-{turn}")))
+                ledger.reserve(replace(keyed, request_id=f"t{number}-{turn}"))
+                found.append("held")
             except Exception as error:  # noqa: BLE001 - which kind is what is asserted
                 found.append(type(error))
 
@@ -154,8 +164,59 @@ def test_of_those_that_ask_with_one_key_at_once_each_is_counted(ledger: Ledger, 
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(found) == {not settled, Conflict}
-    assert found.count(not settled) == (MAX_SERVED - 1 if settled else 1)
+    assert set(found) == {"held", Conflict}
+    assert found.count("held") == 1
+
+
+def names_kept(store: Store) -> list[tuple[str | None, bytes | None]]:
+    with store.read() as db:
+        rows = db.execute(
+            select(CHARGES.c.idempotency_key, CHARGES.c.body_mac).order_by(CHARGES.c.request_id)
+        )
+        return [(key, None if mac is None else bytes(mac)) for key, mac in rows]
+
+
+def test_a_body_has_a_name_for_a_day_and_only_with_a_key(store: Store) -> None:
+    now_s = [1_000_000.0]
+    ledger = Ledger(store, "here", now=lambda: now_s[0])
+    ledger.open_account("ann")
+    ledger.credit("ann", 10_000)
+    keyed = replace(HOLD, request_id="r2", idempotency_key="k")
+    for hold in (HOLD, keyed):
+        ledger.reserve(hold)
+        ledger.settle(hold.request_id, BILL)
+    assert names_kept(store) == [(None, None), ("k", b"h" * 32)]
+    ledger.reserve(replace(keyed, request_id="r3"))  # its key is the new one's: the old one keeps nothing
+    assert names_kept(store) == [(None, None), (None, None), ("k", b"h" * 32)]
+    now_s[0] += KEY_LIFE_S
+    assert ledger.forget_keys() == 0  # it runs still
+    ledger.settle("r3", BILL)
+    assert ledger.forget_keys() == 1
+    assert names_kept(store) == [(None, None)] * 3
+
+
+def test_a_key_of_yesterday_is_a_new_one_though_nothing_was_swept(store: Store) -> None:
+    now_s = [1_000_000.0]
+    ledger = Ledger(store, "here", now=lambda: now_s[0])
+    ledger.open_account("ann")
+    ledger.credit("ann", 10_000)
+    keyed = replace(HOLD, idempotency_key="k")
+    ledger.reserve(keyed)
+    ledger.settle("r1", replace(BILL, delivered=False))
+    now_s[0] += KEY_LIFE_S
+    ledger.reserve(replace(keyed, request_id="r2", body_mac=b"i" * 32))
+    assert ledger.settle("r2", BILL) == 250
+
+
+def test_a_key_that_another_coordinator_took_is_not_compared_under_this_ones_secret(
+    store: Store, ledger: Ledger
+) -> None:
+    keyed = replace(HOLD, idempotency_key="k")
+    ledger.reserve(keyed)
+    ledger.settle("r1", replace(BILL, delivered=False))
+    other = Ledger(store, "elsewhere")
+    other.reserve(replace(keyed, request_id="r2", body_mac=b"i" * 32))
+    assert other.settle("r2", BILL) == 0
 
 
 def test_a_key_means_one_body_of_one_account(ledger: Ledger) -> None:
@@ -163,17 +224,17 @@ def test_a_key_means_one_body_of_one_account(ledger: Ledger) -> None:
     ledger.reserve(keyed)
     ledger.settle("r1", BILL)
     with pytest.raises(Conflict, match="another body"):
-        ledger.reserve(replace(keyed, request_id="r2", body_hash=b"i" * 32))
+        ledger.reserve(replace(keyed, request_id="r2", body_mac=b"i" * 32))
     ledger.open_account("bob")
     ledger.credit("bob", 1000)
-    assert ledger.reserve(replace(keyed, request_id="r3", account="bob"))
+    ledger.reserve(replace(keyed, request_id="r3", account="bob"))
 
 
 def test_a_key_whose_request_was_never_served_may_be_used_again(ledger: Ledger) -> None:
     keyed = replace(HOLD, idempotency_key="k")
     ledger.reserve(keyed)
     ledger.release("r1")
-    assert ledger.reserve(replace(keyed, request_id="r2", body_hash=b"i" * 32))
+    ledger.reserve(replace(keyed, request_id="r2", body_mac=b"i" * 32))
     assert ledger.settle("r2", BILL) == 250
 
 
@@ -209,7 +270,8 @@ def test_two_threads_cannot_have_the_same_money(ledger: Ledger) -> None:
 
     def ask(number: int) -> None:
         with contextlib.suppress(NoBalance):
-            held.append(ledger.reserve(replace(HOLD, request_id=f"t{number}", amount_micro=300)))
+            ledger.reserve(replace(HOLD, request_id=f"t{number}", amount_micro=300))
+            held.append(True)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for thread in threads:

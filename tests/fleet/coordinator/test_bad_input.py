@@ -22,20 +22,20 @@ from convoy.crypto.sealed_request import RequestFacts, key_id_of, seal_request
 from convoy.fleet.asked import read_wanted
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.coordinator.attempt import serve_of
+from convoy.fleet.coordinator.proof import CoordinatorProof
 from convoy.fleet.lease import Lease, facts_of
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
 from convoy.wire.fleet import (
     MAX_MESSAGE_BYTES,
-    PROTOCOL,
     Began,
-    Challenge,
     Chunk,
     Done,
     Failed,
     FleetMessage,
     FromProvider,
     Heartbeat,
+    Hello,
     Offer,
     Register,
     Registered,
@@ -177,7 +177,7 @@ LINES: dict[str, Line] = {
     "JSON that nests without end": Line(lambda b: post(b, b"[" * 100_000), 400, "JSON"),
     "JSON that is no object": Line(lambda b: post(b, b"[1]"), 400, "not an object"),
     "no JSON for a lease": Line(lambda b: post(b, b"{", path="/v1/leases"), 400, "no lease"),
-    "a negative amount": Line(lambda b: post(b, question(1, 2, max_tokens=-1)), 400, "max_tokens"),
+    "a negative amount": Line(lambda b: post(b, question(1, 2, max_tokens=-2)), 400, "max_tokens"),
     "an amount that overflows": Line(
         lambda b: post(b, question(1, 2, max_tokens=1 << 70)), 400, "max_tokens"
     ),
@@ -374,7 +374,9 @@ class ReplayingCoordinator:
         self.over = threading.Event()
 
     def __call__(self, socket: ServerConnection) -> None:
-        self._send(socket, Challenge(PROTOCOL, bytes(32), bytes(32)))
+        hello = self._receive(socket)
+        assert isinstance(hello, Hello)
+        self._send(socket, CoordinatorProof(Identity.generate()).challenge(hello, []))
         registered = self._receive(socket)
         assert isinstance(registered, Register)
         one, two = _serve_of(registered, "one"), _serve_of(registered, "two")

@@ -22,14 +22,17 @@ from convoy.fleet.coordinator.answering import ProviderFailed
 from convoy.fleet.coordinator.ask import Ask
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.proof import CoordinatorProof
 from convoy.fleet.coordinator.routing import FirstToFinish
 from convoy.fleet.coordinator.server import Doors, run_coordinator
 from convoy.wire.fleet import (
     MAX_MESSAGE_BYTES,
+    PROTOCOL,
     Challenge,
     FleetMessage,
     FromCoordinator,
     Heartbeat,
+    Hello,
     ModelLoad,
     Offer,
     Register,
@@ -87,8 +90,13 @@ class Dialled:
     def say(self, message: FleetMessage) -> None:
         self._from_provider.put_nowait({"type": "websocket.receive", "bytes": encode_fleet(message)})
 
+    async def greet(self) -> FromCoordinator:
+        """Say hello; return what comes back."""
+        self.say(Hello(PROTOCOL, bytes(32), AUTHORITY, tls=False, pinned=False))
+        return await self.hear()
+
     async def register(self) -> Dialled:
-        challenge = await self.hear()
+        challenge = await self.greet()
         assert isinstance(challenge, Challenge)
         made = Register(
             *(self.identity.public_key, KEY.public, int(time.time()) + 3600, bytes(64), b"", "fake"),
@@ -113,7 +121,7 @@ class Dialled:
 @asynccontextmanager
 async def coordinating(folder: Path, options: CoordinatorOptions = OPTIONS) -> AsyncIterator[Coordinator]:
     store = Store(f"sqlite:///{folder}/fleet.db")
-    coordinator = Coordinator(options, store, bytes(32))
+    coordinator = Coordinator(options, store, CoordinatorProof(Identity.generate()))
     with closing(coordinator.clerk):
         yield coordinator
     store.close()
@@ -229,13 +237,13 @@ def test_one_address_cannot_take_the_places_of_all_that_come_to_register(tmp_pat
     async def scene(coordinator: Coordinator, identity: Identity) -> None:
         silent = [Dialled(coordinator, identity) for _ in range(5)]
         for one in silent[:3]:
-            await one.hear()
+            await one.greet()
         await asyncio.gather(*(one.task for one in silent[3:]))
         assert [one.closed for one in silent] == [None, None, None, 1013, 1013]
         await Dialled(coordinator, identity, "203.0.113.8").registered()
         near = [Dialled(coordinator, identity, "127.0.0.1") for _ in range(5)]  # a proxy, for all behind it
         for one in near:
-            await one.hear()
+            await one.greet()
         await asyncio.wait_for(Dialled(coordinator, identity, "203.0.113.8").task, 10)  # all are taken
         for one in (*silent, *near):
             one.task.cancel()
@@ -253,4 +261,4 @@ def test_a_coordinator_for_which_no_time_passes_any_more_ends_and_says_why(
 
     monkeypatch.setattr(Coordinator, "run", broken)
     with closing(Store(f"sqlite:///{tmp_path}/fleet.db")) as store, pytest.raises(ArithmeticError):
-        run_coordinator(OPTIONS, Doors(LOCAL, LOCAL), store, bytes(32))
+        run_coordinator(OPTIONS, Doors(LOCAL, LOCAL), store, Identity.generate())

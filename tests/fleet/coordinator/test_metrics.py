@@ -148,6 +148,7 @@ def test_a_key_that_scrapes_does_nothing_else_and_no_other_key_scrapes(scraped: 
 
 def test_a_key_for_scraping_is_made_and_revoked_on_the_command_line(scraped: Scraped, tmp_path: Path) -> None:
     fleet = scraped.fleet
+    (tmp_path / "admin.key").touch(mode=0o600)
     (tmp_path / "admin.key").write_text(fleet.admin_key + "\n")
     keys = ["coordinator", "keys", "--admin-url", fleet.admin_url, "--admin-key-file", "admin.key", "--json"]
     done = run_here([*keys, "--metrics", "--label", "prometheus"], tmp_path)

@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
+from websockets.typing import Origin
 
 from convoy.crypto.identity import Identity
 from convoy.crypto.sealed_answer import AnswerSealer
@@ -26,6 +27,8 @@ from convoy.fleet.coordinator.dispatch import QueueLimits
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.wire.fleet import (
     MAX_MESSAGE_BYTES,
+    PROTOCOL,
+    AwaitApproval,
     Began,
     Challenge,
     Chunk,
@@ -34,6 +37,7 @@ from convoy.wire.fleet import (
     FleetMessage,
     FromCoordinator,
     Heartbeat,
+    Hello,
     ModelLoad,
     Offer,
     Proof,
@@ -48,16 +52,18 @@ from convoy.wire.fleet import (
     registration_bytes,
 )
 from support.fleet import MODEL, FleetUnderTest, question, streamed
-from support.waiting import wait_until
+from support.waiting import WAIT_S, wait_until
 
+# No deadline passes here: a machine that is busy must not be taken for a provider that is silent.
 OPTIONS = CoordinatorOptions(
     instance="test",
-    queue=QueueLimits(50, 50, 3.0),
+    queue=QueueLimits(50, 50, 60.0),
     window=4,
-    greeting_s=1.0,
-    silence_s=8.0,
-    first_token_s=2.0,
-    chunk_s=2.0,
+    greeting_s=60.0,
+    approval_s=0.1,
+    silence_s=60.0,
+    first_token_s=60.0,
+    chunk_s=60.0,
     max_attempts=2,
 )
 
@@ -79,6 +85,8 @@ class RawProvider:
         url = fleet.url.replace("http", "ws", 1) + "/provider"
         self._context = connect(url, max_size=MAX_MESSAGE_BYTES, compression=None)
         self.socket: ClientConnection = self._context.__enter__()
+        self.authority = f"127.0.0.1:{fleet.port}"
+        self.send(Hello(PROTOCOL, bytes(32), self.authority, tls=False, pinned=False))
         challenge = self.receive()
         assert isinstance(challenge, Challenge)
         self.challenge = challenge
@@ -90,7 +98,7 @@ class RawProvider:
         self._context.__exit__(None, None, None)
 
     def receive(self) -> FromCoordinator:
-        data = self.socket.recv(timeout=10)
+        data = self.socket.recv(timeout=WAIT_S)
         assert isinstance(data, bytes)
         return decode_from_coordinator(data, MAX_MESSAGE_BYTES)
 
@@ -109,7 +117,7 @@ class RawProvider:
             signature=bytes(64),
         )
         made = msgspec.structs.replace(made, **changes)
-        said = registration_bytes(self.challenge, authority or f"127.0.0.1:{self.fleet.port}", made)
+        said = registration_bytes(self.challenge, authority or self.authority, made)
         return msgspec.structs.replace(made, signature=self.identity.sign(said))
 
     def approved(self, name: str) -> RawProvider:
@@ -132,14 +140,15 @@ class RawProvider:
         """Whether the coordinator ends the socket, whatever else it says first."""
         try:
             while True:
-                self.socket.recv(timeout=10)
+                self.socket.recv(timeout=WAIT_S)
         except ConnectionClosed:
             return True
 
 
 def refusal(raw: RawProvider, message: FleetMessage) -> str:
     raw.send(message)
-    answer = raw.receive()
+    if isinstance(answer := raw.receive(), AwaitApproval):
+        answer = raw.receive()
     assert isinstance(answer, Refused)
     assert raw.is_put_out()
     return answer.reason
@@ -198,10 +207,21 @@ def test_a_registration_of_one_challenge_is_none_of_the_next(fleet: FleetUnderTe
         assert "not signed" in refusal(again, raw.registration())
 
 
-def test_who_says_nothing_or_nonsense_is_not_waited_for(fleet: FleetUnderTest) -> None:
-    with RawProvider(fleet) as silent:
-        assert isinstance(silent.receive(), Refused)
-        assert silent.is_put_out()
+def test_a_provider_that_says_nothing_in_time_is_refused(tmp_path: Path) -> None:
+    fleet = FleetUnderTest(tmp_path, replace(OPTIONS, greeting_s=0.1))
+    try:
+        url = fleet.url.replace("http", "ws", 1) + "/provider"
+        with connect(url, max_size=MAX_MESSAGE_BYTES, compression=None) as silent:
+            data = silent.recv(timeout=WAIT_S)
+            assert isinstance(data, bytes)
+            assert isinstance(decode_from_coordinator(data, MAX_MESSAGE_BYTES), Refused)
+            with pytest.raises(ConnectionClosed):
+                silent.recv(timeout=WAIT_S)
+    finally:
+        fleet.close()
+
+
+def test_a_provider_that_sends_nonsense_is_not_waited_for(fleet: FleetUnderTest) -> None:
     for data in (b"", b"\xc1", b"\x93" * 100, b"x" * (2 << 20), "text"):
         with RawProvider(fleet) as raw:
             raw.socket.send(data)
@@ -209,6 +229,35 @@ def test_who_says_nothing_or_nonsense_is_not_waited_for(fleet: FleetUnderTest) -
     with RawProvider(fleet) as raw:
         raw.send(Heartbeat([]))
         assert isinstance(raw.receive(), Refused)
+
+
+def test_a_page_in_a_browser_does_not_get_as_far_as_a_hello(fleet: FleetUnderTest) -> None:
+    with (
+        pytest.raises(InvalidStatus) as caught,
+        connect(f"{fleet.socket_url}/provider", origin=Origin("https://evil.example")),
+    ):
+        pass
+    assert caught.value.response.status_code == 403
+
+
+def test_one_that_waits_for_approval_is_silent_and_few_wait(tmp_path: Path) -> None:
+    options = replace(OPTIONS, approval_s=60.0, approval_poll_s=60.0, max_unapproved=1)
+    fleet = FleetUnderTest(tmp_path, options)
+    try:
+        with RawProvider(fleet) as waits, RawProvider(fleet) as late:
+            waits.send(waits.registration())
+            assert isinstance(waits.receive(), AwaitApproval)
+            late.send(late.registration())
+            answer = late.receive()
+            assert isinstance(answer, Refused)
+            assert (answer.again, answer.unapproved) == (True, True)
+            waits.send(Heartbeat([]))
+            answer = waits.receive()
+            assert isinstance(answer, Refused)
+            assert "speaks before it is let in" in answer.reason
+            assert waits.is_put_out()
+    finally:
+        fleet.close()
 
 
 def test_who_was_put_out_through_another_coordinator_is_put_out_here_too(tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, Span
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
@@ -37,14 +39,44 @@ PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 SECRET = "the heron flies at midnight"
 
 
+class CountingProcessor(SimpleSpanProcessor):
+    """``num_open``: spans that began and are not exported yet."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        super().__init__(exporter)
+        self._lock = threading.Lock()
+        self.num_open = 0
+
+    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+        super().on_start(span, parent_context)
+        with self._lock:
+            self.num_open += 1
+
+    def on_end(self, span: ReadableSpan) -> None:
+        super().on_end(span)
+        with self._lock:
+            self.num_open -= 1
+
+
 class Collector:
     """What each of a fleet's programs sent, by its service.name."""
 
     def __init__(self) -> None:
         self.exporter = InMemorySpanExporter()
+        self._processors: list[CountingProcessor] = []
 
     def of(self, service: str) -> OtlpTraces:
-        return OtlpTraces(service, SimpleSpanProcessor(self.exporter))
+        self._processors.append(CountingProcessor(self.exporter))
+        return OtlpTraces(service, self._processors[-1])
+
+    def clear(self) -> None:
+        """Forget all spans, also those that a program ends behind the last byte of its answer."""
+        self.settle()
+        self.exporter.clear()
+
+    def settle(self) -> None:
+        """Return once every span that began is here."""
+        wait_until(lambda: not any(processor.num_open for processor in self._processors))
 
     def spans(self, service: str) -> list[ReadableSpan]:
         found = self.exporter.get_finished_spans()
@@ -53,6 +85,7 @@ class Collector:
     def requests(self, service: str) -> list[ReadableSpan]:
         """Without their parts, once they are there: a program ends them behind its last byte."""
         wait_until(lambda: any(span.kind.name == "SERVER" for span in self.spans(service)))
+        self.settle()
         return [span for span in self.spans(service) if span.kind.name == "SERVER"]
 
     def everything(self) -> bytes:
@@ -86,7 +119,7 @@ def _traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TracedFleet]:
 
 @pytest.fixture
 def traced(_traced: TracedFleet) -> TracedFleet:
-    _traced.collector.exporter.clear()
+    _traced.collector.clear()
     _traced.engine.trouble.clear()
     _traced.engine.traceparents.clear()
     return _traced
@@ -172,7 +205,7 @@ def test_tries_and_failures_are_in_the_span(traced: TracedFleet) -> None:
     refused, answered = traced.collector.requests("provider")
     assert dict(refused.attributes or {})["convoy.outcome"] == "full"
     assert dict(answered.attributes or {})["convoy.outcome"] == "complete"
-    traced.collector.exporter.clear()
+    traced.collector.clear()
     traced.engine.trouble[:] = ["cut"]
     ask(traced, traced.fleet.url, stream=True)
     (broken,) = traced.collector.requests("coordinator")
@@ -294,10 +327,14 @@ def test_a_collector_that_cannot_be_is_refused(url: str, reason: str) -> None:
 
 
 @pytest.mark.long
-def test_without_the_package_traces_are_refused_and_all_else_runs() -> None:
+def test_without_the_package_traces_are_refused_and_all_else_runs(tmp_path: Path) -> None:
     """Nothing imports OpenTelemetry before it is asked for."""
+    key_file = tmp_path / "api.key"
+    key_file.touch(mode=0o600)
+    key_file.write_text("sk-test\n", encoding="utf-8")
     script = """
 import sys
+import threading
 sys.modules["opentelemetry"] = None
 import convoy.cli.main, convoy.fleet.coordinator.server, convoy.fleet.proxy.server, convoy.serve.api
 from convoy.fleet.provider.run import run_provider
@@ -305,8 +342,8 @@ sys.exit(convoy.cli.main.run(["proxy", "http://127.0.0.1:1", "--api-key-file", s
                               "--trust-provider", "00" * 32, "--traces", "http://127.0.0.1:4318"]))
 """
     ran = subprocess.run(
-        [sys.executable, "-c", script, __file__], capture_output=True, text=True, check=False
+        [sys.executable, "-c", script, key_file], capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 1
+    assert ran.returncode == 78
     assert "traces need the packages of OpenTelemetry" in ran.stderr
     assert "pip install 'convoy-llm[telemetry]'" in ran.stderr

@@ -12,10 +12,12 @@ from convoy.fleet.capacity import Load
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.seats import Seats
 from convoy.fleet.coordinator.server import Doors
+from convoy.fleet.provider.greeting import CoordinatorUnproved
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
 from convoy.serve.options import ServeOptions
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question, streamed
+from support.tls_files import make_tls_files
 from support.waiting import wait_until
 
 HERE = ServeOptions(allow_unauthenticated=True)
@@ -29,13 +31,13 @@ def test_a_coordinator_is_dialled_over_tls_or_on_this_machine(url: str) -> None:
         ProvideOptions(good, {}).check()
 
 
-def test_a_coordinator_listens_over_tls_or_on_this_machine() -> None:
+def test_a_coordinator_listens_over_tls_or_on_this_machine(tmp_path: Path) -> None:
     away = ServeOptions(host="0.0.0.0", allow_unauthenticated=True)  # noqa: S104 - that is what is refused
     with pytest.raises(ConfigError, match="without TLS"):
         Doors(away, HERE).check()
     with pytest.raises(ConfigError, match="loopback alone"):
         Doors(HERE, away).check()
-    Doors(away, HERE, tls=("a", "b")).check()
+    Doors(away, HERE, tls=make_tls_files(tmp_path)).check()
     Doors(away, HERE, behind_tls_proxy=True).check()
 
 
@@ -103,7 +105,7 @@ def test_a_pinned_coordinator_is_the_only_one_that_is_registered_with(tmp_path: 
         fleet.add("pinned", "http://127.0.0.1:1", coordinator_key=fleet.identity.public_key)
         with pytest.raises(AssertionError):
             fleet.add("other", "http://127.0.0.1:1", coordinator_key=bytes(32), wait_s=1.0)
-        assert "expected" in str(fleet.error_of(-1))
+        assert isinstance(fleet.error_of(-1), CoordinatorUnproved)
     finally:
         fleet.close()
 
@@ -136,6 +138,35 @@ def test_a_provider_that_is_not_approved_yet_says_so_once_and_who_can_mend_it(tm
         fleet.directory.approve(fleet.identities[0], "new")
         fleet.wait_registered()
         assert fleet.events[1:] == ["new: registered as new"]
+    finally:
+        fleet.close()
+
+
+def test_a_provider_registers_as_soon_as_it_is_approved_without_dialling_again(tmp_path: Path) -> None:
+    # no look at the database would come in time: only being woken does
+    options = CoordinatorOptions(instance="test", approval_s=3600.0, approval_poll_s=3600.0)
+    fleet = FleetUnderTest(tmp_path, options)
+    try:
+        fleet.add("new", "http://127.0.0.1:1", approved=False)
+        fleet.wait_event("waiting for approval")
+        with fleet.admin() as admin:
+            body = {"identity": fleet.identities[0].hex(), "name": "new"}
+            assert admin.post("/providers", json=body).json()["has_called"]
+            fleet.wait_registered()
+            key = admin.post("/keys", json={"scope": "metrics"}).json()["key"]
+            scraped = admin.get("/metrics", headers={"authorization": f"Bearer {key}"}).text
+        assert "convoy_fleet_registrations_refused_total 0.0" in scraped
+    finally:
+        fleet.close()
+
+
+def test_a_provider_that_waits_for_approval_ends_at_once_when_it_drains(tmp_path: Path) -> None:
+    options = CoordinatorOptions(instance="test", approval_s=3600.0, approval_poll_s=3600.0)
+    fleet = FleetUnderTest(tmp_path, options)
+    try:
+        fleet.add("new", "http://127.0.0.1:1", approved=False)
+        fleet.wait_event("waiting for approval")
+        fleet.stop_provider(0)
     finally:
         fleet.close()
 

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 
 from convoy.crypto.sealed_request import RequestFacts, RequestKey, seal_request
 from convoy.errors import ConvoyError, ProviderError, SealError
-from convoy.fleet.asked import Kind
+from convoy.fleet.asked import Kind, read_wanted
 from convoy.fleet.provider import provided as provided_module
 from convoy.fleet.provider.provided import Provided, SeenRequests, Send
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
@@ -49,7 +51,7 @@ def sealed(body: bytes = BODY, provider: str = "me", max_tokens: int = 8) -> Ser
 
 
 def open_it(serve: Serve, seen: SeenRequests | None = None) -> bytes:
-    wanted, _ = Provided(serve, nobody, 4).open(KEY, "me", seen or SeenRequests())
+    wanted, _ = asyncio.run(Provided(serve, nobody, 4).open(KEY, "me", seen or SeenRequests()))
     return wanted.body
 
 
@@ -148,7 +150,7 @@ def said(
         provided = Provided(sealed(body), send, 1000)
         provided.shares_cache = shares_cache
         async with asyncio.timeout(10):
-            await provided.run(*provided.open(KEY, "me", SeenRequests()), engine)
+            await provided.run(*await provided.open(KEY, "me", SeenRequests()), engine)
         await engine.close()
 
     asyncio.run(run())
@@ -199,3 +201,26 @@ def test_an_engine_gets_the_accounts_salt_unless_its_cache_is_declared_shared() 
     said(engine, salted)
     said(engine, salted, shares_cache=True)
     assert [msgspec.json.decode(body).get("cache_salt") for body in engine.asked] == ["a", None]
+
+
+def test_a_long_body_holds_up_no_other_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go = threading.Event(), threading.Event()
+
+    def read(*arguments: Any) -> Any:
+        began.set()
+        assert go.wait(60.0)
+        return read_wanted(*arguments)
+
+    monkeypatch.setattr(provided_module, "read_wanted", read)
+    body = BODY[:-1] + b', "note": "' + b"x" * 300_000 + b'"}'
+
+    async def scene() -> bytes:
+        opening = asyncio.ensure_future(Provided(sealed(body), nobody, 4).open(KEY, "me", SeenRequests()))
+        # This loop goes on while the body is read.
+        assert await asyncio.to_thread(began.wait, 60.0)
+        assert not opening.done()
+        go.set()
+        wanted, _ = await opening
+        return wanted.body
+
+    assert len(asyncio.run(scene())) > 300_000

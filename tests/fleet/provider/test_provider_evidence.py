@@ -34,7 +34,9 @@ from convoy.trust.provider import ProviderRules
 from convoy.wire.claims import Claims
 from convoy.wire.fleet import (
     MAX_MESSAGE_BYTES,
+    PROTOCOL,
     Challenge,
+    Hello,
     Offer,
     Refused,
     Register,
@@ -119,6 +121,8 @@ def registered_with(fleet: FleetUnderTest, name: str, evidence: Callable[..., by
             assert isinstance(data, bytes)
             return decode_from_coordinator(data, MAX_MESSAGE_BYTES)
 
+        authority = f"127.0.0.1:{fleet.port}"
+        socket.send(encode_fleet(Hello(PROTOCOL, bytes(32), authority, tls=False, pinned=False)))
         challenge = receive()
         assert isinstance(challenge, Challenge)
         assert set(range(8)) <= set(challenge.registers)
@@ -133,7 +137,7 @@ def registered_with(fleet: FleetUnderTest, name: str, evidence: Callable[..., by
             signature=bytes(64),
             evidence=evidence(identity, challenge, key.public, expires_s),
         )
-        said = registration_bytes(challenge, f"127.0.0.1:{fleet.port}", register)
+        said = registration_bytes(challenge, authority, register)
         socket.send(encode_fleet(msgspec.structs.replace(register, signature=identity.sign(said))))
         refused = receive()
         assert isinstance(refused, Refused)

@@ -57,9 +57,9 @@ class Clerk:
         self._to_sync: SimpleQueue[list[_Job] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    async def reserve(self, hold: Hold) -> bool:
+    async def reserve(self, hold: Hold) -> None:
         """As `Ledger.reserve`."""
-        return await self._do(lambda db: self._ledger.reserve_in(db, hold), survives_power=False)
+        await self._do(lambda db: self._ledger.reserve_in(db, hold), survives_power=False)
 
     async def settle(self, request_id: str, bill: Bill) -> int:
         """As `Ledger.settle`: what is charged outlives this process and a loss of power."""
@@ -68,6 +68,10 @@ class Clerk:
     async def release(self, request_id: str) -> None:
         """As `Ledger.release`."""
         await self._do(lambda db: self._ledger.release_in(db, request_id), survives_power=False)
+
+    async def undelivered(self, request_id: str) -> None:
+        """As `Ledger.undelivered`."""
+        await self._do(lambda db: self._ledger.undelivered_in(db, request_id), survives_power=False)
 
     def close(self) -> None:
         """Once what was asked is done."""

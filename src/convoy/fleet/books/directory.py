@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 
 from sqlalchemy import bindparam, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from convoy.errors import ConfigError
-from convoy.fleet.books.keys import KeyFacts, Scope, hash_key, hint_of, new_key
+from convoy.fleet.books.keys import NO_TERMS, Grant, KeyFacts, KeyTerms, Scope, hash_key, hint_of
+from convoy.fleet.books.price import MAX_MICRO
 from convoy.fleet.books.store import Store
 from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, PROVIDERS
-from convoy.serve.refusals import Forbidden, Unauthenticated
+from convoy.serve.key_file import new_key
+from convoy.serve.refusals import Forbidden, WrongKey
 
 # made once: it is asked for every request
-_LOOK_UP = select(API_KEYS.c.account, API_KEYS.c.scope, API_KEYS.c.revoked_s).where(
+_TERMS = tuple(API_KEYS.c[one.name] for one in fields(KeyTerms))
+_LOOK_UP = select(API_KEYS.c.account, API_KEYS.c.scope, API_KEYS.c.revoked_s, *_TERMS).where(
     API_KEYS.c.key_hash == bindparam("hash")
 )
 _IDENTITY_BYTES = 32
 _MAX_LABEL = 64
+_OF_ALL_SCOPES = frozenset({"expires_s", "requests_per_minute"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +44,24 @@ class Directory:
         self._store = store
         self._now = now
 
-    def make_key(self, scope: Scope, account: str | None, label: str = "") -> str:
-        """A new key, which is shown here and never again. Raises `ConfigError` for no such account."""
+    def make_key(
+        self,
+        scope: Scope,
+        account: str | None,
+        label: str = "",
+        terms: KeyTerms = NO_TERMS,
+        key: str | None = None,
+    ) -> str:
+        """Return a new key, which is shown here and never again. Raises `ConfigError` for no such account.
+
+        ``key``: one that `new_key` made for this before.
+        """
         if (account is None) == (scope is Scope.CONSUMER):
             raise ConfigError("a consumer's key is of an account, and any other is of none")
         if len(label) > _MAX_LABEL or not label.isprintable():
             raise ConfigError(f"a label of {len(label)} characters, expected at most {_MAX_LABEL}")
-        key = new_key()
+        self._check_terms(scope, terms)
+        key = key or new_key()
         with self._store.write() as db:
             if account is not None:
                 known = db.scalar(select(ACCOUNTS.c.name).where(ACCOUNTS.c.name == account))
@@ -60,26 +75,42 @@ class Directory:
                     label=label,
                     hint=hint_of(key),
                     created_s=int(self._now()),
+                    **asdict(terms),
                 )
             )
         return key
 
-    def look_up(self, key: str, scope: Scope) -> str | None:
-        """The account of a consumer's key, None for an administrator's.
+    def _check_terms(self, scope: Scope, terms: KeyTerms) -> None:
+        for name, value in asdict(terms).items():
+            if value is not None and not 1 <= value <= MAX_MICRO:
+                raise ConfigError(f"{name} is {value}, expected 1 to {MAX_MICRO}")
+            if value is not None and scope is not Scope.CONSUMER and name not in _OF_ALL_SCOPES:
+                raise ConfigError(
+                    f"a key of scope {scope.value} uses no tokens and no money: leave {name} out"
+                )
+        if terms.expires_s is not None and terms.expires_s <= self._now():
+            raise ConfigError("the key would have expired already")
 
-        Raises `Unauthenticated` or `Forbidden`.
-        """
+    def look_up(self, key: str, scope: Scope) -> str | None:
+        """The account of a consumer's key, None for an administrator's. Raises as `grant`."""
+        return self.grant(key, scope).account
+
+    def grant(self, key: str, scope: Scope) -> Grant:
+        """Return what a key is good for. Raises `Unauthenticated` or `Forbidden`."""
+        digest = hash_key(key)
         with self._store.read() as db:
-            found = db.execute(_LOOK_UP, {"hash": hash_key(key)}).one_or_none()
+            found = db.execute(_LOOK_UP, {"hash": digest}).one_or_none()
         if found is None or found.revoked_s is not None:
-            raise Unauthenticated(
+            raise WrongKey(
                 "the API key is not known here" if found is None else "the API key was revoked",
                 hint="whoever runs this coordinator makes one: `convoy coordinator keys --add ACCOUNT`",
             )
         if found.scope != scope.value:
             raise Forbidden(f"the API key has scope {found.scope}, and this wants {scope.value}")
-        account: str | None = found.account
-        return account
+        terms = KeyTerms(*found[-len(_TERMS) :])
+        if terms.expires_s is not None and self._now() >= terms.expires_s:
+            raise WrongKey("the API key has expired", hint="whoever runs this coordinator makes another one")
+        return Grant(found.account, digest, terms)
 
     def revoke_key(self, account: str | None, hint: str) -> int:
         """Of an account's keys (administrators' for None) those that begin so; how many were not before."""
@@ -98,13 +129,13 @@ class Directory:
         columns = API_KEYS.c
         wanted = select(
             *(columns.account, columns.scope, columns.label, columns.hint),
-            *(columns.created_s, columns.revoked_s),
+            *(columns.created_s, columns.revoked_s, columns.spent_micro, *_TERMS),
         )
         with self._store.read() as db:
             rows = db.execute(wanted.order_by(columns.created_s, columns.hint)).all()
         return [
-            KeyFacts(account, Scope(scope), label, hint, created_s, revoked_s)
-            for account, scope, label, hint, created_s, revoked_s in rows
+            KeyFacts(account, Scope(scope), label, hint, created_s, revoked_s, KeyTerms(*terms), spent)
+            for account, scope, label, hint, created_s, revoked_s, spent, *terms in rows
         ]
 
     def approve(self, identity: bytes, name: str) -> None:

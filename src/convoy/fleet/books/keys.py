@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+from convoy.serve.key_use import KeyLimits
 
 _PREFIX = "convoy-"
-_KEY_BYTES = 32
 _MAX_CHARS = 256  # of what a client sends as one
 HINT_CHARS = 4
 
@@ -22,6 +22,42 @@ class Scope(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class KeyTerms:
+    """Until when a key is good, and how much it may use. None means: no limit.
+
+    ``spend_limit_micro`` is of what its requests cost in all, those under way included.
+    """
+
+    expires_s: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_requests: int | None = None
+    spend_limit_micro: int | None = None
+
+    @property
+    def limits(self) -> KeyLimits:
+        """Its rates, as a server counts them."""
+        return KeyLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
+
+
+NO_TERMS = KeyTerms()
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a key that was sent is good for. ``account`` is None for all but a consumer's."""
+
+    account: str | None
+    key_hash: bytes
+    terms: KeyTerms
+
+    @property
+    def spends(self) -> bytes | None:
+        """The key whose spend limit a charge counts against, None without one."""
+        return None if self.terms.spend_limit_micro is None else self.key_hash
+
+
+@dataclass(frozen=True, slots=True)
 class KeyFacts:
     """A key as it is listed."""
 
@@ -31,11 +67,8 @@ class KeyFacts:
     hint: str
     created_s: int
     revoked_s: int | None
-
-
-def new_key() -> str:
-    """Shown to whoever asked for it, and never again."""
-    return _PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+    terms: KeyTerms = NO_TERMS
+    spent_micro: int = 0
 
 
 def hash_key(key: str) -> bytes:
@@ -46,3 +79,11 @@ def hash_key(key: str) -> bytes:
 def hint_of(key: str) -> str:
     """Enough of it to tell it from others."""
     return key.removeprefix(_PREFIX)[:HINT_CHARS]
+
+
+def subject_of_key(
+    key: str, scope: Scope, account: str | None, label: str, terms: KeyTerms = NO_TERMS
+) -> dict[str, object]:
+    """Return what an audit entry says of a new key: its hint, whose it is, and what it may use."""
+    given = {name: value for name, value in asdict(terms).items() if value is not None}
+    return {"hint": hint_of(key), "account": account, "scope": scope.value, "label": label, **given}

@@ -18,13 +18,13 @@ from sqlalchemy.exc import IntegrityError
 from convoy.errors import ConfigError, RequestError
 from convoy.fleet.books.price import MAX_MICRO
 from convoy.fleet.books.store import Store
-from convoy.fleet.books.tables import ACCOUNTS, CHARGES, LEDGER
+from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, CHARGES, LEDGER
 from convoy.serve.refusals import Conflict, NoBalance
 
 RESERVED, SETTLED, RELEASED = "reserved", "settled", "released"
 MAX_KEY_CHARS = 128  # of an Idempotency-Key
-MAX_SERVED = 16  # answers for one key, where the first one was whole
-MAX_SERVED_ANEW = 4  # where each holds anew: its reader left, or nobody here knows that the bodies are alike
+MAX_SERVED = 4  # answers for one key, none of which was delivered whole
+KEY_LIFE_S = 24 * 3600  # that a key and the HMAC of its body are kept
 
 # Made once: to put a statement together costs more than SQLite takes for it.
 _BALANCE = select(ACCOUNTS.c.balance_micro).where(ACCOUNTS.c.name == bindparam("of"))
@@ -38,17 +38,27 @@ _TAKE = (
     .where(ACCOUNTS.c.name == bindparam("of"), ACCOUNTS.c.balance_micro >= bindparam("amount"))
     .values(balance_micro=ACCOUNTS.c.balance_micro - bindparam("amount"))
 )
+_SPENT = select(API_KEYS.c.spent_micro, API_KEYS.c.spend_limit_micro).where(
+    API_KEYS.c.key_hash == bindparam("key")
+)
+_SPEND = (
+    update(API_KEYS)
+    .where(API_KEYS.c.key_hash == bindparam("key"))
+    .values(spent_micro=API_KEYS.c.spent_micro + bindparam("amount"))
+)
+_SPEND_WITHIN = _SPEND.where(API_KEYS.c.spent_micro + bindparam("amount") <= API_KEYS.c.spend_limit_micro)
 _ENTER = insert(LEDGER).inline()
 _HOLD = insert(CHARGES).inline()
 _HELD = (
-    select(CHARGES.c.account, CHARGES.c.reserved_micro, CHARGES.c.paid_micro)
+    select(CHARGES.c.account, CHARGES.c.reserved_micro, CHARGES.c.paid_micro, CHARGES.c.key_hash)
     .where(CHARGES.c.request_id == bindparam("request"), CHARGES.c.state == RESERVED)
     .with_for_update()
 )
 _LOCK = select(ACCOUNTS.c.name).where(ACCOUNTS.c.name == bindparam("of")).with_for_update()
 _KEYED = select(
-    *(CHARGES.c.request_id, CHARGES.c.state, CHARGES.c.body_hash, CHARGES.c.served),
-    *(CHARGES.c.settled_micro, CHARGES.c.paid_micro, CHARGES.c.retry_is_free),
+    *(CHARGES.c.request_id, CHARGES.c.state, CHARGES.c.body_mac, CHARGES.c.served),
+    *(CHARGES.c.settled_micro, CHARGES.c.paid_micro, CHARGES.c.delivered),
+    *(CHARGES.c.instance, CHARGES.c.created_s),
 ).where(CHARGES.c.account == bindparam("of"), CHARGES.c.idempotency_key == bindparam("key"))
 _END = (
     update(CHARGES)
@@ -56,7 +66,7 @@ _END = (
     .values(
         state=bindparam("new_state"),
         settled_micro=bindparam("cost"),
-        retry_is_free=bindparam("free"),
+        delivered=bindparam("whole"),
         provider=bindparam("by"),
         prompt_tokens=bindparam("prompt"),
         completion_tokens=bindparam("completion"),
@@ -67,38 +77,40 @@ _END = (
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What is to be held for a request. ``body_hash``: a key means one body alone."""
+    """What is to be held for a request. ``body_mac``: a key means one body alone; none without a key.
+    ``spends``: the hash of the API key whose spend limit it counts against.
+    """
 
     request_id: str
     account: str
     model: str
     amount_micro: int
-    body_hash: bytes
+    body_mac: bytes | None = None
     idempotency_key: str | None = None
+    spends: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Bill:
     """What a request came to; ``cost_micro`` is never more than what was held.
 
-    ``retry_is_free``: it was answered whole, and its body is known to be the one that its key was used with.
+    ``delivered``: it was answered whole, so that the same key asks for another answer.
     """
 
     provider: str
     prompt_tokens: int
     completion_tokens: int
     cost_micro: int
-    retry_is_free: bool = True
+    delivered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """What a key was used for: how often it was answered, and what those answers cost together."""
+    """What a key was used for: how often it was answered in part, and what those answers cost together."""
 
     request_id: str | None = None
     served: int = 0
     paid_micro: int = 0
-    is_free: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,16 +169,17 @@ class Ledger:
         with self._store.read() as db:
             return {name: int(balance) for name, balance in db.execute(wanted)}
 
-    def reserve(self, hold: Hold) -> bool:
-        """Hold the amount; False where an earlier request with the same key was charged for it already.
+    def reserve(self, hold: Hold) -> None:
+        """Hold the amount.
 
-        Then it is to be served once more, for nothing. Where the earlier answer was not whole, what it cost
-        is taken off: all of its tries cost together what the dearest would. Raises `NoBalance`, and
-        `Conflict` for a key whose request is under way still, had another body, or was served too often.
+        Where an earlier answer for the same key was not delivered whole, what it cost is taken off: all of
+        its tries cost together what the dearest would. After one that was, the key asks for a new answer, at
+        its full price. Raises `NoBalance`, and `Conflict` for a key whose request is under way still, had
+        another body, or was served too often.
         """
         # one that is lost with the power was never held, so only what settles waits for the disk
         with self._store.write(survives_power=False) as db:
-            return self.reserve_in(db, hold)
+            self.reserve_in(db, hold)
 
     def settle(self, request_id: str, bill: Bill) -> int:
         """Give back all but the cost; what was charged, never more than was held. 0 if nothing is."""
@@ -180,49 +193,70 @@ class Ledger:
 
     # The same within a transaction that others share: what these raise, they raise before they write.
 
-    def reserve_in(self, db: Connection, hold: Hold) -> bool:
+    def undelivered(self, request_id: str) -> None:
+        """Note that the end of an answer that was settled did not reach its reader."""
+        with self._store.write(survives_power=False) as db:
+            self.undelivered_in(db, request_id)
+
+    def forget_keys(self) -> int:
+        """Forget the keys that are a day old, and the HMACs of their bodies; return how many."""
+        columns = CHARGES.c
+        with self._store.write(survives_power=False) as db:
+            done = db.execute(
+                update(CHARGES)
+                .where(columns.idempotency_key.is_not(None), columns.state != RESERVED)
+                .where(columns.created_s <= self._second() - KEY_LIFE_S)
+                .values(idempotency_key=None, body_mac=None)
+            )
+        return int(done.rowcount)
+
+    def reserve_in(self, db: Connection, hold: Hold) -> None:
         """As `reserve`."""
         if not 0 <= hold.amount_micro <= MAX_MICRO:
             raise RequestError(f"a request would hold {hold.amount_micro}, and the limit is {MAX_MICRO}")
         earlier = self._earlier(db, hold)
-        if earlier.is_free:
-            wanted = update(CHARGES).where(CHARGES.c.request_id == earlier.request_id)
-            db.execute(wanted.values(served=CHARGES.c.served + 1))
-            return False
         amount_micro = max(0, hold.amount_micro - earlier.paid_micro)
+        self._check_spend(db, hold.spends, amount_micro)
         self._take(db, replace(hold, amount_micro=amount_micro))
+        self._spend(db, hold.spends, amount_micro)
         if earlier.request_id is not None:  # its key is this one's from here on
             wanted = update(CHARGES).where(CHARGES.c.request_id == earlier.request_id)
-            db.execute(wanted.values(idempotency_key=None))
+            db.execute(wanted.values(idempotency_key=None, body_mac=None))
         held = {
             "request_id": hold.request_id,
             "account": hold.account,
             "instance": self._instance,
             "idempotency_key": hold.idempotency_key,
-            "body_hash": hold.body_hash,
+            "body_mac": None if hold.idempotency_key is None else hold.body_mac,
             "model": hold.model,
             "state": RESERVED,
             "reserved_micro": amount_micro,
             "settled_micro": 0,
             "paid_micro": earlier.paid_micro,
-            "retry_is_free": False,
+            "delivered": False,
             "prompt_tokens": 0,
             "completion_tokens": 0,
             "served": earlier.served + 1,
             "created_s": self._second(),
+            "key_hash": hold.spends,
         }
         db.execute(_HOLD, held)
-        return True
+
+    def undelivered_in(self, db: Connection, request_id: str) -> None:
+        """As `undelivered`."""
+        wanted = update(CHARGES).where(CHARGES.c.request_id == request_id, CHARGES.c.state == SETTLED)
+        db.execute(wanted.values(delivered=False))
 
     def settle_in(self, db: Connection, request_id: str, bill: Bill) -> int:
         """As `settle`."""
         charge = self._held(db, request_id)
         if charge is None:
             return 0
-        account, held, paid = charge
+        account, held, paid, spends = charge
         cost = max(0, min(bill.cost_micro - paid, held))
         self._end(db, request_id, SETTLED, replace(bill, cost_micro=cost))
         self._add(db, account, held - cost, "release", request_id)
+        self._unspend(db, spends, held - cost)
         return cost
 
     def release_in(self, db: Connection, request_id: str) -> None:
@@ -230,8 +264,9 @@ class Ledger:
         charge = self._held(db, request_id)
         if charge is not None:
             self._end(db, request_id, RELEASED, None)
-            account, held, _ = charge
+            account, held, _, spends = charge
             self._add(db, account, held, "release", request_id)
+            self._unspend(db, spends, held)
 
     def recover(self) -> int:
         """Give back what this coordinator held when it ended; how many requests that were."""
@@ -287,6 +322,29 @@ class Ledger:
             )
         self._enter(db, hold.account, -hold.amount_micro, "reserve", hold.request_id)
 
+    def _check_spend(self, db: Connection, key: bytes | None, amount_micro: int) -> None:
+        """Before anything is written. Raises `NoBalance`."""
+        if key is None:
+            return
+        spent, limit = db.execute(_SPENT, {"key": key}).one()
+        if limit is not None and spent + amount_micro > limit:
+            raise NoBalance(
+                f"this request may cost {amount_micro}, and {max(0, limit - spent)} of {limit} are left to "
+                "this API key",
+                hint="a smaller max_tokens costs less",
+            )
+
+    def _spend(self, db: Connection, key: bytes | None, amount_micro: int) -> None:
+        """With PostgreSQL another request may have spent it meanwhile: then all of this one is undone."""
+        if key is not None:
+            within = db.execute(_SPEND_WITHIN, {"key": key, "amount": amount_micro})
+            if within.rowcount != 1:
+                raise NoBalance("the spend limit of this API key was reached meanwhile")
+
+    def _unspend(self, db: Connection, key: bytes | None, amount_micro: int) -> None:
+        if key is not None:
+            db.execute(_SPEND, {"key": key, "amount": -amount_micro})
+
     def _earlier(self, db: Connection, hold: Hold) -> _Earlier:
         """With the same key. Raises `Conflict`."""
         if hold.idempotency_key is None:
@@ -299,26 +357,30 @@ class Ledger:
         if found.state == RESERVED:
             raise Conflict("a request with this Idempotency-Key is under way")
         served = int(found.served) - (found.state == RELEASED)
-        if not served:  # nothing was given for it, so it may be for any body
+        is_old = found.created_s <= self._second() - KEY_LIFE_S
+        if is_old or not served:  # where nothing was given for it, it may be for any body
             return _Earlier(found.request_id)
-        if bytes(found.body_hash) != hold.body_hash:
+        # another coordinator of this database has another secret, so its HMACs say nothing here
+        if found.instance == self._instance and found.body_mac != hold.body_mac:
             raise Conflict("this Idempotency-Key was used with another body")
-        if served >= (MAX_SERVED if found.retry_is_free else MAX_SERVED_ANEW):
+        if found.delivered:
+            return _Earlier(found.request_id)
+        if served >= MAX_SERVED:
             raise Conflict(f"a request with this Idempotency-Key was served {served} times")
         paid = int(found.paid_micro) + int(found.settled_micro)
-        return _Earlier(found.request_id, served, paid, bool(found.retry_is_free))
+        return _Earlier(found.request_id, served, paid)
 
-    def _held(self, db: Connection, request_id: str) -> tuple[str, int, int] | None:
-        """Its account, what is held, and what was paid under its key before."""
+    def _held(self, db: Connection, request_id: str) -> tuple[str, int, int, bytes | None] | None:
+        """Its account, what is held, what was paid under its key before, and the API key that spends it."""
         found = db.execute(_HELD, {"request": request_id}).one_or_none()
-        return None if found is None else (found[0], found[1], found[2])
+        return None if found is None else (found[0], found[1], found[2], found[3])
 
     def _end(self, db: Connection, request_id: str, state: str, bill: Bill | None) -> None:
         values = {
             "request": request_id,
             "new_state": state,
             "cost": 0 if bill is None else bill.cost_micro,
-            "free": bill is not None and bill.retry_is_free,
+            "whole": bill is not None and bill.delivered,
             "by": None if bill is None else bill.provider,
             "prompt": 0 if bill is None else bill.prompt_tokens,
             "completion": 0 if bill is None else bill.completion_tokens,

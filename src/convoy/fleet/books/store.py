@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -12,16 +14,34 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from alembic import command
-from alembic.config import Config
-from sqlalchemy import Connection, Engine, create_engine, event, func, select
+from sqlalchemy import (
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    event,
+    func,
+    inspect,
+    select,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 
 from convoy.errors import ConfigError
+from convoy.fleet.books.tables import METADATA
 
 _WRITES = "convoy_writes"  # of a connection that is about to
 _BUSY_S = 10  # that a writer waits for another process's
+_MIGRATIONS = resources.files("convoy.fleet.books") / "migrations"
+_NEW_DATABASE = (
+    "name a new one with --database, or move the file away; its accounts, keys, ledger and approvals of "
+    "providers are not taken over"
+)
+# as the library of migrations has it
+_VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
 _SCHEMES = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 
 
@@ -31,19 +51,23 @@ class Store:
     def __init__(self, url: str) -> None:
         """Opens it and brings its tables up to date.
 
-        Raises `ConfigError` for a URL that is none, or a database that cannot be reached; a password in the
-        URL is in no message.
+        Raises `ConfigError` for a URL that is none, for a database that cannot be reached, and for one of a
+        version that cannot be brought up to date; a password in the URL is in no message.
         """
         self._engine = _open(url)
+        _make_private(self._engine)
         self._writing = threading.Lock()
         self._log_file = _log_file(self._engine)
         self._claims = ExitStack()
         self.is_postgres = self._engine.dialect.name == "postgresql"
+        shown = self._engine.url.render_as_string(hide_password=True)
         try:
-            self._migrate()
+            self._make_tables(shown)
+        except ConfigError:
+            self._engine.dispose()
+            raise
         except OperationalError as error:
             self._engine.dispose()
-            shown = self._engine.url.render_as_string(hide_password=True)
             raise ConfigError(
                 f"the database {shown} cannot be used: {type(error.orig).__name__}",
                 hint="see that it is there, that its folder may be written to, and its user and password",
@@ -112,12 +136,82 @@ class Store:
         self._claims.close()
         self._engine.dispose()
 
-    def _migrate(self) -> None:
-        config = Config()
-        config.set_main_option("script_location", str(resources.files("convoy.fleet.books") / "migrations"))
+    def _make_tables(self, shown: str) -> None:
+        """Make the tables of a new database; bring those of an older version up to date.
+
+        Raises `ConfigError`, which names the database as ``shown``, and then has changed nothing.
+        """
+        newest = newest_version()
         with self.write() as connection:
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            names = set(inspect(connection).get_table_names())
+            if not names:
+                METADATA.create_all(connection)
+                _VERSION.metadata.create_all(connection)
+                connection.execute(_VERSION.insert().values(version_num=newest))
+                return
+            has_version = _VERSION.name in names
+            version = connection.scalar(select(_VERSION.c.version_num)) if has_version else None
+            is_ours = not names.isdisjoint(METADATA.tables)
+            if version not in _versions() and (version is not None or is_ours):
+                raise ConfigError(
+                    f"the database {shown} has version {version or 'none'}, expected at most {newest}",
+                    hint=f"a later Convoy may open it; here, {_NEW_DATABASE}",
+                )
+            if version != newest:
+                migrate(connection)
+            _check_columns(connection, shown)
+
+
+def _check_columns(connection: Connection, shown: str) -> None:
+    """Raise `ConfigError` where a column is missing: the first version of the tables was another one once."""
+    found = inspect(connection)
+    names = found.get_table_names()
+    for table in METADATA.sorted_tables:
+        there = {one["name"] for one in found.get_columns(table.name)} if table.name in names else set()
+        missing = [column.name for column in table.columns if column.name not in there]
+        if missing:
+            raise ConfigError(
+                f"the database {shown} is of an earlier version of Convoy, and nothing brings it up to date: "
+                f"its table {table.name} lacks {', '.join(missing)}",
+                hint=_NEW_DATABASE,
+            )
+
+
+def newest_version() -> str:
+    """Return the newest version of the tables. Raises `ConfigError` as `_versions`."""
+    return max(_versions())
+
+
+def _versions() -> set[str]:
+    """Return every version of the tables, by the names of the files that lead there.
+
+    Raises `ConfigError` for a file whose revision is another one than its name says: a new database would
+    be marked with a version that the migrations do not know.
+    """
+    found = set()
+    for file in (_MIGRATIONS / "versions").iterdir():
+        named = re.match(r"v(\d{4})_", file.name)
+        if named is None:
+            continue
+        # Read rather than imported: a module of a version imports the whole library of migrations.
+        said = re.search(r'^revision = "(.*)"$', file.read_text(encoding="utf-8"), re.MULTILINE)
+        if said is None or said[1] != named[1]:
+            raise ConfigError(
+                f"the migration {file.name} has revision {said[1] if said else 'none'}, expected {named[1]}"
+            )
+        found.add(named[1])
+    return found
+
+
+def migrate(connection: Connection) -> None:
+    """Run the versions that are missing. Its library takes 0.4 s and 10 MB, so only where there are some."""
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
 
 
 def _open(url: str) -> Engine:
@@ -138,6 +232,33 @@ def _open(url: str) -> Engine:
         event.listen(engine, "connect", _set_up_sqlite)
         event.listen(engine, "begin", _begin)
     return engine
+
+
+def _make_private(engine: Engine) -> None:
+    """Create SQLite's file for its owner alone, or make it so; SQLite gives its log the same mode.
+
+    Raises `ConfigError` for a file that stays readable by others. SQLite says what is wrong with
+    one that cannot be opened.
+    """
+    name = engine.url.database
+    if engine.dialect.name != "sqlite" or not name or name == ":memory:" or name.startswith("file:"):
+        return
+    try:
+        os.close(os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError:
+        return
+    for file in (Path(name), Path(f"{name}-wal"), Path(f"{name}-shm")):
+        try:
+            mode = stat.S_IMODE(file.stat().st_mode)
+            if mode & 0o077:
+                file.chmod(mode & 0o700)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            raise ConfigError(
+                f"the database {file} has mode {mode:04o}, expected 0600: others could read it",
+                hint=f"chmod 600 {file}, as its owner",
+            ) from None
 
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:

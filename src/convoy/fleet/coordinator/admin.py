@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Annotated, Literal, ParamSpec, TypeVar
 
 import msgspec
@@ -15,19 +15,26 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
 from convoy.cluster.metric_families import CONTENT_TYPE_LATEST, Source, text_of
-from convoy.errors import ConfigError, RequestError
-from convoy.fleet.books.keys import Scope
+from convoy.errors import AuditError, ConfigError, RequestError, Unavailable
+from convoy.fleet.books.keys import KeyFacts, KeyTerms, Scope, hint_of, subject_of_key
 from convoy.fleet.books.price import MAX_MICRO
+from convoy.fleet.coordinator.callers import caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
+from convoy.serve.failed_keys import FailedKeys
 from convoy.serve.guard import Guard
+from convoy.serve.key_file import new_key
+from convoy.serve.keys import key_of
 from convoy.serve.options import ServeOptions
-from convoy.serve.refusals import Unauthenticated
+from convoy.trust.audit import Subject
 
 _MAX_BODY_BYTES = 64 * 1024
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+
+
+Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_MICRO)] | None
 
 
 class NewAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +57,15 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scope: Literal["consumer", "admin", "metrics"]
     account: Name | None = None
     label: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    expires_s: Limit = None
+    requests_per_minute: Limit = None
+    tokens_per_minute: Limit = None
+    concurrent_requests: Limit = None
+    spend_limit_micro: Limit = None
+
+    @property
+    def terms(self) -> KeyTerms:
+        return KeyTerms(**{one.name: getattr(self, one.name) for one in fields(KeyTerms)})
 
 
 class OldKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,10 +88,12 @@ class OldProvider(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
 
 
-def make_admin_app(coordinator: Coordinator, options: ServeOptions, served: Source = tuple) -> ASGIApp:
+def make_admin_app(
+    coordinator: Coordinator, options: ServeOptions, served: Source = tuple, failed: FailedKeys | None = None
+) -> ASGIApp:
     """The ASGI application; every path but /metrics wants an administrator's key.
 
-    ``served``: what the consumers' door counts.
+    ``served``: what the consumers' door counts. ``failed``: where wrong keys are counted.
     """
     admin = _Admin(coordinator, served)
     routes = [
@@ -92,7 +110,7 @@ def make_admin_app(coordinator: Coordinator, options: ServeOptions, served: Sour
         Route("/providers", admin.approve, methods=["POST"]),
         Route("/providers/revoke", admin.revoke_provider, methods=["POST"]),
     ]
-    return Guard(Router(routes, redirect_slashes=False), options)
+    return Guard(Router(routes, redirect_slashes=False), options, failed)
 
 
 class _Admin:
@@ -116,7 +134,7 @@ class _Admin:
         ]
         return _json(
             {
-                "coordinator_key": coordinator.public_key.hex(),
+                "coordinator_key": coordinator.proof.public_key.hex(),
                 "draining": coordinator.lifecycle.draining,
                 "models": models,
                 "providers": [asdict(one) for one in coordinator.providers()],
@@ -144,66 +162,114 @@ class _Admin:
     async def keys(self, request: Request) -> Response:
         await self._admit(request)
         found = await asyncio.to_thread(self._coordinator.directory.keys)
-        return _json([{**asdict(one), "scope": one.scope.value} for one in found])
+        return _json([_shown(one) for one in found])
 
     async def providers(self, request: Request) -> Response:
         await self._admit(request)
         found = await asyncio.to_thread(self._coordinator.directory.providers)
         levels = {one.name: one.level for one in self._coordinator.providers()}
         return _json(
-            [{**asdict(one), "identity": one.identity.hex(), "level": levels.get(one.name)} for one in found]
+            [
+                {
+                    **asdict(one),
+                    "identity": one.identity.hex(),
+                    "level": levels.get(one.name),
+                    "unbilled_tokens": self._coordinator.counts.unbilled(one.name),
+                }
+                for one in found
+            ]
         )
 
     async def open_account(self, request: Request) -> Response:
         body = await self._body(request, NewAccount)
-        await _sensible(self._coordinator.ledger.open_account, body.name)
-        if body.credit_micro:
-            await _sensible(self._coordinator.ledger.credit, body.name, body.credit_micro)
+        ledger, credit = self._coordinator.ledger, body.credit_micro
+        await self._do(request, "open account", {"account": body.name}, ledger.open_account, body.name)
+        if credit:
+            about: Subject = {"account": body.name, "amount_micro": credit}
+            await self._do(request, "add credit", about, ledger.credit, body.name, credit)
         return _json({"name": body.name, "balance_micro": body.credit_micro}, 201)
 
     async def credit(self, request: Request) -> Response:
         body = await self._body(request, NewCredit)
-        balance = await _sensible(self._coordinator.ledger.credit, body.account, body.amount_micro)
+        about: Subject = {"account": body.account, "amount_micro": body.amount_micro}
+        credit = self._coordinator.ledger.credit
+        balance = await self._do(request, "add credit", about, credit, body.account, body.amount_micro)
         return _json({"name": body.account, "balance_micro": balance}, 201)
 
     async def make_key(self, request: Request) -> Response:
         body = await self._body(request, NewKey)
         scope = Scope(body.scope)
-        key = await _sensible(self._coordinator.directory.make_key, scope, body.account, body.label)
+        # The entry is written before the key is, and names it.
+        key = new_key()
+        about = subject_of_key(key, scope, body.account, body.label, body.terms)
+        make = self._coordinator.directory.make_key
+        await self._do(request, "make API key", about, make, scope, body.account, body.label, body.terms, key)
         return _json({"key": key, "account": body.account, "scope": scope.value}, 201)
 
     async def revoke_key(self, request: Request) -> Response:
         body = await self._body(request, OldKey)
-        count = await _sensible(self._coordinator.directory.revoke_key, body.account, body.hint)
+        about: Subject = {"account": body.account, "hint": body.hint}
+        revoke = self._coordinator.directory.revoke_key
+        count = await self._do(request, "revoke API key", about, revoke, body.account, body.hint)
         return _json({"revoked": count})
 
     async def approve(self, request: Request) -> Response:
         body = await self._body(request, NewProvider)
-        if bytes.fromhex(body.identity) == self._coordinator.public_key:
+        if bytes.fromhex(body.identity) == self._coordinator.proof.public_key:
             raise RequestError(
                 "this is the coordinator's own key: who trusts it would trust the coordinator",
                 hint="give the provider a folder of keys of its own",
             )
-        await _sensible(self._coordinator.directory.approve, bytes.fromhex(body.identity), body.name)
+        about: Subject = {"name": body.name, "identity": body.identity}
+        approve = self._coordinator.directory.approve
+        await self._do(request, "approve provider", about, approve, bytes.fromhex(body.identity), body.name)
+        self._coordinator.approvals.approve(bytes.fromhex(body.identity))
         has_called = self._coordinator.has_called(bytes.fromhex(body.identity))
         return _json({"name": body.name, "has_called": has_called}, 201)
 
     async def revoke_provider(self, request: Request) -> Response:
         body = await self._body(request, OldProvider)
-        known = await _sensible(self._coordinator.directory.revoke_provider, body.name)
+        revoke = self._coordinator.directory.revoke_provider
+        known = await self._do(request, "revoke provider", {"name": body.name}, revoke, body.name)
         if not known:
             raise RequestError(f"no provider that may connect is called {body.name!r}", param="name")
         connected = await self._coordinator.put_out(body.name)
         return _json({"revoked": known, "was_connected": connected})
 
     async def _admit(self, request: Request, scope: Scope = Scope.ADMIN) -> None:
-        """Raises `Unauthenticated` or `Forbidden`."""
-        scheme, _, key = Headers(scope=request.scope).get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthenticated(
-                "no api key was sent", hint=f"a key of scope {scope.value} is wanted, as a bearer token"
-            )
-        await asyncio.to_thread(self._coordinator.directory.look_up, key.strip(), scope)
+        """Raises `Unauthenticated`, `Forbidden` or `RateLimited`."""
+        grant = await caller_of(self._coordinator.directory, Headers(scope=request.scope), scope)
+        # It counts against the key's rate. Nothing here runs long enough to be counted at once.
+        self._coordinator.key_uses.of(grant).begin()
+
+    async def _do(
+        self,
+        request: Request,
+        action: str,
+        subject: Subject,
+        work: Callable[P, R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Do it on a thread, once it stands in the audit log; `Unavailable` if that cannot be written."""
+        await self._record(request, action, subject)
+        try:
+            return await _sensible(work, *args, **kwargs)
+        except Exception as error:
+            await self._record(request, f"failed: {action}", {**subject, "error": type(error).__name__})
+            raise
+
+    async def _record(self, request: Request, action: str, subject: Subject) -> None:
+        log = self._coordinator.options.audit
+        if log is None:
+            return
+        actor = f"administrator key {hint_of(key_of(Headers(scope=request.scope)))}"
+        origin = "unknown" if request.client is None else request.client.host
+        try:
+            await asyncio.to_thread(log.append, action, subject, actor=actor, origin=origin)
+        except AuditError as error:
+            public = "the audit log cannot be written, so nothing was done"
+            raise Unavailable(error.message, hint=error.hint, public=public) from error
 
     async def _body(self, request: Request, kind: type[T]) -> T:
         await self._admit(request)
@@ -226,6 +292,11 @@ async def _sensible(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> 
         return await asyncio.to_thread(work, *args, **kwargs)
     except ConfigError as error:
         raise RequestError(error.message, hint=error.hint) from error
+
+
+def _shown(key: KeyFacts) -> dict[str, object]:
+    facts = asdict(key)
+    return {**facts, **facts.pop("terms"), "scope": key.scope.value}
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -16,11 +15,13 @@ import msgspec
 from convoy.crypto.sealed_answer import AnswerOpener
 from convoy.crypto.sealed_request import RequestFacts, request_hash, seal_request
 from convoy.errors import ProviderError
-from convoy.fleet.answer import MAX_WHOLE_BYTES, AnswerHead
+from convoy.fleet.answer import MAX_REFUSAL_BYTES, MAX_WHOLE_BYTES, AnswerHead
 from convoy.fleet.asked import Wanted
 from convoy.fleet.coordinator.answering import Answering, ProviderFailed
+from convoy.fleet.coordinator.bounds import Outcome, most_billed
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.provider_socket import ProviderSocket, Registration
+from convoy.fleet.seen import SeenText
 from convoy.fleet.timing import Timing
 from convoy.wire.fleet import Began, Chunk, Done, Serve
 
@@ -28,14 +29,6 @@ LEASE_S = 600  # in which a sealed request may be opened
 _MOST_READ_S = 600.0  # that reading a prompt may take, whatever rate a provider offered
 _MAX_EARLY_BYTES = 4 * 1024 * 1024  # that are kept before a first token
 _MAX_WHOLE_BYTES = MAX_WHOLE_BYTES + _MAX_EARLY_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What an answer came to, as its provider says."""
-
-    prompt_tokens: int
-    completion_tokens: int
 
 
 class Seal(Protocol):
@@ -58,6 +51,15 @@ class Seal(Protocol):
         """What the reader gets of it. Raises `SealError` for one that does not open."""
         ...
 
+    @property
+    def text_bytes(self) -> int:
+        """Return the bytes of text that passed; where they are sealed, as many as there may be."""
+        ...
+
+    def read(self, body: bytes) -> None:
+        """Take all of an answer that is no stream."""
+        ...
+
 
 class OwnSeal:
     """The coordinator's own, for those who sent it their text."""
@@ -67,6 +69,17 @@ class OwnSeal:
         self._secret = b""
         self._hash = b""
         self._opener: AnswerOpener | None = None
+        self._has_head = False
+        self._seen = SeenText()
+
+    @property
+    def text_bytes(self) -> int:
+        """Return the bytes of text that passed."""
+        return self._seen.bytes
+
+    def read(self, body: bytes) -> None:
+        """Count the text in all of an answer that is no stream."""
+        self._seen.whole(body)
 
     def serve(self, registration: Registration, request_id: str) -> Serve:
         """Sealed to the provider's key."""
@@ -93,7 +106,12 @@ class OwnSeal:
         """Opened; the counts in the last one are no part of the body."""
         assert self._opener is not None, "chunks come after the beginning"
         opened = self._opener.open(chunk.sealed, last=chunk.last)
-        return b"" if chunk.last else opened
+        if chunk.last:
+            return b""
+        if self._has_head and self.wanted.stream:
+            self._seen.feed(opened)
+        self._has_head = self._has_head or bool(opened)
+        return opened
 
 
 def serve_of(facts: RequestFacts, wanted: Wanted, sealed: bytes) -> Serve:
@@ -127,6 +145,8 @@ class Attempt:
         self._sent_s = 0.0
         self.first_s = 0.0  # from being sent to its first token
         self.outcome: Outcome | None = None
+        self.status = 200  # as far as it is not sealed
+        self._refusal = bytearray()  # the body, where the status is another one
 
     async def send(self, timing: Timing, trace: str = "") -> None:
         """Seal and send. ``trace``: a traceparent. Raises what the socket raises where it is gone."""
@@ -171,6 +191,7 @@ class Attempt:
         if not isinstance(message, Began):
             raise ProviderError(f"an answer began with {type(message).__name__}")
         head, num_bytes = self._seal.begun(message) or await self._first_said(), 0
+        self.status = head.status
         while head.status == 200 and not self._answer.tokens:
             piece = await self._next(self._silence_s)
             if piece is None:
@@ -194,7 +215,9 @@ class Attempt:
             joined += piece
             if len(joined) > _MAX_WHOLE_BYTES:
                 raise ProviderFailed(f"an answer has more than {_MAX_WHOLE_BYTES} bytes")
-        return bytes(joined)
+        body = bytes(joined)
+        self._seal.read(body)
+        return body
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """What is left of the body. Raises `ProviderError`; then what came so far is no whole answer."""
@@ -204,6 +227,8 @@ class Attempt:
         while self.outcome is None:
             found = await self._next(self._options.chunk_s)
             if found is not None:
+                if self.status != 200:
+                    self._refusal += found[0][: MAX_REFUSAL_BYTES - len(self._refusal)]
                 yield found[0]
 
     async def _next(self, wait_s: float) -> tuple[bytes] | None:
@@ -220,6 +245,17 @@ class Attempt:
             raise ProviderFailed("an answer ended before its last chunk")
         self.outcome = Outcome(message.prompt_tokens, message.completion_tokens)
         return None
+
+    def most_billed(self) -> Outcome:
+        """Return what may be billed for what passed so far."""
+        registration, wanted = self._socket.registration, self._seal.wanted
+        offer = None if registration is None else registration.offers.get(wanted.model)
+        return most_billed(
+            wanted,
+            template_tokens=0 if offer is None else offer.template_tokens,
+            text_bytes=self._seal.text_bytes,
+            refusal=None if self.status == 200 else bytes(self._refusal),
+        )
 
     @property
     def tokens(self) -> int:

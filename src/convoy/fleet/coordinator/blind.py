@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from convoy.crypto.sealed_answer import most_chunk_bytes
 from convoy.errors import SealError
 from convoy.fleet.answer import AnswerHead
 from convoy.fleet.asked import Wanted
@@ -21,6 +22,7 @@ class PassedOn:
         self.wanted = wanted
         self._sealed = sealed
         self._began: bytes | None = None
+        self.text_bytes = 0  # at most: what is padded may be text, and so may be the head and the counts
 
     def serve(self, registration: Registration, request_id: str) -> Serve:
         """As it came. Raises `SealError` where the provider has another key by now: it would not open."""
@@ -36,8 +38,12 @@ class PassedOn:
 
     def chunk(self, chunk: Chunk) -> bytes:
         """A record; before the first one, that of the beginning."""
+        self.text_bytes += most_chunk_bytes(len(chunk.sealed))
         before, self._began = self._began or b"", None
         return before + encode_record(chunk)
+
+    def read(self, body: bytes) -> None:
+        """Nothing: it is sealed, and counted chunk by chunk."""
 
 
 class AsRecords:

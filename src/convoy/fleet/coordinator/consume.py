@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from convoy.errors import Unavailable
-from convoy.fleet.answer import SEALED_HEADER, AnswerHead
+from convoy.fleet.answer import SEALED_HEADER, AnswerHead, is_too_long
 from convoy.fleet.asked import Kind, read_wanted
 from convoy.fleet.coordinator.attempt import OwnSeal
+from convoy.fleet.coordinator.callers import Consumer
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.way import (
     GONE,
     Begun,
     Way,
-    account_of,
+    consuming,
     hold_of,
     no_provider,
     pass_on,
@@ -27,10 +28,14 @@ from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import Timing
 from convoy.serve.arrival import read_body
 from convoy.serve.exchange import Exchange
+from convoy.serve.intake import Intake, Upload
 from convoy.serve.lifecycle import Lifecycle
 from convoy.serve.options import ServeOptions
 from convoy.serve.problem import body_for
 from convoy.serve.refusals import UnknownModel
+from convoy.serve.repeats import Repeats
+
+_BAD_REQUEST = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Consume:
     coordinator: Coordinator
     options: ServeOptions
     lifecycle: Lifecycle
+    intake: Intake
+    repeats: Repeats
     kind: Kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
@@ -48,24 +55,47 @@ class Consume:
         exchange.refusal_headers = timing.header
         headers = Headers(scope=scope)
         with self.lifecycle.answering(), self.lifecycle.running(exchange):
-            account = await account_of(self.coordinator, headers)  # strangers' bodies are not kept
-            data = await read_body(headers, receive, self.options)
-            await exchange.while_connected(self._run(account, data, headers, exchange, timing))
+            async with consuming(self.coordinator, headers) as consumer:  # strangers' bodies are not kept
+                upload = self.intake.upload(consumer.account)
+                consumer.at_end.callback(upload.leave)
+                data = await read_body(headers, receive, self.options, upload=upload)
+                upload.keep(data)
+                await exchange.while_connected(
+                    self._run(consumer, upload, data, headers, exchange, timing=timing)
+                )
 
     async def _run(
-        self, account: str, data: bytes, headers: Headers, exchange: Exchange, timing: Timing
+        self,
+        consumer: Consumer,
+        upload: Upload,
+        data: bytes,
+        headers: Headers,
+        exchange: Exchange,
+        *,
+        timing: Timing,
     ) -> None:
+        account, use = consumer.account, consumer.use
+        mark = self.repeats.check(account, self.kind, data)
         with timing.measure("parse"):
             options = self.coordinator.options
-            wanted = read_wanted(data, self.kind, account, options.models, options.cache_key)
+            read = partial(
+                read_wanted,
+                kind=self.kind,
+                account=account,
+                models=options.models,
+                cache_key=options.cache_key,
+            )
+            # A short body takes about as long as a thread's start; a long one would hold up every stream.
+            wanted = await self.intake.read(upload, read) if upload.is_long else read(upload.take())
             check_known(self.coordinator, wanted.model)
-            body_hash = hashlib.sha256(data).digest()
-            hold = hold_of(self.coordinator, account, wanted, body_hash, headers)
+            hold = hold_of(self.coordinator, account, wanted, data, headers)
+            hold = replace(hold, spends=consumer.grant.spends)
+            use.hold(wanted.prompt_tokens, 0)
         parent = headers.get("traceparent", "")
-        way = Way(self.coordinator, account, wanted, timing, hold, parent=parent)
+        way = Way(self.coordinator, account, wanted, timing, hold, parent=parent, use=use)
         await way.reserve()
         try:
-            await self._serve(way, exchange)
+            await self._serve(way, exchange, mark)
             exchange.outcome = exchange.outcome or "complete"
         except BaseException as error:
             exchange.outcome = outcome_of(exchange.cut or error)
@@ -73,10 +103,12 @@ class Consume:
         finally:
             way.report(exchange.outcome)
 
-    async def _serve(self, way: Way, exchange: Exchange) -> None:
+    async def _serve(self, way: Way, exchange: Exchange, mark: bytes) -> None:
         begun: Begun | None = None
         try:
             begun = await self._begin(way)
+            if begun.head.status == _BAD_REQUEST and is_too_long(begun.whole or b""):
+                self.repeats.failed(mark)
             await pass_on(way, exchange, begun, _InClear())
         finally:
             await way.end(None if begun is None else begun.attempt)

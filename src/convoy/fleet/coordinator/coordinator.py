@@ -30,19 +30,22 @@ from convoy.fleet.books.clerk import Clerk
 from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.ledger import Ledger
 from convoy.fleet.books.store import Store
+from convoy.fleet.coordinator.approvals import Approvals
 from convoy.fleet.coordinator.ask import Ask, Owner
+from convoy.fleet.coordinator.callers import KeyUses
 from convoy.fleet.coordinator.dispatch import Assignment, Dispatcher
 from convoy.fleet.coordinator.metrics import FleetCounts, ModelState, ProviderState, fleet_families
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.proof import CoordinatorProof
 from convoy.fleet.coordinator.provider_socket import Heard, ProviderSocket, Registration, Unapproved
 from convoy.fleet.vetting import ProviderVetting
+from convoy.serve.kept import keep_place
 from convoy.serve.lifecycle import Lifecycle
 from convoy.serve.options import is_loopback
 from convoy.wire.fleet import Refused
 
 _log = logging.getLogger(__name__)
 
-_MAX_CALLED = 1000  # unapproved providers that are remembered
 _POLICY_VIOLATION, _TRY_AGAIN = 1008, 1013  # of WebSocket's reasons to close
 
 
@@ -59,25 +62,28 @@ class ConnectedProvider:
     absent: tuple[str, ...]  # of its roster, and sent none
     models: dict[str, int]  # and how many requests of each run there
     draining: bool
+    template_tokens: dict[str, int]  # that it offers to add to a prompt, by model
+    unbilled_tokens: int  # that it said beyond what was sent or seen, and that nobody paid
 
 
 class Coordinator:
     """Lives on the event loop's thread; only the database is used on others."""
 
-    def __init__(self, options: CoordinatorOptions, store: Store, public_key: bytes) -> None:
-        """``public_key``: by which providers know this coordinator."""
+    def __init__(self, options: CoordinatorOptions, store: Store, proof: CoordinatorProof) -> None:
+        """``proof``: what it proves to providers that dial."""
         self.options = options
         self.directory = Directory(store)
+        self.key_uses = KeyUses()
         self.ledger = Ledger(store, options.instance)
         self.clerk = Clerk(store, self.ledger)
-        self.public_key = public_key
+        self.proof = proof
         self.lifecycle = Lifecycle()
         self.counts = FleetCounts()
+        self.approvals = Approvals(options, self.directory.provider_name)
         self._vetting = ProviderVetting(options.trust)
         self._dispatcher = Dispatcher(options.queue)
         self._sockets: dict[str, ProviderSocket] = {}
         self._drained: set[str] = set()
-        self._called: dict[bytes, None] = {}  # keys that nobody approved, the newest last
         self._waiting: dict[int, asyncio.Future[str]] = {}
         self._numbers = itertools.count()
         self._greeting: Counter[str] = Counter()  # sockets that have not registered yet, by address
@@ -193,11 +199,16 @@ class Coordinator:
         if self._is_crowded(address) or len(self._sockets) >= self.options.max_providers:
             await websocket.close(_TRY_AGAIN)
             return
-        socket = ProviderSocket(websocket, self.options, self.public_key, self._vetting)
+        socket = ProviderSocket(websocket, self.options, self.proof, self._vetting)
         try:
             with self._greets(address):
                 await websocket.accept()
-                registration = await socket.register(self.directory.provider_name)
+                message, nonce = await socket.greet()
+            name = await self.approvals.name(socket, message.identity, address)
+            with self._greets(address):
+                name_of = self.directory.provider_name
+                registration = await socket.register(message, nonce, name, name_of)
+                keep_place(websocket.scope)
         except (ConvoyError, TimeoutError, WebSocketDisconnect, KeyError) as error:
             await self._refuse(socket, error)
             return
@@ -254,23 +265,16 @@ class Coordinator:
         self.counts.registration_refused()
         try:
             unapproved = isinstance(error, Unapproved)
-            if isinstance(error, Unapproved):
-                self._note_call(error.identity)
             await socket.send(Refused(reason[:500], not isinstance(error, FrameError), unapproved))
         except (WebSocketDisconnect, RuntimeError, ProviderError):
             pass  # nobody is left to tell
         await socket.close(_POLICY_VIOLATION)
 
-    def _note_call(self, identity: bytes) -> None:
-        self._called.pop(identity, None)
-        self._called[identity] = None
-        if len(self._called) > _MAX_CALLED:
-            del self._called[next(iter(self._called))]
-
     def has_called(self, identity: bytes) -> bool:
         """Whether a provider with that key has dialled, approved or not, as far as that is remembered."""
         connected = (one.registration for one in self._sockets.values())
-        return identity in self._called or any(one and one.identity == identity for one in connected)
+        is_here = any(one and one.identity == identity for one in connected)
+        return is_here or self.approvals.has_called(identity)
 
     def _replace(self, name: str) -> None:
         """The same provider on a new socket: the old one is over, whatever it still believes."""
@@ -331,6 +335,8 @@ class Coordinator:
                     *(verdict.level.text, verdict.why),
                     *({one.member: one.level.text for one in verdict.members}, verdict.absent),
                     *(running, name in self._drained),
+                    {model: offer.template_tokens for model, offer in registration.offers.items()},
+                    self.counts.unbilled(name),
                 )
             )
         return found

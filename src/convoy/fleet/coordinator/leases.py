@@ -14,15 +14,16 @@ from dataclasses import dataclass, replace
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from convoy.crypto.sealed_request import MAX_SEALED_BYTES
+from convoy.crypto.sealed_request import MAX_SEALED_BYTES, most_body_bytes
 from convoy.errors import ProviderError, QueueFull, RequestError
 from convoy.fleet.coordinator.answering import ProviderFailed
 from convoy.fleet.coordinator.ask import Trusted
 from convoy.fleet.coordinator.attempt import LEASE_S, Attempt
 from convoy.fleet.coordinator.blind import AsRecords, PassedOn
+from convoy.fleet.coordinator.callers import Consumer
 from convoy.fleet.coordinator.consume import check_known
 from convoy.fleet.coordinator.coordinator import Coordinator
-from convoy.fleet.coordinator.way import GONE, Way, account_of, hold_of, no_provider, pass_on
+from convoy.fleet.coordinator.way import GONE, Way, account_of, consuming, hold_of, no_provider, pass_on
 from convoy.fleet.lease import (
     MAX_LEASE_BYTES,
     SEALED_TYPE,
@@ -130,19 +131,22 @@ class MakeLease:
         exchange.refusal_headers = timing.header
         with self.lifecycle.answering(), self.lifecycle.running(exchange):
             limits = replace(self.options, max_body_bytes=MAX_LEASE_BYTES)
-            account = await account_of(self.leases.coordinator, headers)
-            data = await read_body(headers, receive, limits)
-            await exchange.while_connected(self._run(account, data, headers, exchange, timing))
+            async with consuming(self.leases.coordinator, headers) as consumer:
+                data = await read_body(headers, receive, limits)
+                await exchange.while_connected(self._run(consumer, data, headers, exchange, timing))
 
     async def _run(
-        self, account: str, data: bytes, headers: Headers, exchange: Exchange, timing: Timing
+        self, consumer: Consumer, data: bytes, headers: Headers, exchange: Exchange, timing: Timing
     ) -> None:
+        account, use = consumer.account, consumer.use
         coordinator = self.leases.coordinator
         with timing.measure("parse"):
             asked = read_lease_asked(data)
             wanted = asked.wanted(account)
             check_known(coordinator, wanted.model)
-            hold = hold_of(coordinator, account, wanted, asked.body_hash, headers)
+            hold = hold_of(coordinator, account, wanted, asked.said, headers)
+            hold = replace(hold, spends=consumer.grant.spends)
+            use.hold(wanted.prompt_tokens, 0)
         self.leases.check_room(account)
         trusted = Trusted(frozenset(asked.providers), frozenset(asked.operators))
         way = Way(
@@ -151,8 +155,10 @@ class MakeLease:
             level=Level.from_text(asked.level),
             parent=headers.get("traceparent", ""),
             sealed="end-to-end",
+            use=use,
         )
         await way.reserve()
+        way.at_end = consumer.at_end.pop_all()  # the lease has its place until the way is over
         try:
             lease = await self.leases.offer(way)
             self.leases.check_room(account)  # others were made meanwhile
@@ -197,7 +203,11 @@ class UseLease:
             )
         # who leaves pays for the prompt too, and not for less than what this one must hold
         least = least_prompt_tokens(len(sealed))
-        way.wanted = replace(way.wanted, prompt_tokens=max(way.wanted.prompt_tokens, least))
+        way.wanted = replace(
+            way.wanted,
+            prompt_tokens=max(way.wanted.prompt_tokens, least),
+            body_bytes=most_body_bytes(len(sealed)),
+        )
         attempt: Attempt | None = None
         try:
             attempt = await way.send(PassedOn(lease, way.wanted, sealed))

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from convoy.cluster.member_metrics import build_info
-from convoy.cluster.metric_families import Metric, counter, gauge, histogram
+from convoy.cluster.metric_families import Metric, build_info, counter, gauge, histogram
 from convoy.engine.histogram import Histogram, HistogramCounts
+from convoy.fleet.coordinator.bounds import Outcome
 from convoy.fleet.outcomes import LabelSums, word_of
 from convoy.fleet.timing import SEGMENTS, Timing
 
@@ -31,6 +31,7 @@ class FleetCounts:
         self._charged = LabelSums("model")
         self._failures = LabelSums("provider")
         self._unproved = LabelSums("provider")
+        self._unbilled = LabelSums("provider", "kind")
         self._refused = 0
 
     def request(self, model: str, outcome: str, timing: Timing) -> None:
@@ -44,6 +45,17 @@ class FleetCounts:
         self._tokens.add(model, "prompt", amount=prompt_tokens)
         self._tokens.add(model, "completion", amount=completion_tokens)
         self._charged.add(model, amount=cost_micro)
+
+    def claimed(self, provider: str, said: Outcome, billed: Outcome) -> None:
+        """It said more than could be: what is beyond the bounds was not billed."""
+        for kind in ("prompt", "completion"):
+            beyond = getattr(said, f"{kind}_tokens") - getattr(billed, f"{kind}_tokens")
+            if beyond > 0:
+                self._unbilled.add(provider, kind, amount=beyond)
+
+    def unbilled(self, provider: str) -> int:
+        """Return how many tokens a provider said beyond its bounds, since this started."""
+        return sum(self._unbilled.get(provider, kind) for kind in ("prompt", "completion"))
 
     def provider_failed(self, provider: str) -> None:
         """It refused a request, failed it or fell silent."""
@@ -66,6 +78,8 @@ class FleetCounts:
         yield self._tokens.family("convoy_fleet_billed_tokens", "Tokens that were settled for.")
         yield self._charged.family("convoy_fleet_charged_micro", "Millionths of a unit that were charged.")
         yield self._failures.family("convoy_fleet_provider_failures", "Requests that it failed.")
+        text = "Tokens that a provider said and that were not billed: beyond what was sent or seen."
+        yield self._unbilled.family("convoy_fleet_unbilled_tokens", text)
         yield self._unproved.family("convoy_fleet_challenges_failed", "Challenges not answered rightly.")
         text = "Registrations that were refused."
         yield counter("convoy_fleet_registrations_refused", text, [({}, self._refused)])

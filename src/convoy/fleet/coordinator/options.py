@@ -10,6 +10,7 @@ from convoy.fleet.asked import ModelOptions
 from convoy.fleet.coordinator.authority import LOOPBACK_NAMES
 from convoy.fleet.coordinator.dispatch import QueueLimits
 from convoy.serve.traces import NO_TRACES, Traces
+from convoy.trust.audit import AuditLog
 from convoy.trust.provider import ProviderRules
 
 
@@ -37,7 +38,16 @@ class CoordinatorOptions:
     max_providers: int = 100_000
     max_greeting: int = 256  # sockets at once that have not registered yet
     max_greeting_of_address: int = 32  # of them, of one address that is not this machine's
+    approval_s: float = 120.0  # that a provider whose key nobody let in yet may wait on its socket
+    approval_poll_s: float = 2.0  # between two looks at whether another coordinator let it in
+    max_unapproved: int = 64  # sockets that wait so
+    max_unapproved_of_address: int = 8  # of them, of one address that is not this machine's
     traces: Traces = NO_TRACES
+    audit: AuditLog | None = None  # of what administrators do
     cache_key: bytes = field(
         default_factory=lambda: secrets.token_bytes(32), repr=False
     )  # of accounts' salts
+    body_key: bytes = field(
+        default_factory=lambda: secrets.token_bytes(32), repr=False
+    )  # of bodies that come with an Idempotency-Key: it is kept, but not in the database
+    forget_every_s: float = 600.0  # keys and HMACs that are a day old

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -19,6 +21,7 @@ from convoy.fleet.capacity import Capacity, Load
 from convoy.fleet.coordinator.answering import Answering, ProviderFailed
 from convoy.fleet.coordinator.authority import authorities_of
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.proof import CoordinatorProof
 from convoy.fleet.vetting import ProviderVetting
 from convoy.serve.abortable import abort
 from convoy.trust.level import Level
@@ -26,8 +29,10 @@ from convoy.trust.provider import NO_EVIDENCE, Challenged, Claimant
 from convoy.wire.certified import read_certificate
 from convoy.wire.fleet import (
     MAX_CHUNK_MESSAGE_BYTES,
+    MAX_GREETING_BYTES,
     MAX_REGISTRATION_BYTES,
     PROTOCOL,
+    AwaitApproval,
     Began,
     Cancel,
     Challenge,
@@ -39,6 +44,7 @@ from convoy.wire.fleet import (
     FleetMessage,
     FromProvider,
     Heartbeat,
+    Hello,
     Proof,
     Prove,
     Register,
@@ -49,6 +55,7 @@ from convoy.wire.fleet import (
     proof_bytes,
     registration_bytes,
 )
+from convoy.wire.text import plain_text
 
 _log = logging.getLogger(__name__)
 
@@ -105,13 +112,18 @@ class ProviderSocket:
     """Lives on the event loop's thread."""
 
     def __init__(
-        self, socket: WebSocket, options: CoordinatorOptions, coordinator: bytes, vetting: ProviderVetting
+        self,
+        socket: WebSocket,
+        options: CoordinatorOptions,
+        proof: CoordinatorProof,
+        vetting: ProviderVetting,
     ) -> None:
-        """``coordinator``: the public key by which providers know this one."""
+        """``proof``: what this coordinator proves to a provider that dials."""
         self._vetting = vetting
         self._socket = socket
         self._options = options
-        self._coordinator = coordinator
+        self._own_proof = proof
+        self._coordinator = proof.public_key
         self._answers: dict[str, Answering] = {}
         self._sending = asyncio.Lock()
         self._ended = ""  # why nothing is sent any more
@@ -123,29 +135,55 @@ class ProviderSocket:
         self.evidence = b""  # the newest that suffices, as it came
         self.verdict = NO_EVIDENCE
 
-    async def register(self, name_of: Callable[[bytes], str | None]) -> Registration:
-        """Challenge, and take the answer. ``name_of`` gives the name of an approved key.
+    async def greet(self) -> tuple[Register, bytes]:
+        """Take a hello, challenge, and return the answer with the challenge's nonce.
 
-        Raises `ProviderError`, `AttestationError`, `FrameError` or `HandshakeError`; the socket is open
-        still, to say so.
+        Raises `ProviderError`, `FrameError` or `HandshakeError`; the socket is open still, to say so.
         """
-        registers = self._vetting.rules.registers
-        challenge = Challenge(PROTOCOL, self._coordinator, secrets.token_bytes(32), registers)
-        await self.send(challenge)
         async with asyncio.timeout(self._options.greeting_s):
+            hello = await self._hello()
+            challenge = self._own_proof.challenge(hello, self._vetting.rules.registers)
+            await self.send(challenge)
             message = decode_from_provider(await self._socket.receive_bytes(), MAX_REGISTRATION_BYTES)
         if not isinstance(message, Register):
             raise ProviderError(f"a {type(message).__name__} came before a registration")
-        self._check_signature(challenge, message)
+        self._check_signature(hello.authority, challenge, message)
+        return message, challenge.nonce
+
+    async def while_silent(self, work: Coroutine[Any, Any, str], wait_s: float) -> str:
+        """Tell the provider to wait, and return what ``work`` comes to while its socket stands.
+
+        Raises `ProviderError` for one that speaks meanwhile, and what a socket raises that ends.
+        """
+        await self.send(AwaitApproval(wait_s))
+        working = asyncio.ensure_future(work)
+        hearing = asyncio.ensure_future(self._socket.receive_bytes())
+        try:
+            await asyncio.wait({working, hearing}, return_when=asyncio.FIRST_COMPLETED)
+            if hearing.done():
+                hearing.result()
+                raise ProviderError("a provider speaks before it is let in")
+            return working.result()
+        finally:
+            working.cancel()
+            hearing.cancel()
+
+    async def register(
+        self, message: Register, nonce: bytes, name: str, name_of: Callable[[bytes], str | None]
+    ) -> Registration:
+        """Take a provider whose key is let in under ``name``. ``name_of`` says later whether it still is.
+
+        Raises `ProviderError` or `AttestationError`; the socket is open still, to say so.
+        """
         self._name_of = name_of
-        name = await asyncio.to_thread(name_of, message.identity)
-        if name is None:
-            raise Unapproved(message.identity)
         now_s = time.time()
         if not now_s < message.request_key_expires_s <= now_s + _MAX_REQUEST_KEY_S + 60:
             raise ProviderError("a provider's key for requests has expired, or lives longer than a day")
         offers = {
-            one.model: Capacity(one.slots, one.decode_rate, one.batch_rate, one.prefill_rate, one.max_context)
+            one.model: Capacity(
+                *(one.slots, one.decode_rate, one.batch_rate, one.prefill_rate),
+                *(one.max_context, one.template_tokens),
+            )
             for one in message.offers
         }
         for capacity in offers.values():
@@ -155,7 +193,7 @@ class ProviderSocket:
             *(message.key_signature, message.certificate, _operator_of(message)),
             *(message.software, offers),
         )
-        await self._vet(message.evidence, registration, challenge.nonce)
+        await self._vet(message.evidence, registration, nonce)
         self.registration = registration
         await self.send(Registered(name, self._options.window))
         return registration
@@ -166,18 +204,31 @@ class ProviderSocket:
         self.verdict = await self._vetting.judged(evidence, registration.claimant, challenged)
         self.evidence = evidence
 
-    def _check_signature(self, challenge: Challenge, message: Register) -> None:
-        """Over where it believes to have dialled: so nobody in between can register in its name."""
+    async def _hello(self) -> Hello:
+        """Return the first message, which names an address of this coordinator. Raises `ProviderError`."""
+        hello = decode_from_provider(await self._socket.receive_bytes(), MAX_GREETING_BYTES)
+        if not isinstance(hello, Hello):
+            raise ProviderError(f"a {type(hello).__name__} came before a hello")
+        if hello.protocol != PROTOCOL:
+            raise ProviderError(f"a provider speaks version {hello.protocol}, expected {PROTOCOL}")
         options, host = self._options, self._socket.headers.get("host", "")
         tls = self._socket.scope.get("scheme") == "wss"
-        for authority in authorities_of(options.authorities, options.names, host, tls=tls):
-            said = registration_bytes(challenge, authority, message)
-            try:
-                verify(message.identity, message.signature, said)
-            except ConvoyError:
-                continue
-            return
-        raise ProviderError("a registration is not signed by its key for this coordinator and challenge")
+        if hello.authority not in authorities_of(options.authorities, options.names, host, tls=tls):
+            dialled = plain_text(hello.authority, 300)
+            raise ProviderError(
+                f"a provider dials {dialled}, which is no address of this coordinator",
+                hint="`convoy coordinator --authority HOST:PORT` names one",
+            )
+        return hello
+
+    def _check_signature(self, authority: str, challenge: Challenge, message: Register) -> None:
+        """Check that the provider signed the address that it dialled, so that no relay registers for it."""
+        known = msgspec.structs.replace(challenge, coordinator=self._coordinator)
+        try:
+            verify(message.identity, message.signature, registration_bytes(known, authority, message))
+        except ConvoyError:
+            text = "a registration is not signed by its key for this coordinator and challenge"
+            raise ProviderError(text) from None
 
     async def run(self, heard: Callable[[Heard], None]) -> None:
         """Until the socket ends, which is what it raises: what it says goes to ``heard`` and to the answers.
@@ -220,7 +271,7 @@ class ProviderSocket:
                 heard(Heard({}, drains=True))
             case Began() | Chunk() | Done() | Failed():
                 self._pass_on(message)
-            case Register():
+            case Hello() | Register():
                 raise ProviderError("a provider registered twice on one socket")
 
     def _pass_on(self, message: Began | Chunk | Done | Failed) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +19,8 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from convoy.cluster.metric_families import Metric
+from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError
 from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.store import Store
@@ -24,30 +29,46 @@ from convoy.fleet.coordinator.consume import Consume
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.leases import Leases, MakeLease, ReleaseLease, UseLease
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.proof import CoordinatorProof, PublicCertificate
 from convoy.fleet.coordinator.way import account_of
+from convoy.serve.failed_keys import FailedKeys
 from convoy.serve.guard import Guard
 from convoy.serve.http_counts import HttpCounts
+from convoy.serve.http_limits import HttpLimits
+from convoy.serve.intake import Intake
 from convoy.serve.lifecycle import Lifecycle
 from convoy.serve.options import ServeOptions, is_loopback
+from convoy.serve.repeats import Repeats
 from convoy.serve.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
+from convoy.serve.tls import check_certificate
 from convoy.wire.fleet import MAX_CHUNK_MESSAGE_BYTES
 
+_log = logging.getLogger(__name__)
 PUBLIC_PATHS = (
     *("/v1/leases", "/v1/leases/{lease}", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"),
 )
 
+# Few are administrators, and their connections come out of the descriptors that the public door spares.
+_ADMIN_LIMITS = HttpLimits(max_unproven=32, max_unproven_per_address=32, max_kept=32)
+
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Where it listens. ``tls``: certificate and key files; ``behind_tls_proxy``: somebody else has them."""
+    """Where it listens. ``tls``: certificate and key files; ``behind_tls_proxy``: somebody else has them.
+
+    ``public_certificate``: PEM file of the certificate that a TLS proxy in front serves with.
+    """
 
     public: ServeOptions
     admin: ServeOptions
     tls: tuple[str, str] | None = None
     behind_tls_proxy: bool = False
+    public_certificate: Path | None = None
 
     def check(self) -> None:
-        """Raises `ConfigError`: keys and prompts cross no network in clear text."""
+        """Raises `ConfigError`: keys and prompts cross no network in clear text, and TLS wants its files."""
+        if self.tls is not None:
+            check_certificate(self.tls)
         if not is_loopback(self.admin.host):
             raise ConfigError(f"the administrators' door is on loopback alone, and not on {self.admin.host}")
         if not (is_loopback(self.public.host) or self.tls or self.behind_tls_proxy):
@@ -56,12 +77,20 @@ class Doors:
                 hint="--tls-certificate and --tls-key, or --behind-tls-proxy where a proxy ends TLS",
             )
 
+    def proof(self, identity: Identity) -> CoordinatorProof:
+        """Return what the coordinator proves. Raises `ConfigError` for certificates that cannot be read."""
+        served = PublicCertificate(Path(self.tls[0])).hash if self.tls else b""
+        public = None if self.public_certificate is None else PublicCertificate(self.public_certificate)
+        return CoordinatorProof(identity, served, public)
 
-def make_public_app(coordinator: Coordinator, options: ServeOptions, lifecycle: Lifecycle) -> ASGIApp:
-    """Consumers' HTTP and providers' WebSockets."""
+
+def make_public_app(
+    coordinator: Coordinator, options: ServeOptions, lifecycle: Lifecycle, failed: FailedKeys | None = None
+) -> ASGIApp:
+    """Consumers' HTTP and providers' WebSockets. ``failed``: where wrong keys are counted."""
     about = _About(coordinator, lifecycle)
-    chat = Consume(coordinator, options, lifecycle, "chat")
-    completion = Consume(coordinator, options, lifecycle, "completion")
+    shared = (coordinator, options, lifecycle, Intake(options), Repeats())
+    chat, completion = Consume(*shared, "chat"), Consume(*shared, "completion")
     leases = Leases(coordinator)
     routes = [
         Route("/v1/leases", MakeLease(leases, options, lifecycle), methods=["POST"]),
@@ -72,14 +101,15 @@ def make_public_app(coordinator: Coordinator, options: ServeOptions, lifecycle: 
         Route("/v1/models", about.models),
         Route("/health", about.health),
     ]
-    consumers = Guard(Router(routes, redirect_slashes=False), options)
+    consumers = Guard(Router(routes, redirect_slashes=False), options, failed)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "websocket":
             await consumers(scope, receive, send)
             return
         websocket = WebSocket(scope, receive, send)
-        if scope["path"] != "/provider" or lifecycle.draining:
+        # browsers alone send an Origin: a page of any site can open a WebSocket to this machine
+        if scope["path"] != "/provider" or lifecycle.draining or "origin" in websocket.headers:
             await websocket.close()
             return
         await coordinator.take_provider(websocket)
@@ -124,7 +154,7 @@ def run_coordinator(
     options: CoordinatorOptions,
     doors: Doors,
     store: Store,
-    public_key: bytes,
+    identity: Identity,
     *,
     on_ready: Callable[[str, str, int], None] | None = None,
     on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
@@ -143,7 +173,7 @@ def run_coordinator(
         bind(doors.admin, option="--admin-port", step=10) as admin,
         signals(stop),
     ):
-        coordinator = Coordinator(options, store, public_key)
+        coordinator = Coordinator(options, store, doors.proof(identity))
         store.claim(options.instance)
         released = coordinator.ledger.recover()
         scheme = "https" if doors.tls else "http"
@@ -174,13 +204,19 @@ async def _serve(
     on_ready: Callable[[], None],
     on_drain: Callable[[int, float], None],
 ) -> int:
-    lifecycle, counts = coordinator.lifecycle, HttpCounts(PUBLIC_PATHS)
+    lifecycle, counts, failed = coordinator.lifecycle, HttpCounts(PUBLIC_PATHS), FailedKeys()
     public = HttpServer(
-        counts.around(make_public_app(coordinator, doors.public, lifecycle)),
+        counts.around(make_public_app(coordinator, doors.public, lifecycle, failed)),
         max_socket_bytes=MAX_CHUNK_MESSAGE_BYTES,
         tls=doors.tls,
+        limits=doors.public.limits,
     )
-    admin = HttpServer(make_admin_app(coordinator, doors.admin, counts.families))
+
+    def served() -> Iterator[Metric]:
+        yield from counts.families()
+        yield from failed.families()
+
+    admin = HttpServer(make_admin_app(coordinator, doors.admin, served, failed), limits=_ADMIN_LIMITS)
 
     def drain(num_answers: int, drain_s: float) -> None:
         coordinator.drain()
@@ -188,6 +224,7 @@ async def _serve(
 
     ticking = asyncio.ensure_future(coordinator.run())
     ticking.add_done_callback(lambda task: None if task.cancelled() else stop.request_now())
+    forgetting = asyncio.ensure_future(_forget_keys(coordinator))
     try:
         cut = await serve_until_stopped(
             list(zip((public, admin), listeners, strict=True)),
@@ -200,6 +237,17 @@ async def _serve(
         return cut
     finally:
         ticking.cancel()
+        forgetting.cancel()
+
+
+async def _forget_keys(coordinator: Coordinator) -> None:
+    """Forget Idempotency-Keys, and HMACs of their bodies, once they are a day old. Runs until cancelled."""
+    while True:
+        try:
+            await asyncio.to_thread(coordinator.ledger.forget_keys)
+        except SQLAlchemyError as error:
+            _log.warning("old idempotency keys are not forgotten class=%s", type(error).__name__)
+        await asyncio.sleep(coordinator.options.forget_every_s)
 
 
 def _json(body: object, status: int = 200) -> Response:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import secrets
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.websockets import WebSocketDisconnect
 
+from convoy.crypto.keys import prefixed
 from convoy.errors import (
     ConfigError,
     ConvoyError,
@@ -32,25 +35,28 @@ from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.books.ledger import MAX_KEY_CHARS, Bill, Hold
 from convoy.fleet.coordinator.answering import ProviderFailed
 from convoy.fleet.coordinator.ask import Ask, Trusted
-from convoy.fleet.coordinator.attempt import Attempt, Outcome, Seal
+from convoy.fleet.coordinator.attempt import Attempt, Seal
+from convoy.fleet.coordinator.bounds import Outcome
+from convoy.fleet.coordinator.callers import Consumer, caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.way_span import begin_span, end_span
 from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import SEGMENTS, Timing
 from convoy.serve.exchange import Exchange
-from convoy.serve.refusals import Unauthenticated
+from convoy.serve.key_use import RequestUse
 from convoy.serve.traces import NO_SPAN, Span, Value
 from convoy.trust.level import Level
 
 _log = logging.getLogger(__name__)
 
 _REPORT = "request=%s outcome=%s provider=%s " + " ".join(f"{name}_us=%d" for name in SEGMENTS)
+_BODY_LABEL = b"convoy idempotent body v1"
 GONE = (ProviderError, SealError, WebSocketDisconnect, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """An answer that has its first token; ``whole`` is the body of one that is no stream."""
+    """An answer that has its first token; ``whole`` is the body of a refusal, or of one that is no stream."""
 
     attempt: Attempt
     head: AnswerHead
@@ -66,7 +72,6 @@ class Way:
     wanted: Wanted
     timing: Timing
     hold: Hold
-    is_charged: bool = True
     ask: Ask | None = None
     provider: str = ""
     tries: int = 0
@@ -81,6 +86,8 @@ class Way:
     parent: str = ""  # a traceparent of whoever asked
     span: Span = NO_SPAN
     sealed: str = "by-coordinator"
+    use: RequestUse | None = None  # of its API key
+    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def id(self) -> str:
@@ -106,11 +113,11 @@ class Way:
         with self.timing.measure("reserve"):
             reserving = asyncio.ensure_future(self.coordinator.clerk.reserve(self.hold))
             try:
-                self.is_charged = await asyncio.shield(reserving)
+                await asyncio.shield(reserving)
             except asyncio.CancelledError:
                 # once begun it is done whatever the client does: what it held is given back
                 with contextlib.suppress(ConvoyError):
-                    self.is_charged = await reserving
+                    await reserving
                     await self.end(None)
                 raise
 
@@ -172,7 +179,8 @@ class Way:
             self.timing.reach("first_token")
             assert self.ask is not None, "it was placed"
             self.coordinator.first_token(self.ask)
-            whole = None if self.wanted.stream else await attempt.whole()
+            streams = self.wanted.stream and head.status == 200
+            whole = None if streams else await attempt.whole()
         except BaseException:
             attempt.close()
             raise
@@ -197,8 +205,8 @@ class Way:
         if attempt is not None and attempt.outcome is None:
             attempt.close()
         self._free(attempt)
-        bill = self._bill(attempt)
-        if self.is_charged:
+        with self.at_end:
+            bill = self._bill(attempt)
             # a charge must not be lost because whoever asked went away in the meantime
             await asyncio.shield(asyncio.ensure_future(self._settle(bill)))
 
@@ -220,14 +228,25 @@ class Way:
         wanted = self.wanted
         if attempt is None or self.is_broken or not (attempt.outcome or attempt.tokens):
             return None
-        outcome = attempt.outcome or Outcome(wanted.prompt_tokens, attempt.tokens)
-        prompt = min(outcome.prompt_tokens, wanted.most_prompt_tokens)
-        completion = min(outcome.completion_tokens, wanted.max_tokens)
-        self.billed = Outcome(prompt, completion)
+        said = attempt.outcome or Outcome(wanted.prompt_tokens, attempt.tokens)
+        self.billed = billed = said.bounded(attempt.most_billed())
+        self.coordinator.counts.claimed(self.provider, said, billed)
+        if self.use is not None:
+            self.use.used(billed.prompt_tokens, 0, billed.completion_tokens)
         price = self.coordinator.options.models.get(wanted.model, ModelOptions()).price
-        # of what others sealed, only they know whether a retry asks for the same
-        is_free = attempt.outcome is not None and self.sealed == "by-coordinator"
-        return Bill(self.provider, prompt, completion, price.cost(prompt, completion), is_free)
+        counts = billed.prompt_tokens, billed.completion_tokens
+        return Bill(self.provider, *counts, price.cost(*counts), delivered=attempt.outcome is not None)
+
+    @contextlib.asynccontextmanager
+    async def delivering(self) -> AsyncIterator[None]:
+        """Send the end of an answer that is settled; where that fails, a retry pays only for what is more."""
+        try:
+            yield
+        except BaseException:
+            if self.hold.idempotency_key is not None:
+                noting = asyncio.ensure_future(self.coordinator.clerk.undelivered(self.id))
+                await asyncio.shield(noting)
+            raise
 
     async def _settle(self, bill: Bill | None) -> None:
         if bill is None:
@@ -285,8 +304,9 @@ async def pass_on(way: Way, exchange: Exchange, begun: Begun, form: Form) -> Non
     headers = form.headers(way, head)
     if whole is not None:
         body = whole + form.ending(way, head)
-        await exchange.send(start(head.status, {**headers, "content-length": str(len(body))}))
-        await exchange.send({"type": "http.response.body", "body": body})
+        async with way.delivering():
+            await exchange.send(start(head.status, {**headers, "content-length": str(len(body))}))
+            await exchange.send({"type": "http.response.body", "body": body})
         return
     await exchange.send(start(head.status, headers))
     try:
@@ -305,14 +325,16 @@ async def pass_on(way: Way, exchange: Exchange, begun: Begun, form: Form) -> Non
         return
     await way.end(attempt)
     way.timing.reach("total_e2e")
-    await exchange.send({"type": "http.response.body", "body": form.ending(way, head)})
+    async with way.delivering():
+        await exchange.send({"type": "http.response.body", "body": form.ending(way, head)})
     exchange.outcome = "complete"
 
 
-def hold_of(
-    coordinator: Coordinator, account: str, wanted: Wanted, body_hash: bytes, headers: Headers
-) -> Hold:
-    """Raises `RequestError` for an Idempotency-Key that is none, or a request that could cost too much."""
+def hold_of(coordinator: Coordinator, account: str, wanted: Wanted, said: bytes, headers: Headers) -> Hold:
+    """Return what is held. ``said``: the body, or what stands for it.
+
+    Raises `RequestError` for an Idempotency-Key that is none, or a request that could cost too much.
+    """
     key = headers.get("idempotency-key")
     if key is not None and not (1 <= len(key) <= MAX_KEY_CHARS and key.isprintable()):
         raise RequestError(f"an Idempotency-Key has {len(key)} characters, at most {MAX_KEY_CHARS} may be")
@@ -326,19 +348,31 @@ def hold_of(
         account=account,
         model=wanted.model,
         amount_micro=amount_micro,
-        body_hash=body_hash,
+        body_mac=None if key is None else _mac(coordinator.options.body_key, account, said),
         idempotency_key=key,
     )
 
 
+def _mac(key: bytes, account: str, said: bytes) -> bytes:
+    """Return a name for a body that tells nothing of it, nor that two accounts sent the same."""
+    return hmac.digest(key, prefixed(_BODY_LABEL, account.encode(), said), "sha256")
+
+
 async def account_of(coordinator: Coordinator, headers: Headers) -> str:
     """Whose consumer's key it is. Raises `Unauthenticated` or `Forbidden`."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        raise Unauthenticated("no api key was sent", hint='send the header "Authorization: Bearer KEY"')
-    account = await asyncio.to_thread(coordinator.directory.look_up, key.strip(), KeyScope.CONSUMER)
-    assert account is not None, "a consumer's key is of an account"
-    return account
+    grant = await caller_of(coordinator.directory, headers, KeyScope.CONSUMER)
+    assert grant.account is not None, "a consumer's key is of an account"
+    return grant.account
+
+
+@contextlib.asynccontextmanager
+async def consuming(coordinator: Coordinator, headers: Headers) -> AsyncIterator[Consumer]:
+    """Around a request for an answer: whose it is. Raises as `account_of`, and `RateLimited`."""
+    grant = await caller_of(coordinator.directory, headers, KeyScope.CONSUMER)
+    assert grant.account is not None, "a consumer's key is of an account"
+    with contextlib.ExitStack() as at_end:
+        use = at_end.enter_context(coordinator.key_uses.of(grant).begin())
+        yield Consumer(grant.account, grant, use, at_end)
 
 
 def no_provider(error: BaseException) -> ConvoyError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from convoy.fleet.asked import Wanted
-from convoy.fleet.coordinator.attempt import Outcome
+from convoy.fleet.coordinator.bounds import Outcome
 from convoy.fleet.timing import Timing
 from convoy.serve.traces import (
     FIRST_S,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import ssl
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from convoy.errors import ConfigError, ConvoyError, FrameError, PeerRefused, Pro
 from convoy.fleet.capacity import Capacity
 from convoy.fleet.outward import verified_tls, why_unreachable
 from convoy.fleet.provider.evidence import Shower, Witness
+from convoy.fleet.provider.greeting import CoordinatorUnproved, Greeting, NotYet, after_approval, binary
 from convoy.fleet.provider.pace import Pace
 from convoy.fleet.provider.provided import Provided, SeenRequests
 from convoy.fleet.provider.provided_span import AnswerSpan
@@ -30,12 +32,13 @@ from convoy.serve.traces import NO_TRACES, Traces
 from convoy.wire.fleet import (
     MAX_GREETING_BYTES,
     MAX_MESSAGE_BYTES,
-    PROTOCOL,
+    AwaitApproval,
     Cancel,
     Challenge,
     Credit,
     Draining,
     FleetMessage,
+    FromCoordinator,
     Heartbeat,
     ModelLoad,
     Offer,
@@ -57,6 +60,8 @@ _log = logging.getLogger(__name__)
 _KEY_S = 20 * 3600  # that a key for requests is offered; the socket is made anew with another before that
 _KEY_DRAIN_S = 600.0  # for what runs then
 _OPEN_S, _GREETING_S = 10.0, 30.0
+# A coordinator that was refused need not answer the farewell.
+_CLOSE_S = 2.0
 _FIRST_WAIT_S, _MOST_WAIT_S = 0.5, 30.0
 _SOFTWARE = "convoy"
 
@@ -78,6 +83,7 @@ class ProvideOptions:
     events: Callable[[str], None] = field(default=lambda _text: None)
     traces: Traces = NO_TRACES
     shares_cache: bool = False  # the engine's prefixes, between accounts: declared, never so by itself
+    tls: Callable[[], ssl.SSLContext] = verified_tls  # by which coordinators are verified
 
     def check(self) -> None:
         """Raises `ConfigError`: in clear text only to this machine itself."""
@@ -99,6 +105,13 @@ class ProvideOptions:
         port = parts.port or (443 if parts.scheme == "wss" else 80)
         host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
         return self.authorities or f"{host}:{port}"
+
+    @property
+    def caveat(self) -> str:
+        """Return what a pinned coordinator does not prove on this connection; empty for TLS."""
+        if self.coordinator_key is None or not self.url.startswith("ws:"):
+            return ""
+        return " (over ws:// the coordinator signs its address alone: a program on this machine may relay)"
 
 
 class Provider:
@@ -123,18 +136,26 @@ class Provider:
         self._proving: asyncio.Task[None] | None = None
         self._paces = {model: Pace() for model in options.offers}
         self._said = ""  # why the last try failed
+        self._was_registered = False
 
     def drain(self) -> None:
         """Finish what runs, take nothing new, and end. On the loop's thread."""
         self._draining.set()
 
     async def run(self) -> None:
-        """Raises `PeerRefused` where the coordinator says that another try is of no use."""
+        """Raises `PeerRefused` where the coordinator says that another try is of no use, and
+        `CoordinatorUnproved` where the first one that answers is not the pinned one.
+        """
         wait_s = _FIRST_WAIT_S
         while not self._draining.is_set():
             began = time.monotonic()
             try:
                 await self._connected()
+            except CoordinatorUnproved as error:
+                # once the right one was there, a relay in between must not end this for good
+                if not self._was_registered:
+                    raise
+                self._say(f"refused: {error.message}")
             except PeerRefused:
                 raise
             except (OSError, TimeoutError, WebSocketException, ConvoyError) as error:
@@ -155,29 +176,25 @@ class Provider:
         url = self._options.url.rstrip("/") + "/provider"
         async with connect(
             url,
-            ssl=verified_tls() if url.startswith("wss:") else None,
+            ssl=self._options.tls() if url.startswith("wss:") else None,
             max_size=MAX_MESSAGE_BYTES,
             open_timeout=_OPEN_S,
+            close_timeout=_CLOSE_S,
             compression=None,
             proxy=None,
             max_queue=64,
         ) as connection:
             async with asyncio.timeout(_GREETING_S):
-                name, window, coordinator = await self._register(connection)
+                answer, coordinator = await self._register(connection)
+            name, window = await self._accepted(connection, answer)
             self._connection, self._leaving = connection, False
-            self._said = ""
-            self._options.events(f"registered as {name}")
+            self._said, self._was_registered = "", True
+            self._options.events(f"registered as {name}{self._options.caveat}")
             await self._live(connection, name, window, coordinator)
 
-    async def _register(self, connection: ClientConnection) -> tuple[str, int, bytes]:
-        challenge = decode_from_coordinator(_bytes(await connection.recv()), MAX_GREETING_BYTES)
-        if not isinstance(challenge, Challenge) or challenge.protocol != PROTOCOL:
-            raise ProviderError(f"the coordinator does not speak version {PROTOCOL} of this protocol")
-        pinned = self._options.coordinator_key
-        if pinned is not None and challenge.coordinator != pinned:
-            raise PeerRefused(
-                f"the coordinator has the key {challenge.coordinator.hex()}, expected {pinned.hex()}"
-            )
+    async def _register(self, connection: ClientConnection) -> tuple[FromCoordinator, bytes]:
+        greeting = Greeting(self._options.authority, self._options.coordinator_key)
+        challenge = await greeting.challenged(connection)
         offers = [_offer(model, capacity) for model, capacity in self._options.offers.items()]
         expires_s = int(self._key_made_s) + _KEY_S
         unsigned = Register(
@@ -194,23 +211,29 @@ class Provider:
         said = registration_bytes(challenge, self._options.authority, unsigned)
         signature = self._identity.sign(said)
         await connection.send(encode_fleet(msgspec.structs.replace(unsigned, signature=signature)))
-        answer = decode_from_coordinator(_bytes(await connection.recv()), MAX_GREETING_BYTES)
+        answer = decode_from_coordinator(binary(await connection.recv()), MAX_GREETING_BYTES)
+        return answer, challenge.coordinator
+
+    async def _accepted(self, connection: ClientConnection, answer: FromCoordinator) -> tuple[str, int]:
+        """Name and window, once an administrator let this provider in."""
+        key = self._identity.public_key.hex()
+        command = f"convoy coordinator providers --approve {key} NAME"
+        waiting = f"waiting for approval: on the coordinator's machine, {command}"
+        if isinstance(answer, AwaitApproval):
+            self._say(waiting)
+            try:
+                data = await after_approval(connection, answer.wait_s + _GREETING_S, self._draining)
+            except TimeoutError:
+                raise NotYet(waiting) from None
+            answer = decode_from_coordinator(data, MAX_GREETING_BYTES)
         if isinstance(answer, Refused):
             if answer.again:
-                raise _NotYet(self._not_yet(answer))
+                said = f"the coordinator says: {answer.reason}"
+                raise NotYet(waiting if answer.unapproved else said)
             raise PeerRefused(f"the coordinator says: {answer.reason}")
         if not isinstance(answer, Registered):
             raise ProviderError(f"a {type(answer).__name__} came in answer to a registration")
-        return answer.name, answer.window, challenge.coordinator
-
-    def _not_yet(self, refused: Refused) -> str:
-        if not refused.unapproved:
-            return f"the coordinator says: {refused.reason}"
-        key = self._identity.public_key.hex()
-        return (
-            "waiting for approval: on the coordinator's machine, "
-            f"convoy coordinator providers --approve {key} NAME"
-        )
+        return answer.name, answer.window
 
     def _say(self, text: str) -> None:
         """Why there is no socket: each try that fails as the last one did says nothing new."""
@@ -223,7 +246,7 @@ class Provider:
         ending = asyncio.ensure_future(self._end_when_due(connection))
         try:
             async for data in connection:
-                message = decode_from_coordinator(_bytes(data), MAX_MESSAGE_BYTES)
+                message = decode_from_coordinator(binary(data), MAX_MESSAGE_BYTES)
                 await self._take(message, name, window, coordinator)
         finally:
             beating.cancel()
@@ -300,7 +323,7 @@ class Provider:
                 text = "it drains" if self._leaving else f"{running - 1} requests run here"
                 await provided.refuse(text, full=True)
                 return
-            wanted, sealer = provided.open(self._key, name, self._seen)
+            wanted, sealer = await provided.open(self._key, name, self._seen)
         except ConvoyError as error:
             _log.warning("a request was refused: %s", error.message)
             await provided.refuse(error.message, refused=True)
@@ -355,12 +378,8 @@ class Provider:
             await connection.send(encode_fleet(message))
 
 
-class _NotYet(ProviderError):  # noqa: N818
-    """The coordinator was reached and says no; it may say yes later."""
-
-
 def _why_not(error: BaseException) -> str:
-    if isinstance(error, _NotYet):
+    if isinstance(error, NotYet):
         return error.message
     text = error.message if isinstance(error, ConvoyError) else why_unreachable(error)
     return f"the coordinator is not to be reached, and is tried again: {text}"
@@ -369,13 +388,7 @@ def _why_not(error: BaseException) -> str:
 def _offer(model: str, one: Capacity) -> Offer:
     # whoever checks the signature encodes what it read, where a rate is a float
     decode, batch, prefill = (float(rate) for rate in (one.decode_rate, one.batch_rate, one.prefill_rate))
-    return Offer(model, one.slots, decode, batch, prefill, one.max_context)
-
-
-def _bytes(data: str | bytes) -> bytes:
-    if isinstance(data, str):
-        raise FrameError("the coordinator sends text")
-    return data
+    return Offer(model, one.slots, decode, batch, prefill, one.max_context, one.template_tokens)
 
 
 async def _first(*awaited: Awaitable[object]) -> None:

@@ -13,16 +13,28 @@ import msgspec
 from convoy.crypto.sealed_answer import MAX_CHUNK_BYTES, AnswerSealer
 from convoy.crypto.sealed_request import RequestFacts, RequestKey, request_hash
 from convoy.errors import ConvoyError, ProviderError, RequestError
-from convoy.fleet.answer import MAX_WHOLE_BYTES, AnswerCounts, AnswerHead, is_of_engine
-from convoy.fleet.asked import Wanted, fields_of, read_wanted
+from convoy.fleet.answer import (
+    MAX_REFUSAL_BYTES,
+    MAX_WHOLE_BYTES,
+    AnswerCounts,
+    AnswerHead,
+    is_of_engine,
+    is_too_long,
+)
+from convoy.fleet.asked import Kind, Wanted, read_wanted, refused_prompt_tokens
 from convoy.fleet.events import EventReader
+from convoy.fleet.provider.allowed import for_engine, wants_usage
 from convoy.fleet.provider.pace import Pace
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
+from convoy.serve.problem import body_for
+from convoy.serve.repeats import CONTEXT_ERROR
 from convoy.wire.fleet import Began, Chunk, Done, Failed, FleetMessage, Serve
 
 _STILL_HERE_S = 5.0  # between two signs of life while the engine says nothing
 _MAX_SEEN = 1 << 17  # request ids that are remembered until they expire
-_MAX_REFUSAL_BYTES = 64 * 1024
+_LONG_BYTES = 256 * 1024
+_BAD_REQUEST = 400, "application/json"
+_RATE_LIMITED = 429
 
 T = TypeVar("T")
 
@@ -88,7 +100,7 @@ class Provided:
         self._tokens = 0
         self._begun = False
 
-    def open(self, key: RequestKey, name: str, seen: SeenRequests) -> tuple[Wanted, AnswerSealer]:
+    async def open(self, key: RequestKey, name: str, seen: SeenRequests) -> tuple[Wanted, AnswerSealer]:
         """Raises `SealError` or `ProviderError` for a body that was not sealed for here, now and this."""
         serve = self._serve
         facts = RequestFacts(
@@ -104,7 +116,7 @@ class Provided:
         opened = key.open(facts, serve.sealed)
         seen.add(serve.request_id, serve.expires_s, time.time())  # once it opened: anybody may name an id
         try:
-            wanted = read_wanted(opened.body, serve.kind, "", {})
+            wanted = await _read(opened.body, serve.kind)
         except RequestError as error:
             raise ProviderError(f"a sealed body is no request: {error.param or 'not JSON'}") from None
         if (wanted.model, wanted.max_tokens) != (serve.model, serve.max_tokens):
@@ -119,36 +131,47 @@ class Provided:
     async def run(self, wanted: Wanted, sealer: AnswerSealer, upstream: Upstream) -> None:
         """To the end, or to a `Failed` that says why not."""
         try:
+            body = for_engine(wanted, shares_cache=self.shares_cache)
             async with AsyncExitStack() as stack:
-                asked = upstream.ask(
-                    wanted.kind, _for_engine(wanted, shares_cache=self.shares_cache), self._trace
-                )
+                asked = upstream.ask(wanted.kind, body, self._trace)
                 answer = await self._alive(sealer, stack.enter_async_context(asked))
                 if answer.status != 200:
                     await self._refused(sealer, answer)
                     return
-                reader = EventReader(stream=wanted.stream, keep_usage=_wants_usage(wanted))
-                await self._head(sealer, answer)
+                reader = EventReader(stream=wanted.stream, keep_usage=wants_usage(wanted))
+                await self._head(sealer, answer.head)
                 if wanted.stream:
                     await self._stream(sealer, answer, reader, wanted.max_tokens)
                 else:
                     await self._whole(sealer, answer, reader)
+        except RequestError as error:
+            await self._not_asked(sealer, error)
         except ConvoyError as error:
             await self.refuse(error.message)
 
+    async def _not_asked(self, sealer: AnswerSealer, error: RequestError) -> None:
+        """Answer a request that this provider does not pass on, with the field."""
+        await self._head(sealer, AnswerHead(*_BAD_REQUEST))
+        await self._chunk(sealer, msgspec.json.encode(body_for(error)))
+        await self._end(sealer, 0, 0)
+
     async def _refused(self, sealer: AnswerSealer, answer: UpstreamAnswer) -> None:
         """The engine says no: to this request, which whoever asked may read, or to any."""
+        is_rate = answer.status == _RATE_LIMITED
+        body = await _start_of(answer.body) if is_rate or not is_of_engine(answer.status) else b""
+        if is_rate and is_too_long(body):
+            # A head counts identical requests. It refuses this one, and not its provider.
+            raise RequestError("the prompt does not fit the context", code=CONTEXT_ERROR)
         if is_of_engine(answer.status):
             await self.refuse(f"its engine answers {answer.status}", full=answer.status in {429, 503})
             return
-        body = b""
-        async for piece in answer.body:
-            body += piece
-            if len(body) > _MAX_REFUSAL_BYTES:
-                raise ProviderError(f"a refusal of the engine has more than {_MAX_REFUSAL_BYTES} bytes")
-        await self._head(sealer, answer)
+        if len(body) > MAX_REFUSAL_BYTES:
+            raise ProviderError(f"a refusal of the engine has more than {MAX_REFUSAL_BYTES} bytes")
+        await self._head(sealer, answer.head)
         await self._chunk(sealer, body)
-        await self._end(sealer, 0, 0)
+        # one that is too long was made into tokens before it was refused
+        prompt = refused_prompt_tokens(self.prompt_tokens) if is_too_long(body) else 0
+        await self._end(sealer, prompt, 0)
 
     async def _alive(self, sealer: AnswerSealer, awaited: Awaitable[T]) -> T:
         """What is awaited of the engine; while that is silent, an empty chunk now and then."""
@@ -168,9 +191,9 @@ class Provided:
             self._begun = True
             await self._send(Began(self._serve.request_id, sealer.nonce))
 
-    async def _head(self, sealer: AnswerSealer, answer: UpstreamAnswer) -> None:
+    async def _head(self, sealer: AnswerSealer, head: AnswerHead) -> None:
         await self._begin(sealer)
-        await self._chunk(sealer, msgspec.json.encode(AnswerHead(answer.status, answer.content_type)))
+        await self._chunk(sealer, msgspec.json.encode(head))
 
     async def _stream(
         self, sealer: AnswerSealer, answer: UpstreamAnswer, reader: EventReader, max_tokens: int
@@ -227,6 +250,23 @@ class Provided:
         await self._send(Done(self._serve.request_id, prompt_tokens, completion_tokens))
 
 
+async def _start_of(pieces: AsyncIterator[bytes]) -> bytes:
+    """Return a body, or more than ``MAX_REFUSAL_BYTES`` of one that is longer."""
+    start = b""
+    async for piece in pieces:
+        start += piece
+        if len(start) > MAX_REFUSAL_BYTES:
+            break
+    return start
+
+
+async def _read(body: bytes, kind: Kind) -> Wanted:
+    """Return what is asked for. A long body is read on a thread, so that it holds up no other answer."""
+    if len(body) <= _LONG_BYTES:
+        return read_wanted(body, kind, "", {})
+    return await asyncio.to_thread(read_wanted, body, kind, "", {})
+
+
 async def _join(pieces: AsyncIterator[bytes]) -> bytes:
     joined = bytearray()
     async for piece in pieces:
@@ -239,19 +279,3 @@ async def _join(pieces: AsyncIterator[bytes]) -> bytes:
 def most_given(max_tokens: int) -> int:
     """Events with text that so many tokens come in at most: some engines make two of one."""
     return max_tokens + max_tokens // 8 + 16
-
-
-def _wants_usage(wanted: Wanted) -> bool:
-    options = msgspec.json.decode(wanted.body).get("stream_options")
-    return bool(isinstance(options, dict) and options.get("include_usage"))
-
-
-def _for_engine(wanted: Wanted, *, shares_cache: bool) -> bytes:
-    """A stream says what it came to only where that is asked for."""
-    fields: dict[str, object] = {**fields_of(wanted.body)}
-    if shares_cache:
-        fields.pop("cache_salt", None)
-    if wanted.stream:
-        options = msgspec.json.decode(wanted.body).get("stream_options")
-        fields["stream_options"] = {**(options if isinstance(options, dict) else {}), "include_usage": True}
-    return msgspec.json.encode(fields)

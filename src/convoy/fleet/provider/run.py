@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 from convoy.crypto.identity import Identity
 from convoy.errors import ConvoyError, UsageError
 from convoy.fleet.capacity import Capacity
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
+from convoy.serve.ending import on_signals
 
 _log = logging.getLogger(__name__)
 
@@ -32,16 +34,15 @@ async def run_provider(
 ) -> None:
     """Measure what the engine reaches, register, and serve until it is drained.
 
-    ``started`` hears of the provider; without it, SIGTERM and SIGINT drain. Raises `ProviderError` where the
+    ``started`` hears of the provider; without it, SIGTERM and SIGINT drain, and
+    the second one ends the process within `ending.END_S`. Raises `ProviderError` where the
     engine does not answer, `UsageError` for a model that it does not have, and what `Provider.run` raises.
     """
     try:
         offers = await _measure(upstream, models, slots, say)
         provider = Provider(identity, upstream, options(offers))
         if started is None:
-            loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, provider.drain)
+            on_signals(partial(_ask, asyncio.get_running_loop(), provider))
         else:
             started(provider)
         await provider.run()
@@ -67,15 +68,14 @@ class ProviderBeside:
 
     def __init__(
         self,
-        url: str,
-        api_key: str | None,
+        upstream: Upstream,
         identity: Identity,
         options: MakeOptions,
         *,
         slots: int,
         say: Say,
     ) -> None:
-        """``url`` and ``api_key``: of the head, which answers already."""
+        """``upstream``: the head, which answers already."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._provider: Provider | None = None
         self._stopped = False
@@ -86,7 +86,7 @@ class ProviderBeside:
             try:
                 asyncio.run(
                     run_provider(
-                        *(identity, Upstream(url, api_key), options),
+                        *(identity, upstream, options),
                         models=None,
                         slots=slots,
                         say=say,
@@ -114,6 +114,12 @@ class ProviderBeside:
             if self._provider is not None and self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._provider.drain)
         self._thread.join(wait_s)
+
+
+def _ask(loop: asyncio.AbstractEventLoop, provider: Provider) -> None:
+    # A closed loop means that the provider has ended.
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(provider.drain)
 
 
 async def _measure(

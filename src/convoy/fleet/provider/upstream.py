@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import msgspec
 
-from convoy.errors import ConfigError, ProviderError
+from convoy.crypto.certificate import from_pem
+from convoy.errors import ConfigError, ConvoyError, ProviderError
+from convoy.fleet.answer import AnswerHead
 from convoy.fleet.asked import Kind
-from convoy.fleet.capacity import Capacity
+from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS, Capacity
 from convoy.fleet.events import EventReader
+
+_log = logging.getLogger(__name__)
 
 _PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _CONNECT_S, _READ_S = 10.0, 600.0
 _MAX_MODELS_BYTES = 1024 * 1024
 _TRIAL_TOKENS, _TRIAL_PROMPT = 24, 512  # of each request by which rates are measured
+_TRIAL_WORD = "Count."
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +39,37 @@ class UpstreamAnswer:
     content_type: str
     body: AsyncIterator[bytes]
 
+    @property
+    def head(self) -> AnswerHead:
+        """Return what is said of it before its body."""
+        return AnswerHead(self.status, self.content_type)
+
 
 class Upstream:
     """``url`` without /v1, or with it."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, certificate: str | None = None) -> None:
+        """``certificate``: a file whose first one alone the engine may show, whatever name is in it.
+
+        Raises `IdentityError` for a file without one.
+        """
         base = url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")):
             raise ConfigError(f"the upstream {url[:200]!r} is no URL of HTTP", hint="http://127.0.0.1:8000")
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._pin = None if certificate is None else _Pin(certificate)
         self._client = httpx.AsyncClient(
             base_url=base,
             headers=headers,
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=None),
+            verify=True if self._pin is None else self._pin.context,
             trust_env=False,  # proxies and keys of the environment are not for this
         )
 
     async def models(self) -> dict[str, int]:
         """Names and contexts. Raises `ProviderError` where it does not answer, or with something else."""
+        self._look()
         try:
             response = await self._client.get("/v1/models")
         except httpx.HTTPError as error:
@@ -69,6 +90,7 @@ class Upstream:
 
         Raises `ProviderError` where none comes.
         """
+        self._look()
         headers = {"content-type": "application/json"} | ({"traceparent": trace} if trace else {})
         request = self._client.build_request("POST", _PATHS[kind], content=body, headers=headers)
         try:
@@ -84,22 +106,25 @@ class Upstream:
     async def measure(self, model: str, max_context: int, slots: int) -> Capacity:
         """Its rates, by a few requests. Raises `ProviderError` where one of them is not answered."""
         prompt = " ".join(["word"] * min(_TRIAL_PROMPT, max(1, max_context // 4)))
-        read_s, tokens = await self._trial(model, prompt, 1)
-        prefill_rate = max(1.0, tokens / read_s)
-        alone_s, given = await self._trial(model, "Count.", _TRIAL_TOKENS)
+        read_s, read = await self._trial(model, prompt, 1)
+        prefill_rate = max(1.0, max(1, read.prompt_tokens) / read_s)
+        alone_s, alone = await self._trial(model, _TRIAL_WORD, _TRIAL_TOKENS)
         began = time.perf_counter()
-        together = await asyncio.gather(*(self._trial(model, "Count.", _TRIAL_TOKENS) for _ in range(slots)))
+        trials = (self._trial(model, _TRIAL_WORD, _TRIAL_TOKENS) for _ in range(slots))
+        together = await asyncio.gather(*trials)
         all_s = time.perf_counter() - began
         return Capacity(
             slots=slots,
-            decode_rate=max(0.01, given / alone_s),
-            batch_rate=max(0.01, sum(count for _, count in together) / all_s),
+            decode_rate=max(0.01, max(1, alone.completion_tokens) / alone_s),
+            batch_rate=max(0.01, sum(max(1, one.completion_tokens) for _, one in together) / all_s),
             prefill_rate=prefill_rate,
             max_context=max_context,
+            # of a prompt of one word, all is the template's but for that word
+            template_tokens=min(MAX_TEMPLATE_TOKENS, max(0, alone.prompt_tokens - 1)),
         )
 
-    async def _trial(self, model: str, prompt: str, max_tokens: int) -> tuple[float, int]:
-        """Seconds, and tokens: of the prompt where one token was asked for, else of the answer."""
+    async def _trial(self, model: str, prompt: str, max_tokens: int) -> tuple[float, EventReader]:
+        """Return the seconds that an answer took, and its counts."""
         body = {
             "model": model,
             "messages": [{"role": "user", "content": prompt}],
@@ -114,8 +139,11 @@ class Upstream:
             raise ProviderError(f"the upstream answers {answer.status} to a request of a few tokens")
         reader = EventReader(stream=False)
         reader.whole(data)
-        count = reader.prompt_tokens if max_tokens == 1 else reader.completion_tokens
-        return max(1e-6, time.perf_counter() - began), max(1, count)
+        return max(1e-6, time.perf_counter() - began), reader
+
+    def _look(self) -> None:
+        if self._pin is not None:
+            self._pin.look()
 
     async def close(self) -> None:
         """Every connection."""
@@ -128,3 +156,43 @@ async def _body(response: httpx.Response) -> AsyncIterator[bytes]:
             yield piece
     except httpx.HTTPError as error:
         raise ProviderError(f"the upstream broke off: {type(error).__name__}") from None
+
+
+class _Pin:
+    """A context that trusts the certificate in ``file``, and a renewed one beside it once the file has that.
+
+    An older one is trusted until it expires: a head shows it until it reads its files again.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._stamp = _stamp(file)
+        self.context = _pinned(file)
+
+    def look(self) -> None:
+        """Read the file again if it changed. A file that cannot be used is logged once."""
+        stamp = _stamp(self._file)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            _pinned(self._file, self.context)
+        except (OSError, ConvoyError) as error:
+            _log.warning("the engine's certificate is not read again class=%s", type(error).__name__)
+
+
+def _stamp(file: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _pinned(certificate: str, known: ssl.SSLContext | None = None) -> ssl.SSLContext:
+    context = known or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    # what follows in the file are authorities, and to trust these is to trust all that they sign
+    context.load_verify_locations(cadata=from_pem(Path(certificate).read_bytes()))
+    return context

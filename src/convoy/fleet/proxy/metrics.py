@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from convoy.cluster.member_metrics import build_info
-from convoy.cluster.metric_families import Metric, counter
+from convoy.cluster.metric_families import Metric, build_info, counter
 from convoy.fleet.outcomes import LabelSums, word_of
 from convoy.serve.exchange import Exchange
 

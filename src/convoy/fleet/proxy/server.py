@@ -74,7 +74,8 @@ def run_proxy(
         async def serve() -> int:
             lifecycle = Lifecycle()
             client = CoordinatorClient(coordinator, api_key)
-            server = HttpServer(make_proxy_app(Proxy(client, proxy_options), options, lifecycle))
+            app = make_proxy_app(Proxy(client, proxy_options), options, lifecycle)
+            server = HttpServer(app, limits=options.limits)
             try:
                 return await serve_until_stopped(
                     [(server, listener)],

@@ -88,7 +88,7 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
 def _is_greedy(one: Draw) -> bool:
     params = one.params
     plain = params.greedy and not params.reshapes and params.logprobs is None
-    return plain and one.score is None and not one.wants_logits
+    return plain and one.score is None and not (one.wants_logits or one.allowed or one.banned)
 
 
 def _rows(logits: torch.Tensor, chosen: tuple[int, ...], staging: Staging) -> torch.Tensor:

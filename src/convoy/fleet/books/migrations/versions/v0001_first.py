@@ -52,13 +52,13 @@ def _charges() -> None:
         sa.Column("account", sa.String(64), sa.ForeignKey("accounts.name"), nullable=False),
         sa.Column("instance", sa.String(64), nullable=False),
         sa.Column("idempotency_key", sa.String(128), nullable=True),
-        sa.Column("body_hash", sa.LargeBinary(32), nullable=False),
+        sa.Column("body_mac", sa.LargeBinary(32), nullable=True),
         sa.Column("model", sa.String(255), nullable=False),
         sa.Column("state", sa.String(16), nullable=False),
         sa.Column("reserved_micro", sa.BigInteger, nullable=False),
         sa.Column("settled_micro", sa.BigInteger, nullable=False),
         sa.Column("paid_micro", sa.BigInteger, nullable=False),
-        sa.Column("retry_is_free", sa.Boolean, nullable=False),
+        sa.Column("delivered", sa.Boolean, nullable=False),
         sa.Column("provider", sa.String(255), nullable=True),
         sa.Column("prompt_tokens", sa.BigInteger, nullable=False),
         sa.Column("completion_tokens", sa.BigInteger, nullable=False),
@@ -70,6 +70,7 @@ def _charges() -> None:
     )
     op.create_index("charges_by_account", "charges", ["account", "created_s"])
     op.create_index("charges_by_state", "charges", ["state", "instance"])
+    op.create_index("charges_by_key", "charges", ["idempotency_key"])
 
 
 def _ledger() -> None:

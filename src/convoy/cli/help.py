@@ -1,0 +1,77 @@
+"""Help pages in groups: the verbs by purpose, and the options of verbs that have many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+RUN = "Run a model"
+SET_UP = "Set up and look after a cluster"
+SHARE = "Serve accounts with many clusters"
+PROVE = "Measure and prove"
+
+# Groups of options in the order of the page. What is in none comes last, as "Options".
+_OPTIONS = {
+    "Cluster": (
+        "config",
+        "directory",
+        "wait_s",
+        "recover_wait_s",
+        "discover",
+        "members",
+        "standby",
+        "exit_with_head",
+    ),
+    "Model": ("model", "weights", "signed", "cache", "quantize", "kernel"),
+    "Layers and devices": ("layers", "parallel", "ranks", "device", "threads", "pin"),
+    "Requests": (
+        *("max_model_len", "max_batch", "prefill_chunk", "prefill_window", "micro_batches", "speculate"),
+        *("max_waiting", "prompt", "max_tokens", "temperature", "seed", "raw"),
+    ),
+    "HTTP server": (
+        *("host", "serve.port", "run.port", "api_key_file", "tls_certificate", "tls_key"),
+        *("allowed_host", "allowed_origin"),
+    ),
+    "Invitation": ("invite", "auto_approve", "name", "address", "join.port", "invite_port"),
+    "Provider": ("provide", "coordinator_key", "certificate"),
+}
+_GROUP_OF = {name: group for group, names in _OPTIONS.items() for name in names}
+_OTHER = "Options"
+
+
+class GroupedCommand(TyperCommand):
+    """A verb whose options are listed in groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        found: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            if parameter.param_type_name == "argument":
+                group = "Arguments"
+            else:
+                own = f"{self.name}.{parameter.name}"
+                group = _GROUP_OF.get(own) or _GROUP_OF.get(parameter.name or "", _OTHER)
+            found.setdefault(group, []).append(record)
+        for group in ("Arguments", *_OPTIONS, _OTHER):
+            if group in found:
+                with formatter.section(group):
+                    formatter.write_dl(found[group])
+
+
+class GroupedVerbs(TyperGroup):
+    """The verbs in groups, and no options: the one flag for everybody is known."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as the base class has it
+        found: dict[str, list[tuple[str, str]]] = {}
+        verbs = {name: verb for name, verb in self.commands.items() if not verb.hidden}
+        limit = formatter.width - 6 - max(map(len, verbs))
+        for name, verb in verbs.items():
+            group = getattr(verb, "rich_help_panel", None)
+            found.setdefault(group or "Commands", []).append((name, verb.get_short_help_str(limit)))
+        width = max(map(len, verbs))
+        for group, rows in found.items():
+            with formatter.section(group):
+                formatter.write_dl([(name.ljust(width), text) for name, text in rows])

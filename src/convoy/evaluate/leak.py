@@ -1,0 +1,181 @@
+"""What a peer recovers of a prompt from the activations that it is sent, by trying every token.
+
+The model is causal and deterministic, and a peer has its weights. For each position the search runs every
+token of the vocabulary behind the tokens that it has recovered so far, through the layers before the cut, and
+takes the token whose activation is nearest to what was sent. A better attacker is faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from convoy.errors import InputError
+from convoy.evaluate.candidates import Candidates, candidates_of
+from convoy.evaluate.chain import StageLoader, load_stage
+from convoy.evaluate.cuts import allowed_cuts, spread
+from convoy.model.source import ModelSource
+from convoy.model.stage import Stage, StageOptions
+from convoy.plan.route import READS_ACTIVATIONS, READS_TOKENS
+from convoy.plan.spec import ModelSpec
+from convoy.wire.messages import StageAssignment
+
+AT_MOST = "at most: a better attacker is faster"
+DEPTHS = 3  # that are tried where none are asked for: the first, the middle and the last cut
+
+Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
+
+
+@dataclass(frozen=True)
+class LeakOptions:
+    """What to run: ``depths`` are numbers of layers before the cut."""
+
+    kernel: str
+    depths: tuple[int, ...]
+    num_threads: int | None = None
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class DepthLeak:
+    """What a peer recovers that is sent the activations behind ``depth`` layers.
+
+    ``reads``: "tokens" where the peer gets the token ids themselves, and nothing is searched. ``ties``:
+    positions at which another token's activation is as near.
+    """
+
+    depth: int
+    reads: str
+    recovered: int
+    num_tokens: int
+    ties: int = 0
+    seconds_per_token: float | None = None
+
+
+@dataclass(frozen=True)
+class LeakReport:
+    """All depths of one model, with one prompt."""
+
+    model: str
+    digest: str
+    kernel: str
+    num_layers: int
+    vocab_size: int
+    num_tokens: int
+    depths: tuple[DepthLeak, ...]
+    bound: str = AT_MOST
+
+
+@dataclass(frozen=True)
+class Found:
+    """The tokens of a search, in order, and at how many positions it had more than one nearest token."""
+
+    tokens: tuple[int, ...]
+    ties: int
+
+
+def default_depths(spec: ModelSpec) -> tuple[int, ...]:
+    """The first, the middle and the last cut that the model allows."""
+    return tuple(spread(allowed_cuts(spec), DEPTHS))
+
+
+def check_depths(spec: ModelSpec, depths: Sequence[int]) -> None:
+    """Raises InputError for a model without a cut, and for a depth at which it is not cut."""
+    allowed = allowed_cuts(spec)
+    if not allowed:
+        raise InputError(f"{spec.name} has no cut between layers, so no peer is sent activations")
+    for depth in depths:
+        if depth not in allowed:
+            last = spec.num_layers - 1
+            why = spec.forbidden_cuts.get(depth, f"expected a cut behind 1 to {last} layers")
+            raise InputError(f"--leak-depths has {depth}: {why}")
+
+
+def leak(
+    source: ModelSource,
+    prompt: Sequence[int],
+    options: LeakOptions,
+    progress: Progress = lambda *_: None,
+    *,
+    load: StageLoader = load_stage,
+    now: Callable[[], float] = time.monotonic,
+) -> LeakReport:
+    """Search for ``prompt`` at every depth of ``options``. Raises InputError, ModelError, SelfCheckError."""
+    spec = source.spec
+    check_depths(spec, options.depths)
+    depths = sorted(set(options.depths))
+    total = len(depths) * len(prompt)
+    found: list[DepthLeak] = []
+    stage: Stage | None = None
+    for depth in depths:
+        done = len(found) * len(prompt)
+        if spec.needs_token_ids(depth, spec.num_layers):
+            found.append(DepthLeak(depth, READS_TOKENS, len(prompt), len(prompt)))
+            continue
+        progress(done, total, f"loading layers 0-{depth - 1}")
+        stage = _load(source, depth, options, load, stage)
+        candidates = candidates_of(spec, stage, len(prompt))
+        sent = candidates.sent(prompt)
+        report = partial(_report, progress, done, total, depth)
+        started = now()
+        result = search(candidates, sent, report)
+        seconds = (now() - started) / len(prompt)
+        recovered = sum(mine == theirs for mine, theirs in zip(result.tokens, prompt, strict=True))
+        found.append(DepthLeak(depth, READS_ACTIVATIONS, recovered, len(prompt), result.ties, seconds))
+    progress(total, total, "")
+    return LeakReport(
+        model=source.name,
+        digest=source.digest,
+        kernel=options.kernel,
+        num_layers=spec.num_layers,
+        vocab_size=spec.vocab_size,
+        num_tokens=len(prompt),
+        depths=tuple(found),
+    )
+
+
+def search(
+    candidates: Candidates, sent: torch.Tensor, progress: Callable[[int], None] = lambda _: None
+) -> Found:
+    """The tokens behind ``sent`` [T, hidden_size], each the nearest behind those before it.
+
+    It has the activations and the layers, not the prompt. Of several nearest tokens it takes the lowest.
+    """
+    tokens: list[int] = []
+    ties = 0
+    for index, target in enumerate(sent):
+        progress(index)
+        distances = torch.cat([_distances(rows, target) for rows in candidates.rows(tokens)])
+        nearest = int(distances.argmin())
+        ties += int((distances == distances[nearest]).sum()) > 1
+        tokens.append(nearest)
+    return Found(tuple(tokens), ties)
+
+
+def _distances(rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """What is not finite is infinitely far."""
+    distances = (rows.double() - target.double()).square().sum(dim=1)
+    return torch.where(distances.isfinite(), distances, torch.inf)
+
+
+def _load(
+    source: ModelSource, depth: int, options: LeakOptions, load: StageLoader, before: Stage | None
+) -> Stage:
+    assignment = StageAssignment("attacker", 0, depth, embed=True, output=False)
+    stage_options = StageOptions(
+        kernel=options.kernel,
+        block_size=1,  # so that candidates share every token before theirs
+        device=options.device,
+        captured=False,
+        num_threads=options.num_threads,
+        require_tags=False,
+    )
+    return load(source, assignment, stage_options, before)
+
+
+def _report(progress: Progress, done: int, total: int, depth: int, index: int) -> None:
+    progress(done + index, total, f"behind layers 0-{depth - 1}")

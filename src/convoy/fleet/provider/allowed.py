@@ -1,0 +1,233 @@
+"""The request that a provider's engine gets: rebuilt from the fields of this list, each with its type.
+
+Engines take fields that reach beyond an answer: addresses to fetch from, slots and priorities of other
+requests, switches of their caches, templates that they run. None of them is in the list.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from convoy.errors import RequestError
+from convoy.fleet.asked import Kind, Wanted, fields_of
+from convoy.serve.fields import HARMLESS, HARMLESS_OF
+
+_MAX_TEXT = 256  # characters of a name or an id
+Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Short = Annotated[str, msgspec.Meta(max_length=_MAX_TEXT)]
+Ids = Annotated[list[Int], msgspec.Meta(max_length=100_000)]
+Words = Annotated[list[str], msgspec.Meta(max_length=1000)]
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of what stands inside a field."""
+
+
+class TextPart(Strict, frozen=True):
+    """A part of a message. Other types name addresses that an engine would fetch."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict, frozen=True):
+    name: Short
+    arguments: str = ""
+
+
+class ToolCall(Strict, frozen=True):
+    function: FunctionCall
+    id: Short = ""
+    type: Literal["function"] | None = None
+    index: Int | None = None
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One turn. What else clients send back of an answer (refusals, annotations) is left out."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: Short | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: Short | None = None
+
+
+class Function(Strict, frozen=True):
+    name: Short
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict, frozen=True):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Strict, frozen=True):
+    name: Short
+
+
+class ToolChoice(Strict, frozen=True):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class Schema(Strict, frozen=True):
+    name: Short
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+
+class StreamOptions(Strict, frozen=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
+
+
+class TemplateSwitches(Strict, frozen=True):
+    """Of a chat template's variables those that say whether to think, and no others."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
+_NUMBERS = (
+    *("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "repeat_penalty"),
+    *("presence_penalty", "frequency_penalty", "mirostat_tau", "mirostat_eta", "dynatemp_range"),
+    *("dry_multiplier", "dry_base", "xtc_probability", "xtc_threshold"),
+)
+_WHOLE = (
+    *("max_tokens", "n", "best_of", "top_k", "min_tokens", "top_logprobs", "prompt_logprobs"),
+    *("mirostat", "repeat_last_n", "dry_allowed_length", "dry_penalty_last_n"),
+)
+_SWITCHES = (
+    *("stream", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "parallel_tool_calls", "echo"),
+)
+_BOTH: dict[str, Any] = {
+    "model": str,
+    **dict.fromkeys(_NUMBERS, float),
+    **dict.fromkeys(_WHOLE, Int),
+    **dict.fromkeys(_SWITCHES, bool),
+    "seed": int,  # its range is wider than a type can say
+    "logprobs": bool | Int,
+    "stop": str | Words,
+    "stop_token_ids": Ids,
+    "allowed_token_ids": Ids,
+    "bad_words": Words,
+    "logit_bias": dict[str, float],
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "reasoning_effort": Literal["none", "minimal", "low", "medium", "high", "xhigh"],
+    "cache_salt": str,
+}
+_OF_KIND: dict[str, dict[str, Any]] = {
+    "chat": {
+        "messages": list[Message],
+        "tools": list[Tool],
+        "tool_choice": Literal["none", "auto", "required"] | ToolChoice,
+        "chat_template_kwargs": TemplateSwitches,
+    },
+    "completion": {"prompt": str | list[str | Int | Ids], "suffix": str},
+}
+# they change nothing of what an answer says, and are the business of nobody behind the coordinator
+_LEFT_OUT = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention", "request_id", "session_id"),
+        # they add to the answer what a head never adds
+        *("verbose", "timings_per_token", "return_progress", "return_tokens", "return_token_ids"),
+        *("return_token_offsets", "return_prompt_text", "return_weight_versions", "return_mm_kwargs"),
+    }
+)
+# Their values that ask a head for nothing change the answer of some engines.
+_MEANT_ELSEWHERE = frozenset({"lora", "reasoning_format"})
+_MIN_SEED, _MAX_SEED = -(1 << 63), (1 << 64) - 1
+_AT = re.compile(r" - at `(?:key in )?\$?(.*?)`$")
+
+
+def for_engine(wanted: Wanted, *, shares_cache: bool) -> bytes:
+    """Return the body for the engine. Raises `RequestError` naming a field that is not passed on.
+
+    A stream always asks for the counts at its end. ``shares_cache``: the engine gets no salt.
+    """
+    known = _BOTH | _OF_KIND[wanted.kind]
+    fields: dict[str, Any] = {}
+    for name, raw in fields_of(wanted.body).items():
+        if name in _LEFT_OUT or bytes(raw) == b"null":
+            continue
+        if name not in known:
+            if _asks_for_nothing(name, raw, wanted.kind):
+                continue
+            raise RequestError(
+                f"{name[:80]!r} is not passed on by a provider",
+                param=name[:80],
+                code="unsupported_parameter",
+                hint="leave it out",
+            )
+        fields[name] = _read(name, raw, known[name])
+    if not _MIN_SEED <= fields.get("seed", 0) <= _MAX_SEED:
+        raise RequestError(f"seed: expected {_MIN_SEED} to {_MAX_SEED}", param="seed")
+    _check_references(fields)
+    if shares_cache:
+        fields.pop("cache_salt", None)
+    if wanted.stream:
+        options = fields.get("stream_options", StreamOptions())
+        fields["stream_options"] = msgspec.structs.replace(options, include_usage=True)
+    return msgspec.json.encode(fields)
+
+
+def wants_usage(wanted: Wanted) -> bool:
+    """Return whether a stream's client asked for the event with the counts."""
+    raw = fields_of(wanted.body).get("stream_options")
+    options = None if raw is None else msgspec.json.decode(raw)
+    return bool(isinstance(options, dict) and options.get("include_usage"))
+
+
+def _asks_for_nothing(name: str, raw: msgspec.Raw, kind: Kind) -> bool:
+    """Return whether an answer without the field is the answer that was asked for, as at a head."""
+    values = HARMLESS_OF[kind].get(name, HARMLESS.get(name, ()))
+    return bool(values) and name not in _MEANT_ELSEWHERE and msgspec.json.decode(raw) in values
+
+
+def _read(name: str, raw: msgspec.Raw, kind: Any) -> object:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = _AT.search(str(error))
+        where = name + (found.group(1).replace("[...]", "[]") if found else "")
+        text = str(error)[: found.start()] if found else str(error)
+        raise RequestError(
+            f"{where}: {text}",
+            param=where,
+            code="unsupported_parameter",
+            hint="a provider passes on text alone" if name == "messages" else None,
+        ) from None
+
+
+def _check_references(fields: dict[str, Any]) -> None:
+    """Raises `RequestError` for a schema that refers to anything outside itself, which engines may fetch."""
+    schemas = [("tools", tool.function.parameters) for tool in fields.get("tools", ())]
+    if (form := fields.get("response_format")) is not None and form.json_schema is not None:
+        schemas.append(("response_format", form.json_schema.schema))
+    left: list[tuple[str, Any]] = list(schemas)
+    while left:
+        name, found = left.pop()
+        if isinstance(found, dict):
+            for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+                reference = found.get(key)
+                if isinstance(reference, str) and not reference.startswith("#"):
+                    raise RequestError(f"{name}: a {key} that does not begin with '#'", param=name)
+            left += [(name, one) for one in found.values()]
+        elif isinstance(found, list):
+            left += [(name, one) for one in found]

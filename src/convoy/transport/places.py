@@ -1,0 +1,195 @@
+"""Which connections a listener holds whose clients may be strangers, and which one gives way when it is full.
+
+A connection *waits* for a request, *works* on one that nobody let in (a health check, a refusal, a
+greeting), or is *kept*. Those that wait give way to new connections, and those that work to others that
+begin to: so a crowd that says nothing displaces itself, and no request that came whole. Kept ones never
+give way.
+One thread owns the tables. Nothing here waits, reads or knows sockets.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from convoy.errors import QueueFull
+from convoy.transport.admission import place_of
+
+Clock = Callable[[], float]
+Cut = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How many connections of each kind a listener holds; of the first two, of one address and in all."""
+
+    waiting: int
+    working: int
+    kept: int
+    of_one_address: int
+
+
+class Given(enum.Enum):
+    """Why a connection was cut."""
+
+    WAY = "it gave way to a newer connection"
+    TIME = "its request did not arrive in time"
+
+
+class Place:
+    """One connection's place. ``cut`` ends the connection without waiting; its owner may replace it.
+
+    ``given`` says why the connection was cut, or None.
+    """
+
+    __slots__ = ("_places", "address", "cut", "deadline_s", "given", "is_over", "pool")
+
+    def __init__(self, places: Places, address: str, cut: Cut) -> None:
+        self._places = places
+        self.address = address
+        self.cut = cut
+        self.deadline_s = 0.0
+        self.pool: _Pool | None = None
+        self.given: Given | None = None
+        self.is_over = False
+
+    def wait(self) -> None:
+        """Wait for a request, which has its whole time from now on."""
+        self._places.wait(self)
+
+    def work(self) -> None:
+        """A request came: its deadline ends. Nothing changes for a connection that is kept."""
+        self._places.work(self)
+
+    def keep(self) -> None:
+        """A request was let in: the connection no longer gives way. Raises `QueueFull` for one too many."""
+        self._places.keep(self)
+
+    def release(self) -> None:
+        """The connection ended; twice is allowed."""
+        self._places.release(self)
+
+
+class Places:
+    """The places of one listener, on one thread."""
+
+    def __init__(self, capacity: Capacity, timeout_s: float, clock: Clock) -> None:
+        """``timeout_s``: for a request to come."""
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._waiting = _Pool(capacity.waiting, capacity.of_one_address)
+        self._working = _Pool(capacity.working, capacity.of_one_address)
+        self._kept = _Pool(capacity.kept, capacity.kept)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_working(self) -> int:
+        return len(self._working)
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
+    def take(self, host: str, cut: Cut) -> Place:
+        """Return a place for a new connection from ``host``; if none is free, an older one gives way.
+
+        Of several addresses the one with the most connections gives way: one stranger who opens many
+        displaces its own.
+        """
+        place = Place(self, place_of(host) or host, cut)
+        self.wait(place)
+        return place
+
+    def wait(self, place: Place) -> None:
+        place.deadline_s = self._clock() + self._timeout_s
+        self._move(place, self._waiting)
+
+    def work(self, place: Place) -> None:
+        if place.pool is not self._kept:
+            self._move(place, self._working)
+
+    def keep(self, place: Place) -> None:
+        if place.pool is self._kept or place.is_over:
+            return
+        if len(self._kept) >= self._kept.most:
+            text = f"the server answers {self._kept.most} connections already"
+            raise QueueFull(text, public=text)
+        self._move(place, self._kept)
+
+    def release(self, place: Place) -> None:
+        place.is_over = True
+        if place.pool is not None:
+            place.pool.remove(place)
+            place.pool = None
+
+    def expire(self) -> int:
+        """Cut the connections whose requests are late. Returns how many."""
+        now_s = self._clock()
+        late = [place for place in self._waiting if place.deadline_s <= now_s]
+        for place in late:
+            self._cut(place, Given.TIME)
+        return len(late)
+
+    def shed(self, count: int) -> int:
+        """Cut up to ``count`` connections that wait, the oldest first. Returns how many."""
+        oldest = [place for place, _ in zip(self._waiting, range(count), strict=False)]
+        for place in oldest:
+            self._cut(place, Given.WAY)
+        return len(oldest)
+
+    def _move(self, place: Place, pool: _Pool) -> None:
+        if place.is_over:
+            return
+        if place.pool is not None:
+            place.pool.remove(place)
+        loser = pool.in_the_way(place.address)
+        if loser is not None:
+            self._cut(loser, Given.WAY)
+        pool.add(place)
+        place.pool = pool
+
+    def _cut(self, place: Place, given: Given) -> None:
+        self.release(place)
+        place.given = given
+        place.cut()
+
+
+class _Pool:
+    """Places in the order in which they came, in all and by address."""
+
+    def __init__(self, most: int, most_of_one_address: int) -> None:
+        self.most = most
+        self._most_of_one_address = most_of_one_address
+        self._all: dict[Place, None] = {}
+        self._by_address: dict[str, dict[Place, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._all)
+
+    def add(self, place: Place) -> None:
+        self._all[place] = None
+        self._by_address.setdefault(place.address, {})[place] = None
+
+    def remove(self, place: Place) -> None:
+        del self._all[place]
+        here = self._by_address[place.address]
+        del here[place]
+        if not here:
+            del self._by_address[place.address]
+
+    def in_the_way(self, address: str) -> Place | None:
+        """Return what gives way to one more from ``address``: the oldest there, or of the fullest address."""
+        here = self._by_address.get(address, {})
+        if len(here) >= self._most_of_one_address:
+            return next(iter(here))
+        if len(self._all) >= self.most:
+            fullest = max(self._by_address, key=lambda one: len(self._by_address[one]))
+            return next(iter(self._by_address[fullest]))
+        return None

@@ -1,0 +1,159 @@
+"""What a client with a valid key can do by its prompts alone: cost itself time, and nothing to others."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+import convoy
+from adversary.beside import others_beside
+from adversary.ledger import Row
+from support.programs import Program
+from support.waiting import wait_until
+
+SIZE = 8 * 1024 * 1024 - 4096
+MAX_GROWTH_BYTES = 256 << 20
+ENDLESS = (
+    "{% if messages[0].content == 'forever' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% elif messages[0].content == 'long' %}{% for a in range(99999) %}"
+    "{{ 'x' * 1000 }}{% endfor %}{% elif messages[0].content == 'wide' %}"
+    "{{ ('x' * 999999999) | length }}{% endif %}"
+)
+
+
+@dataclass
+class Served:
+    """A head and a peer as processes, behind HTTP."""
+
+    program: Program
+    url: str
+
+    def post(self, path: str, body: bytes) -> httpx.Response:
+        headers = {"content-type": "application/json"}
+        return httpx.post(self.url + path, content=body, headers=headers, timeout=300.0)
+
+    def memory(self) -> int:
+        found: int = psutil.Process(self.program.process.pid).memory_info().rss
+        return found
+
+    def check_unharmed(self) -> None:
+        status = httpx.get(f"{self.url}/status", timeout=60.0).json()
+        assert (status["ready"], status["recoveries"], len(status["stages"])) == (True, 0, 2)
+        answer = self.post("/v1/chat/completions", chat("hello"))
+        assert answer.status_code == 200, answer.text
+
+
+def chat(content: str) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 4}).encode()
+
+
+def filled(start: bytes, unit: bytes, end: bytes) -> bytes:
+    return start + unit * ((SIZE - len(start) - len(end)) // len(unit)) + end
+
+
+def served(folder: Path, context: int) -> Program:
+    model = folder / "model"
+    shutil.copytree(Path(convoy.__file__).parent / "models" / "demo-mini", model)
+    template = model / "chat_template.jinja"
+    template.write_text(ENDLESS + template.read_text("utf-8"), "utf-8")
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    config["max_position_embeddings"] = context
+    (model / "config.json").write_text(json.dumps(config), "utf-8")
+    return Program(folder, "head", "run", str(model), "--members", "2", "--threads", "1", "--port", "0")
+
+
+@pytest.fixture(scope="module", params=[2048, 200_000], ids=["a small context", "a large context"])
+def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    program = served(tmp_path_factory.mktemp("head"), request.param)
+    try:
+        program.until("/v1")
+        found = re.search(r"(http://[\d.:]+)/v1", program.said())
+        assert found is not None
+        head = Served(program, found[1])
+        # what is made once is made now
+        head.check_unharmed()
+        yield head
+    finally:
+        program.process.send_signal(signal.SIGINT)
+        assert program.process.wait(60.0) == 0
+
+
+BODIES = {
+    "text of 8 MiB as a prompt": (
+        "/v1/completions",
+        filled(b'{"prompt": "', b"hello world, how are you today? ", b'"}'),
+    ),
+    "text of 8 MiB as a message": (
+        "/v1/chat/completions",
+        filled(b'{"messages": [{"role": "user", "content": "', b"a b c d ", b'"}]}'),
+    ),
+    "control strings of 8 MiB as a prompt": ("/v1/completions", filled(b'{"prompt": "', b"<|end|>", b'"}')),
+    "one letter 8 million times": ("/v1/completions", filled(b'{"prompt": "', b"a", b'"}')),
+    "token ids of 8 MiB": ("/v1/completions", filled(b'{"prompt": [1', b",1", b"]}")),
+    "millions of empty lists": ("/v1/completions", filled(b'{"prompt": [[]', b",[]", b"]}")),
+    "messages by the hundred thousand": (
+        "/v1/chat/completions",
+        filled(b'{"messages": [{"role":"user","content":""}', b',{"role":"user","content":""}', b"]}"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "body", [pytest.param(name, marks=pytest.mark.attack(name, layer="http")) for name in BODIES]
+)
+def test_six_long_bodies_at_once_are_refused_and_leave_nothing_behind(
+    head: Served, row: Row, body: str
+) -> None:
+    path, data = BODIES[body]
+    before = head.memory()
+    with others_beside(head.url, row), ThreadPoolExecutor(6) as clients:
+        for answer in clients.map(lambda _: head.post(path, data), range(6)):
+            assert answer.status_code in {400, 413}
+            row.tried(answer.json()["error"]["code"] or "refused")
+    head.check_unharmed()
+    wait_until(lambda: head.memory() - before < MAX_GROWTH_BYTES)
+
+
+@pytest.mark.attack("a chat template without an end", layer="http")
+@pytest.mark.parametrize("content", ["forever", "long", "wide"])
+def test_a_template_without_an_end_costs_its_own_request_alone(head: Served, row: Row, content: str) -> None:
+    with others_beside(head.url, row), ThreadPoolExecutor(4) as clients:
+        for answer in clients.map(lambda _: head.post("/v1/chat/completions", chat(content)), range(4)):
+            assert answer.status_code == 400
+            row.tried(answer.json()["error"]["code"])
+            assert answer.json()["error"]["code"] == "chat_template_limit"
+    head.check_unharmed()
+
+
+@pytest.mark.attack("clients that come and go with long bodies", layer="http")
+def test_clients_that_go_before_their_answer_do_not_pile_up_work(head: Served, row: Row) -> None:
+    path, data = BODIES["text of 8 MiB as a prompt"]
+    before = head.memory()
+
+    def come_and_go(_: int) -> str:
+        timeout = httpx.Timeout(60.0, read=0.2)
+        try:
+            answer = httpx.post(
+                head.url + path, content=data, headers={"content-type": "application/json"}, timeout=timeout
+            )
+        except httpx.ReadTimeout:
+            return "gone"
+        return str(answer.json()["error"]["code"])
+
+    with others_beside(head.url, row), ThreadPoolExecutor(4) as clients:
+        for outcome in clients.map(come_and_go, range(40)):
+            row.tried(outcome)
+    threads = psutil.Process(head.program.process.pid).num_threads()
+    assert threads < 100
+    head.check_unharmed()
+    wait_until(lambda: head.memory() - before < MAX_GROWTH_BYTES)

@@ -1,0 +1,64 @@
+"""What others see while an attack runs: streams, one after another, and the health of the server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+
+from adversary.ledger import Row
+
+# Far above what an idle machine shows, so that a busy one does not fail by chance.
+MAX_HEALTH_S = 10.0
+BODY = {"prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+@contextmanager
+def others_beside(url: str, row: Row) -> Iterator[None]:
+    """Check that each stream ends whole and that health answers in time, for as long as the block runs.
+
+    The first stream has begun before the block does, and the last one ends after it.
+    """
+    begun, over = threading.Event(), threading.Event()
+
+    def stream() -> float:
+        longest_s = 0.0
+        with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=120) as answer:
+            assert answer.status_code == 200
+            lines, since_s = [], time.monotonic()
+            for line in answer.iter_lines():
+                lines.append(line)
+                longest_s = max(longest_s, time.monotonic() - since_s)
+                since_s = time.monotonic()
+                begun.set()
+        assert "data: [DONE]" in lines
+        return longest_s
+
+    def health() -> float:
+        began_s = time.monotonic()
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        taken_s = time.monotonic() - began_s
+        over.wait(0.1)
+        return taken_s
+
+    def repeat(call: Callable[[], float]) -> list[float]:
+        taken_s = [call()]
+        while not over.is_set():
+            taken_s.append(call())
+        return taken_s
+
+    with ThreadPoolExecutor(2) as threads:
+        streams, healths = threads.submit(repeat, stream), threads.submit(repeat, health)
+        try:
+            assert begun.wait(120)
+            yield
+        finally:
+            over.set()
+        gap_s, health_s = max(streams.result()), max(healths.result())
+        row.outcomes[f"{len(streams.result())} streams whole"] += 1
+        row.outcomes[f"health within {health_s:.1f} s, a stream's longest pause {gap_s:.1f} s"] += 1
+        assert health_s < MAX_HEALTH_S

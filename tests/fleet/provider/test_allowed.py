@@ -1,0 +1,192 @@
+"""Which fields of a request reach the engine behind a provider."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from convoy.errors import RequestError
+from convoy.fleet.asked import Kind, read_wanted
+from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.provider.allowed import for_engine
+from convoy.serve.fields import HARMLESS
+from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
+
+Body = dict[str, Any]
+CHAT: Body = {"model": MODEL, "messages": [{"role": "user", "content": "What is 1+2?"}], "max_tokens": 8}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest/meta-data/"}}
+
+
+def passed_on(body: Body, kind: Kind = "chat", **options: bool) -> Body:
+    wanted = read_wanted(msgspec.json.encode(body), kind, "", {})
+    found: Body = msgspec.json.decode(for_engine(wanted, shares_cache=options.get("shares_cache", False)))
+    return found
+
+
+MEANT_ELSEWHERE = {
+    "lora",
+    "reasoning_format",
+}  # their harmless values may change the answer of another engine
+
+
+def of_user(*parts: Body) -> Body:
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+def tool(parameters: Body) -> Body:
+    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
+
+
+REFUSED: dict[str, tuple[Body, str]] = {
+    "an image at an address": (
+        of_user({"type": "text", "text": "What is this?"}, IMAGE),
+        "messages[0].content",
+    ),
+    "sound": (of_user({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}), "messages[0]"),
+    "an address beside text": (
+        of_user({"type": "text", "text": "x", "image_url": {"url": "x"}}),
+        "messages[0]",
+    ),
+    "a slot of llama.cpp": ({"id_slot": 0}, "id_slot"),
+    "a priority": ({"priority": -5}, "priority"),
+    "transfers of K/V": ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    "a template": ({"chat_template": "{{ x }}"}, "chat_template"),
+    "a template's variables": ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    "arguments of a processor": ({"mm_processor_kwargs": {}}, "mm_processor_kwargs"),
+    "an adapter": ({"lora": [{"id": 0}]}, "lora"),
+    "prompt embeddings": ({"prompt_embeds": "x"}, "prompt_embeds"),
+    "a field of the future": ({"brand_new": 1}, "brand_new"),
+    "text for a number": ({"temperature": "hot"}, "temperature"),
+    "a seed of more than 64 bits": ({"seed": 1 << 64}, "seed"),
+    "a seed that is no number": ({"seed": "7"}, "seed"),
+    "a number of no sense": ({"top_k": 1 << 63}, "top_k"),
+    "no adapter, where others may be the engine's default": ({"lora": []}, "lora"),
+    "sound as an answer": ({"modalities": ["text", "audio"]}, "modalities"),
+    "a tool that is no function": ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    "a schema elsewhere": (tool({"$ref": "http://169.254.169.254/"}), "tools"),
+    "a schema elsewhere, within": (tool({"properties": [{"a": {"$ref": "file:///etc"}}]}), "tools"),
+    "a format's schema elsewhere": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"$ref": "https://x"}},
+            }
+        },
+        "response_format",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_reaches_beyond_an_answer_is_refused_with_its_field(what: str) -> None:
+    changes, param = REFUSED[what]
+    with pytest.raises(RequestError) as caught:
+        passed_on({**CHAT, **changes})
+    assert (caught.value.param or "").startswith(param)
+
+
+def test_what_an_answer_is_made_of_is_passed_on_as_it_is() -> None:
+    schema = {"type": "object", "$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}
+    body = {
+        **CHAT,
+        "messages": [
+            {"role": "system", "content": [{"type": "text", "text": "Add."}]},
+            {"role": "user", "content": "What is 1+2?"},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {"role": "tool", "content": "3", "tool_call_id": "1"},
+        ],
+        **tool(schema),
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        "temperature": 0.5,
+        "top_k": 3,
+        "seed": (1 << 64) - 1,
+        "stop": ["\n"],
+        "logit_bias": {"7": 1.5},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "prompt_logprobs": 2,
+        "n": 2,
+        "cache_salt": "x",
+        "ignore_eos": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "reasoning_effort": "low",
+    }
+    assert passed_on(body) == {**body, "max_tokens": 8}
+
+
+@pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2], [[1], [2, 3]]])
+def test_each_form_of_a_prompt_is_passed_on(prompt: object) -> None:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "echo": True, "logprobs": 1, "suffix": "."}
+    assert passed_on(body, "completion") == body
+
+
+def test_what_is_nobodys_business_and_what_is_null_is_left_out() -> None:
+    body = {**CHAT, "user": "ann", "metadata": {"a": "b"}, "store": True, "tools": None, "id_slot": None}
+    assert passed_on(body) == CHAT
+    message = {**CHAT["messages"][0], "refusal": None, "annotations": [IMAGE]}
+    assert passed_on({**CHAT, "messages": [message]}) == CHAT
+
+
+@pytest.mark.parametrize("seed", [-(1 << 63), 1 << 63, (1 << 64) - 1])
+def test_each_seed_that_a_head_serves_is_passed_on(seed: int) -> None:
+    assert passed_on({**CHAT, "seed": seed})["seed"] == seed
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"add_special_tokens": False},
+        {"return_token_ids": True},
+        {"request_id": "7"},
+        *(
+            {name: value}
+            for name, values in HARMLESS.items()
+            for value in values
+            if name not in MEANT_ELSEWHERE
+        ),
+    ],
+    ids=repr,
+)
+def test_what_asks_a_head_for_nothing_is_no_error_behind_a_coordinator(asked: Body) -> None:
+    assert passed_on({**CHAT, **asked}) in (CHAT, {**CHAT, **asked})
+
+
+def test_a_stream_asks_for_its_counts_and_a_shared_cache_gets_no_salt() -> None:
+    found = passed_on({**CHAT, "stream": True, "cache_salt": "x"}, shares_cache=True)
+    assert found == {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+
+
+@pytest.fixture(scope="module")
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, engine: FakeEngine) -> Iterator[FleetUnderTest]:
+    folder: Path = tmp_path_factory.mktemp("fleet")
+    made = FleetUnderTest(folder, CoordinatorOptions(instance="test"))
+    with engine_server(engine) as url:
+        made.add("one", url)
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_asks_is_told_the_field_and_the_engine_hears_nothing(
+    fleet: FleetUnderTest, engine: FakeEngine, stream: bool
+) -> None:
+    before = fleet.ledger.balance("ann")
+    with fleet.client() as client:
+        answer = client.post("/v1/chat/completions", json=question(1, 2, stream=stream, **of_user(IMAGE)))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"].startswith("messages[0].content")
+        assert engine.bodies == []
+        assert fleet.ledger.balance("ann") == before
