@@ -18,6 +18,7 @@ import pytest
 from adversary.beside import others_beside
 from adversary.ledger import Row
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.transport.ports import free_port
 from support.fleet import FakeEngine, FleetUnderTest, engine_server, question
 from support.http_strangers import (
     ENDLESS_VALUE,
@@ -29,7 +30,6 @@ from support.http_strangers import (
     send_until_refused,
     small_fields,
 )
-from support.programs import free_port
 
 NUM_HALF_OPEN = 10_000
 NUM_DESCRIPTORS = 1024

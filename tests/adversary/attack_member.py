@@ -30,6 +30,7 @@ from convoy.model.source import ModelSource
 from convoy.transport.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember, Roster
 from convoy.transport.network import MemoryNetwork, TcpNetwork
+from convoy.transport.ports import free_port
 from convoy.trust.card import member_of
 from convoy.trust.roster import make_roster, sign_roster
 from convoy.wire.fetch import Fetch, Held, Holding, Piece, Prepare
@@ -61,12 +62,6 @@ NUM_BLOCKS = 16
 MAX_GROWTH_BYTES = 256 << 20
 HELLO = Hello("test", ["float32"], ["exact-f32", "plain-f32"], 1 << 30, 1, "test")
 HEAD = HeadOptions(MEMBER, wait_s=20, num_blocks=32)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @dataclass

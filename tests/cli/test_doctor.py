@@ -6,7 +6,6 @@ import datetime
 import json
 import re
 import socket
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from cli.transcript import run_convoy, run_here
 from convoy.crypto.identity import Identity, OperatorKey
+from convoy.transport.ports import free_ports
 from convoy.trust.accepted import Accepted, AcceptedFile
 from convoy.trust.card import member_of
 from convoy.trust.roster import make_roster, sign_roster
@@ -26,9 +26,7 @@ class Home:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.operator = OperatorKey.generate()
-        with ExitStack() as stack:
-            held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-            self.ports = [sock.getsockname()[1] for sock in held]
+        self.ports = free_ports(3)
         self.members = []
         for index, name in enumerate(("alpha", "beta")):
             identity = Identity.generate()
@@ -97,6 +95,7 @@ def test_a_member_whose_peer_is_not_there_yet(home: Home) -> None:
 
 def test_a_peer_is_healthy_before_its_head_comes(home: Home) -> None:
     code, answer, found = home.doctor("beta")
+    assert [finding for finding in answer["findings"] if finding["level"] == "fail"] == []
     assert (code, answer["healthy"]) == (0, True)
     assert found["peers"][0]["what"].startswith("alpha does not listen now, as heads do not")
     assert "http" not in found

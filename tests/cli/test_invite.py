@@ -19,17 +19,13 @@ import pytest
 
 from cli.transcript import run_convoy, run_here
 from convoy.cli.config import load_config
+from convoy.transport.ports import free_port
 from convoy.trust.audit import Entry, read_entries, verify_log
 from convoy.trust.invite import decode_token
 
 SOURCE = str(Path(__file__).resolve().parents[2] / "src")
 EVERYWHERE = ("0.0.0.0", 0)  # noqa: S104 - where members listen
 ENVIRONMENT = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
-
-
-def free_port() -> str:
-    with socket.create_server(EVERYWHERE) as sock:
-        return str(sock.getsockname()[1])
 
 
 @contextmanager
@@ -72,7 +68,7 @@ def inviting(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str],
 
 @contextmanager
 def joining(folder: Path, token: str, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    arguments = ("join", "-", "--json", "--port", free_port(), "--name", "beta", *flags)
+    arguments = ("join", "-", "--json", "--port", str(free_port()), "--name", "beta", *flags)
     with process(folder, *arguments) as command:
         assert command.stdin is not None
         command.stdin.write(f"{token}\n")
@@ -152,7 +148,7 @@ def test_a_no_lets_nobody_in(tmp_path: Path, said: str) -> None:
 
 
 def test_who_interrupts_an_invitation_reads_that_its_line_counts_no_more(tmp_path: Path) -> None:
-    port = ("--port", free_port())
+    port = ("--port", str(free_port()))
     with process(tmp_path / "alpha", "invite", "--address", "127.0.0.1", *port, "--out", "token") as operator:
         assert operator.stderr is not None
         for line in operator.stderr:
@@ -167,7 +163,7 @@ def test_who_interrupts_an_invitation_reads_that_its_line_counts_no_more(tmp_pat
     )
     token = (tmp_path / "alpha" / "token").read_text()
     with inviting(tmp_path / "alpha", *port):  # as true with another listener at the same place
-        late = run_convoy(["join", "-", "--port", free_port()], tmp_path, text=token)
+        late = run_convoy(["join", "-", "--port", str(free_port())], tmp_path, text=token)
     assert "another certificate than the invitation names" in late.stderr
 
 
@@ -246,7 +242,7 @@ def test_a_standby_whose_file_is_of_before_is_told_the_flag(tmp_path: Path) -> N
 
 
 def test_behind_a_forwarded_port_the_roster_has_one_and_the_file_the_other(tmp_path: Path) -> None:
-    outside, inside = free_port(), free_port()
+    outside, inside = str(free_port()), str(free_port())
     said = joined(tmp_path, "--address", f"127.0.0.1:{outside}", "--port", inside)
     assert said.endswith("the next time: convoy join --config .convoy/convoy.toml")
     assert load_config(tmp_path / "beta/.convoy/convoy.toml").listen.port == int(inside)
@@ -278,7 +274,7 @@ def test_after_an_invitation_the_verbs_find_the_files_by_themselves(tmp_path: Pa
 @pytest.mark.long
 def test_a_crash_between_the_use_and_the_roster_leaves_an_honest_state(tmp_path: Path) -> None:
     alpha, beta = tmp_path / "alpha", tmp_path / "beta"
-    port = ("--port", free_port())  # the same for both, so that the old token meets the new listener
+    port = ("--port", str(free_port()))  # the same for both, so that the old token meets the new listener
     with inviting(alpha, *port) as (operator, token), joining(beta, token) as newcomer:
         event(operator, "confirm")
         event(newcomer, "code")
@@ -311,7 +307,7 @@ def test_a_crash_between_the_use_and_the_roster_leaves_an_honest_state(tmp_path:
 def test_a_taken_name_leaves_the_invitation_good_for_another_name(tmp_path: Path) -> None:
     with inviting(tmp_path / "alpha", "--auto-approve") as (operator, token):
         done = run_convoy(
-            ["join", "-", "--name", "alpha", "--port", free_port()], tmp_path, text=f"{token}\n"
+            ["join", "-", "--name", "alpha", "--port", str(free_port())], tmp_path, text=f"{token}\n"
         )
         assert done.returncode == 1
         assert "error: the cluster has a member alpha already" in done.stderr
@@ -326,7 +322,7 @@ def test_a_taken_name_leaves_the_invitation_good_for_another_name(tmp_path: Path
 def test_a_taken_address_leaves_the_invitation_good_for_another_port(tmp_path: Path) -> None:
     with inviting(tmp_path / "alpha", "--auto-approve") as (operator, token):
         done = run_convoy(
-            ["join", "-", "--name", "beta", "--address", "127.0.0.1:7777", "--port", free_port()],
+            ["join", "-", "--name", "beta", "--address", "127.0.0.1:7777", "--port", str(free_port())],
             tmp_path,
             text=f"{token}\n",
         )
@@ -367,7 +363,7 @@ def test_a_token_file_is_private_and_the_token_is_not_shown(tmp_path: Path) -> N
 
 
 def test_a_forwarded_address_is_told_apart_from_the_port_that_it_must_lead_to(tmp_path: Path) -> None:
-    port = free_port()
+    port = str(free_port())
     with process(tmp_path / "alpha", "invite", "--address", "192.0.2.7:9000", "--port", port) as operator:
         assert operator.stderr is not None
         said = list(itertools.takewhile(lambda line: "must lead" not in line, operator.stderr))
@@ -378,7 +374,7 @@ def test_an_invitation_of_another_cluster_does_not_overwrite_this_one(tmp_path: 
     with inviting(tmp_path / "alpha", "--auto-approve") as (_, token):
         with inviting(tmp_path / "beta"):
             pass
-        done = run_convoy(["join", "-", "--port", free_port()], tmp_path / "beta", text=f"{token}\n")
+        done = run_convoy(["join", "-", "--port", str(free_port())], tmp_path / "beta", text=f"{token}\n")
     assert done.returncode == 78
     assert "is of a cluster with another operator than the invitation" in done.stderr
     assert "hint: choose another folder with --dir" in done.stderr
@@ -428,7 +424,7 @@ def test_two_invitations_at_once_are_two_epochs_and_no_crash(tmp_path: Path) -> 
 
 def test_the_invitation_of_a_killed_serve_ends_with_it(tmp_path: Path) -> None:
     arguments = ["serve", "demo-mini", "--invite", "--name", "alpha", "--address", "127.0.0.1", "--json"]
-    port = free_port()
+    port = str(free_port())
     with process(tmp_path / "alpha", *arguments, "--invite-port", port) as serve:
         assert event(serve, "invited")["addresses"] == [f"127.0.0.1:{port}"]
         serve.kill()

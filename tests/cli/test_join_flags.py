@@ -19,6 +19,7 @@ from convoy.cli.config import load_config
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cli.member import load_member
 from convoy.crypto.identity import OperatorKey
+from convoy.transport.ports import free_port
 from convoy.trust.roster import sign_roster
 from support.scraping import scrape
 
@@ -31,8 +32,7 @@ def config() -> Iterator[Path]:
 
 @pytest.fixture
 def port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return str(sock.getsockname()[1])
+    return str(free_port())
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from convoy.transport.link import Link
 from convoy.transport.listener import Listener
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.network import TcpNetwork
+from convoy.transport.ports import free_port
 from convoy.trust.policy import parse_policy
 from support.members import make_local_members, membership_of, with_roster
 
@@ -287,12 +288,6 @@ def at_port(member: LocalMember, name: str, port: int) -> LocalMember:
     """The same under a roster in which ``name`` is at another port."""
     listed = [moved(m, "127.0.0.1", port) if m.name == name else m for m in member.roster.members]
     return with_roster(member, replace(member.roster, members=tuple(listed)))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def test_a_free_port_is_right_and_another_than_the_rosters_is_warned_of(

@@ -20,6 +20,7 @@ from convoy.errors import HandshakeError, InviteError, LinkBroken, PeerUnreachab
 from convoy.transport.admission import AdmissionLimits
 from convoy.transport.enrolment import dial_pinned, one_time_context, receive_enrolment
 from convoy.transport.enrolment_listener import EnrolmentLimits
+from convoy.transport.ports import free_port
 from convoy.trust.consumption import Consumption
 from convoy.wire.enrolment import MAGIC, EnrolmentType, encode_enrolment
 from support.invitations import (
@@ -151,8 +152,7 @@ def test_a_full_disk_lets_nobody_in(tmp_path: Path) -> None:
 
 
 def test_no_address_that_answers_is_said_with_each_reason(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     with invitation(tmp_path) as offer:
         token = replace(offer.token, addresses=(("127.0.0.1", port), ("::1", port)))
         error = Joining(token).end().error

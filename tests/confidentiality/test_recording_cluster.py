@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from convoy.model.source import ModelSource
 from convoy.transport.member import LocalMember
 from convoy.transport.memory import RecordedStream
 from convoy.transport.network import TcpNetwork
+from convoy.transport.ports import free_port
 from convoy.transport.stream import Stream
 from convoy.trust.card import member_of
 from convoy.trust.roster import make_roster
@@ -74,8 +74,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spans: dict[str, str
         monkeypatch.setattr(module, "to_wire", keep)
 
     network = TcpNetwork(wrap=wrap)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        bind = ("127.0.0.1", free.getsockname()[1])
+    bind = ("127.0.0.1", free_port())
     relay = Relay(bind)
     alpha, beta = _members_behind(relay, tmp_path)
     peer = PeerThread(beta, PeerOptions(MEMBER), network, bind)

@@ -23,9 +23,10 @@ from convoy.cli.home import Home
 from convoy.crypto.identity import IDENTITY_KEY
 from convoy.model.source import ModelSource
 from convoy.model.text import Tokenizer
+from convoy.transport.ports import free_port
 from support.fleet import streamed
 from support.otlp import collecting
-from support.programs import Program, free_port
+from support.programs import Program
 from support.proxy import found_in
 from support.waiting import wait_until
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import queue
 import shutil
-import socket
 import subprocess
 import threading
 import time
@@ -23,6 +22,7 @@ from convoy.cli.config import load_config
 from convoy.cli.member import load_member
 from convoy.errors import ConvoyError
 from convoy.transport.network import TcpNetwork
+from convoy.transport.ports import free_ports
 from e2e.served import CONVOY, ENVIRONMENT, convoy, convoy_json
 
 NAMES = ("alpha", "beta", "gamma")
@@ -58,7 +58,7 @@ class Homes:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.operator = directory / "operator"
-        ports = dict(zip(NAMES, _free_ports(), strict=True))
+        ports = dict(zip(NAMES, free_ports(len(NAMES)), strict=True))
         for name in NAMES:
             home = directory / name
             card = home / "card.toml"
@@ -94,12 +94,6 @@ class Homes:
             f'operator_key = "{self.key}"\n[listen]\nhost = "127.0.0.1"\n'
             "[model]\nmemory_gb = 1.0\nnum_threads = 1\n[engine]\nnum_blocks = 64\n"
         )
-
-
-def _free_ports() -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in NAMES]
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 @pytest.fixture

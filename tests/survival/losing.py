@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +18,7 @@ from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.request import GenerationRequest
 from convoy.model.params import SamplingParams
 from convoy.model.source import ModelSource
+from convoy.transport.ports import free_port
 from support.bad_wire import BadWire
 
 WAIT_S = 60.0
@@ -187,7 +187,6 @@ def _wire(local: LocalCluster, name: str) -> BadWire:
     found = re.search(r"^port = (\d+)$", text[text.index("[listen]") :], re.MULTILINE)
     assert found is not None
     listed = int(found.group(1))
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        real = sock.getsockname()[1]
+    real = free_port()
     file.write_text(text.replace(f"port = {listed}\n", f"port = {real}\n", 1))
     return BadWire(("127.0.0.1", listed), ("127.0.0.1", real))

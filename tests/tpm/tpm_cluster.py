@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import tomli_w
 
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.transport.ports import free_ports
 from convoy.trust.provider import ProviderRules
 from e2e.served import CONVOY, ENVIRONMENT, convoy, convoy_json
 from support.fleet import FleetUnderTest
@@ -71,12 +71,6 @@ class Site:
 
     def attest(self, verb: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return convoy("attest", verb, *arguments)
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:  # all held at once, so that they differ
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ from convoy.transport.link import Link, LinkOptions
 from convoy.transport.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.transport.network import TcpNetwork
+from convoy.transport.ports import free_port
 from convoy.transport.stream import Stream
 from convoy.transport.tcp import TlsStream, client_context, server_context, start_tls_client
 from convoy.wire.frame import encode_handshake
@@ -285,8 +286,7 @@ def test_an_expired_roster_links_nobody(members: tuple[LocalMember, ...], which:
 
 
 def test_nobody_at_the_address_names_peer_and_address(members: tuple[LocalMember, ...]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port = sock.getsockname()[1]
+    port = free_port()
     with pytest.raises(PeerUnreachable, match=f"beta at 127.0.0.1:{port} could not be reached"):
         dial(("127.0.0.1", port), me=membership_of(members[0]), peer_name="beta", timeout_s=WAIT_S)
 

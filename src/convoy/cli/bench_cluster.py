@@ -21,6 +21,7 @@ from convoy.cli.endpoint import Endpoint
 from convoy.cli.local import Address, LocalCluster, LocalOptions
 from convoy.cluster.children import Started, end
 from convoy.errors import ConvoyError, PeerUnreachable
+from convoy.transport.ports import free_port
 
 if TYPE_CHECKING:
     from convoy.bench.delay import DelayRelay
@@ -153,7 +154,7 @@ class ServedCluster(Started):
             self._stack.callback(relay.close)
             return relay.address
 
-        port = _free_port()
+        port = free_port()
         options = replace(self._options.local, serve_port=port, publish=publish)
         self._local = self._stack.enter_context(LocalCluster(options))
         self._stack.callback(self._resume_all)
@@ -181,14 +182,6 @@ class ServedCluster(Started):
     def _resume_all(self) -> None:
         for name in self.peers:
             self.resume(name)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port: int = found.getsockname()[1]
-        return port
 
 
 def memory_for(model: str, num_members: int) -> float:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +24,7 @@ from convoy.cli.endpoint import Endpoint
 from convoy.cli.local import LocalCluster, LocalOptions
 from convoy.cluster.children import Started, end
 from convoy.errors import ConvoyError, PeerError, PeerUnreachable
+from convoy.transport.ports import free_port
 
 if TYPE_CHECKING:
     from convoy.bench.fleet_verdict import Books
@@ -57,7 +56,7 @@ class LocalFleet(Started):
     def __init__(self, options: FleetOptions) -> None:
         super().__init__()
         self._options = options
-        self._port, self._admin_port = _free_port(), _free_port()
+        self._port, self._admin_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self.directory = Path(tempfile.mkdtemp(prefix="convoy-fleet-"))
         self._stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
@@ -204,7 +203,7 @@ class LocalFleet(Started):
         from convoy.crypto.identity import Identity
 
         options = self._options
-        port = self._ports[name] = _free_port()
+        port = self._ports[name] = free_port()
         local = LocalCluster(
             LocalOptions(
                 num_members=options.members,
@@ -235,10 +234,3 @@ class LocalFleet(Started):
         file = self.directory / "coordinator.toml"
         file.write_text(tomli_w.dumps(tables), encoding="utf-8")
         return file
-
-
-def _free_port() -> int:
-    with ExitStack() as stack:
-        found = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        port: int = found.getsockname()[1]
-        return port

@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +26,7 @@ from convoy.cli.pin import Cores, pin_process
 from convoy.cli.start import heavy_rooms
 from convoy.cluster.children import Started, end
 from convoy.errors import ConvoyError, PeerError
+from convoy.transport.ports import free_ports
 
 if TYPE_CHECKING:
     from convoy.plan.spec import ModelSpec
@@ -194,7 +193,7 @@ class LocalCluster(Started):
         operator = OperatorKey.generate()
         members = []
         listening: dict[str, Address] = {}
-        for name, port in zip(self.names, _free_ports(len(self.names)), strict=True):
+        for name, port in zip(self.names, free_ports(len(self.names)), strict=True):
             identity = Identity.generate()
             identity.save(self.directory / name)
             listening[name] = ("127.0.0.1", port)
@@ -231,13 +230,6 @@ class LocalCluster(Started):
         if self._options.spans is not None:
             plan["layers"] = self._options.spans
         return tables | ({"plan": plan} if plan else {})
-
-
-def _free_ports(count: int) -> list[int]:
-    # All are held at once, so that they differ.
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 def _kernel_on(device: str, kernel: str) -> str:
