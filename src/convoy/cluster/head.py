@@ -23,7 +23,7 @@ from convoy.cluster.own_weights import OwnWeights
 from convoy.cluster.pace import Pace
 from convoy.cluster.picture import describe_stages
 from convoy.cluster.planning import Planner, Proposal
-from convoy.cluster.prepare import Preparations
+from convoy.cluster.prepare_head import Preparations
 from convoy.cluster.ranks import RankGroup
 from convoy.cluster.standbys import Standbys
 from convoy.cluster.status import StageStatus, StandbyStatus

@@ -18,7 +18,7 @@ from convoy.cluster.offer import make_hello
 from convoy.cluster.options import PeerOptions
 from convoy.cluster.peer_event import PeerEvent
 from convoy.cluster.peer_facts import PeerFacts, facts_of
-from convoy.cluster.prepare import Preparing
+from convoy.cluster.prepare_peer import Preparing
 from convoy.cluster.refusal import refusal
 from convoy.cluster.rights import FROM_DIALLER, FROM_HEAD
 from convoy.cluster.traffic import Traffic

@@ -14,6 +14,7 @@ from convoy.wire.messages import Message, Plan
 
 MAX_PIECE_BYTES = 1024 * 1024
 MAX_HELD_BYTES = 32 * 1024
+SUPERSEDED = "another plan came first"  # the error of a `Prepared` that the head may ask for again
 MAX_HELD_TENSORS = 8 * MAX_HELD_BYTES  # a bit for each
 
 WholeDigest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]

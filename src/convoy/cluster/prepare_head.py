@@ -1,4 +1,4 @@
-"""Weights for a plan that is to come, while another one runs: got and compared, and nothing of it loaded.
+"""Weights for a plan that is to come, at the head: members fetch theirs while another plan runs.
 
 A member that comes, or gets other layers, may have gigabytes to fetch. Only once all of that is on its disk
 is the new plan worth a pause of the running one.
@@ -14,14 +14,11 @@ from collections.abc import Callable
 
 from convoy.cluster.advance import Advance
 from convoy.cluster.company import Company
-from convoy.cluster.loaded import check_plan
 from convoy.cluster.planning import Planner
-from convoy.cluster.weights import Asker, Weights
-from convoy.engine.keeper import MAX_REASON
-from convoy.errors import ConvoyError, LinkClosed, StepError
+from convoy.errors import ConvoyError
 from convoy.model.source import needs_no_files
 from convoy.transport.link import Link, Received, ReceivedMessage
-from convoy.wire.fetch import Prepare, Prepared
+from convoy.wire.fetch import SUPERSEDED, Prepare, Prepared
 from convoy.wire.messages import Plan, Progress
 
 _log = logging.getLogger(__name__)
@@ -29,54 +26,6 @@ _log = logging.getLogger(__name__)
 _LOOK_UP_S = 0.5
 _MAX_OVER = 64
 _AGAIN_S = 1.0  # until the plan that came first is looked at
-_SUPERSEDED = "another plan came first"
-
-
-class Preparing:
-    """A peer's side: one thread at a time gets what a later plan needs, and tells the head."""
-
-    def __init__(self, me: str, weights: Weights) -> None:
-        self._me = me
-        self._weights = weights
-        self._over = threading.Event()
-
-    def begin(self, link: Link, plan: Plan) -> None:
-        """For this plan, and for none before it any more."""
-        self.stop()
-        self._over = over = threading.Event()
-        threading.Thread(
-            target=self._run, args=(link, plan, over), name=f"prepare for {link.peer}", daemon=True
-        ).start()
-
-    def stop(self) -> None:
-        """A plan is here, which comes first."""
-        self._over.set()
-
-    def close(self, why: str) -> None:
-        """This member ends, whatever it waits for of the head."""
-        self.stop()
-        self._weights.fetches.abandon(StepError(why))
-
-    def _run(self, link: Link, plan: Plan, over: threading.Event) -> None:
-        def watch() -> None:
-            if over.is_set() or link.is_over:
-                raise LinkClosed("nobody waits for these weights any more")
-
-        error = ""
-        try:
-            mine = next((stage for stage in plan.stages if self._me in stage.holders), None)
-            if mine is None:
-                raise StepError(f"the plan has no stage for {self._me}")
-            asker = Asker(plan, link, watch)
-            found = self._weights.find(asker)
-            check_plan(plan, found.source.spec.num_layers, found.source.spec.max_context)
-            self._weights.make_ready(asker, found, mine)
-        except ConvoyError as why:
-            error = why.message[:MAX_REASON] or "no reason given"
-        try:
-            link.send(Prepared(plan.generation, _SUPERSEDED if over.is_set() else error))
-        except ConvoyError as lost:
-            _log.debug("the head could not be told: %s", lost.message)
 
 
 class Preparations:
@@ -149,7 +98,7 @@ class Preparations:
         if not errors:
             then()
             return
-        if _SUPERSEDED in errors.values() and not self._company.closed_within(_AGAIN_S):
+        if SUPERSEDED in errors.values() and not self._company.closed_within(_AGAIN_S):
             with self._changed:  # two newcomers' preparations must not overtake each other for ever
                 is_with_others = any(name in asked for asked in self._asked.values())
             if not is_with_others:
