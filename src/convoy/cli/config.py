@@ -30,7 +30,6 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
 
-from convoy.cli.traces import TelemetryConfig
 from convoy.errors import ConfigError
 
 DEFAULT_PEER_PORT = 7777
@@ -48,6 +47,12 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
 Complaint = Callable[[str], str]
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
+
+
+class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """[telemetry]. ``traces``: the URL of an OTLP/HTTP collector."""
+
+    traces: Annotated[str, msgspec.Meta(min_length=1, max_length=500)] | None = None
 
 
 class ClusterConfig(msgspec.Struct, frozen=True):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
+from convoy.cli.config import TelemetryConfig
 from convoy.cli.toml_file import read_toml
-from convoy.cli.traces import TelemetryConfig
 from convoy.cli.trust_rules import EvidenceTable, rules_of
 from convoy.errors import ConfigError
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from convoy.cli.config import override
+from convoy.cli.config import TelemetryConfig, override
 from convoy.cli.endpoint import KEY_VARIABLE, client_key
 from convoy.cli.output import JsonFlag, print_draining, print_ended, print_fields, print_json_line
 from convoy.cli.start import settle_memory
 from convoy.cli.toml_file import read_toml
-from convoy.cli.traces import TelemetryConfig, TracesFlag, tracing
+from convoy.cli.traces import TracesFlag, tracing
 from convoy.cli.trust_rules import EvidenceTable, LevelName, rules_of
 from convoy.errors import UsageError
 

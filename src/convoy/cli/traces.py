@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
 if TYPE_CHECKING:
@@ -15,12 +14,6 @@ if TYPE_CHECKING:
 TracesFlag = Annotated[
     str | None, typer.Option(help="Send spans to this OTLP/HTTP collector, such as http://127.0.0.1:4318.")
 ]
-
-
-class TelemetryConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[telemetry]. ``traces``: the URL of an OTLP/HTTP collector."""
-
-    traces: Annotated[str, msgspec.Meta(min_length=1, max_length=500)] | None = None
 
 
 @contextmanager
