@@ -602,7 +602,7 @@ def test_work_between_steps_runs_while_none_is_in_flight_and_requests_go_on(engi
     def ask() -> None:
         request = GenerationRequest((1, 2), GREEDY, max_tokens=20, ignore_eos=True)
         try:
-            # Requests go on until enough looks came between their steps, however the two threads are scheduled.
+            # Requests go on until enough looks came between their steps, in whatever order the threads run.
             while len(seen) < 20:
                 assert list(generate(engine, request).token_ids) == expected([1, 2], 20)
         finally:
