@@ -220,7 +220,7 @@ def write_docs_lock(project: Mapping[str, Any], root: Path, *, upgrade: bool) ->
 
 
 def _oldest_python(project: Mapping[str, Any]) -> str:
-    return re.findall(r"\d+\.\d+", project["project"]["requires-python"])[0]
+    return str(re.findall(r"\d+\.\d+", project["project"]["requires-python"])[0])
 
 
 def _write(file: Path, digest: str, pins: Sequence[Pin]) -> None:
