@@ -120,9 +120,9 @@ docs: $(DOCS)/.ready
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs --quiet build --strict
 	@echo "docs: site/index.html"
 
-$(DOCS)/.ready: requirements-docs.lock Makefile
+$(DOCS)/.ready: requirements-docs.lock
 	@$(PYTHON) -m venv --clear $(DOCS)
-	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r requirements-docs.lock
+	@$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps --require-hashes -r requirements-docs.lock
 	@touch $@
 
 bench: setup
