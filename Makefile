@@ -9,7 +9,7 @@ LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock requirements-cpu.lock
 
-.PHONY: help setup demo test test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long check lock sbom bench clean
+.PHONY: help setup demo test test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long check docs lock sbom bench clean
 
 help:
 	@echo "make demo    set up, then run the bundled model over two sealed processes"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way"
 	@echo "make test-long  the tests that are marked long"
 	@echo "make check   lint, format, types, architecture"
+	@echo "make docs    build the documentation site in site/; fails on a broken link"
 	@echo "make lock    resolve the dependencies anew and write their hashes; UPGRADE=1 takes the newest versions"
 	@echo "make sbom    write dist/convoy.cdx.json, a CycloneDX bill of materials of what users install"
 	@echo "make bench   measure the hop between two members"
@@ -107,13 +108,25 @@ sbom: setup
 
 check: setup
 	@$(BIN)/python scripts/lock.py --check
+	@$(BIN)/python scripts/commands.py --check
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest tests/test_architecture.py tests/architecture
 
+# The site's tools have an environment of their own: they share no package with what users run.
+DOCS := .venv-docs
+docs: $(DOCS)/.ready
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs --quiet build --strict
+	@echo "docs: site/index.html"
+
+$(DOCS)/.ready: requirements-docs.lock
+	@$(PYTHON) -m venv --clear $(DOCS)
+	@$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check --no-compile --no-deps --require-hashes -r requirements-docs.lock
+	@touch $@
+
 bench: setup
 	@$(BIN)/convoy bench hop
 
 clean:
-	rm -rf $(VENV) $(LOG)
+	rm -rf $(VENV) $(LOG) $(DOCS) site

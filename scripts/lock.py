@@ -4,9 +4,11 @@
 holds the tools of contributors and the build backend. ``requirements-cuda.lock`` holds the packages that only
 a CUDA build of torch needs; ``make setup`` installs it beside such a build. ``requirements-cpu.lock`` names
 the CPU build of torch, which ``make setup`` takes wherever pip is told of an index that has it.
+``requirements-docs.lock`` holds everything that ``make docs`` installs, into an environment of its own.
 
     python scripts/lock.py              resolve anew; a pinned version stays as long as it fits
     python scripts/lock.py --upgrade    resolve anew, with the newest versions
+    python scripts/lock.py --docs       resolve anew what the documentation needs, and nothing else
     python scripts/lock.py --check      compare the locks with pyproject.toml; needs no network
 
 The package index does not hold CPU builds of torch. ``--add-wheel FILE`` adds the hash of one to
@@ -34,9 +36,10 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 ROOT = Path(__file__).resolve().parents[1]
 LOCK, DEV_LOCK = "requirements.lock", "requirements-dev.lock"
 CUDA_LOCK, CPU_LOCK = "requirements-cuda.lock", "requirements-cpu.lock"
-LOCKS = (LOCK, DEV_LOCK, CUDA_LOCK, CPU_LOCK)
+DOCS_LOCK = "requirements-docs.lock"
+LOCKS = (LOCK, DEV_LOCK, CUDA_LOCK, CPU_LOCK, DOCS_LOCK)
 CPU_BUILD = "torch"
-DEV_EXTRA = "dev"
+DEV_EXTRA, DOCS_EXTRA = "dev", "docs"
 # The editable install of the project needs this beside the build backend.
 EDITABLE_BUILD = ("editables",)
 CUDA_ONLY = re.compile(r"(?:nvidia-|cuda-|triton\b)")
@@ -80,15 +83,28 @@ def requirements_of(project: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     extras = table["optional-dependencies"]
     users = [
         *table["dependencies"],
-        *(line for name, lines in extras.items() if name != DEV_EXTRA for line in lines),
+        *(line for name, lines in extras.items() if name not in {DEV_EXTRA, DOCS_EXTRA} for line in lines),
     ]
     return users, [*extras[DEV_EXTRA], *project["build-system"]["requires"], *EDITABLE_BUILD]
 
 
+def docs_requirements_of(project: Mapping[str, Any]) -> list[str]:
+    """Return the requirements for the documentation site."""
+    return list(project["project"]["optional-dependencies"][DOCS_EXTRA])
+
+
 def digest_of(project: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of everything in pyproject.toml that the locks follow from."""
+    """Return the SHA-256 of everything in pyproject.toml that the locks of the package follow from."""
     users, developers = requirements_of(project)
-    parts = [project["project"]["requires-python"], sorted(users), sorted(developers)]
+    return _digest([project["project"]["requires-python"], sorted(users), sorted(developers)])
+
+
+def docs_digest_of(project: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of everything in pyproject.toml that the documentation's lock follows from."""
+    return _digest([project["project"]["requires-python"], sorted(docs_requirements_of(project))])
+
+
+def _digest(parts: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -103,8 +119,8 @@ def problems(project: Mapping[str, Any], root: Path) -> list[str]:
     found = address_problems(root)
     if found:
         return found
-    digest = digest_of(project)
     for name in LOCKS:
+        digest = docs_digest_of(project) if name == DOCS_LOCK else digest_of(project)
         text = _text(root / name)
         if f"{DIGEST_PREFIX}{digest}" not in text.splitlines():
             found.append(f"{name} was made from other dependencies than pyproject.toml has now")
@@ -114,6 +130,7 @@ def problems(project: Mapping[str, Any], root: Path) -> list[str]:
     users, developers = requirements_of(project)
     found += unmet(users, locks[LOCK], LOCK)
     found += unmet(developers, {**locks[LOCK], **locks[DEV_LOCK]}, DEV_LOCK)
+    found += unmet(docs_requirements_of(project), locks[DOCS_LOCK], DOCS_LOCK)
     return found
 
 
@@ -172,9 +189,9 @@ def cpu_build(pin: Pin, old: Pin | None, wheels: Iterable[Path]) -> Pin:
 def write_locks(project: Mapping[str, Any], root: Path, *, upgrade: bool, wheels: Sequence[Path]) -> None:
     """Resolve the dependencies and write the lock files."""
     locks = read_locks(root)
-    cpu = locks.pop(CPU_LOCK)
+    cpu, _ = locks.pop(CPU_LOCK), locks.pop(DOCS_LOCK)
     preferred = {} if upgrade else {name: pin for pins in locks.values() for name, pin in pins.items()}
-    python = re.findall(r"\d+\.\d+", project["project"]["requires-python"])[0]
+    python = _oldest_python(project)
     users, developers = requirements_of(project)
     all_pins = resolve([*users, *developers], python, preferred)
     cpu_pin = cpu_build(all_pins[CPU_BUILD], cpu.get(CPU_BUILD), wheels)
@@ -189,21 +206,41 @@ def write_locks(project: Mapping[str, Any], root: Path, *, upgrade: bool, wheels
         CUDA_LOCK: sorted(cuda),
     }
     pins = {name: [all_pins[one] for one in names] for name, names in parts.items()}
-    header = f"# Made by scripts/lock.py; do not edit.\n{DIGEST_PREFIX}{digest_of(project)}\n"
     for name, held in {**pins, CPU_LOCK: [cpu_pin]}.items():
-        (root / name).write_text(header + "".join(pin.text() for pin in held), encoding="utf-8")
-        print(f"{name}: {len(held)} packages")
+        _write(root / name, digest_of(project), held)
+
+
+def write_docs_lock(project: Mapping[str, Any], root: Path, *, upgrade: bool) -> None:
+    """Resolve what the documentation needs and write its lock; packages of the other locks stay alike."""
+    locks = read_locks(root)
+    old = [DOCS_LOCK] if not upgrade else []
+    preferred = {name: pin for file in (*old, DEV_LOCK, LOCK) for name, pin in locks[file].items()}
+    pins = resolve(docs_requirements_of(project), _oldest_python(project), preferred)
+    _write(root / DOCS_LOCK, docs_digest_of(project), list(pins.values()))
+
+
+def _oldest_python(project: Mapping[str, Any]) -> str:
+    return str(re.findall(r"\d+\.\d+", project["project"]["requires-python"])[0])
+
+
+def _write(file: Path, digest: str, pins: Sequence[Pin]) -> None:
+    header = f"# Made by scripts/lock.py; do not edit.\n{DIGEST_PREFIX}{digest}\n"
+    file.write_text(header + "".join(pin.text() for pin in pins), encoding="utf-8")
+    print(f"{file.name}: {len(pins)} packages")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write or check the lock files.")
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 if a lock is not current")
+    parser.add_argument("--docs", action="store_true", help="resolve for the documentation only")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     parser.add_argument("--add-wheel", type=Path, action="append", default=[], metavar="FILE")
     args = parser.parse_args()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    if not args.check:
+    if not args.check and not args.docs:
         write_locks(project, ROOT, upgrade=args.upgrade, wheels=args.add_wheel)
+    if not args.check:
+        write_docs_lock(project, ROOT, upgrade=args.upgrade)
     found = problems(project, ROOT)
     for line in found:
         print(f"error: {line}", file=sys.stderr)

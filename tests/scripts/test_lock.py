@@ -46,6 +46,25 @@ def test_a_version_that_is_too_old_is_named_with_both_versions(project: dict[str
     assert f"{lock.LOCK} holds numpy {pinned}, expected >=99" in lock.problems(project, folder)
 
 
+def test_a_dependency_of_the_documentation_makes_its_own_lock_old_and_no_other(
+    project: dict[str, Any], folder: Path
+) -> None:
+    changed = copy.deepcopy(project)
+    changed["project"]["optional-dependencies"]["docs"].append("left-pad>=1")
+    assert lock.problems(changed, folder) == [
+        f"{lock.DOCS_LOCK} was made from other dependencies than pyproject.toml has now",
+        f"{lock.DOCS_LOCK} does not hold left-pad",
+    ]
+
+
+def test_the_lock_of_the_documentation_agrees_with_those_of_the_package() -> None:
+    locks = lock.read_locks(lock.ROOT)
+    package = {**locks[lock.LOCK], **locks[lock.DEV_LOCK]}
+    shared = set(locks[lock.DOCS_LOCK]) & set(package)
+    assert len(shared) > 5
+    assert {name for name in shared if locks[lock.DOCS_LOCK][name].version != package[name].version} == set()
+
+
 @pytest.mark.parametrize("line", ["--index-url=https://example.org", "a @ https://example.org/a.whl"])
 def test_an_address_is_refused(project: dict[str, Any], folder: Path, line: str) -> None:
     with (folder / lock.LOCK).open("a", encoding="utf-8") as file:
@@ -71,7 +90,7 @@ def test_packages_for_cuda_stand_in_their_own_lock_alone() -> None:
 
 def test_the_locks_hold_whatever_a_locked_package_needs_here() -> None:
     locks = lock.read_locks(lock.ROOT)
-    del locks[lock.CPU_LOCK]
+    del locks[lock.CPU_LOCK], locks[lock.DOCS_LOCK]
     pins = {name: pin for part in locks.values() for name, pin in part.items()}
     for name, pin in pins.items():
         try:
