@@ -40,13 +40,14 @@ EvidenceBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_EVIDENCE_BYTES)]
 TpmRegisters = Annotated[list[TpmRegister], msgspec.Meta(max_length=24)]
 
 
-class FleetMessage(
-    msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True, tag_field="t"
-):
-    """Base of all: a msgpack array of the kind's name and the fields in order."""
+class FleetMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
+    """Base of all: a msgpack array of the kind's tag and the fields in order.
+
+    The tags are bytes on the wire, so each class names its own: a class may be renamed, its tag never.
+    """
 
 
-class Hello(FleetMessage, frozen=True):
+class Hello(FleetMessage, frozen=True, tag="Hello"):
     """Provider to coordinator, first of all: prove that you are the coordinator at this address.
 
     ``authority`` is host:port as dialled. ``tls``: the provider's connection is TLS. ``pinned``: the provider
@@ -60,7 +61,7 @@ class Hello(FleetMessage, frozen=True):
     pinned: bool
 
 
-class Challenge(FleetMessage, frozen=True):
+class Challenge(FleetMessage, frozen=True, tag="Challenge"):
     """Coordinator to provider: prove who you are, now and to me.
 
     ``coordinator`` is its Ed25519 key, or empty for a provider that knows it. ``certificate`` is the SHA-256
@@ -87,7 +88,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     template_tokens: int = 0
 
 
-class Register(FleetMessage, frozen=True):
+class Register(FleetMessage, frozen=True, tag="Register"):
     """Provider to coordinator. ``signature``: by its identity, over `registration_bytes`.
 
     ``key_signature``, over `request_key_bytes`, and ``certificate`` (of `wire.certified`, or empty) are for
@@ -106,14 +107,14 @@ class Register(FleetMessage, frozen=True):
     evidence: EvidenceBytes = b""
 
 
-class Registered(FleetMessage, frozen=True):
+class Registered(FleetMessage, frozen=True, tag="Registered"):
     """Coordinator to provider: requests may come, under this name."""
 
     name: Name
     window: Annotated[int, msgspec.Meta(ge=1, le=4096)]  # chunks of an answer that may be under way
 
 
-class AwaitApproval(FleetMessage, frozen=True):
+class AwaitApproval(FleetMessage, frozen=True, tag="AwaitApproval"):
     """Coordinator to provider: nobody let your key in yet.
 
     Stay: `Registered` or `Refused` follows, in at most so many seconds.
@@ -122,7 +123,7 @@ class AwaitApproval(FleetMessage, frozen=True):
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
-class Refused(FleetMessage, frozen=True):
+class Refused(FleetMessage, frozen=True, tag="Refused"):
     """Coordinator to provider: no, and why; the socket ends. With ``again`` another try may do better.
 
     ``unapproved``: nobody let the provider's key in yet.
@@ -133,14 +134,14 @@ class Refused(FleetMessage, frozen=True):
     unapproved: bool = False
 
 
-class Prove(FleetMessage, frozen=True):
+class Prove(FleetMessage, frozen=True, tag="Prove"):
     """Coordinator to provider, now and then: are you still who you were?"""
 
     nonce: Bytes32
     registers: TpmRegisters = []
 
 
-class Proof(FleetMessage, frozen=True):
+class Proof(FleetMessage, frozen=True, tag="Proof"):
     """Answer to `Prove`: by the identity, over `proof_bytes`; and evidence for that nonce, or none."""
 
     nonce: Bytes32
@@ -159,17 +160,17 @@ class ModelLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     streams: float = 1.0
 
 
-class Heartbeat(FleetMessage, frozen=True):
+class Heartbeat(FleetMessage, frozen=True, tag="Heartbeat"):
     """Provider to coordinator, every few seconds."""
 
     loads: Annotated[list[ModelLoad], msgspec.Meta(max_length=64)]
 
 
-class Draining(FleetMessage, frozen=True):
+class Draining(FleetMessage, frozen=True, tag="Draining"):
     """Provider to coordinator: what runs is finished, nothing new is taken."""
 
 
-class Serve(FleetMessage, frozen=True):
+class Serve(FleetMessage, frozen=True, tag="Serve"):
     """Coordinator to provider: answer this. The fields beside the body are bound to it by its seal, but
     for ``trace``: a traceparent of W3C Trace Context, which holds random ids, or nothing.
     """
@@ -185,27 +186,27 @@ class Serve(FleetMessage, frozen=True):
     trace: Annotated[str, msgspec.Meta(pattern=r"^(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")] = ""
 
 
-class Cancel(FleetMessage, frozen=True):
+class Cancel(FleetMessage, frozen=True, tag="Cancel"):
     """Coordinator to provider: nobody wants this any more."""
 
     request_id: RequestId
 
 
-class Credit(FleetMessage, frozen=True):
+class Credit(FleetMessage, frozen=True, tag="Credit"):
     """Coordinator to provider: so many chunks more may come, because the reader took as many."""
 
     request_id: RequestId
     chunks: Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
-class Began(FleetMessage, frozen=True):
+class Began(FleetMessage, frozen=True, tag="Began"):
     """Provider to coordinator: an answer begins; chunks under keys from this nonce follow."""
 
     request_id: RequestId
     nonce: Bytes32
 
 
-class Chunk(FleetMessage, frozen=True):
+class Chunk(FleetMessage, frozen=True, tag="Chunk"):
     """Provider to coordinator: the next piece of an answer. ``tokens``: given so far, in all choices."""
 
     request_id: RequestId
@@ -214,7 +215,7 @@ class Chunk(FleetMessage, frozen=True):
     last: bool
 
 
-class Done(FleetMessage, frozen=True):
+class Done(FleetMessage, frozen=True, tag="Done"):
     """Provider to coordinator, after the last chunk: what it is to be paid for."""
 
     request_id: RequestId
@@ -222,7 +223,7 @@ class Done(FleetMessage, frozen=True):
     completion_tokens: Count
 
 
-class Failed(FleetMessage, frozen=True):
+class Failed(FleetMessage, frozen=True, tag="Failed"):
     """Provider to coordinator: no answer, or no more of it. ``full``: it has no slot, nothing is wrong.
 
     ``refused``: it is the sealed body that is wrong, and the fault of whoever sealed it.

@@ -1,0 +1,246 @@
+"""Measure the prose of the repository: docstrings and comments of src, docs/*.md and README.md.
+
+Each figure has a target and a limit in prose_limits.toml, and may not be worse than its limit.
+`scripts/house.py` prints them as a table, and lists what is wrong in single files.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+RIDDLE = re.compile(r"\b(who|whom|whose|whoever|nobody|what\s+(?:was|is|has)|that\s+which)\b", re.I)
+MAX_SENTENCE_WORDS = 40
+MAX_CELL_CHARACTERS = 200
+MAX_COLUMNS = 110
+VERBS_FILE = Path(__file__).with_name("verbs.txt")
+LIMITS_FILE = Path(__file__).with_name("prose_limits.toml")
+_DIRECTIVE = re.compile(r"#\s*(noqa|type:|ruff:|mypy:|fmt:|pragma|!)")
+_CODE = re.compile(r"``[^`]*``|`[^`]*`")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_NEW_PARAGRAPH = re.compile(r"\s*(#|[-*] |\d+\. |>)")
+
+
+@dataclass
+class Prose:
+    """Counts over some files, and each offence as ``file:line: reason``."""
+
+    words: int = 0
+    riddles: int = 0
+    docstrings: int = 0  # of functions and classes
+    verbs: int = 0  # of these docstrings, how many begin with an imperative verb
+    lines: int = 0
+    own_comments: int = 0  # lines that hold a comment and nothing else
+    long_sentences: int = 0
+    long_cells: int = 0
+    long_lines: int = 0
+    offences: list[str] = field(default_factory=list)
+
+    def add(self, other: Prose) -> None:
+        """Add the counts of ``other``."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One row of the table: a value, the limit that it may not pass, and the target for both."""
+
+    name: str
+    text: str
+    value: float
+    first: float  # as it was when the file of limits was made
+    limit: float
+    target: float
+    more_is_better: bool
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the value is within its limit."""
+        return self.value >= self.limit if self.more_is_better else self.value <= self.limit
+
+    @property
+    def is_reached(self) -> bool:
+        """Return whether the value is at its target."""
+        return self.value >= self.target if self.more_is_better else self.value <= self.target
+
+
+@cache
+def verbs() -> frozenset[str]:
+    """Return the words that a docstring may begin with, in the imperative and in lower case."""
+    lines = VERBS_FILE.read_text(encoding="utf-8").splitlines()
+    return frozenset(word for line in lines if not line.startswith("#") for word in line.split())
+
+
+def begins_with_verb(docstring: str) -> bool:
+    """Return whether the first word is an imperative verb; re- and un- may stand before one."""
+    match = re.match(r"[A-Za-z]+(-[a-z]+)?", docstring.strip())
+    if match is None or docstring.strip()[match.end() : match.end() + 1] in {"'", "`", "("}:
+        return False
+    word = match.group().lower()
+    return word in verbs() or word.removeprefix("re-") in verbs() or word.removeprefix("un-") in verbs()
+
+
+def measure_python(path: Path, place: str) -> Prose:
+    """Measure the docstrings and comments of one module. ``place`` names it in offences."""
+    text = path.read_text(encoding="utf-8")
+    found = Prose(lines=len(text.splitlines()))
+    for node, docstring, line in _docstrings(ast.parse(text)):
+        _count_words(found, docstring, place, line)
+        if isinstance(node, ast.Module):
+            continue
+        found.docstrings += 1
+        if begins_with_verb(docstring):
+            found.verbs += 1
+        else:
+            first = docstring.split("\n")[0][:60]
+            found.offences.append(f"{place}:{line}: {node.name}: does not begin with a verb: {first}")
+    for comment in _comments(text):
+        _count_words(found, comment.string.lstrip("# "), place, comment.start[0])
+        found.own_comments += comment.line.lstrip().startswith("#")
+    return found
+
+
+def _docstrings(
+    tree: ast.Module,
+) -> Iterator[tuple[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield node, docstring, node.body[0].lineno
+
+
+def _comments(text: str) -> Iterator[tokenize.TokenInfo]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and not _DIRECTIVE.match(token.string):
+            yield token
+
+
+def _count_words(found: Prose, text: str, place: str, line: int) -> None:
+    said = _CODE.sub(lambda match: "CODE" + "\n" * match.group().count("\n"), text)
+    said = re.sub(r"\]\([^)]*\)", "]", said)
+    found.words += len(said.split())
+    for match in RIDDLE.finditer(said):
+        at = line + said.count("\n", 0, match.start())
+        found.riddles += 1
+        found.offences.append(f"{place}:{at}: riddle word {' '.join(match.group().split())!r}")
+
+
+def measure_markdown(path: Path, place: str) -> Prose:
+    """Measure one page: riddle words, long sentences, long table cells, and lines that are too wide."""
+    found = Prose()
+    for paragraph in _paragraphs(path.read_text(encoding="utf-8"), found, place):
+        if not paragraph:
+            continue
+        line = paragraph[0][0]
+        said = re.sub(
+            r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "CODE", " ".join(text for _, text in paragraph))
+        )
+        found.words += len(said.split())
+        for match in RIDDLE.finditer(said):
+            found.riddles += 1
+            found.offences.append(f"{place}:{line}: riddle word {match.group()!r}")
+        for sentence in _SENTENCE_END.split(said):
+            num_words = len(sentence.split())
+            if num_words > MAX_SENTENCE_WORDS:
+                found.long_sentences += 1
+                found.offences.append(f"{place}:{line}: sentence of {num_words} words: {sentence[:60]}")
+    return found
+
+
+def _paragraphs(text: str, found: Prose, place: str) -> list[list[tuple[int, str]]]:
+    """Split a page into paragraphs and table cells of (line, text), and count what is too long on the way."""
+    in_code = False
+    paragraphs: list[list[tuple[int, str]]] = [[]]
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+            paragraphs.append([])
+        elif in_code:
+            continue
+        elif line.lstrip().startswith("|"):
+            cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+            for cell in cells:
+                if len(cell) > MAX_CELL_CHARACTERS:
+                    found.long_cells += 1
+                    found.offences.append(f"{place}:{number}: table cell of {len(cell)} characters")
+            paragraphs += [[(number, cell)] for cell in cells]
+            paragraphs.append([])
+        else:
+            if len(line) > MAX_COLUMNS and "](" not in line and "http" not in line:
+                found.long_lines += 1
+                found.offences.append(
+                    f"{place}:{number}: {len(line)} columns, and {MAX_COLUMNS} is the limit"
+                )
+            if not line.strip() or _NEW_PARAGRAPH.match(line):
+                paragraphs.append([])
+            paragraphs[-1].append((number, line))
+    return paragraphs
+
+
+def measure_file(path: Path, place: str) -> Prose:
+    """Measure a module or a page by its suffix."""
+    return measure_python(path, place) if path.suffix == ".py" else measure_markdown(path, place)
+
+
+def measure_all(files: Iterable[Path], root: Path) -> Prose:
+    """Return the sum over ``files``, which lie under ``root``."""
+    total = Prose()
+    for path in files:
+        total.add(measure_file(path, path.relative_to(root).as_posix()))
+    return total
+
+
+def measure_repository(root: Path) -> tuple[Prose, Prose]:
+    """Return the prose of src, and that of docs and README.md."""
+    pages = [*sorted((root / "docs").glob("*.md")), root / "README.md"]
+    return measure_all(sorted((root / "src").rglob("*.py")), root), measure_all(pages, root)
+
+
+def values_of(code: Prose, pages: Prose) -> dict[str, float]:
+    """Return each figure by the name that prose_limits.toml has for it, rounded to what is shown."""
+    return {
+        "riddles_src": round(1000 * code.riddles / max(1, code.words), 2),
+        "riddles_docs": round(1000 * pages.riddles / max(1, pages.words), 2),
+        "verb_share": round(100 * code.verbs / max(1, code.docstrings), 2),
+        "own_comment_share": round(100 * code.own_comments / max(1, code.lines), 2),
+        "long_sentences": pages.long_sentences,
+        "long_cells": pages.long_cells,
+        "long_lines": pages.long_lines,
+    }
+
+
+def figures(root: Path) -> list[Figure]:
+    """Return the table of all figures of the repository at ``root``."""
+    rows = tomllib.loads(LIMITS_FILE.read_text(encoding="utf-8"))
+    values = values_of(*measure_repository(root))
+    return [
+        Figure(
+            name=name,
+            text=row["text"],
+            value=values[name],
+            first=row["first"],
+            limit=row["limit"],
+            target=row["target"],
+            more_is_better=row["target"] > row["first"],
+        )
+        for name, row in rows.items()
+    ]
+
+
+def table(rows: Iterable[Figure]) -> str:
+    """Return the figures as lines of text: at first, now, limit, target and whether it is reached."""
+    lines = [f"{'':52}{'first':>9}{'now':>9}{'limit':>9}{'target':>9}"]
+    for row in rows:
+        state = "reached" if row.is_reached else "" if row.holds else "WORSE THAN ITS LIMIT"
+        numbers = "".join(f"{value:9g}" for value in (row.first, row.value, row.limit, row.target))
+        lines.append(f"{row.text:52}{numbers}  {state}".rstrip())
+    return "\n".join(lines)
