@@ -19,10 +19,10 @@ import time
 
 import torch
 
-from convoy.model.selfcheck import EXACT, W8A8
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.model.backends.host.checks.selfcheck import EXACT, W8A8
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
 CONTEXT = 64
 BLOCK = 16

@@ -2,8 +2,8 @@
 
 import sys
 
-from convoy.cli.exit_codes import EXIT_CONFIG
-from convoy.cli.output import report_error
+from convoy.cli.show.exit_codes import EXIT_CONFIG
+from convoy.cli.show.output import report_error
 
 
 def main(platform: str = sys.platform) -> None:

@@ -19,8 +19,8 @@ from adversary.process import WAIT_S, Event, VictimProcess
 from adversary.units import Measure, inner_frames, tls_records
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.transport.member import LocalMember, Roster
-from convoy.trust.card import member_of
-from convoy.trust.roster import make_roster, sign_roster
+from convoy.trust.roster.card import member_of
+from convoy.trust.roster.roster import make_roster, sign_roster
 
 NAMES = ("alpha", "beta", "gamma")
 CLUSTER = "arena"

@@ -9,8 +9,8 @@ import pytest
 
 from adversary.ledger import Row
 from convoy.crypto.enrolment import MAX_UNPROVED_CHALLENGES, code
-from convoy.transport.enrolment import send_enrolment
-from convoy.wire.enrolment import EnrolmentType, Refusal
+from convoy.transport.listen.enrolment_tls import send_enrolment
+from convoy.wire.messages.enrolment import EnrolmentType, Refusal
 from support.invitations import LIMITS, RawNewcomer, assert_still_good, invitation
 
 NUM_STRANGERS = 60

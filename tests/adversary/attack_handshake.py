@@ -12,7 +12,7 @@ from adversary.middle import Change, Middle, Tamper, drop, flip, instead, keep, 
 from adversary.process import Event
 from adversary.units import PREAMBLE_FIELDS, message_1_fields, message_2_fields, message_3_fields
 from convoy.wire.frame import HANDSHAKE_PREAMBLE_BYTES, MAX_HANDSHAKE_BYTES, encode_handshake
-from convoy.wire.messages import FrameType
+from convoy.wire.messages.control import FrameType
 
 PREAMBLE = HANDSHAKE_PREAMBLE_BYTES
 REFUSALS = {"HandshakeError", "Incompatible", "FrameError", "FrameTooLong"}

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adversary.ledger import Row
+from convoy.api.keys.key_file import parse_keys, read_key_file
+from convoy.api.keys.keys import KeyRing
+from convoy.api.listen.options import ServeOptions
+from convoy.api.refusals import WrongKey
 from convoy.errors import ConfigError
-from convoy.serve.key_file import parse_keys, read_key_file
-from convoy.serve.keys import KeyRing
-from convoy.serve.options import ServeOptions
-from convoy.serve.refusals import WrongKey
 from support.fake_service import MAX_CONTEXT, FakeEngine, Running, serving
 from support.scraping import scrape
 

@@ -15,26 +15,25 @@ import pytest
 
 from adversary.ledger import Row
 from adversary.process import VictimProcess
-from convoy.cluster.attestation import Attestation
-from convoy.cluster.granted import plan_digest
+from convoy.cluster.active_plan import plan_digest
+from convoy.cluster.attestation.exchange import Attestation
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.running import RunningCluster
 from convoy.crypto.identity import Identity, OperatorKey
-from convoy.engine.generation import generate
-from convoy.engine.request import GenerationRequest
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import ConvoyError
-from convoy.model.digests import Hashing, make_manifest
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.transport.link import Link, Received, ReceivedMessage
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.store.digests import Hashing, make_manifest
+from convoy.model.sampling.params import SamplingParams
+from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember, Roster
 from convoy.transport.network import MemoryNetwork, TcpNetwork
 from convoy.transport.ports import free_port
-from convoy.trust.card import member_of
-from convoy.trust.roster import make_roster, sign_roster
-from convoy.wire.fetch import Fetch, Held, Holding, Piece, Prepare
-from convoy.wire.messages import (
+from convoy.trust.roster.card import member_of
+from convoy.trust.roster.roster import make_roster, sign_roster
+from convoy.wire.messages.control import (
     Activate,
     Activated,
     BlockGrant,
@@ -47,9 +46,8 @@ from convoy.wire.messages import (
     Step,
     StepFailed,
 )
-from convoy.wire.messages import (
-    Row as StepRow,
-)
+from convoy.wire.messages.control import Row as StepRow
+from convoy.wire.messages.fetch import Fetch, Held, Holding, Piece, Prepare
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of

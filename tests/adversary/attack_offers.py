@@ -13,12 +13,12 @@ from adversary.ledger import Row
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.running import RunningCluster
 from convoy.errors import ConvoyError
-from convoy.model.source import ModelSource
-from convoy.transport.link import Link, Received, ReceivedMessage
+from convoy.model.checkpoints.source import ModelSource
+from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
 from convoy.transport.network import MemoryNetwork
-from convoy.trust.policy import OfferRule, PlacementRule, Policy
-from convoy.wire.messages import MAX_OFFER_BYTES, Plan
+from convoy.trust.evidence.policy import OfferRule, PlacementRule, Policy
+from convoy.wire.messages.control import MAX_OFFER_BYTES, Plan
 from support.cluster import MEMBER
 from support.members import make_local_members, membership_of
 

@@ -15,9 +15,9 @@ from adversary.ledger import Row
 from adversary.process import VictimProcess
 from convoy.crypto.certificate import certificate_fingerprint
 from convoy.crypto.identity import Identity
-from convoy.transport.establish import TO_DIALLER, TO_LISTENER
+from convoy.transport.link.establish import TO_DIALLER, TO_LISTENER
 from convoy.wire.frame import HEADER_BYTES, encode_handshake
-from convoy.wire.messages import FrameType
+from convoy.wire.messages.control import FrameType
 from support.door import Crowd
 
 REFUSALS = {"HandshakeError", "Incompatible", "FrameError", "FrameTooLong", "PeerUnreachable", "PeerBusy"}

@@ -16,7 +16,7 @@ from adversary.arena import Arena
 from adversary.ledger import Row
 from adversary.process import ROOT, VictimProcess
 from convoy.crypto.identity import OperatorKey
-from convoy.trust.roster import sign_roster
+from convoy.trust.roster.roster import sign_roster
 
 FAILURES = {"HandshakeError", "HandshakeLate", "Incompatible", "LinkBroken", "PeerUnreachable", "PeerBusy"}
 DAY = datetime.timedelta(days=1)

@@ -10,11 +10,11 @@ import time
 from typing import Any
 
 import convoy.transport.dial as dialling
-import convoy.transport.listener as listening
+import convoy.transport.listen.listener as listening
 from convoy.crypto.certificate import certificate_fingerprint
 from convoy.errors import HandshakeError
 from convoy.transport.member import LocalMember
-from convoy.transport.tcp import tune_socket
+from convoy.transport.streams.tcp import tune_socket
 
 
 class BareSocket(socket.socket):

@@ -16,10 +16,10 @@ import psutil
 
 from adversary.victim import Crash, membership
 from convoy.cluster.options import MemberOptions, PeerOptions
-from convoy.cluster.peer import Peer
-from convoy.cluster.peer_event import PeerEvent
+from convoy.cluster.peer.event import PeerEvent
+from convoy.cluster.peer.peer import Peer
 from convoy.errors import ConvoyError
-from convoy.transport.link import Link, Received
+from convoy.transport.link.link import Link, Received
 from convoy.transport.network import TcpNetwork
 
 

@@ -27,18 +27,18 @@ from adversary.bare import take_away_the_outer_layer
 from adversary.options import attack_options
 from convoy.crypto.claims import NO_LINK
 from convoy.crypto.identity import Identity
-from convoy.engine.collective.sealed import RANK_TYPES, SealedCollective
+from convoy.engine.ranks.sums.sealed import RANK_TYPES, SealedCollective
 from convoy.errors import ConvoyError
 from convoy.transport.dial import dial
-from convoy.transport.link import Link, Received, ReceivedTensor
-from convoy.transport.listener import Listener
+from convoy.transport.link.link import Link, Received, ReceivedTensor
+from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.transport.membership import Membership, utc_now
-from convoy.trust.accepted import AcceptedFile
-from convoy.trust.authority import OperatorAuthority
-from convoy.trust.roster import verify_roster
-from convoy.wire.messages import FrameType, Row, Step
-from convoy.wire.ranks import Agree
+from convoy.trust.roster.accepted import AcceptedFile
+from convoy.trust.roster.authority import OperatorAuthority
+from convoy.trust.roster.roster import verify_roster
+from convoy.wire.messages.control import FrameType, Row, Step
+from convoy.wire.messages.ranks import Agree
 from convoy.wire.tensor import WireTensor
 
 ALLOWED = frozenset({FrameType.HELLO, FrameType.STEP, FrameType.HIDDEN, FrameType.REFUSE}) | RANK_TYPES

@@ -129,7 +129,7 @@ def test_two_ways_to_one_module_are_no_cycle(tree: Tree) -> None:
         ("transport/link.py", "def late():\n    import torch", "torch"),
         ("engine/engine.py", "import asyncio", "asyncio"),
         ("engine/engine.py", "from starlette.responses import Response", "starlette"),
-        ("serve/app.py", "from rich.console import Console", "rich"),
+        ("api/app.py", "from rich.console import Console", "rich"),
         ("cli/main.py", "from uvicorn import run", "uvicorn"),
     ],
 )
@@ -148,7 +148,7 @@ def test_outside_packages_in_their_own_rooms_pass(tree: Tree) -> None:
             "crypto/seal.py": "import cryptography",
             "model/stage.py": "import torch, transformers",
             "cluster/head.py": "import torch",
-            "serve/app.py": "import asyncio, starlette, uvicorn",
+            "api/app.py": "import asyncio, starlette, uvicorn",
             "cli/main.py": "import typer, rich",
         }
     )
@@ -173,8 +173,8 @@ def test_a_codec_outside_the_wire_is_found(tree: Tree, text: str) -> None:
 def test_structs_pass_everywhere_and_json_where_http_is_spoken(tree: Tree) -> None:
     modules = tree(
         {
-            "engine/request.py": "import msgspec\nmsgspec.Struct\nmsgspec.convert",
-            "serve/body.py": "import msgspec\nmsgspec.json.decode",
+            "engine/requests/request.py": "import msgspec\nmsgspec.Struct\nmsgspec.convert",
+            "api/body.py": "import msgspec\nmsgspec.json.decode",
             "wire/codec.py": "import msgspec\nmsgspec.msgpack.decode",
         }
     )
@@ -195,26 +195,26 @@ def test_a_pure_module_that_imports_a_socket_is_found(tree: Tree, rule: Purity) 
 def test_what_a_pure_module_imports_must_be_pure_too(tree: Tree) -> None:
     modules = tree(
         {
-            "engine/request.py": "def late():\n    from convoy.model.params import SamplingParams",
+            "engine/requests/request.py": "def late():\n    from convoy.model.params import SamplingParams",
             "model/params.py": "from convoy.model import kernels",
             "model/kernels.py": "import torch",
         }
     )
     assert impure_modules(modules) == [
-        "src/convoy/model/kernels.py:1: torch is reachable from convoy.engine.request, which is pure"
+        "src/convoy/model/kernels.py:1: torch is reachable from convoy.engine.requests.request, which is pure"
     ]
 
 
 def test_the_init_of_a_package_on_the_way_counts(tree: Tree) -> None:
     modules = tree(
         {
-            "engine/blocks.py": "import convoy.model.params",
+            "engine/kv/block_pool.py": "import convoy.model.params",
             "model/__init__.py": "import torch",
             "model/params.py": "",
         }
     )
     assert impure_modules(modules) == [
-        "src/convoy/model/__init__.py:1: torch is reachable from convoy.engine.blocks, which is pure"
+        "src/convoy/model/__init__.py:1: torch is reachable from convoy.engine.kv.block_pool, which is pure"
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.bench.hop import HopRow
+from convoy.bench.hop.hop import HopRow
 
 
 def made_up_rows() -> tuple[HopRow, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from convoy.bench.fair import FairOptions, FairRow, StepTime, TimedExecutor, fair_ratios, fair_row
-from convoy.engine.executor import Executor, StepResult
+from convoy.engine.run.executor import Executor, StepResult
 from convoy.errors import ConvoyError
-from convoy.model.draw import GREEDY
-from convoy.wire.messages import BlockGrant, Row, Step
+from convoy.model.sampling.output_rows import GREEDY
+from convoy.wire.messages.control import BlockGrant, Row, Step
 from support.fake_executor import FakeExecutor
 
 OPTIONS = FairOptions(num_running=2, context=16, prompt_tokens=100, chunk=50, before_tokens=2)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from convoy.bench.fleet_load import Answer, Load, ask_directly
-from convoy.bench.fleet_page import page, waits
-from convoy.bench.fleet_scenario import PRICE, Scenario, account_name, chosen_scenarios, load_scenarios
-from convoy.bench.fleet_verdict import (
+from convoy.bench.fleet.load import Answer, Load, ask_directly
+from convoy.bench.fleet.page import page, waits
+from convoy.bench.fleet.scenario import PRICE, Scenario, account_name, chosen_scenarios, load_scenarios
+from convoy.bench.fleet.verdict import (
     Books,
     CheckRow,
     books_of,
@@ -20,9 +20,9 @@ from convoy.bench.fleet_verdict import (
     scenario_row,
     segment_rows,
 )
-from convoy.bench.machine import Machine
-from convoy.bench.report import Report
-from convoy.cli import bench_providers
+from convoy.bench.report.machine import Machine
+from convoy.bench.report.report import Report
+from convoy.cli.benches import providers as bench_providers
 from convoy.cli.main import run
 from convoy.errors import UsageError
 from convoy.fleet.asked import ModelOptions

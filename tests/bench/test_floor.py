@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from convoy.bench.clock import Deadline
 from convoy.bench.floor import FloorOptions, FloorRow, MemoryRead, floor_ratios, load_whole, measure_floor
+from convoy.bench.report.clock import Deadline
 from convoy.errors import ConvoyError
-from convoy.model.source import ModelSource
+from convoy.model.checkpoints.source import ModelSource
 from support.synthetic import write_config
 
 OPTIONS = FloorOptions((1, 2), context=20, steps=3)

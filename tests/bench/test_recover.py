@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.clock import Deadline
 from convoy.bench.recover import (
     LOSSES,
     Loss,
@@ -19,6 +18,7 @@ from convoy.bench.recover import (
     try_loss,
     undisturbed,
 )
+from convoy.bench.report.clock import Deadline
 from convoy.bench.watched import Watched, seconds_to_next, seconds_to_pace
 from convoy.errors import ConvoyError, PeerError, StageLost
 

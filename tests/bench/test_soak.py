@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.clock import Deadline
+from convoy.bench.report.clock import Deadline
 from convoy.bench.soak import Bodies, RssRow, SoakOptions, measure_soak, soak_ratios, soak_rows
 from convoy.errors import ConvoyError, StageLost
 

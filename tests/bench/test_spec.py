@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from convoy.bench.clock import Deadline
+from convoy.bench.report.clock import Deadline
 from convoy.bench.spec import (
     PLAIN,
     REPETITIVE,
@@ -18,9 +18,9 @@ from convoy.bench.spec import (
     measure_spec,
     spec_ratios,
 )
-from convoy.engine.generation import Generation
+from convoy.engine.completion import Generation
 from convoy.errors import ConvoyError
-from convoy.model.source import ModelSource
+from convoy.model.checkpoints.source import ModelSource
 from support.cluster import running_cluster
 
 OPTIONS = SpecOptions(num_tokens=16, num_rounds=2)

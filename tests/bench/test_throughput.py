@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from convoy.bench.bare import BLOCK_SIZE
-from convoy.bench.clock import Deadline
-from convoy.bench.machine import Watch
-from convoy.bench.report import (
+from convoy.bench.report.clock import Deadline
+from convoy.bench.report.machine import Watch
+from convoy.bench.report.report import (
     RING,
     STAGE,
     STAGES,
@@ -31,13 +31,13 @@ from convoy.bench.throughput import (
     measure_prefill,
 )
 from convoy.engine.engine import Engine, EngineOptions
-from convoy.engine.local import LocalExecutor
+from convoy.engine.run.local import LocalExecutor
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.errors import ConvoyError
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.model.text import Tokenizer
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.text.tokens import Tokenizer
+from convoy.wire.messages.control import StageAssignment
 from support.synthetic import write_config
 
 OPTIONS = DecodeOptions((1, 2, 4), context=20, num_windows=3, window_tokens=4)

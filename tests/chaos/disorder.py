@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from chaos.load import Load
-from convoy.cli.bench_cluster import ServedCluster
+from convoy.cli.local.served_cluster import ServedCluster
 
 _KINDS = ("kill", "kill", "stop", "cut")
 _REST_S = (0.5, 4.0)

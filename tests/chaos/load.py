@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from convoy.bench.recover import prompt_of
-from convoy.cli.bench_cluster import ServedCluster
+from convoy.cli.local.served_cluster import ServedCluster
 from convoy.errors import ConvoyError
 
 _HUNG_UP = 8  # one in so many is hung up on in the middle

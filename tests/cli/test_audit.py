@@ -11,11 +11,11 @@ import pytest
 from cli.transcript import run_here
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.errors import AuditError
-from convoy.trust.accepted import AcceptedFile
 from convoy.trust.audit import AuditLog
-from convoy.trust.authority import open_membership
-from convoy.trust.card import member_of
-from convoy.trust.roster import make_roster, sign_roster
+from convoy.trust.roster.accepted import AcceptedFile
+from convoy.trust.roster.authority import open_membership
+from convoy.trust.roster.card import member_of
+from convoy.trust.roster.roster import make_roster, sign_roster
 
 LOG = ".convoy/operator"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.transcript import run_convoy, run_here
-from convoy.cli.exit_codes import EXIT_CONFIG
+from convoy.cli.show.exit_codes import EXIT_CONFIG
 
 STAGES = [
     {"member": "alpha", "start": 0, "end": 4, "embed": True, "output": True, "weight_bytes": 4_000_000}

@@ -15,9 +15,9 @@ import pytest
 from cli.transcript import run_convoy, run_here
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.transport.ports import free_ports
-from convoy.trust.accepted import Accepted, AcceptedFile
-from convoy.trust.card import member_of
-from convoy.trust.roster import make_roster, sign_roster
+from convoy.trust.roster.accepted import Accepted, AcceptedFile
+from convoy.trust.roster.card import member_of
+from convoy.trust.roster.roster import make_roster, sign_roster
 
 
 class Home:

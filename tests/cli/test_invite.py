@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cli.transcript import run_convoy, run_here
-from convoy.cli.config import load_config
+from convoy.config.settings import load_config
 from convoy.transport.ports import free_port
 from convoy.trust.audit import Entry, read_entries, verify_log
 from convoy.trust.invite import decode_token

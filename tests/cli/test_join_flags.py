@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from cli.transcript import run_convoy
-from convoy.cli.config import load_config
-from convoy.cli.local import LocalCluster, LocalOptions
-from convoy.cli.member import load_member
+from convoy.cli.local.cluster import LocalCluster, LocalOptions
+from convoy.cli.running.member import load_member
+from convoy.config.settings import load_config
 from convoy.crypto.identity import OperatorKey
 from convoy.transport.ports import free_port
-from convoy.trust.roster import sign_roster
+from convoy.trust.roster.roster import sign_roster
 from support.scraping import scrape
 
 

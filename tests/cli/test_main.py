@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from cli.transcript import run_convoy, run_here
 from convoy import __main__ as entry
 from convoy.cli import main
-from convoy.cli.help import PROVE, RUN, SET_UP, SHARE
+from convoy.cli.show.help import PROVE, RUN, SET_UP, SHARE
 from convoy.errors import RequestError
 
 SCREEN = (80, 36)

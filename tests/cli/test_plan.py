@@ -11,10 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from cli.transcript import run_convoy, run_here
-from convoy.model.linear import packed_available
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels.linear import packed_available
+from convoy.wire.messages.control import StageAssignment
 
 CONFIG = {
     "model_type": "llama",

@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from cli.transcript import run_convoy, run_here
-from convoy.cli.certify import read_certificate_file
+from convoy.cli.operator.certify import read_certificate_file
 from convoy.cli.proxy import read_keys, read_proxy_file
 from convoy.crypto.identity import OperatorKey
 from convoy.errors import ConfigError, ProviderError, UsageError
-from convoy.wire.certified import certify, read_certificate
+from convoy.wire.fleet.certified import certify, read_certificate
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")}
 KEY = bytes(range(32))

@@ -14,7 +14,7 @@ PROGRAM = """
 import asyncio, sys, threading
 from convoy.cli import join, main
 from convoy.fleet.provider import run
-from convoy.serve import ending
+from convoy.api import ending
 
 def stuck(*_arguments):
     print("stuck", flush=True)

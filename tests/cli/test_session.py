@@ -10,17 +10,17 @@ from typing import cast
 
 import pytest
 
+from convoy.cli.operator.session_key import KeyFile, session_key
 from convoy.cli.session import SessionKeys, Turn, _answer
-from convoy.cli.session_key import KeyFile, session_key
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
-from convoy.engine.session import Session
-from convoy.engine.session_file import SessionWriter
-from convoy.engine.session_format import SessionModel
+from convoy.engine.sessions.file import SessionWriter
+from convoy.engine.sessions.format import SessionModel
+from convoy.engine.sessions.session import Session
 from convoy.errors import RequestError, SessionError
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.model.text import Tokenizer
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.text.tokens import Tokenizer
 from support.fake_executor import VOCAB, FakeExecutor
 from support.fake_tokenizer import FakeTokenizer
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.running import RunningCluster
 from convoy.errors import ModelError
-from convoy.model.source import ModelSource
+from convoy.model.checkpoints.source import ModelSource
 from convoy.transport.network import MemoryNetwork
 from support.cluster import MEMBER, NAMES
 from support.members import make_local_members, membership_of

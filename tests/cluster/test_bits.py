@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.test_recovery import ANSWER, ask, scene
+from cluster.recovery.test_recovery import ANSWER, ask, scene
 from convoy.cluster import offer
 from convoy.engine.outputs import Output, TokenOutput
-from convoy.engine.request import GenerationRequest
-from convoy.model.params import SamplingParams
+from convoy.engine.requests.request import GenerationRequest
+from convoy.model.sampling.params import SamplingParams
 from support.cluster import MEMBER
 
 LONG_TEXT = GenerationRequest(tuple(range(5, 25)), SamplingParams(temperature=0.0), 120, ignore_eos=True)

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.test_recovery import SOURCE, Scene, ask, scene, small, stages
-from convoy.cluster.head import Head
+from cluster.recovery.test_recovery import SOURCE, Scene, ask, scene, small, stages
+from convoy.cluster.head.head import Head
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
 from convoy.errors import (
@@ -21,10 +21,10 @@ from convoy.errors import (
     PlanError,
     StepError,
 )
-from convoy.model.stage import Stage
-from convoy.plan.memory import stage_bytes
+from convoy.model.backends.host.stage import Stage
+from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.span import Span
-from convoy.trust.policy import OfferRule, Policy
+from convoy.trust.evidence.policy import OfferRule, Policy
 from support.cluster import MEMBER, PeerThread
 from support.waiting import wait_until
 

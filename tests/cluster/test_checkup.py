@@ -15,18 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cluster import machine_check, member_check, network_check
-from convoy.cluster.finding import Check, Finding, at_once, examine
+from convoy.cluster.checkup import machine as machine_check
+from convoy.cluster.checkup import member as member_check
+from convoy.cluster.checkup import network as network_check
+from convoy.cluster.checkup.finding import Check, Finding, at_once, examine
 from convoy.crypto.cipher import Cipher
 from convoy.crypto.identity import OPERATOR_KEY, TLS_KEY, Identity
 from convoy.errors import ConfigError, PeerUnreachable
-from convoy.plan.memory import format_bytes
-from convoy.transport.link import Link
-from convoy.transport.listener import Listener
+from convoy.plan.memory.memory import format_bytes
+from convoy.transport.link.link import Link
+from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.network import TcpNetwork
 from convoy.transport.ports import free_port
-from convoy.trust.policy import parse_policy
+from convoy.trust.evidence.policy import parse_policy
 from support.members import make_local_members, membership_of, with_roster
 
 

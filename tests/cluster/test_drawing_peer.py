@@ -10,13 +10,13 @@ import pytest
 
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
-from convoy.engine.generation import generate
-from convoy.engine.request import GenerationRequest
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.transport.link import Link
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.transport.link.link import Link
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.messages import DrawAnswer, Drawn, Step
+from convoy.wire.messages.control import DrawAnswer, Drawn, Step
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of

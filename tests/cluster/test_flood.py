@@ -6,13 +6,13 @@ import threading
 import time
 
 from convoy.cluster.options import PeerOptions
-from convoy.cluster.peer import Peer
-from convoy.cluster.peer_event import PeerEvent
+from convoy.cluster.peer.event import PeerEvent
+from convoy.cluster.peer.peer import Peer
 from convoy.cluster.rights import FROM_PEER
 from convoy.errors import ConvoyError
-from convoy.transport.link import ReceivedMessage
+from convoy.transport.link.link import ReceivedMessage
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.messages import Hello, Step
+from convoy.wire.messages.control import Hello, Step
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER
 from support.links import End

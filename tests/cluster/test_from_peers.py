@@ -16,24 +16,25 @@ from pathlib import Path
 
 import pytest
 
-from cluster.test_weights import answer_of, change_a_byte
-from convoy.cluster import answers, sources
+from cluster.weights.test_peer_weights import answer_of, change_a_byte
 from convoy.cluster.options import HeadOptions, PeerOptions
-from convoy.cluster.own_weights import OwnWeights
-from convoy.cluster.places import Place, tensor_places, to_bits
 from convoy.cluster.running import RunningCluster
-from convoy.cluster.shelf import held
+from convoy.cluster.weights import peer_source as sources
+from convoy.cluster.weights import request_queue as answers
+from convoy.cluster.weights.head_weights import OwnWeights
+from convoy.cluster.weights.part_index import Place, tensor_places, to_bits
+from convoy.cluster.weights.peer_server import held
 from convoy.errors import ModelError, PeerRefused
-from convoy.model.hub_stream import HubCommit
-from convoy.model.hub_weights import HubWeights
-from convoy.model.manifest import Manifest, TensorEntry
-from convoy.model.parts import PartFile
-from convoy.model.received import ReceivedModel
-from convoy.model.source import ModelSource
-from convoy.transport.link import Link
+from convoy.model.checkpoints.hub.stream import HubCommit
+from convoy.model.checkpoints.hub.weights import HubWeights
+from convoy.model.checkpoints.manifest import Manifest, TensorEntry
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.store.parts import PartFile
+from convoy.model.checkpoints.store.received import ReceivedModel
+from convoy.transport.link.link import Link
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.fetch import MAX_HELD_BYTES, MAX_HELD_TENSORS, Fetch, Held, Piece
-from convoy.wire.messages import Hello, Message, Plan
+from convoy.wire.messages.control import Hello, Message, Plan
+from convoy.wire.messages.fetch import MAX_HELD_BYTES, MAX_HELD_TENSORS, Fetch, Held, Piece
 from support.cluster import MEMBER, NAMES, PeerThread, running_cluster
 from support.fake_hub import COMMIT, REPO
 from support.members import make_local_members, membership_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.test_recovery import ANSWER, ask, scene
+from cluster.recovery.test_recovery import ANSWER, ask, scene
 from support.cluster import MEMBER
 
 

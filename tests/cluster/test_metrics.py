@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.test_recovery import scene
-from convoy.cluster.member_metrics import head_families, peer_families
-from convoy.cluster.metrics_server import metrics_server
+from cluster.recovery.test_recovery import scene
+from convoy.api.keys.keys import KeyRing
+from convoy.api.listen.options import ServeOptions
+from convoy.api.server import Stop, run_server
+from convoy.api.service import ServedModel, Service
+from convoy.cluster.metrics.member import head_families, peer_families
+from convoy.cluster.metrics.server import metrics_server
 from convoy.cluster.running import RunningCluster
 from convoy.errors import ConfigError
-from convoy.serve.keys import KeyRing
-from convoy.serve.options import ServeOptions
-from convoy.serve.server import Stop, run_server
-from convoy.serve.service import ServedModel, Service
 from support.cluster import PeerThread
 from support.scraping import Scrape, scrape
 from support.waiting import wait_until

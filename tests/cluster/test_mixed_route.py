@@ -10,10 +10,10 @@ import pytest
 
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
-from convoy.engine.generation import generate
-from convoy.engine.request import GenerationRequest
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
 from convoy.transport.network import MemoryNetwork
 from support.cluster import MEMBER, NAMES, PeerThread, running_cluster
 from support.fake_device import FakeDeviceStage, pretend_device

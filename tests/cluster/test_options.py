@@ -8,8 +8,8 @@ from convoy.cluster.offer import agree_dtype, agree_kernels, can_take_part
 from convoy.cluster.options import HeadOptions
 from convoy.errors import UsageError
 from convoy.model.device import CUDA_INT4, CUDA_INT8, CUDA_KERNEL, kernel_on_cuda
-from convoy.plan.kernels import form_of
-from convoy.wire.messages import Hello
+from convoy.plan.spec.kernels import form_of
+from convoy.wire.messages.control import Hello
 
 
 def hello(*kernels: str) -> Hello:

@@ -6,11 +6,11 @@ from typing import cast
 
 import pytest
 
-from convoy.cluster.loaded import LoadedPlan, check_plan
+from convoy.cluster.peer.loaded_plan import LoadedPlan, check_plan
 from convoy.errors import StepError
-from convoy.model.stage import Stage
-from convoy.transport.link import Link
-from convoy.wire.messages import Activate, Plan, StageAssignment
+from convoy.model.backends.host.stage import Stage
+from convoy.transport.link.link import Link
+from convoy.wire.messages.control import Activate, Plan, StageAssignment
 
 
 def plan_of(*stages: tuple[str, int, int, str]) -> Plan:

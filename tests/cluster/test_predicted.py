@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from convoy.cluster.options import HeadOptions
-from convoy.model.int4 import int4_available
-from convoy.model.linear import packed_available, w8a8_available
-from convoy.model.source import ModelSource
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels.linear import packed_available, w8a8_available
+from convoy.model.layers.int4 import int4_available
 from convoy.plan.offer import MemberOffer
-from convoy.plan.placement import Placement, place
+from convoy.plan.placement.placement import Placement, place
 from convoy.plan.report import report, report_blocks
 from support.cluster import MEMBER, running_cluster
 from support.odd_models import make_odd_llama

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from convoy.cluster.running import RunningCluster
-from convoy.engine.generation import generate
+from convoy.engine.completion import generate
 from convoy.engine.outputs import FinishOutput, Output, TokenOutput
-from convoy.engine.pipeline import PipelineExecutor
-from convoy.engine.request import GenerationRequest
-from convoy.model.kv import BlockTables
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage
-from convoy.wire.messages import Step
+from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.run.pipeline import PipelineExecutor
+from convoy.model.backends.host.stage import Stage
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kv.pools import BlockTables
+from convoy.model.sampling.params import SamplingParams
+from convoy.wire.messages.control import Step
 from support.cluster import running_cluster
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from cluster.test_recovery import stages
-from convoy.cluster import renewal
+from cluster.recovery.test_recovery import stages
 from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.recovery import rebalance as renewal
 from convoy.cluster.running import RunningCluster
-from convoy.cluster.weights import Weights
-from convoy.engine.generation import generate
-from convoy.engine.request import GenerationRequest
+from convoy.cluster.weights.peer_weights import Weights
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import StepError
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.fetch import Fetch, Piece
+from convoy.wire.messages.fetch import Fetch, Piece
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 from support.odd_models import make_odd_llama

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.test_recovery import LONG, ask, scene, small
-from convoy.cluster.peer import Peer
-from convoy.engine.generation import generate
+from cluster.recovery.test_recovery import LONG, ask, scene, small
+from convoy.api.problem import body_for
+from convoy.cluster.peer.peer import Peer
+from convoy.engine.completion import generate
 from convoy.errors import StageLost, StepError
-from convoy.model.stage import Stage
-from convoy.serve.problem import body_for
-from convoy.wire.messages import Step, StepFailed
+from convoy.model.backends.host.stage import Stage
+from convoy.wire.messages.control import Step, StepFailed
 from support.waiting import wait_until
 
 SECRET = "tokens 17 23 42 of alice at 10.1.2.3:7000"

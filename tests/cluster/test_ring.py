@@ -10,12 +10,12 @@ import pytest
 
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
-from convoy.engine.generation import generate
-from convoy.engine.request import GenerationRequest
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import PeerRefused
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.transport.link import Link
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember
 from convoy.transport.network import MemoryNetwork
 from convoy.wire.tensor import WireTensor

@@ -12,7 +12,7 @@ import pytest
 
 from convoy.cluster.roster_watch import TRY_AGAIN_S, RosterWatch
 from convoy.transport.membership import Membership
-from convoy.trust.roster import sign_roster
+from convoy.trust.roster.roster import sign_roster
 from support.members import OPERATOR, later, make_local_members, membership_of, shifted
 
 

@@ -11,15 +11,15 @@ import pytest
 
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
-from convoy.engine.session import Session
+from convoy.engine.sessions.session import Session
 from convoy.errors import ConvoyError
-from convoy.model.source import ModelSource
-from convoy.transport.link import Link
+from convoy.model.checkpoints.source import ModelSource
+from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember
 from convoy.transport.network import MemoryNetwork
-from convoy.trust.card import member_of
-from convoy.trust.roster import make_roster
-from convoy.wire.messages import BlocksDone, FrameType, Message, ReadBlocks, WriteBlocks
+from convoy.trust.roster.card import member_of
+from convoy.trust.roster.roster import make_roster
+from convoy.wire.messages.control import BlocksDone, FrameType, Message, ReadBlocks, WriteBlocks
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of

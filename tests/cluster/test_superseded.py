@@ -10,20 +10,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cluster.test_peer import HEAD_OPTIONS, HELLO, Conversation
-from convoy.cluster.granted import plan_digest
-from convoy.cluster.head import Head
+from cluster.peer.test_peer import HEAD_OPTIONS, HELLO, Conversation
+from convoy.cluster.active_plan import plan_digest
+from convoy.cluster.head.head import Head
 from convoy.cluster.options import PeerOptions
-from convoy.cluster.successor import SuccessorDial
+from convoy.cluster.peer.successor import SuccessorDial
 from convoy.errors import StepError
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage
+from convoy.model.backends.host.stage import Stage
+from convoy.model.checkpoints.source import ModelSource
 from convoy.model.tensors import to_wire
-from convoy.transport.link import Link
+from convoy.transport.link.link import Link
 from convoy.transport.member import Member
 from convoy.transport.membership import Membership
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.messages import Activate, Activated, Message, Plan, Ready, Refuse, Step
+from convoy.wire.messages.control import Activate, Activated, Message, Plan, Ready, Refuse, Step
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
 from support.waiting import wait_until

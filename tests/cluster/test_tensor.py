@@ -11,9 +11,9 @@ import pytest
 
 from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.request import GenerationRequest
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
+from convoy.engine.requests.request import GenerationRequest
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
 from support.cluster import running_cluster
 from support.waiting import wait_until
 

@@ -9,22 +9,22 @@ from typing import cast
 
 import pytest
 
-from convoy.cluster.loaded import LoadedPlan
 from convoy.cluster.options import HeadOptions, PeerOptions
-from convoy.cluster.ranks import RankGroup
+from convoy.cluster.peer.loaded_plan import LoadedPlan
+from convoy.cluster.peer.ranks import RankGroup
 from convoy.cluster.running import RunningCluster
-from convoy.engine.generation import generate
-from convoy.engine.request import GenerationRequest
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import LinkBroken
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage
-from convoy.transport.link import Link
+from convoy.model.backends.host.stage import Stage
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember
 from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.messages import FrameType, Plan, ReadBlocks, StageAssignment, Step, WriteBlocks
-from convoy.wire.ranks import Agree, RankOutput, RankStep
+from convoy.wire.messages.control import FrameType, Plan, ReadBlocks, StageAssignment, Step, WriteBlocks
+from convoy.wire.messages.ranks import Agree, RankOutput, RankStep
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, NAMES, PeerThread
 from support.members import make_local_members, membership_of

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from convoy.cluster.ranks import RankGroup
-from convoy.engine.collective.sealed import SealedCollective
+from convoy.cluster.peer.ranks import RankGroup
+from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.errors import CollectiveError, PeerRefused
 from support.rank_scene import break_joining, refuse, scene
 from support.waiting import wait_until
@@ -101,7 +101,7 @@ def test_where_ranks_do_not_come_together_whole_layers_take_over_and_it_is_said(
 def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("convoy.cluster.ranks.JOIN_S", 0.5)
+    monkeypatch.setattr("convoy.cluster.peer.ranks.JOIN_S", 0.5)
     released = threading.Event()
     break_joining(monkeypatch, lambda _group: released.wait(3))
     began_s = time.monotonic()

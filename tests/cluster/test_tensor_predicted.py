@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cluster.ranks import RankGroup
+from convoy.cluster.peer.ranks import RankGroup
 from convoy.errors import StepError
 from convoy.plan.speed import Speed
 from support.cluster import MEMBER
@@ -24,7 +24,7 @@ AUTO = {"member": PLAIN, "parallel": "auto"}
 
 @pytest.fixture(autouse=True)
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.cluster.pace.measure_speed", lambda *_: SLOW)
+    monkeypatch.setattr("convoy.cluster.head.step_time.measure_speed", lambda *_: SLOW)
 
 
 def test_ranks_that_are_predicted_faster_are_taken() -> None:
@@ -67,7 +67,7 @@ def test_a_rank_that_says_nothing_until_the_deadline_leaves_a_pipeline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr("convoy.cluster.ranks.JOIN_S", 0.5)
+    monkeypatch.setattr("convoy.cluster.peer.ranks.JOIN_S", 0.5)
     break_joining(monkeypatch, say_nothing(released))
     began_s = time.monotonic()
     with scene(2, **AUTO) as s:

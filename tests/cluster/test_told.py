@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.test_recovery import SOURCE, ask, scene, small, stages
+from cluster.recovery.test_recovery import SOURCE, ask, scene, small, stages
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.running import RunningCluster
 from convoy.errors import StageLost
@@ -18,7 +18,7 @@ from support.waiting import wait_until
 
 def told(caplog: pytest.LogCaptureFixture, kind: str) -> list[str]:
     """Return the head's lines of a kind. Its peers log in this process too, sooner or later than the head."""
-    found = [record for record in list(caplog.records) if record.name != "convoy.cluster.peer"]
+    found = [record for record in list(caplog.records) if record.name != "convoy.cluster.peer.peer"]
     return [text for record in found if (text := record.getMessage()).startswith(f"{kind}: ")]
 
 

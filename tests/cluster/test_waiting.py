@@ -9,7 +9,7 @@ import pytest
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
 from convoy.errors import LinkClosed
-from convoy.model.source import ModelSource
+from convoy.model.checkpoints.source import ModelSource
 from convoy.transport.network import MemoryNetwork
 from support.cluster import MEMBER, PeerThread
 from support.members import later, make_local_members, membership_of

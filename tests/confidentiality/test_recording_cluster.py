@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-import convoy.engine.carrier
-import convoy.engine.keeper
-import convoy.engine.peer
-import convoy.engine.pipeline
+import convoy.engine.run.kv_client
+import convoy.engine.run.kv_server
+import convoy.engine.run.pipeline
+import convoy.engine.run.stage_worker
 from confidentiality.search import Secrets, find_secrets
 from confidentiality.test_recording_link import null_sealing
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
-from convoy.engine.generation import generate
-from convoy.engine.request import GenerationRequest
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
 from convoy.transport.member import LocalMember
-from convoy.transport.memory import RecordedStream
 from convoy.transport.network import TcpNetwork
 from convoy.transport.ports import free_port
-from convoy.transport.stream import Stream
-from convoy.trust.card import member_of
-from convoy.trust.roster import make_roster
+from convoy.transport.streams.memory import RecordedStream
+from convoy.transport.streams.stream import Stream
+from convoy.trust.roster.card import member_of
+from convoy.trust.roster.roster import make_roster
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
@@ -63,7 +63,12 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spans: dict[str, str
         parts.append(bytearray())
         return RecordedStream(stream, parts[-1])
 
-    for module in (convoy.engine.peer, convoy.engine.pipeline, convoy.engine.carrier, convoy.engine.keeper):
+    for module in (
+        convoy.engine.run.stage_worker,
+        convoy.engine.run.pipeline,
+        convoy.engine.run.kv_client,
+        convoy.engine.run.kv_server,
+    ):
         real = module.to_wire
 
         def keep(tensor: object, dtype: str | None = None, *, _real: object = real) -> WireTensor:
@@ -128,7 +133,7 @@ def test_no_prompt_token_id_or_activation_of_a_running_model_can_be_read(
 def test_the_same_search_finds_them_once_the_inner_sealing_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convoy.transport.establish.make_sealing", null_sealing)
+    monkeypatch.setattr("convoy.transport.link.establish.make_sealing", null_sealing)
     recording = record(tmp_path, monkeypatch, LAYOUTS["reverse"])
     found = find_secrets(recording.between, recording.secrets)
     assert any(item.startswith("token ids 0-8 of prompt 0") for item in found)

@@ -19,10 +19,10 @@ import httpx
 import pytest
 
 from confidentiality.search import Secrets, find_secrets
-from convoy.cli.home import Home
+from convoy.cli.operator.home import Home
 from convoy.crypto.identity import IDENTITY_KEY
-from convoy.model.source import ModelSource
-from convoy.model.text import Tokenizer
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.text.tokens import Tokenizer
 from convoy.transport.ports import free_port
 from support.fleet import streamed
 from support.otlp import collecting

@@ -12,10 +12,10 @@ from confidentiality.search import Secrets as Hidden
 from confidentiality.search import find_secrets
 from convoy.crypto.handshake import Secrets
 from convoy.crypto.seal import TAG_BYTES, Bytes, KeyLimits
-from convoy.transport.link import Link
-from convoy.transport.memory import RecordedStream
-from convoy.transport.stream import Stream
-from convoy.wire.messages import Refuse, Row, Step
+from convoy.transport.link.link import Link
+from convoy.transport.streams.memory import RecordedStream
+from convoy.transport.streams.stream import Stream
+from convoy.wire.messages.control import Refuse, Row, Step
 from convoy.wire.tensor import WireTensor
 from support.links import End, tls_link_pair
 from support.members import make_local_members
@@ -104,7 +104,7 @@ def test_nothing_can_be_read_outside_tls_nor_between_the_layers(tmp_path: Path) 
 def test_the_search_finds_everything_once_the_inner_layer_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convoy.transport.establish.make_sealing", null_sealing)
+    monkeypatch.setattr("convoy.transport.link.establish.make_sealing", null_sealing)
     outside, between = record(tmp_path)
     assert find_secrets(outside, SECRETS) == []  # the outer layer stands alone
     found = find_secrets(between, SECRETS)

@@ -10,11 +10,11 @@ import torch
 
 from confidentiality.search import Secrets, find_secrets
 from confidentiality.test_recording_link import null_sealing
-from convoy.engine.collective.sealed import RANK_TYPES, SealedCollective
-from convoy.transport.link import Link
-from convoy.transport.memory import RecordedStream
-from convoy.transport.stream import Stream
-from convoy.wire.ranks import Agree
+from convoy.engine.ranks.sums.sealed import RANK_TYPES, SealedCollective
+from convoy.transport.link.link import Link
+from convoy.transport.streams.memory import RecordedStream
+from convoy.transport.streams.stream import Stream
+from convoy.wire.messages.ranks import Agree
 from support.links import tls_link_pair
 from support.members import make_local_members
 from support.relay import Relay
@@ -76,7 +76,7 @@ def test_no_part_of_a_sum_can_be_read_outside_tls_nor_between_the_layers(tmp_pat
 def test_parts_of_sums_are_found_once_the_inner_sealing_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convoy.transport.establish.make_sealing", null_sealing)
+    monkeypatch.setattr("convoy.transport.link.establish.make_sealing", null_sealing)
     outside, between = record(tmp_path)
     assert find_secrets(outside, SECRETS) == []  # the outer layer stands alone
     found = find_secrets(between, SECRETS)

@@ -31,7 +31,13 @@ from convoy.crypto.enrolment import (
 from convoy.crypto.identity import Identity
 from convoy.errors import HandshakeError, InviteError
 from convoy.trust.invite import decode_token
-from convoy.wire.enrolment import PREAMBLE_BYTES, decode_card, decode_proof, encode_card, encode_proof
+from convoy.wire.messages.enrolment import (
+    PREAMBLE_BYTES,
+    decode_card,
+    decode_proof,
+    encode_card,
+    encode_proof,
+)
 from vectors.generate_enrolment import NEGATIVE, ROSTER, newcomer, seed
 
 VECTOR = json.loads((Path(__file__).parents[1] / "vectors" / "enrolment_v2.json").read_text(encoding="utf-8"))

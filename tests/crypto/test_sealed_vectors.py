@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from convoy.crypto.sealed_answer import AnswerOpener
-from convoy.crypto.sealed_request import RequestFacts, RequestKey, request_hash, sealed_size
+from convoy.crypto.sealed.answer import AnswerOpener
+from convoy.crypto.sealed.request import RequestFacts, RequestKey, request_hash, sealed_size
 from convoy.errors import SealError
 
 FILE = Path(__file__).parents[1] / "vectors" / "sealed_v1.json"

@@ -15,8 +15,8 @@ from typing import IO, Any
 import pytest
 
 from convoy.crypto.identity import Identity
-from convoy.trust.card import member_of
-from convoy.trust.roster import make_roster, sign_roster
+from convoy.trust.roster.card import member_of
+from convoy.trust.roster.roster import make_roster, sign_roster
 from support.members import OPERATOR
 from support.namespaces import Machine, two_machines, why_no_namespaces
 

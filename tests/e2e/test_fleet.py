@@ -16,9 +16,9 @@ import pytest
 from openai import OpenAI
 
 from cli.transcript import run_convoy
-from convoy.bench.fleet_load import Answer, Load
-from convoy.bench.fleet_scenario import PRICE, Scenario, account_name
-from convoy.cli.bench_local_fleet import FleetOptions, LocalFleet
+from convoy.bench.fleet.load import Answer, Load
+from convoy.bench.fleet.scenario import PRICE, Scenario, account_name
+from convoy.cli.local.fleet import FleetOptions, LocalFleet
 from support.fleet import streamed
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from convoy.cli.config import load_config
-from convoy.cli.member import load_member
+from convoy.cli.running.member import load_member
+from convoy.config.settings import load_config
 from convoy.errors import ConvoyError
 from convoy.transport.network import TcpNetwork
 from convoy.transport.ports import free_ports

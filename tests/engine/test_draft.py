@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.cluster.options import HeadOptions
-from convoy.engine.draft import MAX_DRAFT, LookupDrafter, PlaceIndex
 from convoy.engine.sequence import Sequence
+from convoy.engine.speculation import MAX_DRAFT, LookupDrafter, PlaceIndex
 from convoy.errors import ConfigError
-from convoy.plan.spec import ModelSpec
+from convoy.plan.spec.model import ModelSpec
 
 
 def said(*tokens: int) -> Sequence:

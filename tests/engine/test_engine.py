@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
+from convoy.engine.completion import generate
 from convoy.engine.engine import Engine, EngineOptions
-from convoy.engine.generation import generate
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, PromptOutput, TokenOutput
-from convoy.engine.request import GenerationRequest
+from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.errors import Draining, NotReady, QueueFull, RequestError, StageLost
-from convoy.model.params import SamplingParams
-from convoy.model.text import Tokenizer
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.text.tokens import Tokenizer
 from support.fake_executor import VOCAB, FakeExecutor, next_token
 from support.fake_tokenizer import EOS, FakeTokenizer
 

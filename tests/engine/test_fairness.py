@@ -12,9 +12,9 @@ import pytest
 
 from convoy.engine.scheduler import GroupLimits, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
-from convoy.model.synthetic import CONFIGS
+from convoy.model.checkpoints.synthetic import CONFIGS
 from convoy.plan.cost import TokenCost
-from convoy.plan.spec import ModelSpec
+from convoy.plan.spec.model import ModelSpec
 
 COST = TokenCost.of(ModelSpec.from_config(CONFIGS["llama-250m"], "llama-250m"))
 LIMITS = SchedulerLimits(groups=(GroupLimits(1024),), block_size=16, prefix_cache=False, cost=COST)

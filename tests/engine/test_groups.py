@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convoy.engine.draft import MAX_DRAFT
-from convoy.engine.fit import check_request
-from convoy.engine.request import GenerationRequest
+from convoy.engine.requests.admission import check_request
+from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.scheduler import GroupLimits, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
+from convoy.engine.speculation import MAX_DRAFT
 from convoy.errors import RequestError
-from convoy.model.kv import BlockTables, GroupBlocks
-from convoy.model.params import SamplingParams
-from convoy.plan.cache import CacheGroup
-from convoy.wire.messages import Row
+from convoy.model.kv.pools import BlockTables, GroupBlocks
+from convoy.model.sampling.params import SamplingParams
+from convoy.plan.spec.cache import CacheGroup
+from convoy.wire.messages.control import Row
 from engine.test_lockstep import Guesser, serial
 from support.fake_executor import next_token
 

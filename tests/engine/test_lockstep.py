@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from convoy.engine.scheduler import GroupLimits, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
-from convoy.model.draw import GREEDY
-from convoy.model.kv import BlockTables, GroupBlocks
+from convoy.model.kv.pools import BlockTables, GroupBlocks
+from convoy.model.sampling.output_rows import GREEDY
 from convoy.plan.cost import TokenCost
-from convoy.wire.messages import Step
+from convoy.wire.messages.control import Step
 from support.fake_executor import VOCAB, FakeExecutor, next_token
 
 BLOCK = 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from convoy.cluster.running import RunningCluster
-from convoy.engine.generation import generate
-from convoy.engine.pipeline import PipelineExecutor
-from convoy.engine.request import GenerationRequest
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.wire.messages import Step
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.run.pipeline import PipelineExecutor
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.wire.messages.control import Step
 from support.cluster import running_cluster
 
 PROMPT = tuple(range(5, 205))

@@ -11,13 +11,12 @@ from typing import cast
 import numpy as np
 import pytest
 
+from convoy.engine.completion import generate
 from convoy.engine.engine import Engine, EngineOptions
-from convoy.engine.executor import StepResult
-from convoy.engine.generation import generate
-from convoy.engine.limits import GroupLimits
+from convoy.engine.kv.limits import GroupLimits
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.recovered import Recovered, Renewal
-from convoy.engine.relapse import MAX_FAILURES
+from convoy.engine.recovery import MAX_FAILURES, Recovered, Renewal
+from convoy.engine.run.executor import StepResult
 from convoy.errors import (
     CapacityError,
     ConvoyError,
@@ -28,9 +27,9 @@ from convoy.errors import (
     StageLost,
     StepLate,
 )
-from convoy.model.draw import Draw
-from convoy.model.text import Tokenizer
-from convoy.wire.messages import Step
+from convoy.model.sampling.output_rows import Draw
+from convoy.model.text.tokens import Tokenizer
+from convoy.wire.messages.control import Step
 from engine.test_engine import LIMITS, expected, request
 from support.fake_executor import FakeExecutor
 from support.fake_tokenizer import FakeTokenizer

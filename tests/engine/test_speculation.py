@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convoy.engine.draft import LookupDrafter
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.recovered import Recovered
-from convoy.engine.request import GenerationRequest
-from convoy.engine.restrictions import check_restrictions
+from convoy.engine.recovery import Recovered
+from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.restrictions import check_restrictions
 from convoy.engine.scheduler import Drafter, GroupLimits, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence
+from convoy.engine.speculation import LookupDrafter
 from convoy.errors import RequestError
-from convoy.model.draw import Draw
-from convoy.model.kv import BlockTables, GroupBlocks
-from convoy.model.params import SamplingParams
-from convoy.model.text import Tokenizer
-from convoy.wire.messages import Step
+from convoy.model.kv.pools import BlockTables, GroupBlocks
+from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.text.tokens import Tokenizer
+from convoy.wire.messages.control import Step
 from engine.test_recovery import FakeRecovery
 from support.fake_executor import VOCAB, FakeExecutor
 from support.fake_tokenizer import FakeTokenizer

@@ -7,12 +7,12 @@ from typing import cast
 import pytest
 import torch
 
-from convoy.engine.peer import StageLoop, StageRoute
+from convoy.engine.run.stage_worker import StageLoop, StageRoute
 from convoy.errors import StepError
-from convoy.model.stage import Stage
+from convoy.model.backends.host.stage import Stage
 from convoy.model.tensors import to_wire
-from convoy.transport.link import Link, ReceivedTensor
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.transport.link.link import Link, ReceivedTensor
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from convoy.wire.tensor import WireTensor
 
 HIDDEN_SIZE = 8

@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from convoy.engine.peer import StageLoop, StageRoute
+from convoy.engine.run.stage_worker import StageLoop, StageRoute
 from convoy.errors import HiddenError, StepError
-from convoy.model.stage import Stage
-from convoy.transport.link import Link, ReceivedTensor
-from convoy.wire.messages import StageAssignment, Step
+from convoy.model.backends.host.stage import Stage
+from convoy.transport.link.link import Link, ReceivedTensor
+from convoy.wire.messages.control import StageAssignment, Step
 from convoy.wire.tensor import WireTensor
 
 WIDTH = 8

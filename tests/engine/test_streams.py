@@ -13,12 +13,12 @@ import pytest
 
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
+from convoy.engine.completion import generate
 from convoy.engine.engine import Engine
-from convoy.engine.generation import generate
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.request import GenerationRequest
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
+from convoy.engine.requests.request import GenerationRequest
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
 from convoy.transport.network import MemoryNetwork
 from support.cluster import MEMBER, PeerThread, running_cluster
 from support.members import make_local_members, membership_of

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from convoy.engine.generation import generate
-from convoy.engine.request import GenerationRequest
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
 from support.cluster import running_cluster
 from support.odd_models import make_odd_llama
 from support.tiny_models import build_model

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from convoy.evaluate.chain import load_stage
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.wire.messages.control import StageAssignment
 
 LAYER = 2
 Loader = Callable[[ModelSource, StageAssignment, StageOptions, Stage | None], Stage]

@@ -8,7 +8,7 @@ import torch
 from convoy.evaluate.certificate import LIMITS
 from convoy.evaluate.compare import Comparison, Expected
 from convoy.evaluate.runs import Run
-from convoy.model.selfcheck import EXACT
+from convoy.model.backends.host.checks.selfcheck import EXACT
 
 LIMITS_OF_EXACT = LIMITS[EXACT]
 REACH = 12.0  # so 2.4e-5 is allowed

@@ -3,10 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from convoy.crypto.sealed_request import MAX_SEALED_BYTES
+from convoy.api.refusals import BodyTooLong
+from convoy.crypto.sealed.request import MAX_SEALED_BYTES
 from convoy.errors import RequestError
 from convoy.fleet.asked import read_wanted
-from convoy.serve.refusals import BodyTooLong
 
 BODY = b'{"model":"m","messages":[],"x":[1e15, "\\u00e9"]%s}'
 

@@ -20,7 +20,7 @@ print([name for name in heavy if name in sys.modules], "numpy" in sys.modules)
     ("modules", "numpy"),
     [
         # a coordinator compares its providers as columns of numbers
-        (("convoy.cli.main", "convoy.cli.coordinator_run", "convoy.fleet.coordinator.server"), True),
+        (("convoy.cli.main", "convoy.cli.running.coordinator", "convoy.fleet.coordinator.server"), True),
         (("convoy.cli.main", "convoy.cli.proxy", "convoy.fleet.proxy.server"), False),
     ],
 )

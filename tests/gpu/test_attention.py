@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from convoy.model.kv import BlockTable
-from convoy.wire.messages import Row
+from convoy.model.kv.pools import BlockTable
+from convoy.wire.messages.control import Row
 from support.kernels import INTERPRETED, draw_rows, error_of, why_not
 
 if why_not() is not None:
     pytest.skip(str(why_not()), allow_module_level=True)
 
-from convoy.model.gpu.attention import LOG2_E, HeadShape, attend
-from convoy.model.gpu.batch import describe_rows, on_device
-from convoy.model.gpu.reference import attend_slowly
+from convoy.model.backends.cuda.batch import describe_rows, on_device
+from convoy.model.backends.cuda.kernels.attention import LOG2_E, HeadShape, attend
+from convoy.model.backends.cuda.kernels.reference import attend_slowly
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-2  # of bfloat16, whose numbers are 2^-9 apart at worst

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from convoy.errors import CollectiveError, StepError
-from convoy.model.source import ModelSource
-from convoy.model.stage import StageOptions
-from convoy.wire.messages import Row, StageAssignment, Step
+from convoy.model.backends.host.stage import StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.wire.messages.control import Row, StageAssignment, Step
 from support.kernels import error_of, why_not
 
 if why_not() is not None or torch.cuda.device_count() < 2:
     pytest.skip(why_not() or "fewer than two CUDA devices", allow_module_level=True)
 
-from convoy.engine.collective.device_ranks import DeviceRankStages
-from convoy.engine.collective.joined import load_stage
-from convoy.model.draw import GREEDY
-from convoy.model.gpu.options import KERNEL
+from convoy.engine.ranks.device_ranks import DeviceRankStages
+from convoy.engine.ranks.load_stage import load_stage
+from convoy.model.backends.cuda.options import KERNEL
+from convoy.model.sampling.output_rows import GREEDY
 from support.tiny_models import Chain, build_model
 
 pytestmark = pytest.mark.gpu

@@ -11,10 +11,10 @@ from support.kernels import why_not
 if why_not() is not None:
     pytest.skip(str(why_not()), allow_module_level=True)
 
-from convoy.model.draw import Draw, draw_all
-from convoy.model.gpu.drawing import best_tokens, start_draws
-from convoy.model.gpu.staging import Staging
-from convoy.model.params import SamplingParams
+from convoy.model.backends.cuda.memory.staging import Staging
+from convoy.model.backends.cuda.sampling import best_tokens, start_draws
+from convoy.model.sampling.output_rows import Draw, draw_all
+from convoy.model.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

@@ -10,10 +10,10 @@ import transformers
 from torch.nn.functional import linear, silu
 
 from convoy.errors import ModelError
-from convoy.model.checkpoint import StoredTensor
-from convoy.model.source import ModelSource
-from convoy.model.synthetic import draw_tensor, drawn_key
-from convoy.plan.spec import ModelSpec
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.synthetic import draw_tensor, drawn_key
+from convoy.plan.spec.model import ModelSpec
 from support.kernels import INTERPRETED, error_of, why_not
 
 if why_not() is not None:
@@ -21,15 +21,15 @@ if why_not() is not None:
 
 from pathlib import Path
 
-from convoy.model.gpu.attention import HeadShape, Pool
-from convoy.model.gpu.draw import draw_into
-from convoy.model.gpu.few import FEW_TILES
-from convoy.model.gpu.linears import MAX_FEW, multiply
-from convoy.model.gpu.lone import INT4_TILES, INT8_TILES, TILES, lone_linear
-from convoy.model.gpu.pointwise import Rotation, add_norm, gate, rotate_and_store
-from convoy.model.gpu.reference import norm_slowly, rotate_slowly
-from convoy.model.gpu.rope import make_rotation
-from convoy.model.gpu.rounded import round_matrix
+from convoy.model.backends.cuda.kernels.attention import HeadShape, Pool
+from convoy.model.backends.cuda.kernels.few import FEW_TILES
+from convoy.model.backends.cuda.kernels.linears import MAX_FEW, multiply
+from convoy.model.backends.cuda.kernels.lone import INT4_TILES, INT8_TILES, TILES, lone_linear
+from convoy.model.backends.cuda.kernels.pointwise import Rotation, add_norm, gate, rotate_and_store
+from convoy.model.backends.cuda.kernels.reference import norm_slowly, rotate_slowly
+from convoy.model.backends.cuda.kernels.rope import make_rotation
+from convoy.model.backends.cuda.kernels.rounded import round_matrix
+from convoy.model.backends.cuda.memory.synthetic_weights import draw_into
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-2

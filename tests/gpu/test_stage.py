@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from convoy.errors import ModelError, StepError
-from convoy.model.draw import GREEDY, Draw, draw_all
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.output_rows import GREEDY, Draw, draw_all
+from convoy.model.sampling.params import SamplingParams
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.kernels import error_of, why_not
 
 if why_not() is not None or not torch.cuda.is_available():
@@ -22,12 +22,12 @@ if why_not() is not None or not torch.cuda.is_available():
 
 import transformers
 
+from convoy.model.backends.cuda.decoder import Decoder
+from convoy.model.backends.cuda.options import CHECK_KERNEL, KERNEL
+from convoy.model.backends.cuda.several import SeveralStages
+from convoy.model.backends.cuda.stage import CudaStage
+from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.device import check_device
-from convoy.model.gpu.decoder import Decoder
-from convoy.model.gpu.options import CHECK_KERNEL, KERNEL
-from convoy.model.gpu.several import SeveralStages
-from convoy.model.gpu.stage import CudaStage
-from convoy.model.stage import Stage, StageOptions
 from support.tiny_models import Chain, build_model
 
 pytestmark = pytest.mark.gpu

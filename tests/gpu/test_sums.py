@@ -10,7 +10,7 @@ from support.kernels import INTERPRETED, why_not
 if why_not() is not None:
     pytest.skip(why_not() or "", allow_module_level=True)
 
-from convoy.model.gpu.sums import sum_kernel
+from convoy.model.backends.cuda.kernels.sums import sum_kernel
 
 pytestmark = pytest.mark.gpu
 ROOM, NUMBER = 1024, 7

@@ -14,8 +14,8 @@ if why_not() is not None or not torch.cuda.is_available():
 
 from convoy.evaluate.prompts import draw_prompts
 from convoy.evaluate.verify import VerifyOptions, verify
-from convoy.model.gpu.options import CHECK_KERNEL, KERNEL
-from convoy.model.source import ModelSource
+from convoy.model.backends.cuda.options import CHECK_KERNEL, KERNEL
+from convoy.model.checkpoints.source import ModelSource
 from support.tiny_models import build_model
 
 pytestmark = pytest.mark.gpu

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from convoy.errors import ModelError, SelfCheckError, StepError
-from convoy.model.selfcheck import check_rows
-from convoy.model.stage import Stage, StageOptions
-from convoy.plan.family import FAMILIES
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.model.backends.host.checks.selfcheck import check_rows
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.plan.spec.family import FAMILIES
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Chain, Models, Prompt
 
 TOLERANCE = 2e-5

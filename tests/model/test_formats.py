@@ -12,16 +12,16 @@ import transformers
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from convoy.evaluate.library_model import library_logits as judge_logits
-from convoy.model.checkpoint import map_tensor
-from convoy.model.digests import Hashing, make_manifest
-from convoy.model.formats.read import read_tensor
-from convoy.model.manifest import Manifest
-from convoy.model.owned import owned_tensors
-from convoy.model.parts import Part, PartFile
-from convoy.model.received import ReceivedModel
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.checkpoint import map_tensor
+from convoy.model.checkpoints.manifest import Manifest
+from convoy.model.checkpoints.owned import owned_tensors
+from convoy.model.checkpoints.read import read_tensor
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.store.digests import Hashing, make_manifest
+from convoy.model.checkpoints.store.parts import Part, PartFile
+from convoy.model.checkpoints.store.received import ReceivedModel
+from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import (
     Quantise,
     Written,
@@ -180,7 +180,7 @@ def test_a_tensor_is_unpacked_in_pieces_of_any_size(
     names = ["model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.experts.down_proj"]
     wanted = [(s, name) for s in sources for name in names if name in s.layout.made]
     at_once = [read_tensor(source, name) for source, name in wanted]
-    monkeypatch.setattr("convoy.model.formats.unpacking._PIECE_ELEMENTS", 5 * 192)
+    monkeypatch.setattr("convoy.model.checkpoints.formats.unpacking._PIECE_ELEMENTS", 5 * 192)
     for (source, name), whole in zip(wanted, at_once, strict=True):
         assert torch.equal(read_tensor(source, name), whole)
 
@@ -194,7 +194,7 @@ def test_the_certificates_judge_has_the_unpacked_weights(checkpoints: Checkpoint
 
 @pytest.mark.parametrize("case", ["mlx tied", "awq", "fp8 squares"])
 def test_a_device_gets_the_unpacked_weights_rounded_once(checkpoints: Checkpoints, case: str) -> None:
-    weights = pytest.importorskip("convoy.model.gpu.weights")
+    weights = pytest.importorskip("convoy.model.backends.cuda.memory.weights")
     loaded = [
         weights.load_weights(
             ModelSource.resolve(str(path)),

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from convoy.errors import ModelError
-from convoy.model.checkpoint import StoredTensor
-from convoy.model.formats.grid import GridScaled
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.formats.grid import GridScaled
+from convoy.model.checkpoints.source import ModelSource
+from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import Quantise, State, awq, compressed, fp8, gptq, mlx, mxfp4, write
 
 Damage = Callable[[State, dict[str, Any]], object]

@@ -16,13 +16,13 @@ import transformers
 
 from convoy.errors import ModelError
 from convoy.evaluate.library_model import library_logits as judge_logits
-from convoy.model.digests import Hashing, make_manifest
-from convoy.model.formats import gguf
-from convoy.model.formats.gguf_header import read_gguf
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.model.text import Tokenizer
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.formats import gguf
+from convoy.model.checkpoints.formats.gguf_header import read_gguf
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.store.digests import Hashing, make_manifest
+from convoy.model.text.tokens import Tokenizer
+from convoy.wire.messages.control import StageAssignment
 from model.test_formats import chain, library_logits
 from support.quantised_models import Writer, Written, library_model, write_gguf
 from support.tiny_models import Prompt

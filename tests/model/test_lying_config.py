@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from convoy.errors import ModelError
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.wire.messages.control import StageAssignment
 from support.tiny_models import Models
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4}

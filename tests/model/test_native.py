@@ -12,18 +12,19 @@ import torch
 from torch import nn
 
 from convoy.errors import SelfCheckError, StepError
-from convoy.model.kv import BlockTable
-from convoy.model.linear import PackedLinear, pad_rows
-from convoy.model.native import attention_check, build, library
-from convoy.model.native.attention import NativeGroup
-from convoy.model.native.attention_check import attention_holds
-from convoy.model.native.linears import MAX_F32_ROWS
-from convoy.model.native.norm import native_norm, norm_holds
-from convoy.model.packed import HeadShape, describe_group
-from convoy.model.pool import KvPool
-from convoy.model.quantized import Int8Linear, int8_linear, native_holds, round_weight
-from convoy.model.selfcheck import check_linears
-from convoy.wire.messages import Row
+from convoy.model.backends.host.checks import attention_check
+from convoy.model.backends.host.checks.attention_check import attention_holds
+from convoy.model.backends.host.checks.selfcheck import check_linears
+from convoy.model.kernels.linear import PackedLinear, pad_rows
+from convoy.model.kernels.native import build, library
+from convoy.model.kernels.native.attention import NativeGroup
+from convoy.model.kernels.native.linears import MAX_F32_ROWS
+from convoy.model.kernels.native.norm import native_norm, norm_holds
+from convoy.model.kv.packed import HeadShape, describe_group
+from convoy.model.kv.pool import KvPool
+from convoy.model.kv.pools import BlockTable
+from convoy.model.layers.quantized import Int8Linear, int8_linear, native_holds, round_weight
+from convoy.wire.messages.control import Row
 from support.tiny_models import Threads
 
 SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256), (1024, 1536), (2816, 64), (1031, 33), (2, 2))

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from convoy.model.native import layers, library
-from convoy.model.native.layers import NativeLayers
-from convoy.model.native.layers_check import checked_layers
-from convoy.model.quantized import Int8Linear
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.model.synthetic import describe_tensors
-from convoy.plan.spec import ModelSpec
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host import native_layers as layers
+from convoy.model.backends.host.checks.layers_check import checked_layers
+from convoy.model.backends.host.native_layers import NativeLayers
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.synthetic import describe_tensors
+from convoy.model.kernels.native import library
+from convoy.model.layers.quantized import Int8Linear
+from convoy.plan.spec.model import ModelSpec
+from convoy.wire.messages.control import StageAssignment
 from support.tiny_models import Chain, Threads
 
 CONFIG: dict[str, Any] = {
@@ -127,7 +128,9 @@ def test_layers_whose_compiled_bits_differ_are_left_to_the_parts(
         monkeypatch.setattr(layer.post_attention_layernorm, "eps", 1e-3)
         found = NativeLayers({0: layer})
         monkeypatch.undo()
-        monkeypatch.setattr("convoy.model.native.layers_check.NativeLayers", lambda _layers: found)
+        monkeypatch.setattr(
+            "convoy.model.backends.host.checks.layers_check.NativeLayers", lambda _layers: found
+        )
     elif what == "weight":
         monkeypatch.setattr(layer.mlp.up.native, "described", layer.mlp.gate.native.described)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from convoy.model.linear import LEAST_ROWS, pad_rows, padded_count
+from convoy.model.kernels.linear import LEAST_ROWS, pad_rows, padded_count
 
 
 def test_few_counts_serve_all_and_none_is_far_or_too_small() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import transformers
 
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Models, Prompt
 
 TOLERANCE = 2e-5

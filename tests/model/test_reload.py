@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from convoy.errors import ModelError
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Models
 
 EXACT = StageOptions(kernel="exact-f32", require_tags=False)

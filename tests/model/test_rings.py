@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from convoy.errors import StepError
-from convoy.model.attention import LayerBatch, attend
-from convoy.model.kv import BlockTable, BlockTables, GroupBlocks
-from convoy.model.packed import HeadShape, describe_group
-from convoy.model.pool import ApartPool, KvPool, make_pool
-from convoy.wire.messages import BlockGrant, Row, Step
+from convoy.model.kv.packed import HeadShape, describe_group
+from convoy.model.kv.pool import ApartPool, KvPool, make_pool
+from convoy.model.kv.pools import BlockTable, BlockTables, GroupBlocks
+from convoy.model.layers.attention import LayerBatch, attend
+from convoy.wire.messages.control import BlockGrant, Row, Step
 from support.tiny_models import Chain, Models, Prompt
 
 KINDS = ["mistral", "mixed"]  # windows of 24 tokens alone, and beside full attention

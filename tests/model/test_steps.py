@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from convoy.errors import HiddenError, StepError
-from convoy.model.pool import KvPool
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.kv.pool import KvPool
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Models, Prompt
 
 NUM_BLOCKS = 8

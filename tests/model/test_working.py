@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.plan.working import working_bytes
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.plan.memory.working import working_bytes
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.tiny_models import Models
 
 NUM_TOKENS = 256

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from convoy.errors import SelfCheckError
-from convoy.model.selfcheck import check_exact
-from convoy.model.source import ModelSource
+from convoy.model.backends.host.checks.selfcheck import check_exact
+from convoy.model.checkpoints.source import ModelSource
 
 
 @pytest.fixture(scope="session", autouse=True)

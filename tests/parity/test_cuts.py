@@ -13,18 +13,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from convoy.cluster.head import Head
+from convoy.cluster.head.head import Head
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
-from convoy.engine.executor import Executor
-from convoy.engine.local import LocalExecutor
+from convoy.engine.run.executor import Executor
+from convoy.engine.run.local import LocalExecutor
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.evaluate.questions import BUNDLED_QUESTIONS, load_questions, take
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.model.text import Tokenizer
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.text.tokens import Tokenizer
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.messages import StageAssignment
+from convoy.wire.messages.control import StageAssignment
 from support.cluster import NAMES, PeerThread
 from support.driver import GREEDY, Driver, Run, assert_equal_to_the_bit, seeded
 from support.members import make_local_members, membership_of

@@ -14,13 +14,13 @@ import pytest
 
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
-from convoy.engine.generation import generate
-from convoy.engine.request import GenerationRequest
-from convoy.engine.session import Session
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.sessions.session import Session
 from convoy.errors import SessionError
-from convoy.model.draw import Logits
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.output_rows import Logits
+from convoy.model.sampling.params import SamplingParams
 from convoy.transport.network import MemoryNetwork
 from support.cluster import NAMES, PeerThread
 from support.members import make_local_members, membership_of

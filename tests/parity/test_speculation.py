@@ -11,10 +11,10 @@ import pytest
 
 from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.request import GenerationRequest
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.model.text import Tokenizer
+from convoy.engine.requests.request import GenerationRequest
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.text.tokens import Tokenizer
 from support.cluster import running_cluster
 
 GREEDY = SamplingParams(temperature=0.0, logprobs=2)

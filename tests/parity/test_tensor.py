@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.plan.sharding import Experts, Shard
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.plan.spec.sharding import Experts, Shard
+from convoy.wire.messages.control import StageAssignment
 from support.thread_collective import RankStages
 from support.tiny_models import Chain, Models
 

@@ -9,14 +9,14 @@ from random import Random
 import numpy as np
 import pytest
 
-from convoy.engine.generation import generate
-from convoy.engine.local import LocalExecutor
-from convoy.engine.request import GenerationRequest
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.run.local import LocalExecutor
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.wire.messages.control import StageAssignment
 from parity.test_sessions import running
 from support.driver import GREEDY, Driver, Run, assert_equal_to_the_bit, seeded
 from support.odd_models import make_windowed_qwen3

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convoy.model.synthetic import CONFIGS
+from convoy.model.checkpoints.synthetic import CONFIGS
 from convoy.plan.cost import TokenCost, balanced, equals, layer_costs, output_cost
-from convoy.plan.memory import stage_bytes
-from convoy.plan.placement import place
+from convoy.plan.memory.memory import stage_bytes
+from convoy.plan.placement.placement import place
 from convoy.plan.span import Span
-from convoy.plan.spec import ModelSpec
-from plan.test_placement import GB, members, spec_of
+from convoy.plan.spec.model import ModelSpec
+from plan.placement.test_placement import GB, members, spec_of
 
 LLAMA = ModelSpec.from_config(CONFIGS["llama-250m"], "llama-250m")
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
-from convoy.cluster.peer import Peer
-from convoy.cluster.peer_event import PeerEvent
+from convoy.cluster.peer.event import PeerEvent
+from convoy.cluster.peer.peer import Peer
 from convoy.cluster.running import RunningCluster
-from convoy.model.source import ModelSource
+from convoy.model.checkpoints.source import ModelSource
 from convoy.transport.member import LocalMember
 from convoy.transport.network import MemoryNetwork, Network
 from support.members import make_local_members, membership_of

@@ -24,10 +24,10 @@ import psutil
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.errors import ConvoyError, PeerUnreachable
 from convoy.transport.dial import dial
-from convoy.transport.link import Link
-from convoy.transport.listener import Listener
+from convoy.transport.link.link import Link
+from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
-from convoy.trust.roster import open_roster, sign_roster
+from convoy.trust.roster.roster import open_roster, sign_roster
 from support.members import make_local_members, membership_of
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -197,7 +197,7 @@ def client_hello(me: LocalMember) -> bytes:
     """The first bytes of an honest TLS handshake, for those who send them slowly."""
     import ssl
 
-    from convoy.transport.tcp import client_context
+    from convoy.transport.streams.tcp import client_context
 
     written = ssl.MemoryBIO()
     tls = client_context(me).wrap_bio(ssl.MemoryBIO(), written)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from convoy.engine.executor import Executor
+from convoy.engine.run.executor import Executor
 from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
-from convoy.model.draw import GREEDY as GREEDY_DRAW
-from convoy.model.draw import Draw
-from convoy.model.params import SamplingParams
+from convoy.model.sampling.output_rows import GREEDY as GREEDY_DRAW
+from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 

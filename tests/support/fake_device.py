@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from convoy.model.backends.host.checks.selfcheck import PLAIN
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import HOST
-from convoy.model.draw import Draw, Drawing
-from convoy.model.selfcheck import PLAIN
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import StageAssignment, Step
+from convoy.model.sampling.output_rows import Draw, Drawing
+from convoy.wire.messages.control import StageAssignment, Step
 
 DEVICE = "cuda:0"
 
@@ -84,7 +84,7 @@ def pretend_device(monkeypatch: pytest.MonkeyPatch) -> list[FakeDeviceStage]:
     monkeypatch.setattr("convoy.model.device.choose_devices", choose)
     monkeypatch.setattr("convoy.cluster.offer.device_memory_bytes", lambda _devices: 1 << 32)
     monkeypatch.setattr("convoy.cluster.offer.describe_devices", _describe)
-    monkeypatch.setattr("convoy.model.stage.load_on_device", load)
+    monkeypatch.setattr("convoy.model.backends.host.stage.load_on_device", load)
     return made
 
 

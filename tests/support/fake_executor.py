@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from convoy.engine.executor import Kv, StepResult
+from convoy.engine.run.executor import Kv, StepResult
 from convoy.errors import ConvoyError, StageLost
-from convoy.model.draw import Draw, draw_all
-from convoy.wire.messages import Step
+from convoy.model.sampling.output_rows import Draw, draw_all
+from convoy.wire.messages.control import Step
 
 VOCAB = 64
 _MAX_STEPS = 100_000  # no test has so many: an engine that preempts for ever would take all memory here

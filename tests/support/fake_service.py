@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from convoy.api.listen.options import ServeOptions
+from convoy.api.server import Stop, run_server
+from convoy.api.service import ServedModel, Service
 from convoy.engine.outputs import (
     ErrorOutput,
     FinishOutput,
@@ -19,12 +22,9 @@ from convoy.engine.outputs import (
     TokenLogprob,
     TokenOutput,
 )
-from convoy.engine.request import GenerationRequest
+from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import ConvoyError
-from convoy.model.vocabulary import check_length
-from convoy.serve.options import ServeOptions
-from convoy.serve.server import Stop, run_server
-from convoy.serve.service import ServedModel, Service
+from convoy.model.text.vocabulary import check_length
 
 EOS = 256
 MAX_CONTEXT = 4096

@@ -10,7 +10,7 @@ EOS = 11
 
 
 class FakeTokenizer:
-    """The part of `convoy.model.text.Tokenizer` that the engine uses."""
+    """The part of `convoy.model.text.tokens.Tokenizer` that the engine uses."""
 
     vocab_size = VOCAB
     eos_ids = frozenset({EOS})

@@ -17,6 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from convoy.api.listen.options import ServeOptions
+from convoy.api.server import HttpServer, Stop, bind, url_of
 from convoy.crypto.identity import Identity
 from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.keys import Scope
@@ -27,8 +29,6 @@ from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.server import Doors, run_coordinator
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
-from convoy.serve.options import ServeOptions
-from convoy.serve.server import HttpServer, Stop, bind, url_of
 from support.waiting import wait_until
 
 MODEL = "adder"

@@ -16,11 +16,11 @@ import torch
 import transformers
 
 from convoy.evaluate.prompts import TEXTS
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import CUDA_KERNELS
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.model.text import Tokenizer
-from convoy.wire.messages import StageAssignment
+from convoy.model.text.tokens import Tokenizer
+from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import (
     Quantise,
     Writer,

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from convoy.cluster.enrolment import Enrolment, Newcomer
-from convoy.cluster.joining import Asked, Enrolled, join_by_token
+from convoy.cluster.enrolment.inviter import Enrolment, Newcomer
+from convoy.cluster.enrolment.newcomer import Asked, Enrolled, join_by_token
 from convoy.crypto.certificate import certificate_fingerprint
 from convoy.crypto.enrolment import (
     OneTimeCertificate,
@@ -27,22 +27,22 @@ from convoy.crypto.enrolment import (
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.errors import ConvoyError, LinkBroken
 from convoy.transport.admission import AdmissionLimits
-from convoy.transport.enrolment import (
+from convoy.transport.listen.enrolment_listener import EnrolmentLimits
+from convoy.transport.listen.enrolment_tls import (
     dial_pinned,
     listen_everywhere,
     one_time_context,
     receive_enrolment,
     send_enrolment,
 )
-from convoy.transport.enrolment_listener import EnrolmentLimits
 from convoy.transport.member import Roster
-from convoy.transport.stream import Stream
-from convoy.trust.card import member_of
+from convoy.transport.streams.stream import Stream
 from convoy.trust.consumption import Consumption
 from convoy.trust.invite import Token
-from convoy.trust.newcomer import roster_with, why_not
-from convoy.trust.roster import make_roster, sign_roster
-from convoy.wire.enrolment import (
+from convoy.trust.roster.card import member_of
+from convoy.trust.roster.newcomer import roster_with, why_not
+from convoy.trust.roster.roster import make_roster, sign_roster
+from convoy.wire.messages.enrolment import (
     EnrolmentCard,
     EnrolmentType,
     Refusal,

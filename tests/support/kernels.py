@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from convoy.model.gpu.attention import HeadShape, Pool
+    from convoy.model.backends.cuda.kernels.attention import HeadShape, Pool
 
 # with TRITON_INTERPRET=1 the kernels run on the host, slowly: to look for mistakes without a device
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -40,7 +40,7 @@ def draw_rows(
 
     With ``ring`` a table has no more blocks than that.
     """
-    from convoy.model.gpu.attention import Pool
+    from convoy.model.backends.cuda.kernels.attention import Pool
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     counts = [-(-(start + length) // shape.block_size) for start, length in spans]

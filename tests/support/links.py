@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 from convoy.errors import ConvoyError
 from convoy.transport.dial import dial
-from convoy.transport.link import Link, Received
-from convoy.transport.listener import Listener
+from convoy.transport.link.link import Link, Received
+from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.transport.options import LinkOptions
-from convoy.transport.stream import Stream
-from convoy.wire.messages import FrameType
+from convoy.transport.streams.stream import Stream
+from convoy.wire.messages.control import FrameType
 from support.members import membership_of
 
 ALLOWED = frozenset({FrameType.HELLO, FrameType.STEP, FrameType.HIDDEN, FrameType.REFUSE})

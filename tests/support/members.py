@@ -11,9 +11,9 @@ from typing import Any
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.transport.member import LocalMember, Roster
 from convoy.transport.membership import Membership
-from convoy.trust.authority import OperatorAuthority
-from convoy.trust.card import member_of
-from convoy.trust.roster import make_roster, sign_roster
+from convoy.trust.roster.authority import OperatorAuthority
+from convoy.trust.roster.card import member_of
+from convoy.trust.roster.roster import make_roster, sign_roster
 
 OPERATOR = OperatorKey.generate()
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from convoy.model import hub_stream
-from convoy.model.digests import Hashing, make_manifest
-from convoy.model.manifest import Manifest
-from convoy.model.source import ModelSource
+from convoy.model.checkpoints.hub import stream as hub_stream
+from convoy.model.checkpoints.manifest import Manifest
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.store.digests import Hashing, make_manifest
 from support.fake_hub import FakeHub
 from support.odd_models import make_odd_llama
 

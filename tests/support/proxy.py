@@ -22,12 +22,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from convoy.api.listen.options import ServeOptions
+from convoy.api.server import HttpServer, Stop, bind, url_of
 from convoy.fleet.proxy.proxy import ProxyOptions
 from convoy.fleet.proxy.server import run_proxy
 from convoy.fleet.proxy.trust import Trust
-from convoy.serve.options import ServeOptions
-from convoy.serve.server import HttpServer, Stop, bind, url_of
-from convoy.wire.records import Record, RecordReader, encode_record
+from convoy.wire.fleet.records import Record, RecordReader, encode_record
 from support.fleet import LOCAL, Running
 
 Leased = Callable[[dict[str, Any]], Any]

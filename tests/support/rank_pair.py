@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from convoy.engine.collective.sealed import SealedCollective
-from convoy.engine.group.executor import GroupExecutor
-from convoy.engine.group.follower import FollowerLoop, Order
-from convoy.engine.group.leader import LeaderStage
+from convoy.engine.ranks.executor import GroupExecutor
+from convoy.engine.ranks.follower import FollowerLoop, Order
+from convoy.engine.ranks.leader import LeaderStage
+from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.errors import ConvoyError
-from convoy.model.stage import Stage
-from convoy.transport.link import Link, Received, ReceivedTensor
+from convoy.model.backends.host.stage import Stage
+from convoy.transport.link.link import Link, Received, ReceivedTensor
 from convoy.transport.memory_link import memory_link_pair
-from convoy.wire.messages import FrameType, StepFailed
+from convoy.wire.messages.control import FrameType, StepFailed
 from support.members import make_local_members
 
 GENERATION = 7

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from convoy.cluster.options import HeadOptions, PeerOptions
-from convoy.cluster.ranks import RankGroup
+from convoy.cluster.peer.ranks import RankGroup
 from convoy.cluster.running import RunningCluster
-from convoy.engine.collective.sealed import SealedCollective
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.request import GenerationRequest
+from convoy.engine.ranks.sums.sealed import SealedCollective
+from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import StepError
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
 from convoy.transport.network import MemoryNetwork
 from support.cluster import MEMBER, NAMES, PeerThread
 from support.members import make_local_members, membership_of

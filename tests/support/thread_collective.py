@@ -81,7 +81,7 @@ class RankStages:
     """The ranks of a stage with the face of one, as far as `support.tiny_models.Chain` goes."""
 
     def __init__(self, stages: Sequence[object]) -> None:
-        from convoy.model.stage import Stage
+        from convoy.model.backends.host.stage import Stage
 
         self.stages = [stage for stage in stages if isinstance(stage, Stage)]
         self.group = ThreadGroup(len(self.stages))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import transformers
 
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
 Prompt = Callable[..., list[int]]
 Threads = Callable[[int], None]

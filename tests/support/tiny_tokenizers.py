@@ -17,9 +17,9 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from convoy.model.source import ModelSource
-from convoy.model.text import Tokenizer as TextTokenizer
-from convoy.plan.spec import ModelSpec
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.text.tokens import Tokenizer as TextTokenizer
+from convoy.plan.spec.model import ModelSpec
 
 CORPUS = [
     "hello world, how are you today? the stop sign stops the stopped car.",

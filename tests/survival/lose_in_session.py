@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.engine.session import Session
+from convoy.engine.sessions.session import Session
 from convoy.errors import StageLost
 from survival.losing import PARAMS, Stream, survival
 

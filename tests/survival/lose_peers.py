@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from convoy.model.source import ModelSource
-from convoy.plan.memory import stage_bytes
+from convoy.model.checkpoints.source import ModelSource
+from convoy.plan.memory.memory import stage_bytes
 from convoy.plan.span import Span
 from survival.losing import PARAMS, survival, wait_for
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from convoy.cluster.ranks import RankGroup
-from convoy.engine.collective.sealed import SealedCollective
+from convoy.cluster.peer.ranks import RankGroup
+from convoy.engine.ranks.sums.sealed import SealedCollective
 from survival.losing import Survival, survival, wait_for
 
 pytestmark = pytest.mark.slow

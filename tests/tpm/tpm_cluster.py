@@ -18,7 +18,7 @@ import tomli_w
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.transport.ports import free_ports
-from convoy.trust.provider import ProviderRules
+from convoy.trust.evidence.provider import ProviderRules
 from e2e.served import CONVOY, ENVIRONMENT, convoy, convoy_json
 from support.fleet import FleetUnderTest
 from tpm.soft_tpm import SoftTpm, TestAuthority

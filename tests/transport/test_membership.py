@@ -21,16 +21,16 @@ from convoy.errors import (
     RosterError,
 )
 from convoy.transport.dial import dial
-from convoy.transport.link import Link
-from convoy.transport.listener import Listener
+from convoy.transport.link.link import Link
+from convoy.transport.link.outgoing import Parcel, message_parcel
+from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.transport.membership import MAX_NEEDLESS_ROSTERS, Membership
 from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.network import MemoryNetwork, Network, TcpNetwork
-from convoy.transport.outgoing import Parcel, message_parcel
-from convoy.trust.roster import sign_roster
+from convoy.trust.roster.roster import sign_roster
 from convoy.wire.codec import encode_message
-from convoy.wire.messages import FrameType, Hello, RosterUpdate
+from convoy.wire.messages.control import FrameType, Hello, RosterUpdate
 from support.links import WAIT_S, End
 from support.members import OPERATOR, later, make_local_members, membership_of, shifted, with_roster
 from support.waiting import wait_until

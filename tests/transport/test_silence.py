@@ -15,17 +15,17 @@ import pytest
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
 from convoy.transport.budget import ByteBudget
 from convoy.transport.dial import dial
-from convoy.transport.establish import send_opening
-from convoy.transport.incoming import ReceivedTensor
-from convoy.transport.link import Link, LinkOptions, Received
-from convoy.transport.listener import Listener
+from convoy.transport.link.establish import send_opening
+from convoy.transport.link.incoming import ReceivedTensor
+from convoy.transport.link.link import Link, LinkOptions, Received
+from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.transport.memory_link import memory_link_pair
-from convoy.transport.stream import Stream
-from convoy.transport.tcp import TlsStream, client_context, start_tls_client
+from convoy.transport.streams.stream import Stream
+from convoy.transport.streams.tcp import TlsStream, client_context, start_tls_client
 from convoy.wire.codec import encode_message
 from convoy.wire.frame import encode_handshake
-from convoy.wire.messages import FrameType, Row, Step
+from convoy.wire.messages.control import FrameType, Row, Step
 from convoy.wire.tensor import WireTensor
 from support.door import client_hello
 from support.links import ALLOWED, WAIT_S, End, tls_link_pair

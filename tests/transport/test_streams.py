@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from convoy.errors import LinkBroken
-from convoy.transport.memory import (
+from convoy.transport.streams.memory import (
     Cut,
     Drop,
     FlipBit,
@@ -21,8 +21,8 @@ from convoy.transport.memory import (
     Stall,
     memory_stream_pair,
 )
-from convoy.transport.stream import Stream, recv_exactly
-from convoy.transport.tcp import (
+from convoy.transport.streams.stream import Stream, recv_exactly
+from convoy.transport.streams.tcp import (
     TlsStream,
     client_context,
     server_context,

@@ -33,16 +33,16 @@ from convoy.errors import (
     RosterError,
 )
 from convoy.transport.dial import dial
-from convoy.transport.establish import TO_DIALLER, TO_LISTENER, establish_initiator, send_opening
-from convoy.transport.link import Link, LinkOptions
-from convoy.transport.listener import Listener
+from convoy.transport.link.establish import TO_DIALLER, TO_LISTENER, establish_initiator, send_opening
+from convoy.transport.link.link import Link, LinkOptions
+from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.transport.network import TcpNetwork
 from convoy.transport.ports import free_port
-from convoy.transport.stream import Stream
-from convoy.transport.tcp import TlsStream, client_context, server_context, start_tls_client
+from convoy.transport.streams.stream import Stream
+from convoy.transport.streams.tcp import TlsStream, client_context, server_context, start_tls_client
 from convoy.wire.frame import encode_handshake
-from convoy.wire.messages import FrameType, Row, Step
+from convoy.wire.messages.control import FrameType, Row, Step
 from support.links import WAIT_S, End, tls_link_pair
 from support.members import make_local_members, membership_of, shifted, with_roster
 from support.relay import Relay

@@ -25,7 +25,7 @@ from convoy.crypto.enrolment import (
 )
 from convoy.crypto.identity import Identity
 from convoy.trust.invite import Token
-from convoy.wire.enrolment import (
+from convoy.wire.messages.enrolment import (
     EnrolmentCard,
     EnrolmentType,
     Refusal,

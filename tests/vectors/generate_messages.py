@@ -13,10 +13,10 @@ from typing import Any, get_args
 
 import msgspec
 
-from convoy.wire.certified import ProviderCertificate
-from convoy.wire.fleet import FromCoordinator, FromProvider
-from convoy.wire.message_types import MESSAGE_TYPES
-from convoy.wire.provider_evidence import ProviderEvidence
+from convoy.wire.fleet.certified import ProviderCertificate
+from convoy.wire.fleet.messages import FromCoordinator, FromProvider
+from convoy.wire.fleet.provider_evidence import ProviderEvidence
+from convoy.wire.messages.types import MESSAGE_TYPES
 from support.sample_values import sample
 
 FILE = Path(__file__).with_name("messages_v1.json")

@@ -1,7 +1,7 @@
 """Writes provider_evidence_v1.json: what a provider of two members shows, from fixed keys.
 
-Ed25519 draws nothing, so the same bytes come each time; tests/trust/test_provider_vectors.py computes them a
-second time from docs/protocol.md. Provenance: `python tests/vectors/generate_provider_evidence.py`.
+Ed25519 draws nothing, so the same bytes come each time. `test_provider_vectors.py` computes them a second
+time from docs/protocol.md. Provenance: `python tests/vectors/generate_provider_evidence.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from convoy.trust.evidence import Occasion, make_evidence, provider_binding, provider_purpose
-from convoy.wire.claims import Claims, encode_claims
-from convoy.wire.provider_evidence import MemberEvidence, ProviderEvidence, sign_provider_evidence
+from convoy.trust.evidence.evidence import Occasion, make_evidence, provider_binding, provider_purpose
+from convoy.wire.fleet.provider_evidence import MemberEvidence, ProviderEvidence, sign_provider_evidence
+from convoy.wire.messages.claims import Claims, encode_claims
 
 SEEDS = {"alpha": bytes([1]) * 32, "beta": bytes([2]) * 32}
 COORDINATOR, NONCE = bytes([3]) * 32, bytes([4]) * 32

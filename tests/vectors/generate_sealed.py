@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from convoy.crypto.sealed_answer import AnswerSealer
-from convoy.crypto.sealed_request import RequestFacts, RequestKey, request_hash, seal_request
+from convoy.crypto.sealed.answer import AnswerSealer
+from convoy.crypto.sealed.request import RequestFacts, RequestKey, request_hash, seal_request
 
 MLKEM_SEED, X25519 = bytes(range(64)), bytes(range(64, 96))
 CHUNKS = [b'{"status":200,"content_type":"text/event-stream"}', b"data: [DONE]\n\n"]

@@ -16,10 +16,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent / "src")]
 
-from convoy.cluster.tpm import Tpm  # noqa: E402
-from convoy.crypto.tpm import PCR_BYTES  # noqa: E402
-from convoy.trust.evidence import Occasion, qualifying_data  # noqa: E402
-from convoy.wire.claims import Claims, encode_claims  # noqa: E402
+from convoy.cluster.attestation.tpm import Tpm  # noqa: E402
+from convoy.crypto.tpm.structures import PCR_BYTES  # noqa: E402
+from convoy.trust.evidence.evidence import Occasion, qualifying_data  # noqa: E402
+from convoy.wire.messages.claims import Claims, encode_claims  # noqa: E402
 from support.tpm_vectors import IDENTITY_KEY  # noqa: E402
 from tpm.soft_tpm import SoftTpm, TestAuthority  # noqa: E402
 

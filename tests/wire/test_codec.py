@@ -8,13 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import FrameError
-from convoy.model.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
-from convoy.transport.incoming import ReceivedMessage
-from convoy.transport.outgoing import Parcel, message_parcel
+from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
+from convoy.transport.link.incoming import ReceivedMessage
+from convoy.transport.link.outgoing import Parcel, message_parcel
 from convoy.wire.codec import decode_message, encode_message, frame_type_of
-from convoy.wire.fetch import MAX_PIECE_BYTES, Fetch, Held, Holding, Piece, Prepare, Prepared
-from convoy.wire.message_types import MESSAGE_TYPES
-from convoy.wire.messages import (
+from convoy.wire.messages.control import (
     MAX_OFFER_BYTES,
     MAX_STEP_BLOCKS,
     MAX_STEP_TOKENS,
@@ -49,9 +47,11 @@ from convoy.wire.messages import (
     Switch,
     WriteBlocks,
 )
-from convoy.wire.ranks import Agree, RankOutput, RankStep
+from convoy.wire.messages.fetch import MAX_PIECE_BYTES, Fetch, Held, Holding, Piece, Prepare, Prepared
+from convoy.wire.messages.ranks import Agree, RankOutput, RankStep
+from convoy.wire.messages.types import MESSAGE_TYPES
+from convoy.wire.messages.vouch import Vouch, Vouched
 from convoy.wire.tensor import WireTensor
-from convoy.wire.vouch import Vouch, Vouched
 
 MESSAGES: list[Message] = [
     Hello("convoy 0.1", ["float32"], ["exact-f32"], 1 << 30, 2, "linux"),

@@ -23,7 +23,7 @@ from convoy.wire.frame import (
     encode_header_into,
     encode_size,
 )
-from convoy.wire.messages import FrameType
+from convoy.wire.messages.control import FrameType
 
 HEADER = FrameHeader(FrameType.HIDDEN, 1, 12, 100, b"clusters", 3, 4, 5, 0, 7)
 

@@ -10,10 +10,10 @@ from typing import get_args
 import msgspec
 import pytest
 
-from convoy.wire import fleet
 from convoy.wire.codec import decode_message, encode_message
-from convoy.wire.fleet import FleetMessage, FromCoordinator, FromProvider, encode_fleet
-from convoy.wire.message_types import MESSAGE_TYPES
+from convoy.wire.fleet import messages as fleet
+from convoy.wire.fleet.messages import FleetMessage, FromCoordinator, FromProvider, encode_fleet
+from convoy.wire.messages.types import MESSAGE_TYPES
 from support.sample_values import sample
 from vectors.generate_messages import FILE, make, tag_of
 

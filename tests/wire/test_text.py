@@ -7,7 +7,7 @@ import pytest
 
 from convoy.errors import FrameError
 from convoy.wire.codec import decode_message, encode_message, frame_type_of
-from convoy.wire.messages import Bye, Hello, Message, Plan, Refuse, StageAssignment, StepFailed
+from convoy.wire.messages.control import Bye, Hello, Message, Plan, Refuse, StageAssignment, StepFailed
 from convoy.wire.text import plain_text
 
 ROGUE = "ok\nERROR forged\r\x1b[2J\x1b]0;title\x07\u202eevil\u2028\x00\x7f\x9b"

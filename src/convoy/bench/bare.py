@@ -16,17 +16,17 @@ from typing import Protocol
 
 import numpy as np
 
-from convoy.bench.clock import Deadline
-from convoy.bench.percentile import percentile
-from convoy.bench.report import STAGE, DecodeRow, StepRow
-from convoy.engine.executor import StepResult
-from convoy.engine.prefix import PrefixTags
-from convoy.model.draw import GREEDY, Draw, draw_all
-from convoy.model.selfcheck import choose_kernel
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
+from convoy.bench.report.clock import Deadline
+from convoy.bench.report.percentile import percentile
+from convoy.bench.report.report import STAGE, DecodeRow, StepRow
+from convoy.engine.kv.prefix import PrefixTags
+from convoy.engine.run.executor import StepResult
+from convoy.model.backends.host.checks.selfcheck import choose_kernel
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.output_rows import GREEDY, Draw, draw_all
 from convoy.model.tensors import tokens_from_bytes
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
 BLOCK_SIZE = 16
 _CHUNK = 256

@@ -14,16 +14,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from convoy.bench.bare import BLOCK_SIZE
-from convoy.bench.clock import Deadline
-from convoy.bench.percentile import percentile
+from convoy.bench.report.clock import Deadline
+from convoy.bench.report.percentile import percentile
 from convoy.bench.throughput import GREEDY, Prompts, Say
 from convoy.engine.engine import Engine
-from convoy.engine.executor import Executor, Kv, StepResult
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.request import GenerationRequest
+from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.run.executor import Executor, Kv, StepResult
 from convoy.errors import ConvoyError
-from convoy.model.draw import Draw
-from convoy.wire.messages import Step
+from convoy.model.sampling.output_rows import Draw
+from convoy.wire.messages.control import Step
 
 _POLL_S = 0.2
 

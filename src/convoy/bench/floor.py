@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from convoy.bench.bare import BLOCK_SIZE, num_blocks, whole
-from convoy.bench.clock import Deadline
-from convoy.model.draw import GREEDY, draw_all
-from convoy.model.linear import PackedLinear, padded_count
-from convoy.model.selfcheck import choose_kernel
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.wire.messages import BlockGrant, Row, Step
+from convoy.bench.report.clock import Deadline
+from convoy.model.backends.host.checks.selfcheck import choose_kernel
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.kernels.linear import PackedLinear, padded_count
+from convoy.model.sampling.output_rows import GREEDY, draw_all
+from convoy.wire.messages.control import BlockGrant, Row, Step
 
 READ_BYTES = 256 << 20
 _WARM_STEPS = 3

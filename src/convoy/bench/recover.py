@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from convoy.bench.clock import Deadline
+from convoy.bench.report.clock import Deadline
 from convoy.bench.watched import Watched, seconds_to_next, seconds_to_pace
 from convoy.errors import ConvoyError, PeerError
 

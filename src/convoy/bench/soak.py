@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from convoy.bench.clock import Deadline
+from convoy.bench.report.clock import Deadline
 from convoy.bench.throughput import Say
 from convoy.errors import ConvoyError
 

@@ -9,14 +9,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from convoy.bench.clock import Deadline
+from convoy.bench.report.clock import Deadline
 from convoy.bench.throughput import GREEDY
+from convoy.engine.completion import Generation, generate
 from convoy.engine.engine import Engine
-from convoy.engine.generation import Generation, generate
-from convoy.engine.request import GenerationRequest
+from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import ConvoyError
-from convoy.model.params import SamplingParams
-from convoy.model.text import Tokenizer
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.text.tokens import Tokenizer
 
 PLAIN, REPETITIVE = "plain", "repetitive"
 KINDS = (PLAIN, REPETITIVE)

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from convoy.bench.bare import BLOCK_SIZE
-from convoy.bench.clock import Deadline
-from convoy.bench.report import DecodeRow, PrefillRow
+from convoy.bench.report.clock import Deadline
+from convoy.bench.report.report import DecodeRow, PrefillRow
+from convoy.engine.completion import generate
 from convoy.engine.engine import Engine, RequestHandle
-from convoy.engine.generation import generate
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.request import GenerationRequest
+from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import ConvoyError
-from convoy.model.params import SamplingParams
+from convoy.model.sampling.params import SamplingParams
 
 Say = Callable[[str], None]
 _SPARE_TOKENS = 64

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.audit import operator_log, roster_subject
-from convoy.cli.change import OPERATOR_DIRECTORY, load_operator, require_signer
-from convoy.cli.config import Config, load_config
-from convoy.cli.files import read_bytes, read_text, replace_file
-from convoy.cli.home import config_file, roster_file
-from convoy.cli.member import load_member, load_policy, member_options
-from convoy.cli.output import JsonFlag, print_fields, print_json, print_note
-from convoy.cli.passphrase import PassphraseFlag
+from convoy.cli.operator.home import config_file, roster_file
+from convoy.cli.operator.passphrase import PassphraseFlag
+from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, load_operator, require_signer
+from convoy.cli.running.member import load_member, load_policy, member_options
+from convoy.cli.show.files import read_bytes, read_text, replace_file
+from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note
+from convoy.config.settings import Config, load_config
 from convoy.errors import AttestationError, UsageError
 
 if TYPE_CHECKING:
-    from convoy.cluster.tpm import Tpm
+    from convoy.cluster.attestation.tpm import Tpm
     from convoy.crypto.identity import OperatorKey
-    from convoy.trust.policy import Policy
-    from convoy.trust.roster import SignedRoster
+    from convoy.trust.evidence.policy import Policy
+    from convoy.trust.roster.roster import SignedRoster
 
 app = typer.Typer(help="Prove what this machine is; enrol its TPM.", rich_markup_mode=None)
 _MAX_PEM_BYTES = 1 << 20
@@ -48,7 +48,7 @@ def new(
     as_json: JsonFlag = False,
 ) -> None:
     """On the member: make its TPM's keys, and a request. It goes to the operator."""
-    from convoy.trust.activation import Request, request_to_text
+    from convoy.trust.evidence.activation import Request, request_to_text
 
     settings = _settings(config)
     me = load_member(settings).current
@@ -73,7 +73,7 @@ def challenge(
 ) -> None:
     """On the operator's machine: answer a request with a challenge. Checks the TPM's certificate first."""
     from convoy.crypto.keyfile import write_private
-    from convoy.trust.activation import (
+    from convoy.trust.evidence.activation import (
         MAX_FILE_BYTES,
         challenge_for,
         challenge_to_text,
@@ -105,7 +105,12 @@ def answer(
     as_json: JsonFlag = False,
 ) -> None:
     """On the member: let the TPM open the credential."""
-    from convoy.trust.activation import MAX_FILE_BYTES, answer_for, answer_to_text, challenge_from_text
+    from convoy.trust.evidence.activation import (
+        MAX_FILE_BYTES,
+        answer_for,
+        answer_to_text,
+        challenge_from_text,
+    )
 
     settings = _settings(config)
     me = load_member(settings).current
@@ -130,8 +135,8 @@ def accept_answer(
 ) -> None:
     """On the operator's machine: enrol the key. The roster is signed again, one epoch later."""
     from convoy.crypto.keyfile import read_private
-    from convoy.trust.activation import MAX_FILE_BYTES, accept, answer_from_text, pending_from_text
-    from convoy.trust.roster import sign_roster, verify_roster
+    from convoy.trust.evidence.activation import MAX_FILE_BYTES, accept, answer_from_text, pending_from_text
+    from convoy.trust.roster.roster import sign_roster, verify_roster
 
     given = answer_from_text(read_text(answer_file, max_bytes=MAX_FILE_BYTES))
     roster = roster_file(roster)
@@ -164,7 +169,7 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Show this machine's evidence, and a policy's verdict on it."""
-    from convoy.cluster.attestation import Attestation
+    from convoy.cluster.attestation.exchange import Attestation
 
     settings = _settings(config)
     me = load_member(settings).current
@@ -198,7 +203,7 @@ def _settings(config: Path | None) -> Config:
 
 
 def _tpm(settings: Config) -> Tpm:
-    from convoy.cluster.tpm import Tpm
+    from convoy.cluster.attestation.tpm import Tpm
 
     if settings.cluster.tpm is None:
         raise UsageError(
@@ -210,7 +215,7 @@ def _tpm(settings: Config) -> Tpm:
 def _open_roster(
     roster: Path, operator: Path, passphrase_file: Path | None
 ) -> tuple[SignedRoster, OperatorKey]:
-    from convoy.trust.roster import open_roster
+    from convoy.trust.roster.roster import open_roster
 
     key = load_operator(operator, passphrase_file)
     data = read_bytes(roster, max_bytes=_MAX_ROSTER_BYTES)
@@ -220,7 +225,7 @@ def _open_roster(
 
 
 def _authorities(policy: Policy, folder: Path) -> list[bytes]:
-    from convoy.crypto.endorsement import read_authorities
+    from convoy.crypto.tpm.endorsement import read_authorities
 
     found: list[bytes] = []
     for name in policy.authorities:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.output import JsonFlag, one_line, print_fields, print_json, print_note, print_table
+from convoy.cli.show.output import JsonFlag, one_line, print_fields, print_json, print_note, print_table
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
     from convoy.crypto.identity import OperatorKey
     from convoy.trust.audit import AuditLog
-    from convoy.trust.roster import SignedRoster
+    from convoy.trust.roster.roster import SignedRoster
 
 _MAX_NAMES = 64
 _MAX_PATH_CHARS = 512

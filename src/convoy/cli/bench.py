@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from convoy.cli import (
-    bench_device,
-    bench_fair,
-    bench_fleet,
-    bench_floor,
-    bench_hop,
-    bench_providers,
-    bench_recover,
-    bench_soak,
-    bench_spec,
-    bench_tp,
-    throughput,
-)
+from convoy.cli.benches import device as bench_device
+from convoy.cli.benches import fair as bench_fair
+from convoy.cli.benches import fleet as bench_fleet
+from convoy.cli.benches import floor as bench_floor
+from convoy.cli.benches import hop as bench_hop
+from convoy.cli.benches import providers as bench_providers
+from convoy.cli.benches import recover as bench_recover
+from convoy.cli.benches import soak as bench_soak
+from convoy.cli.benches import spec as bench_spec
+from convoy.cli.benches import throughput
+from convoy.cli.benches import tp as bench_tp
 
 app = typer.Typer(rich_markup_mode=None)
 

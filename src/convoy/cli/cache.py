@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.config import load_config
-from convoy.cli.member import default_cache
-from convoy.cli.output import JsonFlag, format_bytes, print_json, print_note, print_table
+from convoy.cli.running.member import default_cache
+from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note, print_table
+from convoy.config.settings import load_config
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
-    from convoy.model.cache import Cached
+    from convoy.model.checkpoints.hub.cache import Cached
 
 CacheFlag = Annotated[Path | None, typer.Option(help="The folder.  [default: that in --config]")]
 ConfigFlag = Annotated[Path | None, typer.Option(help="A convoy.toml, for [model] cache.")]
@@ -30,7 +30,7 @@ def cache(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what is kept of models, with sizes; remove it."""
-    from convoy.model.cache import list_cache
+    from convoy.model.checkpoints.hub.cache import list_cache
 
     folder = cache or load_config(config).model.cache or default_cache()
     kept = list_cache(folder)
@@ -48,7 +48,7 @@ def cache(
 
 
 def _remove(gone: list[Cached]) -> None:
-    from convoy.model.cache import remove
+    from convoy.model.checkpoints.hub.cache import remove
 
     for one in gone:
         remove(one)

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
-from convoy.cli.output import JsonFlag, one_line, print_json, print_note, styled
-from convoy.cli.patience import Patience
+from convoy.cli.running.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
+from convoy.cli.show.output import JsonFlag, one_line, print_json, print_note, styled
+from convoy.cli.show.stall_notice import Patience
 from convoy.errors import ConvoyError, UsageError
 
 Message = dict[str, str]

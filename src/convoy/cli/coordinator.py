@@ -8,8 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.config import read_api_key
-from convoy.cli.coordinator_run import (
+from convoy.cli.flags.traces import TracesFlag, tracing
+from convoy.cli.keys import ExpiresFlag, seconds_of
+from convoy.cli.operator.home import DEFAULT_HOME, Home
+from convoy.cli.proxy import read_keys
+from convoy.cli.running.coordinator import (
     ADMIN_KEY,
     DEFAULT_ADMIN_PORT,
     DEFAULT_PORT,
@@ -30,13 +33,10 @@ from convoy.cli.coordinator_run import (
     database_url,
     run_here,
 )
-from convoy.cli.endpoint import Endpoint
-from convoy.cli.fleet_config import load_fleet_config, load_telemetry
-from convoy.cli.home import DEFAULT_HOME, Home
-from convoy.cli.keys import ExpiresFlag, seconds_of
-from convoy.cli.output import JsonFlag, print_fields, print_json, print_note, print_table
-from convoy.cli.proxy import read_keys
-from convoy.cli.traces import TracesFlag, tracing
+from convoy.cli.running.coordinator_file import load_fleet_config, load_telemetry
+from convoy.cli.running.endpoint import Endpoint
+from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note, print_table
+from convoy.config.settings import read_api_key
 from convoy.errors import ConfigError, UsageError
 
 app = typer.Typer(help="Route requests of accounts to providers, and look after both.", rich_markup_mode=None)

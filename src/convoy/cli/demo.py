@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from convoy.cli.endpoint import Endpoint
-from convoy.cli.local import LocalCluster, LocalOptions
-from convoy.cli.output import JsonFlag, format_bytes, print_json, print_note
-from convoy.cli.picture import print_picture
+from convoy.cli.local.cluster import LocalCluster, LocalOptions
+from convoy.cli.running.endpoint import Endpoint
+from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note
+from convoy.cli.show.picture import print_picture
 from convoy.errors import ConvoyError, PeerUnreachable
 
 if TYPE_CHECKING:

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.config import Config
-from convoy.cli.discovery import network_of
-from convoy.cli.exit_codes import EXIT_FAILURE
-from convoy.cli.home import config_file
-from convoy.cli.member import default_cache
-from convoy.cli.output import JsonFlag, one_line, print_json, print_note, styled
-from convoy.cli.patient import Patient
+from convoy.cli.checks.doctor_subject import Patient
+from convoy.cli.flags.discovery import network_of
+from convoy.cli.operator.home import config_file
+from convoy.cli.running.member import default_cache
+from convoy.cli.show.exit_codes import EXIT_FAILURE
+from convoy.cli.show.output import JsonFlag, one_line, print_json, print_note, styled
+from convoy.config.settings import Config
 from convoy.errors import ConvoyError
 
 if TYPE_CHECKING:
-    from convoy.cluster.finding import Check, Finding
+    from convoy.cluster.checkup.finding import Check, Finding
     from convoy.transport.member import Member, Roster
     from convoy.transport.membership import Membership
 
@@ -38,7 +38,7 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Look at this machine, its keys, the roster and every peer. Exit 1 if something must be mended."""
-    from convoy.cluster.finding import examine
+    from convoy.cluster.checkup.finding import examine
 
     told: list[tuple[str, Finding]] = []
     for check in _checks(config_file(config)):
@@ -70,8 +70,8 @@ def _print(name: str, finding: Finding) -> None:
 
 def _checks(path: Path | None) -> Iterator[Check]:
     """In the order in which one thing needs another; each reads what those before it found."""
-    from convoy.cluster.finding import Check
-    from convoy.cluster.machine_check import check_speed
+    from convoy.cluster.checkup.finding import Check
+    from convoy.cluster.checkup.machine import check_speed
 
     yield from _machine_checks()
     if path is None:
@@ -93,8 +93,8 @@ def _checks(path: Path | None) -> Iterator[Check]:
 
 
 def _machine_checks() -> Iterator[Check]:
-    from convoy.cluster import machine_check as machine
-    from convoy.cluster.finding import Check
+    from convoy.cluster.checkup import machine
+    from convoy.cluster.checkup.finding import Check
 
     yield Check("python", machine.check_python)
     yield Check("packages", machine.check_packages)
@@ -106,8 +106,8 @@ def _machine_checks() -> Iterator[Check]:
 
 
 def _extra_checks(config: Config) -> Iterator[Check]:
-    from convoy.cluster import machine_check as machine
-    from convoy.cluster.finding import Check
+    from convoy.cluster.checkup import machine
+    from convoy.cluster.checkup.finding import Check
 
     yield Check("device", lambda: machine.check_devices(config.model.device, config.model.kernel))
     yield Check("discovery", lambda: machine.check_discovery(wanted=config.listen.discover))
@@ -115,9 +115,8 @@ def _extra_checks(config: Config) -> Iterator[Check]:
 
 
 def _member_checks(patient: Patient, config: Config) -> Iterator[Check]:
-    from convoy.cluster import machine_check as machine
-    from convoy.cluster import member_check as member
-    from convoy.cluster.finding import Check
+    from convoy.cluster.checkup import machine, member
+    from convoy.cluster.checkup.finding import Check
 
     if config.model.memory_gb:
         yield Check("memory", lambda: machine.check_memory(int(config.model.memory_gb * 10**9)))
@@ -137,8 +136,8 @@ def _member_checks(patient: Patient, config: Config) -> Iterator[Check]:
 
 
 def _network_checks(patient: Patient, config: Config) -> Iterator[Check]:
-    from convoy.cluster import network_check as network
-    from convoy.cluster.finding import Check
+    from convoy.cluster.checkup import network
+    from convoy.cluster.checkup.finding import Check
 
     roster, me = patient.roster, patient.membership()
     if roster is None:
@@ -165,14 +164,14 @@ def _network_checks(patient: Patient, config: Config) -> Iterator[Check]:
 
 
 def _not_dialled() -> Iterator[Finding]:
-    from convoy.cluster.finding import warn
+    from convoy.cluster.checkup.finding import warn
 
     yield warn("nobody was dialled: keys and roster come first", "mend what stands above, and run this again")
 
 
 def _each_address(roster: Roster, name: str) -> list[Finding]:
-    from convoy.cluster.finding import Finding, Look, at_once
-    from convoy.cluster.network_check import check_address
+    from convoy.cluster.checkup.finding import Finding, Look, at_once
+    from convoy.cluster.checkup.network import check_address
 
     def look(member: Member) -> tuple[Look, Finding]:
         late = f"{member.address[0]} was not looked up within {_LOOK_UP_S:g} s"
@@ -182,8 +181,8 @@ def _each_address(roster: Roster, name: str) -> list[Finding]:
 
 
 def _each_peer(config: Config, me: Membership, others: list[Member]) -> list[Finding]:
-    from convoy.cluster.finding import Finding, Look, at_once
-    from convoy.cluster.network_check import check_epochs, check_peer
+    from convoy.cluster.checkup.finding import Finding, Look, at_once
+    from convoy.cluster.checkup.network import check_epochs, check_peer
     from convoy.transport.network import TcpNetwork
 
     def look(member: Member) -> tuple[Look, Finding]:
@@ -204,7 +203,7 @@ def _head_at(config: Config) -> Callable[[], bool]:
     """Whether a head of Convoy answers HTTP where this one would serve."""
 
     def answers() -> bool:
-        from convoy.cli.endpoint import Endpoint
+        from convoy.cli.running.endpoint import Endpoint
 
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.serve.host, config.serve.host)  # noqa: S104
         endpoint = Endpoint(f"http://{host}:{config.serve.port}", timeout_s=_LOOK_UP_S)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.local import LocalCluster, LocalOptions
-from convoy.cli.members import LayersFlag
-from convoy.cli.output import JsonFlag, print_json, print_table
+from convoy.cli.local.cluster import LocalCluster, LocalOptions
+from convoy.cli.local.members import LayersFlag
 from convoy.cli.serve import start_cluster
+from convoy.cli.show.output import JsonFlag, print_json, print_table
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def evaluate(
 ) -> None:
     """Score a model on questions with one right answer each."""
     from convoy.evaluate.questions import BUNDLED_QUESTIONS, load_questions, take
-    from convoy.model.source import ModelSource
+    from convoy.model.checkpoints.source import ModelSource
 
     if not 0 <= at_least <= 1:
         raise UsageError(f"--at-least is {at_least:g}, expected 0 to 1")
@@ -86,10 +86,10 @@ def _ask_all(
 
 
 def _ask(cluster: RunningCluster, question: Question) -> Answer:
-    from convoy.engine.generation import generate
-    from convoy.engine.request import GenerationRequest
+    from convoy.engine.completion import generate
+    from convoy.engine.requests.request import GenerationRequest
     from convoy.evaluate.score import Answer
-    from convoy.model.params import SamplingParams
+    from convoy.model.sampling.params import SamplingParams
 
     prompt = cluster.tokenizer.encode_chat([{"role": "user", "content": question.text}])
     request = GenerationRequest(tuple(prompt), SamplingParams(temperature=0.0), max_tokens=_MAX_TOKENS)

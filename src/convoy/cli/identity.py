@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from convoy.cli.audit import operator_log
-from convoy.cli.certify import certify
-from convoy.cli.change import OPERATOR_DIRECTORY, load_operator
-from convoy.cli.config import DEFAULT_PEER_PORT
-from convoy.cli.files import replace_file
-from convoy.cli.output import JsonFlag, print_fields, print_json, print_note
-from convoy.cli.passphrase import NewPassphraseFlag, Passphrase, PassphraseFlag
+from convoy.cli.operator.certify import certify
+from convoy.cli.operator.passphrase import NewPassphraseFlag, Passphrase, PassphraseFlag
+from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, load_operator
+from convoy.cli.show.files import replace_file
+from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note
+from convoy.config.settings import DEFAULT_PEER_PORT
 from convoy.errors import ConfigError, UsageError
 
 app = typer.Typer(help="Make or show keys and cards; an operator key's passphrase.", rich_markup_mode=None)
@@ -34,8 +34,8 @@ def new(
 ) -> None:
     """Make keys that stay here, and a card for the operator. The card has the public half."""
     from convoy.crypto.identity import Identity
-    from convoy.trust.card import member_of, write_card
-    from convoy.trust.roster import parse_address
+    from convoy.trust.roster.card import member_of, write_card
+    from convoy.trust.roster.roster import parse_address
 
     identity = Identity.generate()
     member = member_of(name, identity, parse_address(address))

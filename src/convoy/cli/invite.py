@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.audit import roster_subject
-from convoy.cli.desk import Desk
-from convoy.cli.files import replace_file
-from convoy.cli.first_machine import make_first_machine
-from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, local_addresses, parse_place
-from convoy.cli.output import one_line, print_json_line, print_note
-from convoy.cli.passphrase import PassphraseFlag
+from convoy.cli.operator.files import Desk
+from convoy.cli.operator.first_machine import make_first_machine
+from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, local_addresses, parse_place
+from convoy.cli.operator.passphrase import PassphraseFlag
+from convoy.cli.show.files import replace_file
+from convoy.cli.show.output import one_line, print_json_line, print_note
 from convoy.errors import AuditError, ConfigError, InviteError, LinkBroken
 
 if TYPE_CHECKING:
     import socket
 
-    from convoy.cluster.enrolment import Newcomer
+    from convoy.cluster.enrolment.inviter import Newcomer
     from convoy.transport.member import Member, Roster
     from convoy.trust.consumption import Consumption
     from convoy.trust.invite import Token
@@ -97,7 +97,7 @@ def _invite(desk: Desk, screen: _Screen, address: list[str] | None, port: int | 
         approved = screen.approves(newcomer)
     if not approved:
         from convoy.trust.consumption import DECLINED
-        from convoy.wire.enrolment import Refusal
+        from convoy.wire.messages.enrolment import Refusal
 
         desk.audit.append("decline newcomer", who)
         newcomer.refuse(Refusal.DECLINED)
@@ -114,7 +114,7 @@ def _meet(
     desk: Desk, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
 ) -> tuple[Token, Newcomer]:
     """Listen until a valid proof came. The listener is closed then, and the secret goes with this process."""
-    from convoy.cluster.enrolment import Enrolment
+    from convoy.cluster.enrolment.inviter import Enrolment
     from convoy.crypto.certificate import certificate_fingerprint
     from convoy.crypto.enrolment import SECRET_BYTES, OneTimeCertificate
     from convoy.trust.invite import MAX_ADDRESSES, Token
@@ -167,7 +167,7 @@ def _end_with(pipe: int) -> None:
 
 def _listen(port: int | None) -> socket.socket:
     """On the port asked for; else on one that a firewall can be opened for beforehand, if it is free."""
-    from convoy.transport.enrolment import listen_everywhere
+    from convoy.transport.listen.enrolment_tls import listen_everywhere
 
     if port is not None:
         return listen_everywhere(None, port)
@@ -183,8 +183,8 @@ def _let_in(desk: Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[R
     Nobody is signed in who hung up while the operator thought.
     """
     from convoy.trust.consumption import ENROLLED, GONE
-    from convoy.trust.newcomer import roster_with
-    from convoy.trust.roster import sign_roster, verify_roster
+    from convoy.trust.roster.newcomer import roster_with
+    from convoy.trust.roster.roster import sign_roster, verify_roster
 
     try:
         newcomer.require_there()
@@ -222,7 +222,7 @@ class _Screen:
     def invited(self, token: Token, port: int) -> None:
         """``port``: where this machine listens, which a forwarded address leads to."""
         from convoy.crypto.keyfile import write_private
-        from convoy.trust.roster import format_address
+        from convoy.trust.roster.roster import format_address
 
         text = token.encode()
         until = f"{datetime.datetime.fromtimestamp(token.expires, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
@@ -261,7 +261,7 @@ class _Screen:
 
     def approves(self, newcomer: Newcomer) -> bool:
         """The operator's y or n; anything else is asked again. No answer, or no more input, is a no."""
-        from convoy.trust.roster import format_address
+        from convoy.trust.roster.roster import format_address
 
         card = newcomer.card
         where = format_address(card.address)
@@ -292,7 +292,7 @@ class _Screen:
 
 def _says_yes(question: str) -> bool:
     """Asked until the answer is one of those that it names, within the time that the newcomer waits."""
-    from convoy.transport.enrolment_listener import EnrolmentLimits
+    from convoy.transport.listen.enrolment_listener import EnrolmentLimits
 
     if sys.stdin.isatty():
         termios.tcflush(sys.stdin, termios.TCIFLUSH)  # what was typed before the question is no answer to it

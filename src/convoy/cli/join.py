@@ -17,25 +17,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.config import Config, load_config, override
-from convoy.cli.device import DeviceFlag, computing
-from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
-from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
-from convoy.cli.hub import SignedFlag, WeightsFromFlag, weights_from
-from convoy.cli.member import load_member, peer_options, watched_roster
-from convoy.cli.metrics import MetricsFlag, MetricsKeyFlag, serving_metrics
-from convoy.cli.newcomer import Newcomer, Tell
-from convoy.cli.output import JsonFlag, print_json_line, print_note
-from convoy.cli.start import heavy_rooms
+from convoy.api.ending import on_signals
+from convoy.cli.flags.device import DeviceFlag, computing
+from convoy.cli.flags.discovery import DiscoverFlag, network_of, with_discover
+from convoy.cli.flags.metrics import MetricsFlag, MetricsKeyFlag, serving_metrics
+from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
+from convoy.cli.operator.newcomer import Newcomer, Tell
+from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, weights_from
+from convoy.cli.running.member import load_member, peer_options, watched_roster
+from convoy.cli.running.start import heavy_rooms
+from convoy.cli.show.output import JsonFlag, print_json_line, print_note
+from convoy.config.settings import Config, load_config, override
 from convoy.errors import UsageError
-from convoy.serve.ending import on_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from convoy.cluster.metric_families import Metric
-    from convoy.cluster.peer import Peer
-    from convoy.cluster.peer_event import PeerEvent
+    from convoy.cluster.metrics.families import Metric
+    from convoy.cluster.peer.event import PeerEvent
+    from convoy.cluster.peer.peer import Peer
     from convoy.transport.membership import Membership
 
     Show = Callable[[PeerEvent], None]
@@ -103,7 +103,7 @@ def join(
     if token is None:
         _check_asked(newcomer, file, me, _teller(as_json))
     with heavy_rooms(lambda text: _teller(as_json)("starting", text)):
-        from convoy.cluster.peer import Peer  # the heavy rooms: what is wrong above is said without them
+        from convoy.cluster.peer.peer import Peer  # the heavy rooms: what is wrong above is said without them
 
     options = peer_options(settings, model, exit_with_head=exit_with_head)
     _check_model(options.model_path)
@@ -116,7 +116,7 @@ def join(
 
 def _check_model(path: Path | None) -> None:
     """What is wrong with it is said before a head asks for it."""
-    from convoy.model.source import ModelSource
+    from convoy.model.checkpoints.source import ModelSource
 
     if path is not None:
         ModelSource.resolve(str(path))
@@ -128,7 +128,7 @@ def _bind(settings: Config, me: Membership) -> tuple[str, int]:
 
 
 def _families(peer: Peer) -> Iterable[Metric]:
-    from convoy.cluster.member_metrics import peer_families
+    from convoy.cluster.metrics.member import peer_families
 
     return peer_families(peer)
 
@@ -156,7 +156,7 @@ def _check_asked(asked: Newcomer, file: Path, me: Membership, tell: Tell) -> Non
 
     Raises `UsageError`.
     """
-    from convoy.trust.roster import format_address
+    from convoy.trust.roster.roster import format_address
 
     listed = format_address(me.member.address)
     if asked.name not in {None, me.name}:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from convoy.cli.output import JsonFlag, print_fields, print_json, print_note, print_table
+from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_note, print_table
 from convoy.errors import UsageError
 
 app = typer.Typer(help="Make and list files with API keys.", rich_markup_mode=None)
@@ -39,8 +39,8 @@ def new(
     as_json: JsonFlag = False,
 ) -> None:
     """Make a key; the file is readable for you alone."""
-    from convoy.serve.key_file import append_entry, bare_text, entry_text, new_key, write_new
-    from convoy.serve.key_use import NO_LIMITS, KeyLimits
+    from convoy.api.keys.key_file import append_entry, bare_text, entry_text, new_key, write_new
+    from convoy.api.keys.key_use import NO_LIMITS, KeyLimits
 
     limits = KeyLimits(requests_per_minute, tokens_per_minute, concurrent_requests, total_tokens)
     if name is None and (expires is not None or limits != NO_LIMITS or hashed):
@@ -74,7 +74,7 @@ def _say(file: Path, name: str | None, key: str | None, *, as_json: bool) -> Non
 @app.command("list")
 def list_keys(file: FileArgument, as_json: JsonFlag = False) -> None:
     """List a file's keys by name, with limits and expiry."""
-    from convoy.serve.key_file import LIMIT_NAMES, parse_keys, read_key_file
+    from convoy.api.keys.key_file import LIMIT_NAMES, parse_keys, read_key_file
 
     rows = []
     for key in parse_keys(read_key_file(file), file):

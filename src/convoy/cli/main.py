@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 from convoy import __version__
+from convoy.api.ending import end_within
 from convoy.cli import (
     attest,
     audit,
@@ -47,19 +48,13 @@ from convoy.cli import (
 )
 from convoy.cli import eval as eval_verb
 from convoy.cli import run as run_verb
-from convoy.cli.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code
-from convoy.cli.help import PROVE, RUN, SET_UP, SHARE, GroupedCommand, GroupedVerbs
-from convoy.cli.logs import FormatFlag, LevelFlag, set_up_logs
-from convoy.cli.output import (
-    one_line,
-    print_json,
-    report_convoy_error,
-    report_error,
-)
-from convoy.cli.start import ask_for_huge_pages, switch_threads_soon, wait_briefly_for_threads
+from convoy.cli.running.start import ask_for_huge_pages, switch_threads_soon, wait_briefly_for_threads
+from convoy.cli.show.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code
+from convoy.cli.show.help import PROVE, RUN, SET_UP, SHARE, GroupedCommand, GroupedVerbs
+from convoy.cli.show.logs import FormatFlag, LevelFlag, set_up_logs
+from convoy.cli.show.output import one_line, print_json, report_convoy_error, report_error
 from convoy.errors import ConvoyError
-from convoy.serve.ending import end_within
-from convoy.transport.descriptors import raise_descriptor_limit
+from convoy.transport.listen.descriptors import raise_descriptor_limit
 
 _NEAR = 0.8  # how much of two options' letters must agree, from 0 to 1
 

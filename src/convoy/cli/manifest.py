@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.audit import operator_log
-from convoy.cli.change import OPERATOR_DIRECTORY, load_operator
-from convoy.cli.config import decode_public_key, load_config
-from convoy.cli.files import read_bytes, replace_file
-from convoy.cli.hub import local_model
-from convoy.cli.member import default_cache
-from convoy.cli.output import JsonFlag, format_bytes, print_fields, print_json
-from convoy.cli.passphrase import PassphraseFlag
-from convoy.cli.progress import loading_bars
+from convoy.cli.operator.passphrase import PassphraseFlag
+from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, load_operator
+from convoy.cli.running.hub import local_model
+from convoy.cli.running.member import default_cache
+from convoy.cli.show.files import read_bytes, replace_file
+from convoy.cli.show.output import JsonFlag, format_bytes, print_fields, print_json
+from convoy.cli.show.progress import loading_bars
+from convoy.config.settings import decode_public_key, load_config
 from convoy.errors import ModelError
 
 if TYPE_CHECKING:
-    from convoy.cli.config import Config
-    from convoy.model.manifest import Manifest
-    from convoy.model.source import ModelSource
+    from convoy.config.settings import Config
+    from convoy.model.checkpoints.manifest import Manifest
+    from convoy.model.checkpoints.source import ModelSource
 
 app = typer.Typer(help="Show, sign or verify what a model is, tensor by tensor.", rich_markup_mode=None)
 
@@ -46,7 +46,7 @@ def sign(
     as_json: JsonFlag = False,
 ) -> None:
     """Hash a model, and sign that. Members with `signed` in their [model] run no other."""
-    from convoy.model.hub import commit_of
+    from convoy.model.checkpoints.hub.files import commit_of
     from convoy.trust.signed_model import sign_model
 
     key = load_operator(operator, passphrase_file)
@@ -69,7 +69,7 @@ def verify(
     as_json: JsonFlag = False,
 ) -> None:
     """Check a signed manifest, and say what model it is of."""
-    from convoy.model.manifest import Manifest
+    from convoy.model.checkpoints.manifest import Manifest
     from convoy.trust.signed_model import MAX_SIGNED_BYTES, verify_signed_model
 
     settings = load_config(config)
@@ -84,8 +84,8 @@ def verify(
 
 
 def _made(settings: Config, model: str, *, quiet: bool, signs: bool = False) -> tuple[ModelSource, Manifest]:
-    from convoy.model.digests import Hashing, make_manifest
-    from convoy.model.source import ModelSource
+    from convoy.model.checkpoints.source import ModelSource
+    from convoy.model.checkpoints.store.digests import Hashing, make_manifest
 
     source = ModelSource.resolve(local_model(settings, model, quiet=quiet))
     if signs and source.is_one_file:

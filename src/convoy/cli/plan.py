@@ -12,18 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from convoy.cli.config import Config, load_config, override
-from convoy.cli.home import config_file
-from convoy.cli.member import default_cache, head_options, load_policy
-from convoy.cli.members import LayersFlag, parse_members, spans_by_name
-from convoy.cli.output import (
-    JsonFlag,
-    format_bytes,
-    print_json,
-    print_note,
-)
-from convoy.cli.plan_print import print_plan, print_rules
-from convoy.cli.plan_rates import (
+from convoy.cli.checks.plan_print import print_plan, print_rules
+from convoy.cli.checks.rates import (
     ContextFlag,
     Here,
     RoundTripFlag,
@@ -32,24 +22,29 @@ from convoy.cli.plan_rates import (
     links_of,
     speeds_of,
 )
-from convoy.cli.quantize import QuantizeFlag, kernel_for
-from convoy.cli.steps import with_step_flags
+from convoy.cli.flags.quantize import QuantizeFlag, kernel_for
+from convoy.cli.flags.steps import with_step_flags
+from convoy.cli.local.members import LayersFlag, parse_members, spans_by_name
+from convoy.cli.operator.home import config_file
+from convoy.cli.running.member import default_cache, head_options, load_policy
+from convoy.cli.show.output import JsonFlag, format_bytes, print_json, print_note
+from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConfigError, PlanError, SpanError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from convoy.plan.blocks import BlockDemand
-    from convoy.plan.compare import Compared
+    from convoy.plan.memory.blocks import BlockDemand
     from convoy.plan.offer import MemberOffer
-    from convoy.plan.placement import Placement
-    from convoy.plan.rates import Links, Workload
+    from convoy.plan.placement.placement import Placement
+    from convoy.plan.placement.ways import Ways
+    from convoy.plan.rates.compare import Compared
+    from convoy.plan.rates.rates import Links, Workload
     from convoy.plan.report import ExcludedReport, PlanReport
-    from convoy.plan.spec import ModelSpec
+    from convoy.plan.spec.model import ModelSpec
     from convoy.plan.speed import Speed
-    from convoy.plan.ways import Ways
-    from convoy.trust.level import Level
-    from convoy.trust.policy import Policy
+    from convoy.trust.evidence.level import Level
+    from convoy.trust.evidence.policy import Policy
 
 ModelArgument = Annotated[str | None, typer.Argument(help="demo, demo-mini, a directory or synthetic:NAME.")]
 MembersFlag = Annotated[
@@ -125,7 +120,7 @@ def plan(
 
 
 def _read_spec(named: str) -> ModelSpec:
-    from convoy.model.source import ModelSource
+    from convoy.model.checkpoints.source import ModelSource
 
     return ModelSource.resolve(named).spec
 
@@ -138,7 +133,7 @@ def _choose(
     demands: Policy,
     paces: _Paces,
 ) -> tuple[Ways, Placement]:
-    from convoy.plan.ways import choose_way, find_ways
+    from convoy.plan.placement.ways import choose_way, find_ways
 
     ways = find_ways(spec, offers, spans, demands.placement, ranks=settings.plan.ranks)
     return ways, choose_way(settings.plan.parallel, ways, predict=paces.step_s)
@@ -186,17 +181,17 @@ class _Paces:
 
     def step_s(self, placement: Placement) -> float:
         """Of one sequence."""
-        from convoy.plan.rates import predict
+        from convoy.plan.rates.rates import predict
 
         return predict(placement, self.speeds, self.links, self._workload(placement.spec)).decode.step_s
 
     def compare(self, ways: Ways) -> Compared:
-        from convoy.plan.compare import compare
+        from convoy.plan.rates.compare import compare
 
         return compare(ways, self.speeds, self.links, self._workload(ways.spec))
 
     def _workload(self, spec: ModelSpec) -> Workload:
-        from convoy.plan.rates import Workload
+        from convoy.plan.rates.rates import Workload
 
         options = head_options(self.settings).for_kernels(offer.kernel for offer in self.offers)
         return Workload(min(self.context, spec.max_context), options.max_batch, options.chunk_tokens)
@@ -255,7 +250,7 @@ def _without_standbys(
 
 def _with_levels(offers: list[MemberOffer], levels: list[str]) -> list[MemberOffer]:
     """The offers as if these levels had been proved; a plan asks nobody for evidence. Raises UsageError."""
-    from convoy.trust.level import Level
+    from convoy.trust.evidence.level import Level
 
     names = [offer.name for offer in offers]
     supposed: dict[str, Level] = {}
@@ -313,8 +308,8 @@ def _offers(settings: Config, members: str | None) -> list[MemberOffer]:
 
 def _roster_names(settings: Config) -> list[str]:
     """The roster's members, the head first: this member if it may be head, else the first that may."""
-    from convoy.cli.files import read_bytes
-    from convoy.trust.roster import MAX_ROSTER_BYTES, open_roster
+    from convoy.cli.show.files import read_bytes
+    from convoy.trust.roster.roster import MAX_ROSTER_BYTES, open_roster
 
     data = read_bytes(settings.require_roster(), max_bytes=MAX_ROSTER_BYTES)
     roster = open_roster(data, operator_key=settings.require_operator_key()).roster
@@ -327,7 +322,7 @@ def _memory_bytes(settings: Config) -> int:
     """What was granted, or what a member would offer of what is free now."""
     import psutil
 
-    from convoy.plan.memory import MEMORY_SHARE
+    from convoy.plan.memory.memory import MEMORY_SHARE
 
     granted = int(settings.model.memory_gb * 10**9)
     available: int = psutil.virtual_memory().available

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.certify import read_certificate_file
-from convoy.cli.config import read_api_key
-from convoy.cli.endpoint import DEFAULT_URL
-from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home
-from convoy.cli.output import JsonFlag, print_json_line, print_note
-from convoy.cli.serve_provide import CertificateFlag, CoordinatorKeyFlag, read_coordinator_key
-from convoy.cli.traces import TracesFlag, tracing
+from convoy.cli.flags.traces import TracesFlag, tracing
+from convoy.cli.operator.certify import read_certificate_file
+from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home
+from convoy.cli.running.endpoint import DEFAULT_URL
+from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, read_coordinator_key
+from convoy.cli.show.output import JsonFlag, print_json_line, print_note
+from convoy.config.settings import read_api_key
 
 if TYPE_CHECKING:
     from convoy.fleet.capacity import Capacity
@@ -45,7 +45,7 @@ def provide(
     as_json: JsonFlag = False,
 ) -> None:
     """Register with a coordinator, and answer what it sends."""
-    from convoy.cluster.witness import OwnProcess
+    from convoy.cluster.head.provider_evidence import OwnProcess
     from convoy.fleet.provider.provide import ProvideOptions
     from convoy.fleet.provider.run import provide_until_drained
     from convoy.fleet.provider.upstream import Upstream

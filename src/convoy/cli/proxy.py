@@ -1,7 +1,7 @@
 """``convoy proxy``: beside a user's tools, seal what they ask to a provider that they trust.
 
 proxy.toml: coordinator, api_key_file, trust_providers, trust_operators, allow_plain, default_max_tokens,
-and under [telemetry] traces, under [evidence] what providers must show: see `cli.trust_rules`.
+and under [telemetry] traces, under [evidence] what providers must show: see `cli.running.trust_rules`.
 It gives way to flags; keys to trust of both count.
 """
 
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from convoy.cli.config import TelemetryConfig, override
-from convoy.cli.endpoint import KEY_VARIABLE, client_key
-from convoy.cli.output import JsonFlag, print_draining, print_ended, print_fields, print_json_line
-from convoy.cli.start import settle_memory
-from convoy.cli.toml_file import read_toml
-from convoy.cli.traces import TracesFlag, tracing
-from convoy.cli.trust_rules import EvidenceTable, LevelName, rules_of
+from convoy.cli.flags.traces import TracesFlag, tracing
+from convoy.cli.running.endpoint import KEY_VARIABLE, client_key
+from convoy.cli.running.start import settle_memory
+from convoy.cli.running.trust_rules import EvidenceTable, LevelName, rules_of
+from convoy.cli.show.output import JsonFlag, print_draining, print_ended, print_fields, print_json_line
+from convoy.config.settings import TelemetryConfig, override
+from convoy.config.toml_file import read_toml
 from convoy.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def proxy(
     as_json: JsonFlag = False,
 ) -> None:
     """Seal what tools ask, so that a coordinator cannot read it."""
+    from convoy.api.listen.options import ServeOptions
     from convoy.fleet.proxy.proxy import ProxyOptions
     from convoy.fleet.proxy.server import run_proxy
-    from convoy.serve.options import ServeOptions
 
     read = ProxyFile() if config is None else read_proxy_file(config)
     url, key = _coordinator(read, coordinator, api_key_file)

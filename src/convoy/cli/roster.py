@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.audit import operator_log, roster_subject
-from convoy.cli.change import OPERATOR_DIRECTORY, RosterChange, open_change, require_signer
-from convoy.cli.config import decode_public_key, load_config
-from convoy.cli.files import WHENCE_ROSTER, read_bytes, read_text, replace_file
-from convoy.cli.home import config_file, roster_file
-from convoy.cli.output import JsonFlag, print_fields, print_json, print_table
-from convoy.cli.passphrase import NewPassphraseFlag, Passphrase, PassphraseFlag
+from convoy.cli.operator.home import config_file, roster_file
+from convoy.cli.operator.passphrase import NewPassphraseFlag, Passphrase, PassphraseFlag
+from convoy.cli.operator.roster_change import OPERATOR_DIRECTORY, RosterChange, open_change, require_signer
+from convoy.cli.show.files import WHENCE_ROSTER, read_bytes, read_text, replace_file
+from convoy.cli.show.output import JsonFlag, print_fields, print_json, print_table
+from convoy.config.settings import decode_public_key, load_config
 from convoy.errors import RosterError, UsageError
 
 if TYPE_CHECKING:
     from convoy.crypto.identity import OperatorKey
     from convoy.transport.member import Member
-    from convoy.trust.roster import SignedRoster
+    from convoy.trust.roster.roster import SignedRoster
 
 app = typer.Typer(help="Sign, change, show or verify the list of members.", rich_markup_mode=None)
 _MAX_FILE_BYTES = 2 << 20
@@ -59,9 +59,9 @@ def new(
     as_json: JsonFlag = False,
 ) -> None:
     """Sign a roster of the members on the cards. Every member gets the same file."""
-    from convoy.trust.addresses import check_own_addresses
-    from convoy.trust.card import MAX_CARD_BYTES, read_card
-    from convoy.trust.roster import make_roster, open_roster, sign_roster
+    from convoy.trust.roster.addresses import check_own_addresses
+    from convoy.trust.roster.card import MAX_CARD_BYTES, read_card
+    from convoy.trust.roster.roster import make_roster, open_roster, sign_roster
 
     members = [read_card(read_text(card, max_bytes=MAX_CARD_BYTES, hint=_CARD), head=False) for card in cards]
     names = [member.name for member in members]
@@ -96,8 +96,8 @@ def add(
     as_json: JsonFlag = False,
 ) -> None:
     """Sign the roster again, one epoch later, with further members."""
-    from convoy.trust.addresses import check_own_addresses
-    from convoy.trust.card import MAX_CARD_BYTES, read_card
+    from convoy.trust.roster.addresses import check_own_addresses
+    from convoy.trust.roster.card import MAX_CARD_BYTES, read_card
 
     heads = set(head or ())
     new = [read_card(read_text(card, max_bytes=MAX_CARD_BYTES, hint=_CARD), head=False) for card in cards]
@@ -150,7 +150,7 @@ def sign(
     as_json: JsonFlag = False,
 ) -> None:
     """Sign the same members again: a new expiry, or a new operator key. It is one epoch later."""
-    from convoy.trust.addresses import check_own_addresses
+    from convoy.trust.roster.addresses import check_own_addresses
 
     change = open_change(roster_file(roster), operator, days, passphrase_file)
     check_own_addresses(change.old.roster.members)
@@ -174,7 +174,7 @@ def show(
     as_json: JsonFlag = False,
 ) -> None:
     """Show what a roster says and whose key it names. `verify` checks that the key is your operator's."""
-    from convoy.trust.roster import open_roster
+    from convoy.trust.roster.roster import open_roster
 
     file = roster_file(file)
     data = read_bytes(file, max_bytes=_MAX_FILE_BYTES, hint=WHENCE_ROSTER)
@@ -199,7 +199,7 @@ def verify(
     as_json: JsonFlag = False,
 ) -> None:
     """Check a roster as a member does. Signature, time, cluster and member: exit 78 if it does not hold."""
-    from convoy.trust.roster import open_roster
+    from convoy.trust.roster.roster import open_roster
 
     lacking = file is None or operator_key is None
     config = config_file(config) if lacking else config
@@ -233,7 +233,7 @@ def _command(verb: str, name: str, operator: Path, roster: Path | None) -> str:
 
 def _replaced(out: Path, key: OperatorKey, cluster: str) -> SignedRoster | None:
     """The roster that is about to be replaced: members refuse to go back behind its epoch."""
-    from convoy.trust.roster import open_roster
+    from convoy.trust.roster.roster import open_roster
 
     if not out.exists():
         return None
@@ -259,7 +259,7 @@ def _claims(data: bytes, file: Path) -> tuple[bytes, datetime.datetime]:
 
 
 def _print_roster(file: Path, signed: SignedRoster, key: bytes, *, as_json: bool) -> None:
-    from convoy.trust.roster import format_address
+    from convoy.trust.roster.roster import format_address
 
     roster = signed.roster
     now = datetime.datetime.now(datetime.UTC)

@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from convoy.cli.config import Config, ServeConfig, override
-from convoy.cli.device import DeviceFlag
-from convoy.cli.hub import local_model
-from convoy.cli.local import LocalCluster, LocalOptions
-from convoy.cli.member import serve_options
-from convoy.cli.members import LayersFlag
-from convoy.cli.output import JsonFlag, counted, print_json, print_note
-from convoy.cli.pin import PinFlag, pinned, share_cores
-from convoy.cli.quantize import KERNELS, QuantizeFlag, kernel_for
+from convoy.cli.flags.device import DeviceFlag
+from convoy.cli.flags.quantize import KERNELS, QuantizeFlag, kernel_for
+from convoy.cli.flags.steps import with_step_flags
+from convoy.cli.local.cluster import LocalCluster, LocalOptions
+from convoy.cli.local.members import LayersFlag
+from convoy.cli.local.pin import PinFlag, pinned, share_cores
+from convoy.cli.running.hub import local_model
+from convoy.cli.running.member import serve_options
 from convoy.cli.serve import serve_cluster, start_cluster
-from convoy.cli.steps import with_step_flags
+from convoy.cli.show.output import JsonFlag, counted, print_json, print_note
+from convoy.config.settings import Config, ServeConfig, override
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:
+    from convoy.api.listen.options import ServeOptions
     from convoy.cluster.running import RunningCluster
-    from convoy.engine.generation import Generation
-    from convoy.engine.request import GenerationRequest
-    from convoy.model.source import ModelSource
-    from convoy.serve.options import ServeOptions
+    from convoy.engine.completion import Generation
+    from convoy.engine.requests.request import GenerationRequest
+    from convoy.model.checkpoints.source import ModelSource
 
 ModelArgument = Annotated[
     str, typer.Argument(help="demo, demo-mini, a directory, org/name on the hub or synthetic:NAME.")
@@ -54,7 +54,7 @@ def run(
     as_json: JsonFlag = False,
 ) -> None:
     """Split a model over processes here; serve it or answer."""
-    from convoy.model.source import ModelSource
+    from convoy.model.checkpoints.source import ModelSource
 
     if max_tokens < 1:
         raise UsageError(f"--max-tokens is {max_tokens}, expected 1 or more")
@@ -85,7 +85,7 @@ def _serve_or_answer(
     *,
     as_json: bool,
 ) -> None:
-    from convoy.serve.options import ServeOptions
+    from convoy.api.listen.options import ServeOptions
 
     try:
         if isinstance(asked, ServeOptions):
@@ -108,9 +108,9 @@ class Asked:
 
     def request(self, source: ModelSource) -> GenerationRequest:
         """Raises `RequestError` for what cannot be asked."""
-        from convoy.engine.request import GenerationRequest
-        from convoy.model.params import SamplingParams
-        from convoy.model.text import Tokenizer
+        from convoy.engine.requests.request import GenerationRequest
+        from convoy.model.sampling.params import SamplingParams
+        from convoy.model.text.tokens import Tokenizer
 
         tokenizer = Tokenizer(source)
         params = SamplingParams(temperature=self.temperature, seed=self.seed)
@@ -122,7 +122,7 @@ class Asked:
 def _answer(
     local: LocalCluster, settings: Config, model: str, request: GenerationRequest, *, as_json: bool
 ) -> None:
-    from convoy.engine.generation import generate
+    from convoy.engine.completion import generate
 
     def show(text: str) -> None:
         print(text, end="", flush=True)

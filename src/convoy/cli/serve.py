@@ -11,35 +11,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from convoy.cli.config import Config, load_config, override
-from convoy.cli.device import DeviceFlag, computing
-from convoy.cli.discovery import DiscoverFlag, network_of, with_discover
-from convoy.cli.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
-from convoy.cli.http_flags import warn_in_clear
-from convoy.cli.hub import Opened, SignedFlag, WeightsFromFlag, open_model, weights_from
+from convoy.cli.flags.device import DeviceFlag, computing
+from convoy.cli.flags.discovery import DiscoverFlag, network_of, with_discover
+from convoy.cli.flags.http import warn_in_clear
+from convoy.cli.flags.quantize import QuantizeFlag
+from convoy.cli.flags.steps import with_step_flags
+from convoy.cli.flags.traces import TracesFlag, tracing
 from convoy.cli.invite import AutoApproveFlag, InviteAddressFlag
-from convoy.cli.local import LocalCluster, LocalOptions
-from convoy.cli.member import head_options, load_head, serve_options, watched_roster
-from convoy.cli.members import LayersFlag, spans_by_name
-from convoy.cli.output import JsonFlag, print_draining, print_ended, print_json, print_note
-from convoy.cli.passphrase import PassphraseFlag
-from convoy.cli.picture import print_picture
-from convoy.cli.progress import loading_bars
-from convoy.cli.quantize import QuantizeFlag
-from convoy.cli.serve_invite import InviteFlags
-from convoy.cli.serve_provide import CertificateFlag, CoordinatorKeyFlag, ProvideFlag, Providing
-from convoy.cli.start import heavy_rooms, settle_memory
-from convoy.cli.steps import with_step_flags
-from convoy.cli.traces import TracesFlag, tracing
+from convoy.cli.local.cluster import LocalCluster, LocalOptions
+from convoy.cli.local.members import LayersFlag, spans_by_name
+from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
+from convoy.cli.operator.passphrase import PassphraseFlag
+from convoy.cli.running.hub import Opened, SignedFlag, WeightsFromFlag, open_model, weights_from
+from convoy.cli.running.invite import InviteFlags
+from convoy.cli.running.member import head_options, load_head, serve_options, watched_roster
+from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, ProvideFlag, Providing
+from convoy.cli.running.start import heavy_rooms, settle_memory
+from convoy.cli.show.output import JsonFlag, print_draining, print_ended, print_json, print_note
+from convoy.cli.show.picture import print_picture
+from convoy.cli.show.progress import loading_bars
+from convoy.config.settings import Config, load_config, override
 from convoy.errors import ConvoyError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from convoy.api.listen.options import ServeOptions
     from convoy.cluster.running import RunningCluster
     from convoy.fleet.provider.run import ProviderBeside
-    from convoy.plan.spec import ModelSpec
-    from convoy.serve.options import ServeOptions
+    from convoy.plan.spec.model import ModelSpec
     from convoy.transport.membership import Membership
     from convoy.transport.network import Network
 
@@ -146,10 +146,10 @@ def _chosen(settings: Config, model: str | None, *, quiet: bool) -> Opened:
 def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> Config:
     """``--layers`` in place of what [plan] says; a bare span is for the head, then for the roster's peers.
 
-    Raises `UsageError`, or what `plan.placement.place` raises for spans that no members could hold.
+    Raises `UsageError`, or what `plan.placement.placement.place` raises for spans that no members could hold.
     """
-    from convoy.plan.grouping import names_in
-    from convoy.plan.placement import MemberOffer, place
+    from convoy.plan.placement.grouping import names_in
+    from convoy.plan.placement.placement import MemberOffer, place
 
     if not layers:
         return settings
@@ -186,7 +186,7 @@ def serve_cluster(
 
     ``options``: of ``settings``, where they were read before. A pipe with keys is read once.
     """
-    from convoy.serve.server import bind
+    from convoy.api.server import bind
 
     options = options or serve_options(settings)
     options.check()
@@ -231,9 +231,9 @@ def _serve(
     note: str | None,
     providing: Providing | None,
 ) -> None:
-    from convoy.cluster.member_metrics import head_families
-    from convoy.serve.server import run_server
-    from convoy.serve.service import ServedModel, Service
+    from convoy.api.server import run_server
+    from convoy.api.service import ServedModel, Service
+    from convoy.cluster.metrics.member import head_families
 
     beside: list[ProviderBeside] = []
     try:
@@ -286,13 +286,13 @@ def start_cluster(
 ) -> RunningCluster:
     """Everything up to a token that has passed every stage.
 
-    ``me``: the head, where it was loaded already. ``watch``: see `cluster.head.Head`. ``keep_waiting``: see
+    ``me``: the head, where it was loaded already. ``watch``: see `Head`. ``keep_waiting``: see
     `cluster.options.HeadOptions`.
     """
     with heavy_rooms(lambda text: None if quiet else print_note(text)):
-        import convoy.model.load  # noqa: F401 - a stage needs it soon; peers start meanwhile
+        import convoy.model.loading.load  # noqa: F401 - a stage needs it soon; peers start meanwhile
         from convoy.cluster.running import RunningCluster
-    from convoy.model.source import ModelSource
+    from convoy.model.checkpoints.source import ModelSource
 
     me = me or load_head(settings)
     opened = Opened(ModelSource.resolve(model)) if isinstance(model, str) else model
@@ -322,8 +322,8 @@ def _say_arrival(name: str, missing: list[str], left_s: float) -> None:
 
 
 def _say_why_not_exact(settings: Config, cluster: RunningCluster) -> None:
+    from convoy.model.backends.host.checks.selfcheck import EXACT, why_not_exact
     from convoy.model.device import CUDA_KERNELS
-    from convoy.model.selfcheck import EXACT, why_not_exact
 
     granted = cluster.head.granted
     assert granted is not None

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.config import load_config
-from convoy.cli.device import computing
-from convoy.cli.home import config_file
-from convoy.cli.local import LocalCluster, LocalOptions
-from convoy.cli.members import LayersFlag
-from convoy.cli.output import JsonFlag, counted, format_bytes, print_json, print_note
-from convoy.cli.quantize import KERNELS, QuantizeFlag, kernel_for
+from convoy.cli.flags.device import computing
+from convoy.cli.flags.quantize import KERNELS, QuantizeFlag, kernel_for
+from convoy.cli.local.cluster import LocalCluster, LocalOptions
+from convoy.cli.local.members import LayersFlag
+from convoy.cli.operator.home import config_file
+from convoy.cli.operator.session_key import KeyFile
 from convoy.cli.serve import start_cluster
-from convoy.cli.session_key import KeyFile
+from convoy.cli.show.output import JsonFlag, counted, format_bytes, print_json, print_note
+from convoy.config.settings import load_config
 from convoy.errors import ConvoyError, RequestError, SessionError, UsageError
 
 if TYPE_CHECKING:
     from convoy.cluster.running import RunningCluster
-    from convoy.engine.session import Session
-    from convoy.model.params import SamplingParams
-    from convoy.model.source import ModelSource
-    from convoy.model.text import Tokenizer
+    from convoy.engine.sessions.session import Session
+    from convoy.model.checkpoints.source import ModelSource
+    from convoy.model.sampling.params import SamplingParams
+    from convoy.model.text.tokens import Tokenizer
 
 
 LoadFlag = Annotated[Path | None, typer.Option(help="Go on with this saved session.")]
@@ -102,7 +102,7 @@ class Turn:
 
     def check_files(self, key: bytes | None) -> None:
         """What is wrong with the files is said before anything is started. Raises SessionError."""
-        from convoy.engine.session_file import SessionReader
+        from convoy.engine.sessions.file import SessionReader
 
         if self.load is not None:
             with SessionReader(self.load, key):
@@ -120,7 +120,7 @@ class Turn:
 
     def check_model(self, source: ModelSource) -> None:
         """Before anything is started, too. Raises RequestError for a model that knows no turns."""
-        from convoy.model.text import Tokenizer
+        from convoy.model.text.tokens import Tokenizer
 
         if self.prompt is not None and not self.raw and not Tokenizer(source).has_chat_template:
             raise RequestError(
@@ -187,7 +187,7 @@ def next_turn(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 def _start(turn: Turn, keys: SessionKeys, model: str, config: Path | None, options: LocalOptions) -> None:
     """On the cluster of ``config``, or on one of this machine's processes."""
-    from convoy.model.source import ModelSource
+    from convoy.model.checkpoints.source import ModelSource
 
     source = ModelSource.resolve(model)
     turn.check_model(source)
@@ -248,7 +248,7 @@ def _talk(turn: Turn, keys: SessionKeys, cluster: RunningCluster, talk: Session)
 
 
 def _answer(turn: Turn, tokenizer: Tokenizer, talk: Session) -> tuple[str, str]:
-    from convoy.model.text import TextStream
+    from convoy.model.text.tokens import TextStream
 
     stream = TextStream(tokenizer)
     pieces: list[str] = []

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from convoy.cli.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
-from convoy.cli.exit_codes import EXIT_RETRY
-from convoy.cli.output import JsonFlag, format_seconds, print_fields, print_json
-from convoy.cli.picture import guesses_text, print_picture, recoveries_text
+from convoy.cli.running.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
+from convoy.cli.show.exit_codes import EXIT_RETRY
+from convoy.cli.show.output import JsonFlag, format_seconds, print_fields, print_json
+from convoy.cli.show.picture import guesses_text, print_picture, recoveries_text
 from convoy.errors import NotReady
 
 if TYPE_CHECKING:

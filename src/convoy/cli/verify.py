@@ -9,19 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.device import DeviceFlag
-from convoy.cli.exit_codes import EXIT_FAILURE
-from convoy.cli.output import (
-    JsonFlag,
-    plain,
-    print_json,
-    print_note,
-    print_table,
-    report_error,
-)
-from convoy.cli.progress import VerifyLines
-from convoy.cli.quantize import KERNELS
-from convoy.cli.verify_leak import (
+from convoy.cli.checks.leak import (
     LEAK_DEPTHS,
     LEAK_TOKENS,
     LeakDepthsFlag,
@@ -30,12 +18,17 @@ from convoy.cli.verify_leak import (
     LeakTokensFlag,
     show_leak,
 )
+from convoy.cli.flags.device import DeviceFlag
+from convoy.cli.flags.quantize import KERNELS
+from convoy.cli.show.exit_codes import EXIT_FAILURE
+from convoy.cli.show.output import JsonFlag, plain, print_json, print_note, print_table, report_error
+from convoy.cli.show.progress import VerifyLines
 from convoy.errors import ModelError, UsageError
 
 if TYPE_CHECKING:
     from convoy.evaluate.certificate import Certificate, LayoutResult
     from convoy.evaluate.verify import Progress
-    from convoy.model.source import ModelSource
+    from convoy.model.checkpoints.source import ModelSource
 
 
 def verify(
@@ -65,7 +58,7 @@ def verify(
         raise UsageError("--leak-tokens and --leak-depths are for --leak", hint="add --leak")
     from convoy.evaluate.verify import VerifyOptions
     from convoy.evaluate.verify import verify as run
-    from convoy.model.source import ModelSource
+    from convoy.model.checkpoints.source import ModelSource
 
     source = ModelSource.resolve(model)
     asked = _prompts(source, prompts, tokens)
@@ -85,9 +78,9 @@ def _device_and_kernel(
     source: ModelSource, device: str | None, kernel: str, ranks: int, threads: int | None
 ) -> tuple[str, str]:
     """On what stages compute, and how. Raises UsageError for ranks that cannot be verified there."""
+    from convoy.model.backends.host.checks.selfcheck import choose_kernel, why_not_exact
     from convoy.model.device import RANKS, choose_devices, kernel_on_cuda
-    from convoy.model.selfcheck import choose_kernel, why_not_exact
-    from convoy.plan.sharding import check_sharding
+    from convoy.plan.spec.sharding import check_sharding
 
     if device and RANKS in device:
         raise UsageError(f"--device is {device}, and ranks are verified by their number", hint="say --ranks")
@@ -124,7 +117,7 @@ def _max_cuts(text: str) -> int | None:
 
 def _prompts(source: ModelSource, text: str, num_tokens: int) -> list[list[int]]:
     from convoy.evaluate.prompts import TEXTS, draw_prompts, read_prompts, text_prompts
-    from convoy.model.text import Tokenizer
+    from convoy.model.text.tokens import Tokenizer
 
     if not (text.isascii() and text.isdigit()):
         return read_prompts(Path(text), Tokenizer(source), source.spec, num_tokens)

@@ -1,0 +1,6 @@
+"""Heads and peers as running members: they join, share a model out, run it, and recover from losses.
+
+`head` and `peer` are the two roles, `presence` the connected members, `recovery` the plan after a loss,
+`weights` the distribution of weights, `enrolment` and `attestation` the proof of identity and of state,
+`checkup` the findings of `convoy doctor`, and `metrics` the figures for Prometheus.
+"""

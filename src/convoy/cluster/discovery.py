@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from convoy.crypto.keys import prefixed
 from convoy.errors import ConfigError
 from convoy.transport.admission import TokenBucket
-from convoy.transport.link import Link
+from convoy.transport.link.link import Link
 from convoy.transport.member import Member
 from convoy.transport.membership import Membership
 from convoy.transport.network import Listening, OnLink, TcpNetwork

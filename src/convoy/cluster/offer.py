@@ -11,7 +11,8 @@ import psutil
 from convoy import __version__
 from convoy.cluster.options import MemberOptions
 from convoy.errors import Incompatible
-from convoy.model.bits import bits_digest
+from convoy.model.backends.host.checks.bits import bits_digest
+from convoy.model.backends.host.checks.selfcheck import EXACT, ROUNDED, available_kernels
 from convoy.model.device import (
     CUDA_KERNEL,
     CUDA_KERNELS,
@@ -23,9 +24,8 @@ from convoy.model.device import (
     kernel_on_cuda,
     kernels_on_cuda,
 )
-from convoy.model.selfcheck import EXACT, ROUNDED, available_kernels
-from convoy.plan.memory import MEMORY_SHARE
-from convoy.wire.messages import MAX_OFFER_BYTES, Hello
+from convoy.plan.memory.memory import MEMORY_SHARE
+from convoy.wire.messages.control import MAX_OFFER_BYTES, Hello
 
 MIXED = "mixed"  # the kernel of a plan whose stages run several
 _DTYPES = ("float32", "bfloat16")  # in which hidden states may cross a link

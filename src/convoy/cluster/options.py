@@ -6,17 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from convoy.engine.draft import MAX_DRAFT, LookupDrafter
-from convoy.engine.executor import MAX_IN_FLIGHT
+from convoy.engine.run.executor import MAX_IN_FLIGHT
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
+from convoy.engine.speculation import MAX_DRAFT, LookupDrafter
 from convoy.errors import ConfigError
-from convoy.plan.blocks import BlockDemand
 from convoy.plan.cost import TokenCost
-from convoy.plan.kernels import on_device
-from convoy.plan.parallel import ASKED, Asked
-from convoy.plan.spec import ModelSpec
-from convoy.trust.policy import Policy
-from convoy.wire.messages import MAX_BATCH, MAX_RANKS, MAX_STEP_TOKENS
+from convoy.plan.memory.blocks import BlockDemand
+from convoy.plan.placement.parallel import ASKED, Asked
+from convoy.plan.spec.kernels import on_device
+from convoy.plan.spec.model import ModelSpec
+from convoy.trust.evidence.policy import Policy
+from convoy.wire.messages.control import MAX_BATCH, MAX_RANKS, MAX_STEP_TOKENS
 
 # of a prompt in one step. A host takes seconds for the longer one, in which nobody else gets a token; a
 # device tens of milliseconds, and with fewer rows it waits for its memory
@@ -90,8 +90,8 @@ class HeadOptions:
     ``step_timeout_s``: how long a step may take as long as none was measured. ``recover_wait_s``: how long a
     lost member that nobody can stand in for may take to come back; with all that is loaded meanwhile,
     ``load_wait_s`` more.
-    ``parallel`` says how members share the model (`plan.parallel`), ``ranks`` how many hold a stage together
-    where they share its layers; None: as many as can be.
+    ``parallel`` says how members share the model (`placement.parallel`), ``ranks`` how many hold a stage
+    together where they share its layers; None: as many as can be.
     """
 
     member: MemberOptions = field(default_factory=MemberOptions)

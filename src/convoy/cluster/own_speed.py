@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from convoy.model.speed import measure_speed
+from convoy.model.backends.host.speed import measure_speed
 from convoy.plan.speed import Speed
 
 FILE = "speed.json"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.wire.messages import FrameType
+from convoy.wire.messages.control import FrameType
 
 FROM_HEAD = frozenset(
     {

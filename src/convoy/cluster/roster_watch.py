@@ -11,7 +11,7 @@ from pathlib import Path
 
 from convoy.errors import ConvoyError
 from convoy.transport.membership import Membership
-from convoy.trust.roster import MAX_ROSTER_BYTES
+from convoy.trust.roster.roster import MAX_ROSTER_BYTES
 
 _log = logging.getLogger(__name__)
 

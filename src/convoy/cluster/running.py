@@ -5,27 +5,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from convoy.cluster.granted import Granted
-from convoy.cluster.head import Head, LoadProgress
-from convoy.cluster.muster import Arrival
+from convoy.cluster.active_plan import Granted
+from convoy.cluster.head.head import Head, LoadProgress
 from convoy.cluster.offer import other_bits
 from convoy.cluster.options import HeadOptions
-from convoy.cluster.own_weights import OwnWeights
-from convoy.cluster.recovery import StageRecovery
-from convoy.cluster.renewal import Renewals
+from convoy.cluster.presence.first_dial import Arrival
+from convoy.cluster.recovery.rebalance import Renewals
+from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.cluster.status import ClusterStatus, ParallelStatus
+from convoy.cluster.weights.head_weights import OwnWeights
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import SchedulerLimits
-from convoy.engine.session import Session
-from convoy.engine.session_format import SessionModel
+from convoy.engine.sessions.format import SessionModel
+from convoy.engine.sessions.session import Session
 from convoy.errors import ConvoyError
-from convoy.model.params import SamplingParams
-from convoy.model.source import ModelSource
-from convoy.model.text import Tokenizer
-from convoy.plan.kernels import STEADY
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.text.tokens import Tokenizer
+from convoy.plan.spec.kernels import STEADY
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
-from convoy.trust.level import weakest
+from convoy.trust.evidence.level import weakest
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class RunningCluster:
         salt: bytes | None = None,
         timeout_s: float | None = None,
     ) -> Session:
-        """A timeline of tokens of its caller's own; see `engine.session.Session`.
+        """A timeline of tokens of its caller's own; see `engine.sessions.session.Session`.
 
         ``params``: how it samples unless told otherwise; None is greedy.
         """

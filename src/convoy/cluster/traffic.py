@@ -6,7 +6,7 @@ import threading
 from dataclasses import dataclass
 
 from convoy.errors import ConvoyError, LinkClosed
-from convoy.transport.link import Link
+from convoy.transport.link.link import Link
 
 
 @dataclass(frozen=True, slots=True)

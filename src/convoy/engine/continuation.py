@@ -9,8 +9,8 @@ from typing import Protocol
 from convoy.engine.outputs import FinishReason
 from convoy.engine.sequence import Sequence
 from convoy.errors import ConvoyError
-from convoy.model.draw import Draw, Outcome
-from convoy.wire.messages import Row
+from convoy.model.sampling.output_rows import Draw, Outcome
+from convoy.wire.messages.control import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ thread and get their outputs on the engine's, so a callback must not block.
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -15,26 +16,46 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
-from convoy.engine.between import Between, BetweenSteps
-from convoy.engine.choice import Choice, make_choices
+from convoy.engine.active import Between, BetweenSteps, LiveSequences
 from convoy.engine.continuation import Continuation
-from convoy.engine.executor import Executor, StepResult
-from convoy.engine.fit import check_request, check_tokens, fitted, room_for, unfit
-from convoy.engine.handle import RequestHandle
-from convoy.engine.live import LiveSequences
+from convoy.engine.kv.prefix import PrefixTags
 from convoy.engine.options import EngineOptions, EngineStats
-from convoy.engine.outputs import Output
-from convoy.engine.prefix import PrefixTags
-from convoy.engine.progress import EngineProgress
-from convoy.engine.recovered import Recovered, Recovery, Renewal
-from convoy.engine.relapse import Relapses
-from convoy.engine.request import GenerationRequest
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
+from convoy.engine.recovery import Recovered, Recovery, Relapses, Renewal
+from convoy.engine.requests.admission import check_request, check_tokens, fitted, room_for, unfit
+from convoy.engine.requests.choice import Choice, make_choices
+from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.run.executor import Executor, StepResult
 from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import SequenceState
-from convoy.engine.warm_up import warm_up
+from convoy.engine.stats import EngineProgress
 from convoy.errors import ConvoyError, Draining, NotReady, StageLost, Unavailable
-from convoy.model.draw import Draw
-from convoy.model.text import Tokenizer
+from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.text.tokens import Tokenizer
+
+
+class RequestHandle:
+    """A submitted request; `abort` ends it and may be called from any thread, at any time, more than once."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+
+    def abort(self) -> None:
+        self._abort()
+
+
+_REQUEST = GenerationRequest((0,), SamplingParams(temperature=0.0), max_tokens=1, ignore_eos=True)
+
+
+def warm_up(submit: Callable[[GenerationRequest, Callable[[Output], None]], object]) -> None:
+    """Wait until it came back. Raises what ended it."""
+    outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+    submit(_REQUEST, outputs.put)
+    while not isinstance(output := outputs.get(), FinishOutput):
+        if isinstance(output, ErrorOutput):
+            raise output.error
+
 
 __all__ = ["Engine", "EngineOptions", "EngineStats", "RequestHandle"]
 

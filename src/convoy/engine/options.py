@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from convoy.engine.histogram import HistogramCounts
-from convoy.engine.request_counts import RequestSums
+from convoy.engine.stats import HistogramCounts, RequestSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,4 +43,4 @@ class EngineStats:
     hit_tokens: int
     requests: RequestSums
     step_s: HistogramCounts  # of steps with rows, from being sent to being back
-    near_ties: int = 0  # tokens after one where another was as likely; see `engine.near_tie`
+    near_ties: int = 0  # tokens after one where another was as likely; see `engine.requests.near_tie`

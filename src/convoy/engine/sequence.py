@@ -30,7 +30,7 @@ class Sequence:
     tokens: list[int] = field(init=False)
     wall: int = field(init=False, default=sys.maxsize)  # tokens that there is room for after a loss
     shaken: bool = field(init=False, default=False)  # run again by stages that compute other bits
-    num_near_ties: int = field(init=False, default=0)  # since then; see `engine.near_tie`
+    num_near_ties: int = field(init=False, default=0)  # since then; see `engine.requests.near_tie`
     state: SequenceState = field(init=False, default=SequenceState.WAITING)
     num_scheduled: int = field(init=False, default=0)
     num_in_flight: int = field(init=False, default=0)

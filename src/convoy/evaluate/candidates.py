@@ -7,9 +7,9 @@ from typing import Protocol
 
 import torch
 
-from convoy.model.stage import Stage
-from convoy.plan.spec import ModelSpec
-from convoy.wire.messages import PREFIX_TAG_BYTES, BlockGrant, Row, Step
+from convoy.model.backends.host.stage import Stage
+from convoy.plan.spec.model import ModelSpec
+from convoy.wire.messages.control import PREFIX_TAG_BYTES, BlockGrant, Row, Step
 
 _ROWS = 1024
 

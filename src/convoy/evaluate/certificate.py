@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN, W4A16, W8A8
 from convoy.model.device import CUDA_INT4, CUDA_INT8, CUDA_KERNEL
-from convoy.model.selfcheck import EXACT, PLAIN, W4A16, W8A8
 
 WAYS = ("one piece", "chunks", "decode", "batch")
 

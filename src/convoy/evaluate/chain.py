@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from convoy.engine.collective.joined import load_stage as load_ranks
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.plan.spec import ModelSpec
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.engine.ranks.load_stage import load_stage as load_ranks
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.plan.spec.model import ModelSpec
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
 StageLoader = Callable[[ModelSource, StageAssignment, StageOptions, Stage | None], Stage]
 

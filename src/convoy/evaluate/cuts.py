@@ -8,10 +8,10 @@ from typing import TypeVar
 
 from convoy.errors import ConvoyError
 from convoy.plan.offer import MemberOffer
-from convoy.plan.placement import place
+from convoy.plan.placement.placement import place
 from convoy.plan.span import Span, format_span
-from convoy.plan.spec import ModelSpec
-from convoy.wire.messages import StageAssignment
+from convoy.plan.spec.model import ModelSpec
+from convoy.wire.messages.control import StageAssignment
 
 Layout = tuple[StageAssignment, ...]  # in the order of their layers
 

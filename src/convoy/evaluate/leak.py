@@ -18,11 +18,11 @@ from convoy.errors import InputError
 from convoy.evaluate.candidates import Candidates, candidates_of
 from convoy.evaluate.chain import StageLoader, load_stage
 from convoy.evaluate.cuts import allowed_cuts, spread
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.plan.route import READS_ACTIVATIONS, READS_TOKENS
-from convoy.plan.spec import ModelSpec
-from convoy.wire.messages import StageAssignment
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.plan.placement.route import READS_ACTIVATIONS, READS_TOKENS
+from convoy.plan.spec.model import ModelSpec
+from convoy.wire.messages.control import StageAssignment
 
 AT_MOST = "at most: a better attacker is faster"
 DEPTHS = 3  # that are tried where none are asked for: the first, the middle and the last cut

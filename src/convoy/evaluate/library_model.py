@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from convoy.errors import ModelError
-from convoy.model.formats.read import read_tensor
+from convoy.model.checkpoints.owned import decoder_name
+from convoy.model.checkpoints.read import read_tensor
+from convoy.model.checkpoints.source import ModelSource
 from convoy.model.library import FAILURES, LIBRARY, quiet, reason
-from convoy.model.owned import decoder_name
-from convoy.model.source import ModelSource
 
 LIBRARY_DTYPE = torch.float32
 

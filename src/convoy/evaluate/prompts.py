@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from convoy.errors import InputError
-from convoy.model.text import Tokenizer
-from convoy.plan.spec import ModelSpec
+from convoy.model.text.tokens import Tokenizer
+from convoy.plan.spec.model import ModelSpec
 
 # around tiles, blocks and key blocks; the first few already differ in all of that
 LENGTHS = (70, 17, 1, 40, 130, 16, 65, 3)

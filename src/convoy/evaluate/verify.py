@@ -17,7 +17,7 @@ from itertools import chain as joined
 import psutil
 import torch
 
-from convoy.engine.collective.rank_stages import JOIN
+from convoy.engine.ranks.host_ranks import JOIN
 from convoy.errors import ConvoyError
 from convoy.evaluate.certificate import Certificate, LayoutResult, Limits, limits_of
 from convoy.evaluate.chain import StageChain, StageLoader, load_stage
@@ -26,9 +26,9 @@ from convoy.evaluate.cuts import Layout, layout_text, layouts, whole
 from convoy.evaluate.library_model import library_logits, library_version
 from convoy.evaluate.prompts import unreached_windows
 from convoy.evaluate.runs import Prompts, Run, alone, batched, chunked
-from convoy.model.selfcheck import EXACT, PLAIN
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
+from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
 
 CHUNKS = (7, 16, 50)  # below, at and above a block
 _SHARE_OF_MEMORY = 0.8  # of what is free, for the library's model in float64

@@ -1,0 +1,4 @@
+"""A fleet of providers behind a coordinator. `coordinator`, `provider` and `proxy` are three programs.
+
+They share only the modules beside this file and the `books`; they meet over sockets.
+"""

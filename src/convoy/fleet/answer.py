@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from convoy.serve.repeats import CONTEXT_ERROR
+from convoy.api.keys.repeats import CONTEXT_ERROR
 
 SEALED_HEADER = "x-convoy-sealed"  # between whom an answer was sealed, as whoever sends the header knows
 MAX_WHOLE_BYTES = 64 * 1024 * 1024  # of an answer that is no stream

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from convoy.api.body.body_shape import check_shape
+from convoy.api.refusals import BodyTooLong
 from convoy.crypto.keys import prefixed
-from convoy.crypto.sealed_request import MAX_SEALED_BYTES, sealed_size
+from convoy.crypto.sealed.request import MAX_SEALED_BYTES, sealed_size
 from convoy.errors import RequestError
 from convoy.fleet.books.price import Price
 from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS
-from convoy.serve.body_shape import check_shape
-from convoy.serve.refusals import BodyTooLong
 
 Kind = Literal["chat", "completion"]
 

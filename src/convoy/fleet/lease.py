@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
-from convoy.crypto.sealed_request import (
+from convoy.crypto.sealed.request import (
     MAX_SEALED_BYTES,
     RequestFacts,
     key_id_of,
@@ -16,7 +16,7 @@ from convoy.crypto.sealed_request import (
 )
 from convoy.errors import FrameError, RequestError
 from convoy.fleet.asked import BYTES_PER_TOKEN, MAX_CHOICES, MAX_TOKENS, Wanted
-from convoy.wire.fleet import (
+from convoy.wire.fleet.messages import (
     MAX_EVIDENCE_BYTES,
     Bytes32,
     Count,

@@ -6,8 +6,8 @@ import asyncio
 import re
 from collections import Counter
 
-from convoy.cluster.metric_families import Metric, counter
-from convoy.serve.refusals import ClientGone
+from convoy.api.refusals import ClientGone
+from convoy.cluster.metrics.families import Metric, counter
 
 _MAX_SERIES = 2000  # of one name: who registers ever new models makes no more
 _OTHERS = "(other)"

@@ -6,15 +6,15 @@ import asyncio
 import datetime
 import functools
 
-from convoy.cluster.software import own_claims
-from convoy.trust.provider import (
+from convoy.cluster.attestation.claims import own_claims
+from convoy.trust.evidence.provider import (
     Challenged,
     Claimant,
     ProviderRules,
     ProviderVerdict,
     appraise_provider,
 )
-from convoy.wire.claims import Claims
+from convoy.wire.messages.claims import Claims
 
 
 class ProviderVetting:

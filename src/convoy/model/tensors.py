@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from convoy.errors import HiddenError, StepError
-from convoy.wire.messages import Step
+from convoy.wire.messages.control import Step
 from convoy.wire.tensor import WireTensor
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,0 +1,5 @@
+"""Plan how a model is split over members. Integers only: no torch, no sockets.
+
+`spec` reads config.json, `memory` fits stages into members, `placement` chooses who owns which layers, and
+`rates` predicts tokens per second.
+"""

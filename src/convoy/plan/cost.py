@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.plan.offer import MemberOffer
-from convoy.plan.spec import ModelSpec
+from convoy.plan.spec.model import ModelSpec
 
 TILE = 16  # tokens that attention runs together: a smaller chunk costs as much
 _ALIKE = 0.9  # free memory differs a little between machines that are the same

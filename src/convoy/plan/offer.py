@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from convoy.trust.level import Level
+from convoy.trust.evidence.level import Level
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class MemberOffer:
     """Offers come in roster order. ``level`` is what was proved of the member, none where nobody looked.
 
     With ``ranks`` it is the offer of some who hold one stage together, each its slice: of rank 0, whose name
-    it has, and the others (`plan.grouping`).
+    it has, and the others (`plan.placement.grouping`).
     """
 
     name: str
@@ -20,7 +20,7 @@ class MemberOffer:
     head: bool = False
     level: Level = Level.NONE
     num_threads: int = 0  # that compute; 0: not known
-    kernel: str = "float32"  # in which form it holds weights and K/V, see `plan.kernels`
+    kernel: str = "float32"  # in which form it holds weights and K/V, see `plan.spec.kernels`
     ranks: tuple[MemberOffer, ...] = ()
 
     @property

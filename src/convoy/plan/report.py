@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from convoy.errors import PlanError
-from convoy.plan.blocks import BlockDemand, Room, choose_blocks
-from convoy.plan.compare import Compared, TensorReport
-from convoy.plan.kernels import form_of
+from convoy.plan.memory.blocks import BlockDemand, Room, choose_blocks
+from convoy.plan.memory.working import working_bytes
 from convoy.plan.offer import MemberOffer
-from convoy.plan.placement import Placement
-from convoy.plan.rates import RatesReport
-from convoy.plan.rules import breaches, keep_text, place_text, satisfies
-from convoy.plan.sharding import rank_spec
+from convoy.plan.placement.placement import Placement
+from convoy.plan.placement.rules import breaches, keep_text, place_text, satisfies
+from convoy.plan.rates.compare import Compared, TensorReport
+from convoy.plan.rates.rates import RatesReport
 from convoy.plan.span import Span, format_span
-from convoy.plan.spec import ModelSpec
-from convoy.plan.working import working_bytes
-from convoy.trust.policy import PlacementRule
-from convoy.wire.messages import StageAssignment
+from convoy.plan.spec.kernels import form_of
+from convoy.plan.spec.model import ModelSpec
+from convoy.plan.spec.sharding import rank_spec
+from convoy.trust.evidence.policy import PlacementRule
+from convoy.wire.messages.control import StageAssignment
 
 
 class StageReport(msgspec.Struct, frozen=True):

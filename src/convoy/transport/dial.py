@@ -20,19 +20,19 @@ from convoy.errors import (
     RosterError,
 )
 from convoy.transport.admission import place_of
-from convoy.transport.establish import (
+from convoy.transport.link.establish import (
     TO_DIALLER,
     TO_LISTENER,
     broke_off,
     establish_initiator,
     send_opening,
 )
-from convoy.transport.link import Link
+from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember, Member
 from convoy.transport.membership import Membership
 from convoy.transport.options import LinkOptions
-from convoy.transport.stream import Stream
-from convoy.transport.tcp import TlsStream, client_context, peer_certificate, start_tls_client
+from convoy.transport.streams.stream import Stream
+from convoy.transport.streams.tcp import TlsStream, client_context, peer_certificate, start_tls_client
 from convoy.transport.transfer import settle
 
 Wrap = Callable[[Stream], Stream]

@@ -1,6 +1,6 @@
 """Who may link with whom: the members of a roster as values, and this process as one of them.
 
-`trust.roster` makes, signs and verifies rosters; links need only these values, so they stand here, one floor
+`roster.roster` makes, signs and verifies rosters; links need only these values, so they stand here, one floor
 up.
 """
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from convoy.errors import ConvoyError, FrameError, HandshakeError, RosterError
-from convoy.transport.link import Link
+from convoy.transport.link.link import Link
 from convoy.transport.member import LocalMember, Member, Roster
 
 _log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ Adopted = Callable[[Roster], None]
 
 
 class Authority(Protocol):
-    """Who judges signed rosters, and remembers what was accepted; `trust.authority` has the real one."""
+    """Who judges signed rosters, and remembers what was accepted; `roster.authority` has the real one."""
 
     def verify(self, signed: bytes) -> Roster:
         """The roster; nothing of it is parsed before its signature holds. Raises `RosterError`."""

@@ -13,13 +13,13 @@ from typing import Protocol
 
 from convoy.errors import ConfigError, PeerBusy, PeerError, PeerUnreachable
 from convoy.transport.dial import Wrap, dial
-from convoy.transport.link import Link
-from convoy.transport.listener import Listener
+from convoy.transport.link.link import Link
+from convoy.transport.listen.listener import Listener
 from convoy.transport.member import Member
 from convoy.transport.membership import Membership
-from convoy.transport.memory import Fault
 from convoy.transport.memory_link import settled_link_pair
 from convoy.transport.options import LinkOptions
+from convoy.transport.streams.memory import Fault
 
 OnLink = Callable[[Link], None]
 _RETRY_S = 0.1

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from convoy.crypto.claims import incompatible_epoch
 from convoy.errors import ConvoyError, Incompatible, LinkBroken, PeerError
-from convoy.transport.incoming import ReceivedMessage
-from convoy.transport.link import Link
+from convoy.transport.link.incoming import ReceivedMessage
+from convoy.transport.link.link import Link
+from convoy.transport.link.outgoing import message_parcel
+from convoy.transport.link.replacement import Connections
 from convoy.transport.membership import Membership
-from convoy.transport.outgoing import message_parcel
-from convoy.transport.replacement import Connections
 from convoy.wire.codec import encode_message, frame_type_of
-from convoy.wire.messages import Bye, FrameType, Message, RosterUpdate
+from convoy.wire.messages.control import Bye, FrameType, Message, RosterUpdate
 
 ADOPTED = "adopted"
 _REFUSED = "refused"

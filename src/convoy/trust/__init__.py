@@ -1,0 +1,1 @@
+"""Signed facts: rosters, evidence and policies, invitations, signed models and audit logs. No sockets."""

@@ -10,10 +10,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from convoy.errors import FrameError
-from convoy.wire.fetch import Fetch, Held, Piece, Prepare, Prepared
 from convoy.wire.frame import RECORD_BYTES
-from convoy.wire.message_types import MESSAGE_TYPES
-from convoy.wire.messages import (
+from convoy.wire.messages.control import (
     MAX_STEP_BIASES,
     MAX_STEP_BLOCKS,
     BlockGrant,
@@ -31,7 +29,9 @@ from convoy.wire.messages import (
     Step,
     StepFailed,
 )
-from convoy.wire.ranks import Agree, RankStep
+from convoy.wire.messages.fetch import Fetch, Held, Piece, Prepare, Prepared
+from convoy.wire.messages.ranks import Agree, RankStep
+from convoy.wire.messages.types import MESSAGE_TYPES
 from convoy.wire.text import plain_text, require_plain
 
 _TYPE_OF: dict[type[Message], FrameType] = {message: kind for kind, message in MESSAGE_TYPES.items()}

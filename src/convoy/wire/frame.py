@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from convoy.crypto.cipher import TAG_BYTES
 from convoy.errors import FrameError, FrameTooLong
-from convoy.wire.fetch import MAX_HELD_BYTES, MAX_PIECE_BYTES
-from convoy.wire.messages import FrameType
+from convoy.wire.messages.control import FrameType
+from convoy.wire.messages.fetch import MAX_HELD_BYTES, MAX_PIECE_BYTES
 
 HEADER_BYTES = 48
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.engine.collective.pieces import PIECE_ELEMENTS
-from convoy.engine.collective.sealed import RANK_TYPES, SealedCollective
+from convoy.engine.ranks.sums.pieces import PIECE_ELEMENTS
+from convoy.engine.ranks.sums.sealed import RANK_TYPES, SealedCollective
 from convoy.errors import CollectiveError, ConvoyError
-from convoy.transport.link import Link, Received, ReceivedMessage
+from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.options import LinkOptions
-from convoy.transport.stream import Stream
-from convoy.wire.messages import FrameType, Refuse
+from convoy.transport.streams.stream import Stream
+from convoy.wire.messages.control import FrameType, Refuse
 from support.links import tls_link_pair
 from support.members import make_local_members
 from support.rings import run_at_once

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from convoy.engine.group.watch import RankWatch
+from convoy.engine.ranks.watch import RankWatch
 from convoy.errors import CollectiveError, ConvoyError, HiddenError, StageLost, StepError
-from convoy.model.draw import GREEDY
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.output_rows import GREEDY
 from convoy.model.tensors import to_wire
-from convoy.plan.sharding import Shard
-from convoy.transport.link import Link, ReceivedTensor
-from convoy.wire.messages import BlockGrant, FrameType, ReadBlocks, Row, StageAssignment, Step
-from convoy.wire.ranks import RankOutput, RankStep
+from convoy.plan.spec.sharding import Shard
+from convoy.transport.link.link import Link, ReceivedTensor
+from convoy.wire.messages.control import BlockGrant, FrameType, ReadBlocks, Row, StageAssignment, Step
+from convoy.wire.messages.ranks import RankOutput, RankStep
 from support.rank_pair import GENERATION, WAIT_S, RankPair, rank_pair
 from support.waiting import wait_until
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import pytest
 from sqlalchemy import Connection, text
 
+from convoy.api.refusals import NoBalance
 from convoy.fleet.books.clerk import Clerk
 from convoy.fleet.books.ledger import Bill, Hold, Ledger, Usage
 from convoy.fleet.books.store import Store
-from convoy.serve.refusals import NoBalance
 from support.waiting import wait_until
 
 HOLD = Hold("r0", "ann", "demo", 10, b"h" * 32)

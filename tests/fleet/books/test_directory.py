@@ -7,6 +7,7 @@ import pytest
 from sqlalchemy import Connection, create_engine, inspect, select, text
 from sqlalchemy.engine import make_url
 
+from convoy.api.refusals import Forbidden, Unauthenticated
 from convoy.errors import ConfigError
 from convoy.fleet.books import store as database
 from convoy.fleet.books.directory import Directory
@@ -14,7 +15,6 @@ from convoy.fleet.books.keys import Scope, hint_of
 from convoy.fleet.books.ledger import Ledger
 from convoy.fleet.books.store import Store, migrate, newest_version
 from convoy.fleet.books.tables import API_KEYS, METADATA
-from convoy.serve.refusals import Forbidden, Unauthenticated
 
 ANN, BOB = bytes(31) + b"a", bytes(31) + b"b"
 

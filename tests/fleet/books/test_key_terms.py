@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from convoy.api.keys.key_use import KeyLimits
+from convoy.api.refusals import NoBalance, WrongKey
 from convoy.errors import ConfigError
 from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.keys import KeyTerms, Scope
 from convoy.fleet.books.ledger import Bill, Hold, Ledger
 from convoy.fleet.books.store import Store
-from convoy.serve.key_use import KeyLimits
-from convoy.serve.refusals import NoBalance, WrongKey
 
 TERMS = KeyTerms(2_000_000, 60, 1000, 2, 500)
 BILL = Bill("beta", 10, 20, 100)

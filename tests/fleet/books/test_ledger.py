@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select
 
+from convoy.api.refusals import Conflict, NoBalance
 from convoy.errors import ConfigError, RequestError
 from convoy.fleet.books.ledger import KEY_LIFE_S, MAX_SERVED, Bill, Hold, Ledger, Usage
 from convoy.fleet.books.price import MAX_MICRO, Price
 from convoy.fleet.books.store import Store
 from convoy.fleet.books.tables import CHARGES
-from convoy.serve.refusals import Conflict, NoBalance
 
 HOLD = Hold("r1", "ann", "demo", 600, b"h" * 32)
 BILL = Bill("p1", 10, 20, 250)

@@ -18,15 +18,15 @@ from starlette.responses import JSONResponse
 from websockets.sync.server import ServerConnection, serve
 
 from convoy.crypto.identity import Identity
-from convoy.crypto.sealed_request import RequestFacts, key_id_of, seal_request
+from convoy.crypto.sealed.request import RequestFacts, key_id_of, seal_request
 from convoy.fleet.asked import read_wanted
 from convoy.fleet.books.keys import Scope
-from convoy.fleet.coordinator.attempt import serve_of
-from convoy.fleet.coordinator.proof import CoordinatorProof
+from convoy.fleet.coordinator.providers.proof import CoordinatorProof
+from convoy.fleet.coordinator.requests.attempt import serve_of
 from convoy.fleet.lease import Lease, facts_of
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
-from convoy.wire.fleet import (
+from convoy.wire.fleet.messages import (
     MAX_MESSAGE_BYTES,
     Began,
     Chunk,
@@ -43,7 +43,7 @@ from convoy.wire.fleet import (
     decode_from_provider,
     encode_fleet,
 )
-from fleet.coordinator.test_provider_socket import HEAD, RawProvider, opened, refusal, whole
+from fleet.coordinator.providers.test_connection import HEAD, RawProvider, opened, refusal, whole
 from fleet.proxy.test_proxy import LEASES, Blind
 from support.fleet import FAST, MODEL, FakeEngine, Running, engine_server, question, streamed
 from support.proxy import proxy

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from sqlalchemy import select
 
-from convoy.crypto.sealed_answer import AnswerSealer, most_chunk_bytes
-from convoy.crypto.sealed_request import most_body_bytes, sealed_size
+from convoy.crypto.sealed.answer import AnswerSealer, most_chunk_bytes
+from convoy.crypto.sealed.request import most_body_bytes, sealed_size
 from convoy.errors import ProviderError
 from convoy.fleet.answer import AnswerHead
 from convoy.fleet.asked import ModelOptions, read_wanted
@@ -24,8 +24,8 @@ from convoy.fleet.capacity import Capacity
 from convoy.fleet.coordinator.bounds import Outcome, most_billed
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.seen import MAX_LINE_BYTES, SeenText
-from convoy.wire.fleet import Began, Chunk, Done, FleetMessage, Offer, Registered, Serve
-from fleet.coordinator.test_provider_socket import HEAD, TOKEN, RawProvider, opened
+from convoy.wire.fleet.messages import Began, Chunk, Done, FleetMessage, Offer, Registered, Serve
+from fleet.coordinator.providers.test_connection import HEAD, TOKEN, RawProvider, opened
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 from support.waiting import wait_until
 

@@ -17,9 +17,9 @@ from convoy.errors import RequestError
 from convoy.fleet.asked import ModelOptions, read_wanted
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.books.price import Price
-from convoy.fleet.coordinator.dispatch import QueueLimits
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.coordinator.way import hold_of
+from convoy.fleet.coordinator.requests.routed_request import hold_of
+from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.fleet.timing import SEGMENTS
 from support.fleet import FAST, MODEL, FakeEngine, FleetUnderTest, engine_server, question, streamed
 from support.waiting import wait_until

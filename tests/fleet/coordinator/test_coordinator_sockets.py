@@ -15,17 +15,17 @@ import pytest
 from starlette.websockets import WebSocket
 
 from convoy.crypto.identity import Identity
-from convoy.crypto.sealed_request import RequestKey
+from convoy.crypto.sealed.request import RequestKey
 from convoy.fleet.books.store import Store
-from convoy.fleet.coordinator import provider_socket
-from convoy.fleet.coordinator.answering import ProviderFailed
-from convoy.fleet.coordinator.ask import Ask
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.coordinator.proof import CoordinatorProof
-from convoy.fleet.coordinator.routing import FirstToFinish
+from convoy.fleet.coordinator.providers import connection as provider_socket
+from convoy.fleet.coordinator.providers.answering import ProviderFailed
+from convoy.fleet.coordinator.providers.proof import CoordinatorProof
+from convoy.fleet.coordinator.routing.ask import Ask
+from convoy.fleet.coordinator.routing.policy import FirstToFinish
 from convoy.fleet.coordinator.server import Doors, run_coordinator
-from convoy.wire.fleet import (
+from convoy.wire.fleet.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Challenge,

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from convoy.crypto.sealed_request import seal_request
+from convoy.crypto.sealed.request import seal_request
 from convoy.fleet.asked import ModelOptions, read_wanted
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.lease import SEALED_TYPE, Lease, facts_of, read_lease

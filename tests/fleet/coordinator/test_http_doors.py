@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from convoy.fleet.asked import Wanted, read_wanted
-from convoy.fleet.coordinator import consume
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.requests import consume
 from support.fleet import FakeEngine, FleetUnderTest, engine_server, question
 from support.http_strangers import OPENING, PROVIDER, HalfOpen, address_of, read_all, send_until_refused
 

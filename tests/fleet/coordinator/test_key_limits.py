@@ -14,8 +14,8 @@ from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.keys import Grant, KeyTerms, Scope
 from convoy.fleet.books.price import Price
 from convoy.fleet.coordinator.callers import KeyUses
-from convoy.fleet.coordinator.dispatch import QueueLimits
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 from support.scraping import scrape
 from support.waiting import wait_until

@@ -13,8 +13,8 @@ from cli.transcript import run_here
 from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.books.price import Price
-from convoy.fleet.coordinator.dispatch import QueueLimits
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.fleet.timing import SEGMENTS
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 from support.scraping import Scrape, scrape

@@ -17,17 +17,17 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
+from convoy.api.listen.options import ServeOptions
+from convoy.api.telemetry.otlp import OtlpTraces, traces_url
+from convoy.api.traces import read_traceparent
 from convoy.errors import ConfigError
 from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.keys import Scope
 from convoy.fleet.books.price import Price
-from convoy.fleet.coordinator.dispatch import QueueLimits
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.fleet.proxy.trust import Trust
 from convoy.fleet.timing import SEGMENTS
-from convoy.serve.options import ServeOptions
-from convoy.serve.otlp import OtlpTraces, traces_url
-from convoy.serve.traces import read_traceparent
 from support.fake_service import serving
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 from support.otlp import collecting
@@ -336,7 +336,7 @@ def test_without_the_package_traces_are_refused_and_all_else_runs(tmp_path: Path
 import sys
 import threading
 sys.modules["opentelemetry"] = None
-import convoy.cli.main, convoy.fleet.coordinator.server, convoy.fleet.proxy.server, convoy.serve.api
+import convoy.cli.main, convoy.fleet.coordinator.server, convoy.fleet.proxy.server, convoy.api.app
 from convoy.fleet.provider.run import run_provider
 sys.exit(convoy.cli.main.run(["proxy", "http://127.0.0.1:1", "--api-key-file", sys.argv[1],
                               "--trust-provider", "00" * 32, "--traces", "http://127.0.0.1:4318"]))

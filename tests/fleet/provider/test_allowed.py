@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from convoy.api.body.fields import HARMLESS
 from convoy.errors import RequestError
 from convoy.fleet.asked import Kind, read_wanted
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.provider.allowed import for_engine
-from convoy.serve.fields import HARMLESS
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 
 Body = dict[str, Any]

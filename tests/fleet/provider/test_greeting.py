@@ -15,9 +15,9 @@ from websockets.sync.server import ServerConnection, serve
 from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.coordinator.proof import CoordinatorProof, PublicCertificate
+from convoy.fleet.coordinator.providers.proof import CoordinatorProof, PublicCertificate
 from convoy.fleet.provider.greeting import CoordinatorUnproved
-from convoy.wire.fleet import (
+from convoy.wire.fleet.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Challenge,

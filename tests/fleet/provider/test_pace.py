@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.ask import Ask
-from convoy.fleet.coordinator.dispatch import Dispatcher
+from convoy.fleet.coordinator.routing.ask import Ask
+from convoy.fleet.coordinator.routing.dispatch import Dispatcher
 from convoy.fleet.provider.pace import Pace
-from convoy.trust.level import Level
+from convoy.trust.evidence.level import Level
 
 BOTH = Capacity(slots=4, decode_rate=100, batch_rate=200, prefill_rate=5000, max_context=4096)
 

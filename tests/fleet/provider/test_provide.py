@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from convoy.api.listen.options import ServeOptions
 from convoy.errors import ConfigError, ProviderError
 from convoy.fleet.capacity import Load
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.coordinator.seats import Seats
+from convoy.fleet.coordinator.routing.providers import Seats
 from convoy.fleet.coordinator.server import Doors
 from convoy.fleet.provider.greeting import CoordinatorUnproved
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
-from convoy.serve.options import ServeOptions
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question, streamed
 from support.tls_files import make_tls_files
 from support.waiting import wait_until

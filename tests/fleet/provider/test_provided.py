@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from convoy.crypto.sealed_request import RequestFacts, RequestKey, seal_request
+from convoy.crypto.sealed.request import RequestFacts, RequestKey, seal_request
 from convoy.errors import ConvoyError, ProviderError, SealError
 from convoy.fleet.asked import Kind, read_wanted
 from convoy.fleet.provider import provided as provided_module
 from convoy.fleet.provider.provided import Provided, SeenRequests, Send
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
-from convoy.wire.fleet import Began, Chunk, Done, Failed, FleetMessage, Serve
+from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Serve
 
 KEY = RequestKey()
 BODY = b'{"model":"m","messages":[],"max_tokens":8}'

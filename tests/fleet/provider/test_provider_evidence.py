@@ -15,24 +15,23 @@ import msgspec
 import pytest
 from websockets.sync.client import connect
 
-from convoy.cluster.attester import Attester
+from convoy.cluster.attestation.evidence_maker import Attester
+from convoy.cluster.attestation.evidence_relay import Vouching
+from convoy.cluster.head.provider_evidence import HeadWitness, OwnProcess, Witnessed
 from convoy.cluster.rights import FROM_HEAD, FROM_PEER
-from convoy.cluster.vouching import Vouching
-from convoy.cluster.witness import HeadWitness, OwnProcess, Witnessed
 from convoy.crypto.identity import Identity
-from convoy.crypto.sealed_request import RequestKey
+from convoy.crypto.sealed.request import RequestKey
 from convoy.errors import ConvoyError
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.proxy.trust import Trust
-from convoy.transport.link import Link, Received
+from convoy.transport.link.link import Link, Received
 from convoy.transport.member import LocalMember
 from convoy.transport.memory_link import memory_link_pair
-from convoy.trust.evidence import provider_purpose
-from convoy.trust.level import Level
-from convoy.trust.policy import Policy, SoftwareRule
-from convoy.trust.provider import ProviderRules
-from convoy.wire.claims import Claims
-from convoy.wire.fleet import (
+from convoy.trust.evidence.evidence import provider_purpose
+from convoy.trust.evidence.level import Level
+from convoy.trust.evidence.policy import Policy, SoftwareRule
+from convoy.trust.evidence.provider import ProviderRules
+from convoy.wire.fleet.messages import (
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Challenge,
@@ -44,7 +43,8 @@ from convoy.wire.fleet import (
     encode_fleet,
     registration_bytes,
 )
-from convoy.wire.provider_evidence import ProviderEvidence, sign_provider_evidence
+from convoy.wire.fleet.provider_evidence import ProviderEvidence, sign_provider_evidence
+from convoy.wire.messages.claims import Claims
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question
 from support.members import OPERATOR, make_local_members, membership_of
 from support.proxy import HostileCoordinator, hostile_server, proxy

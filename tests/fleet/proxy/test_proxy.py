@@ -19,24 +19,24 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from convoy.api.listen.options import ServeOptions
 from convoy.crypto.identity import Identity, OperatorKey
-from convoy.crypto.sealed_request import RequestKey, seal_request, sealed_size
+from convoy.crypto.sealed.request import RequestKey, seal_request, sealed_size
 from convoy.errors import ConfigError
 from convoy.fleet.asked import ModelOptions, read_wanted
 from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.books.price import Price
 from convoy.fleet.coordinator import server
-from convoy.fleet.coordinator.dispatch import QueueLimits
 from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.fleet.lease import Lease, facts_of, least_prompt_tokens, read_lease
 from convoy.fleet.proxy import answer as proxy_answer
 from convoy.fleet.proxy.proxy import ProxyOptions
 from convoy.fleet.proxy.server import run_proxy
 from convoy.fleet.proxy.trust import Trust
-from convoy.serve.options import ServeOptions
-from convoy.wire.certified import certify
-from convoy.wire.fleet import Began, Chunk, Done, request_key_bytes
-from convoy.wire.records import Record
+from convoy.wire.fleet.certified import certify
+from convoy.wire.fleet.messages import Began, Chunk, Done, request_key_bytes
+from convoy.wire.fleet.records import Record
 from support.fleet import MODEL, FakeEngine, FleetUnderTest, engine_server, question, streamed
 from support.proxy import HostileCoordinator, found_in, hostile_server, proxy
 from support.scraping import scrape

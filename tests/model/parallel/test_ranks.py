@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from convoy.errors import ModelError, PlanError, StepError
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.slices import Slices
+from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Alone
-from convoy.model.parallel.slices import Slices
-from convoy.model.source import ModelSource
-from convoy.model.stage import Stage, StageOptions
-from convoy.plan.sharding import Experts, Shard, rank_bytes
 from convoy.plan.span import Span
-from convoy.wire.messages import BlockGrant, Row, StageAssignment, Step
+from convoy.plan.spec.sharding import Experts, Shard, rank_bytes
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.quantised_models import Quantise, fp8, mlx, mxfp4, write
 from support.thread_collective import RankStages, ThreadGroup
 from support.tiny_models import Chain, Models, Prompt

@@ -9,13 +9,13 @@ from dataclasses import asdict, dataclass, fields
 from sqlalchemy import bindparam, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from convoy.api.keys.key_file import new_key
+from convoy.api.refusals import Forbidden, WrongKey
 from convoy.errors import ConfigError
 from convoy.fleet.books.keys import NO_TERMS, Grant, KeyFacts, KeyTerms, Scope, hash_key, hint_of
 from convoy.fleet.books.price import MAX_MICRO
 from convoy.fleet.books.store import Store
 from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, PROVIDERS
-from convoy.serve.key_file import new_key
-from convoy.serve.refusals import Forbidden, WrongKey
 
 # made once: it is asked for every request
 _TERMS = tuple(API_KEYS.c[one.name] for one in fields(KeyTerms))

@@ -6,7 +6,7 @@ import enum
 import hashlib
 from dataclasses import asdict, dataclass
 
-from convoy.serve.key_use import KeyLimits
+from convoy.api.keys.key_use import KeyLimits
 
 _PREFIX = "convoy-"
 _MAX_CHARS = 256  # of what a client sends as one

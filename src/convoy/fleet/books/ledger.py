@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
+from convoy.api.refusals import Conflict, NoBalance
 from convoy.errors import ConfigError, RequestError
 from convoy.fleet.books.price import MAX_MICRO
 from convoy.fleet.books.store import Store
 from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, CHARGES, LEDGER
-from convoy.serve.refusals import Conflict, NoBalance
 
 RESERVED, SETTLED, RELEASED = "reserved", "settled", "released"
 MAX_KEY_CHARS = 128  # of an Idempotency-Key

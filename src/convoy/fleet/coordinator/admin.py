@@ -14,17 +14,17 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from convoy.cluster.metric_families import CONTENT_TYPE_LATEST, Source, text_of
+from convoy.api.guard import Guard
+from convoy.api.keys.failed_keys import FailedKeys
+from convoy.api.keys.key_file import new_key
+from convoy.api.keys.keys import key_of
+from convoy.api.listen.options import ServeOptions
+from convoy.cluster.metrics.families import CONTENT_TYPE_LATEST, Source, text_of
 from convoy.errors import AuditError, ConfigError, RequestError, Unavailable
 from convoy.fleet.books.keys import KeyFacts, KeyTerms, Scope, hint_of, subject_of_key
 from convoy.fleet.books.price import MAX_MICRO
 from convoy.fleet.coordinator.callers import caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
-from convoy.serve.failed_keys import FailedKeys
-from convoy.serve.guard import Guard
-from convoy.serve.key_file import new_key
-from convoy.serve.keys import key_of
-from convoy.serve.options import ServeOptions
 from convoy.trust.audit import Subject
 
 _MAX_BODY_BYTES = 64 * 1024

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
+from convoy.api.keys.key_use import NO_LIMITS, KeyUse, RequestUse
+from convoy.api.keys.keys import key_of
 from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.keys import Grant, Scope
-from convoy.serve.key_use import NO_LIMITS, KeyUse, RequestUse
-from convoy.serve.keys import key_of
 
 _MAX_KEYS = 10_000
 

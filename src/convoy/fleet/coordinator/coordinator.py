@@ -16,7 +16,10 @@ from dataclasses import dataclass
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from convoy.cluster.metric_families import Metric
+from convoy.api.lifecycle import Lifecycle
+from convoy.api.listen.kept import keep_place
+from convoy.api.listen.options import is_loopback
+from convoy.cluster.metrics.families import Metric
 from convoy.errors import (
     AttestationError,
     ConvoyError,
@@ -30,19 +33,16 @@ from convoy.fleet.books.clerk import Clerk
 from convoy.fleet.books.directory import Directory
 from convoy.fleet.books.ledger import Ledger
 from convoy.fleet.books.store import Store
-from convoy.fleet.coordinator.approvals import Approvals
-from convoy.fleet.coordinator.ask import Ask, Owner
 from convoy.fleet.coordinator.callers import KeyUses
-from convoy.fleet.coordinator.dispatch import Assignment, Dispatcher
 from convoy.fleet.coordinator.metrics import FleetCounts, ModelState, ProviderState, fleet_families
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.coordinator.proof import CoordinatorProof
-from convoy.fleet.coordinator.provider_socket import Heard, ProviderSocket, Registration, Unapproved
+from convoy.fleet.coordinator.providers.approvals import Approvals
+from convoy.fleet.coordinator.providers.connection import Heard, ProviderSocket, Registration, Unapproved
+from convoy.fleet.coordinator.providers.proof import CoordinatorProof
+from convoy.fleet.coordinator.routing.ask import Ask, Owner
+from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher
 from convoy.fleet.vetting import ProviderVetting
-from convoy.serve.kept import keep_place
-from convoy.serve.lifecycle import Lifecycle
-from convoy.serve.options import is_loopback
-from convoy.wire.fleet import Refused
+from convoy.wire.fleet.messages import Refused
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from convoy.cluster.metric_families import Metric, build_info, counter, gauge, histogram
-from convoy.engine.histogram import Histogram, HistogramCounts
+from convoy.cluster.metrics.families import Metric, build_info, counter, gauge, histogram
+from convoy.engine.stats import Histogram, HistogramCounts
 from convoy.fleet.coordinator.bounds import Outcome
 from convoy.fleet.outcomes import LabelSums, word_of
 from convoy.fleet.timing import SEGMENTS, Timing

@@ -6,12 +6,12 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from convoy.api.traces import NO_TRACES, Traces
 from convoy.fleet.asked import ModelOptions
 from convoy.fleet.coordinator.authority import LOOPBACK_NAMES
-from convoy.fleet.coordinator.dispatch import QueueLimits
-from convoy.serve.traces import NO_TRACES, Traces
+from convoy.fleet.coordinator.routing.dispatch import QueueLimits
 from convoy.trust.audit import AuditLog
-from convoy.trust.provider import ProviderRules
+from convoy.trust.evidence.provider import ProviderRules
 
 
 @dataclass(frozen=True, slots=True)

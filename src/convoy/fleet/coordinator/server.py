@@ -19,29 +19,29 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from convoy.cluster.metric_families import Metric
+from convoy.api.body.intake import Intake
+from convoy.api.guard import Guard
+from convoy.api.keys.failed_keys import FailedKeys
+from convoy.api.keys.repeats import Repeats
+from convoy.api.lifecycle import Lifecycle
+from convoy.api.listen.http_limits import HttpLimits
+from convoy.api.listen.options import ServeOptions, is_loopback
+from convoy.api.listen.tls import check_certificate
+from convoy.api.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
+from convoy.api.telemetry.http_counts import HttpCounts
+from convoy.cluster.metrics.families import Metric
 from convoy.crypto.identity import Identity
 from convoy.errors import ConfigError
 from convoy.fleet.asked import ModelOptions
 from convoy.fleet.books.store import Store
 from convoy.fleet.coordinator.admin import make_admin_app
-from convoy.fleet.coordinator.consume import Consume
 from convoy.fleet.coordinator.coordinator import Coordinator
-from convoy.fleet.coordinator.leases import Leases, MakeLease, ReleaseLease, UseLease
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.coordinator.proof import CoordinatorProof, PublicCertificate
-from convoy.fleet.coordinator.way import account_of
-from convoy.serve.failed_keys import FailedKeys
-from convoy.serve.guard import Guard
-from convoy.serve.http_counts import HttpCounts
-from convoy.serve.http_limits import HttpLimits
-from convoy.serve.intake import Intake
-from convoy.serve.lifecycle import Lifecycle
-from convoy.serve.options import ServeOptions, is_loopback
-from convoy.serve.repeats import Repeats
-from convoy.serve.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
-from convoy.serve.tls import check_certificate
-from convoy.wire.fleet import MAX_CHUNK_MESSAGE_BYTES
+from convoy.fleet.coordinator.providers.proof import CoordinatorProof, PublicCertificate
+from convoy.fleet.coordinator.requests.consume import Consume
+from convoy.fleet.coordinator.requests.leases import Leases, MakeLease, ReleaseLease, UseLease
+from convoy.fleet.coordinator.requests.routed_request import account_of
+from convoy.wire.fleet.messages import MAX_CHUNK_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
 PUBLIC_PATHS = (

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from convoy.api.body.fields import HARMLESS, HARMLESS_OF
 from convoy.errors import RequestError
 from convoy.fleet.asked import Kind, Wanted, fields_of
-from convoy.serve.fields import HARMLESS, HARMLESS_OF
 
 _MAX_TEXT = 256  # characters of a name or an id
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]

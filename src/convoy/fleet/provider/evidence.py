@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from convoy.cluster.witness import Witnessed
+from convoy.cluster.head.provider_evidence import Witnessed
 from convoy.crypto.identity import Identity
 from convoy.errors import ConvoyError
-from convoy.trust.evidence import provider_purpose
-from convoy.wire.provider_evidence import ProviderEvidence, sign_provider_evidence
+from convoy.trust.evidence.evidence import provider_purpose
+from convoy.wire.fleet.provider_evidence import ProviderEvidence, sign_provider_evidence
 
 _log = logging.getLogger(__name__)
 
 
 class Witness(Protocol):
-    """`cluster.witness` has those that there are."""
+    """`cluster.head.provider_evidence` has those that there are."""
 
     def gather(self, purpose: bytes, registers: Sequence[int]) -> Witnessed: ...
 

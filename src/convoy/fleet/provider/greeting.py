@@ -12,7 +12,7 @@ from websockets.asyncio.client import ClientConnection
 from convoy.crypto.certificate import certificate_fingerprint
 from convoy.crypto.identity import verify
 from convoy.errors import ConvoyError, FrameError, PeerRefused, ProviderError
-from convoy.wire.fleet import (
+from convoy.wire.fleet.messages import (
     MAX_GREETING_BYTES,
     PROTOCOL,
     Challenge,

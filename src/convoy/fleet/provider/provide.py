@@ -16,8 +16,10 @@ import psutil
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
+from convoy.api.listen.options import is_loopback
+from convoy.api.traces import NO_TRACES, Traces
 from convoy.crypto.identity import Identity
-from convoy.crypto.sealed_request import RequestKey
+from convoy.crypto.sealed.request import RequestKey
 from convoy.errors import ConfigError, ConvoyError, FrameError, PeerRefused, ProviderError
 from convoy.fleet.capacity import Capacity
 from convoy.fleet.outward import verified_tls, why_unreachable
@@ -27,9 +29,7 @@ from convoy.fleet.provider.pace import Pace
 from convoy.fleet.provider.provided import Provided, SeenRequests
 from convoy.fleet.provider.provided_span import AnswerSpan
 from convoy.fleet.provider.upstream import Upstream
-from convoy.serve.options import is_loopback
-from convoy.serve.traces import NO_TRACES, Traces
-from convoy.wire.fleet import (
+from convoy.wire.fleet.messages import (
     MAX_GREETING_BYTES,
     MAX_MESSAGE_BYTES,
     AwaitApproval,
@@ -69,7 +69,7 @@ _SOFTWARE = "convoy"
 @dataclass(frozen=True, slots=True)
 class ProvideOptions:
     """``coordinator_key``: if given, no other coordinator is registered with. ``certificate``: an operator's,
-    of `wire.certified`, for proxies that trust that operator.
+    of `wire.fleet.certified`, for proxies that trust that operator.
     """
 
     url: str

@@ -10,8 +10,10 @@ from typing import TypeVar
 
 import msgspec
 
-from convoy.crypto.sealed_answer import MAX_CHUNK_BYTES, AnswerSealer
-from convoy.crypto.sealed_request import RequestFacts, RequestKey, request_hash
+from convoy.api.keys.repeats import CONTEXT_ERROR
+from convoy.api.problem import body_for
+from convoy.crypto.sealed.answer import MAX_CHUNK_BYTES, AnswerSealer
+from convoy.crypto.sealed.request import RequestFacts, RequestKey, request_hash
 from convoy.errors import ConvoyError, ProviderError, RequestError
 from convoy.fleet.answer import (
     MAX_REFUSAL_BYTES,
@@ -26,9 +28,7 @@ from convoy.fleet.events import EventReader
 from convoy.fleet.provider.allowed import for_engine, wants_usage
 from convoy.fleet.provider.pace import Pace
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
-from convoy.serve.problem import body_for
-from convoy.serve.repeats import CONTEXT_ERROR
-from convoy.wire.fleet import Began, Chunk, Done, Failed, FleetMessage, Serve
+from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Serve
 
 _STILL_HERE_S = 5.0  # between two signs of life while the engine says nothing
 _MAX_SEEN = 1 << 17  # request ids that are remembered until they expire

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from convoy.api.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, Traces
 from convoy.fleet.provider.provided import Send
-from convoy.serve.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, Traces
-from convoy.wire.fleet import Began, Chunk, Done, Failed, FleetMessage, Serve
+from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Serve
 
 
 class AnswerSpan:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from convoy.api.ending import on_signals
 from convoy.crypto.identity import Identity
 from convoy.errors import ConvoyError, UsageError
 from convoy.fleet.capacity import Capacity
 from convoy.fleet.provider.provide import ProvideOptions, Provider
 from convoy.fleet.provider.upstream import Upstream
-from convoy.serve.ending import on_signals
 
 _log = logging.getLogger(__name__)
 

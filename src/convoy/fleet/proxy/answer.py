@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 
 import msgspec
 
-from convoy.crypto.sealed_answer import AnswerOpener
+from convoy.crypto.sealed.answer import AnswerOpener
 from convoy.errors import FrameError, ProviderError, SealError
 from convoy.fleet.answer import MAX_WHOLE_BYTES, AnswerCounts, AnswerHead
 from convoy.fleet.proxy.client import suspect
-from convoy.wire.fleet import Began, Chunk, Done, Failed
-from convoy.wire.records import Record, RecordReader, Timed
+from convoy.wire.fleet.messages import Began, Chunk, Done, Failed
+from convoy.wire.fleet.records import Record, RecordReader, Timed
 
 
 class AnswerReader:

@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
+from convoy.api.listen.options import is_loopback
+from convoy.api.problem import ErrorBody, ErrorDetail
 from convoy.errors import ConfigError, FrameError, ProviderError
 from convoy.fleet.asked import Kind
 from convoy.fleet.lease import (
@@ -23,8 +25,6 @@ from convoy.fleet.lease import (
     read_lease,
 )
 from convoy.fleet.outward import verified_tls, why_unreachable
-from convoy.serve.options import is_loopback
-from convoy.serve.problem import ErrorBody, ErrorDetail
 from convoy.wire.text import plain_text
 
 PATHS: dict[Kind, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}

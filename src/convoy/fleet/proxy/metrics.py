@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from convoy.cluster.metric_families import Metric, build_info, counter
+from convoy.api.exchange import Exchange
+from convoy.cluster.metrics.families import Metric, build_info, counter
 from convoy.fleet.outcomes import LabelSums, word_of
-from convoy.serve.exchange import Exchange
 
 
 class ProxyCounts:

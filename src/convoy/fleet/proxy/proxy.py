@@ -18,7 +18,12 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from convoy.crypto.sealed_request import request_hash, seal_request, sealed_size
+from convoy.api.body.read_body import read_body
+from convoy.api.exchange import Exchange
+from convoy.api.lifecycle import Lifecycle
+from convoy.api.listen.options import ServeOptions
+from convoy.api.traces import NO_TRACES, Traces
+from convoy.crypto.sealed.request import request_hash, seal_request, sealed_size
 from convoy.errors import SealError, Unavailable
 from convoy.fleet.answer import SEALED_HEADER, AnswerHead, start
 from convoy.fleet.asked import Kind, ModelOptions, Wanted, read_wanted
@@ -28,11 +33,6 @@ from convoy.fleet.proxy.client import CoordinatorClient, Refusal, SealedAnswer, 
 from convoy.fleet.proxy.metrics import ProxyCounts
 from convoy.fleet.proxy.span import ProxySpan, proxied
 from convoy.fleet.proxy.trust import LeaseCheck, Trust, Untrusted
-from convoy.serve.arrival import read_body
-from convoy.serve.exchange import Exchange
-from convoy.serve.lifecycle import Lifecycle
-from convoy.serve.options import ServeOptions
-from convoy.serve.traces import NO_TRACES, Traces
 
 _log = logging.getLogger(__name__)
 _KEY_S = 24 * 3600

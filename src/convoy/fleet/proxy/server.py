@@ -10,15 +10,15 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
+from convoy.api.guard import Guard
+from convoy.api.lifecycle import Lifecycle
+from convoy.api.listen.options import ServeOptions, is_loopback
+from convoy.api.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
+from convoy.api.telemetry.http_counts import HttpCounts
+from convoy.api.telemetry.metrics import Metrics
 from convoy.errors import ConfigError
 from convoy.fleet.proxy.client import CoordinatorClient, check_url
 from convoy.fleet.proxy.proxy import Proxy, ProxyAsked, ProxyModels, ProxyOptions
-from convoy.serve.guard import Guard
-from convoy.serve.http_counts import HttpCounts
-from convoy.serve.lifecycle import Lifecycle
-from convoy.serve.metrics import Metrics
-from convoy.serve.options import ServeOptions, is_loopback
-from convoy.serve.server import HttpServer, Stop, bind, loop_factory, serve_until_stopped, signals, url_of
 
 PROXY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 

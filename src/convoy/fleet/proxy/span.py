@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from convoy.api.exchange import Exchange
+from convoy.api.traces import FIRST_S, MAX_TOKENS, MODEL, STREAM, Span, Traces
 from convoy.fleet.asked import Wanted
 from convoy.fleet.outcomes import outcome_of
-from convoy.serve.exchange import Exchange
-from convoy.serve.traces import FIRST_S, MAX_TOKENS, MODEL, STREAM, Span, Traces
 
 
 class ProxySpan:

@@ -12,9 +12,9 @@ from convoy.crypto.keys import prefixed
 from convoy.errors import AttestationError, ConvoyError, ProviderError, Unavailable
 from convoy.fleet.lease import Lease
 from convoy.fleet.vetting import ProviderVetting
-from convoy.trust.provider import Claimant, ProviderRules, ProviderVerdict
-from convoy.wire.certified import read_certificate
-from convoy.wire.fleet import request_key_bytes
+from convoy.trust.evidence.provider import Claimant, ProviderRules, ProviderVerdict
+from convoy.wire.fleet.certified import read_certificate
+from convoy.wire.fleet.messages import request_key_bytes
 
 _MAX_KEY_S = 24 * 3600 + 60
 _MAX_LEASE_S = 3600

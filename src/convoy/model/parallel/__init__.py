@@ -1,0 +1,1 @@
+"""Split layers over the ranks of a stage: experts, vocabulary and partial sums."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from convoy.model.experts import add_columns, is_experts
-from convoy.plan.sharding import Shard
+from convoy.model.layers.experts import add_columns, is_experts
+from convoy.plan.spec.sharding import Shard
 
 
 class OwnExperts(nn.Module):

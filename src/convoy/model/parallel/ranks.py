@@ -9,7 +9,7 @@ from torch import nn
 
 from convoy.errors import ModelError, StepError
 from convoy.model.collective import Alone, Collective
-from convoy.plan.sharding import Shard
+from convoy.plan.spec.sharding import Shard
 
 
 class Ranks:

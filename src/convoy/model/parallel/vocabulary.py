@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from convoy.model.layer_inputs import LayerInputs
+from convoy.model.layers.layer_inputs import LayerInputs
 from convoy.model.parallel.ranks import Ranks
 
 

@@ -1,0 +1,190 @@
+"""From a body on the wire to a prompt in tokens: bounded in memory, in threads, and in how long one is held.
+
+A long body waits for a place before it is read, so the sender waits and not this machine's memory. Long
+bodies are tokenised one at a time, on a thread of their own, and never delay short ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+from convoy.api.listen.options import ServeOptions
+from convoy.api.service import ServedModel
+from convoy.errors import QueueFull
+from convoy.model.kernels.freed import release_freed
+from convoy.model.text.token_size import most_message_bytes, most_text_bytes
+
+T = TypeVar("T")
+
+_LONG_BYTES = 256 * 1024
+_MAX_LONG_BODIES = 8
+# Of one key, so that no key takes all of the places.
+_MAX_LONG_BODIES_EACH = 4
+_MAX_SHORT_THREADS = 4
+# One character of text is written as six bytes of JSON at most, and a token id with its comma as twelve.
+_ESCAPED = 6
+_WRITTEN_ID = 12
+_OTHER_FIELDS_BYTES = 64 * 1024
+
+
+def most_body_bytes(models: Iterable[ServedModel], options: ServeOptions, *, chat: bool) -> int:
+    """Return how long a body may be: what fits a context of the models, within the options' limit."""
+    most = 0
+    for model in models:
+        context, longest = model.max_context, model.tokenizer.longest_token_bytes
+        if chat:
+            most = max(most, _ESCAPED * most_message_bytes(context, longest))
+        else:
+            one = max(_ESCAPED * most_text_bytes(context, longest), _WRITTEN_ID * context)
+            most = max(most, options.max_prompts * one)
+    return min(options.max_body_bytes, most + _OTHER_FIELDS_BYTES)
+
+
+class Threads:
+    """At most ``count`` calls at a time, each on a thread of its own that never delays the process's end.
+
+    A call counts until its thread has ended, also where the caller is cancelled: clients that come and go
+    cannot pile up threads.
+    """
+
+    def __init__(self, count: int, after: Callable[[], object] = lambda: None) -> None:
+        """``after`` runs on the thread behind each call, before the next one may begin."""
+        self._free = asyncio.Semaphore(count)
+        self._after = after
+
+    async def run(self, call: Callable[..., T], *args: Any, ended: Callable[[], None] = lambda: None) -> T:
+        """Return what ``call`` returns. ``ended`` is called on the loop once its thread is done."""
+        try:
+            await self._free.acquire()
+        except BaseException:
+            ended()
+            raise
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def release() -> None:
+            self._free.release()
+            ended()
+
+        def work() -> None:
+            # A closed loop means that the server has ended, and nothing waits for this call.
+            with suppress(RuntimeError):
+                try:
+                    result = call(*args)
+                except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                    loop.call_soon_threadsafe(_fail, answer, error)
+                else:
+                    loop.call_soon_threadsafe(_finish, answer, result)
+                    del result
+                self._after()
+                loop.call_soon_threadsafe(release)
+
+        try:
+            threading.Thread(target=work, name="intake", daemon=True).start()
+        except BaseException:
+            release()
+            raise
+        return await answer
+
+
+class Upload:
+    """One request's body. `leave` gives its place back, once nothing works on it any more."""
+
+    def __init__(self, places: Sequence[asyncio.Semaphore], wait_s: float) -> None:
+        """``places``: it needs one of each; those of the caller come first."""
+        self._places = places
+        self._wait_s = wait_s
+        self._data = b""
+        self._has_place = False
+        self._num_users = 1
+        self._left = False
+
+    @property
+    def is_long(self) -> bool:
+        return self._has_place
+
+    def needs_place(self, num_bytes: int) -> bool:
+        """Return whether a body of ``num_bytes`` must wait for a place."""
+        return num_bytes > _LONG_BYTES and not self._has_place
+
+    async def reserve(self, num_bytes: int) -> None:
+        """Wait for a place, where a body of ``num_bytes`` needs one. Raises `QueueFull`."""
+        if not self.needs_place(num_bytes):
+            return
+        try:
+            async with asyncio.timeout(self._wait_s), AsyncExitStack() as taken:
+                for places in self._places:
+                    await taken.enter_async_context(places)
+                taken.pop_all()
+                # Nothing may come between: whatever ends the wait gives the places back, or they are held.
+                self._has_place = True
+        except TimeoutError:
+            raise QueueFull("too many long prompts wait to be read", hint="try again later") from None
+
+    def keep(self, data: bytes) -> None:
+        self._data = data
+
+    def take(self) -> bytes:
+        """Return the body, which is not held here any longer."""
+        data, self._data = self._data, b""
+        return data
+
+    def use(self) -> Callable[[], None]:
+        """Hold the place until what is returned is called."""
+        self._num_users += 1
+        return self._drop
+
+    def leave(self) -> None:
+        """Hold it no longer on the request's behalf; may be called twice."""
+        if not self._left:
+            self._left = True
+            self._data = b""
+            self._drop()
+
+    def _drop(self) -> None:
+        self._num_users -= 1
+        if not self._num_users and self._has_place:
+            self._has_place = False
+            for places in self._places:
+                places.release()
+
+
+class Intake:
+    """The places and threads of one server."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._places = asyncio.Semaphore(_MAX_LONG_BODIES)
+        self._of_callers: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._wait_s = options.body_timeout_s
+        self.short = Threads(_MAX_SHORT_THREADS)
+        self._long = Threads(1, release_freed)
+
+    def upload(self, caller: str = "") -> Upload:
+        """Return the body of a request that begins. ``caller``: the name of its key, empty for no key."""
+        if not caller:
+            return Upload((self._places,), self._wait_s)
+        own = self._of_callers.setdefault(caller, asyncio.Semaphore(_MAX_LONG_BODIES_EACH))
+        return Upload((own, self._places), self._wait_s)
+
+    async def read(self, upload: Upload, call: Callable[[bytes], T]) -> T:
+        """Return ``call`` of the body, run on a thread; then the body and its place are given back."""
+        threads = self._long if upload.is_long else self.short
+        try:
+            return await threads.run(call, upload.take(), ended=upload.use())
+        finally:
+            upload.leave()
+
+
+def _finish(answer: asyncio.Future[T], result: T) -> None:
+    if not answer.done():
+        answer.set_result(result)
+
+
+def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
+    if not answer.done():
+        answer.set_exception(error)

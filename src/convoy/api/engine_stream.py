@@ -1,0 +1,120 @@
+"""The bridge from the engine's thread to the event loop: submit, await outputs in batches, abort what is left
+on leaving.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
+
+import anyio.to_thread
+
+from convoy.api.service import Engine, Handle
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
+from convoy.engine.requests.request import GenerationRequest
+from convoy.errors import ConvoyError
+
+Batch = list[tuple[int, Output]]  # (index of the request, output)
+
+
+class Generation:
+    """Several engine requests whose outputs arrive merged, each one's in order.
+
+    The engine's thread never waits here: it appends and wakes the loop once per batch, and the tokens waiting
+    are at most those the requests may generate. Leaving ``async with`` aborts whatever still runs, however it
+    is left.
+    """
+
+    def __init__(self, engine: Engine, requests: tuple[GenerationRequest, ...]) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._loop = asyncio.get_running_loop()
+        self._woken = asyncio.Event()
+        self._lock = threading.Lock()  # guards what both threads touch: _arrived, _handles, _left
+        self._arrived: Batch = []
+        self._handles: list[Handle] = []
+        self._left = False
+        self._unfinished = sum(request.num_choices for request in requests)
+        self._broken = False
+
+    async def __aenter__(self) -> Generation:
+        """Submit all. Raises what `Engine.submit` raises; nothing runs then."""
+        try:
+            # The engine may hold its lock for as long as it takes to sample a batch.
+            await anyio.to_thread.run_sync(self._submit_all)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._leave()
+
+    def fail(self, error: ConvoyError) -> None:
+        """End the request here with ``error``, whatever the engine does; on the loop's thread."""
+        self._deliver(0, ErrorOutput(error))
+
+    async def batches(self, heartbeat_s: float) -> AsyncIterator[Batch]:
+        """Outputs as they come, until every choice is finished or one `ErrorOutput` came; an empty batch
+        after a silence.
+        """
+        while self._unfinished > 0 and not self._broken:
+            try:
+                async with asyncio.timeout(heartbeat_s):
+                    await self._woken.wait()
+            except TimeoutError:
+                yield []
+                continue
+            self._woken.clear()
+            with self._lock:
+                batch, self._arrived = self._arrived, []
+            for _, output in batch:
+                if isinstance(output, FinishOutput):
+                    self._unfinished -= 1
+                elif isinstance(output, ErrorOutput):
+                    self._broken = True
+            yield batch
+
+    def _submit_all(self) -> None:
+        for index, request in enumerate(self._requests):
+            with self._lock:
+                if self._left:
+                    return
+            handle = self._engine.submit(request, partial(self._deliver, index))
+            with self._lock:
+                self._handles.append(handle)
+                late = self._left
+            # The client went away meanwhile, and nobody else will end this one.
+            if late:
+                handle.abort()
+
+    def _deliver(self, index: int, output: Output) -> None:
+        with self._lock:
+            if self._left:
+                return
+            wake = not self._arrived
+            self._arrived.append((index, output))
+        if wake:
+            self._wake()
+
+    def _wake(self) -> None:
+        # A closed loop means that the server ended and nobody listens.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._woken.set)
+
+    def _leave(self) -> None:
+        with self._lock:
+            if self._left:
+                return
+            self._left = True
+            handles, self._arrived = list(self._handles), []
+        if handles and self._unfinished > 0:
+            self._loop.run_in_executor(None, _abort_all, handles)
+
+
+def _abort_all(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.abort()

@@ -1,0 +1,117 @@
+"""One request and its answer on the wire: what was sent so far, and whether the client is still there."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Message, Receive, Send
+
+from convoy.api.refusals import ClientGone
+from convoy.errors import ConvoyError
+
+T = TypeVar("T")
+_encoder = msgspec.json.Encoder()
+
+
+class Exchange:
+    """ASGI's ``receive`` and ``send`` of one request. A client that takes nothing counts as gone."""
+
+    def __init__(self, receive: Receive, send: Send, write_timeout_s: float) -> None:
+        self.id = "req-" + secrets.token_hex(8)
+        self.status = 0  # 0: nothing sent yet
+        self.complete = False
+        self.outcome = ""
+        self.caller = ""  # the name of its key
+        self.headers: list[tuple[bytes, bytes]] = []  # of every answer
+        self.refusal_headers: Callable[[], Mapping[str, str]] = dict  # further ones, of an error's answer
+        self._receive = receive
+        self._send = send
+        self._write_timeout_s = write_timeout_s
+        self.cut: ConvoyError | None = None
+        self._cut_now = asyncio.Event()
+
+    def fail(self, error: ConvoyError) -> None:
+        """End what `while_connected` runs, which raises ``error``; on the loop's thread."""
+        self.cut = error
+        self._cut_now.set()
+
+    async def receive(self) -> Message:
+        return await self._receive()
+
+    async def send(self, message: Message) -> None:
+        """ASGI's send, with the request's id among the headers. Raises `ClientGone` if the client takes
+        nothing.
+        """
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message["headers"] = [
+                *(*message.get("headers", []), *self.headers),
+                (b"x-request-id", self.id.encode()),
+            ]
+        elif not message.get("more_body", False):
+            self.complete = True
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._send(message)
+        except TimeoutError:
+            raise ClientGone from None
+
+    async def send_json(self, status: int, body: object, headers: Mapping[str, str] | None = None) -> None:
+        """A whole answer."""
+        data = _encoder.encode(body)
+        sent = {"content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
+        await self.send(_start(status, sent))
+        await self.send({"type": "http.response.body", "body": data})
+
+    async def send_empty(self, status: int) -> None:
+        """A whole answer without a body."""
+        await self.send(_start(status, {}))
+        await self.send({"type": "http.response.body", "body": b""})
+
+    async def start_events(self) -> None:
+        """The headers of a stream of server-sent events."""
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
+        # nginx would otherwise hold tokens back.
+        headers["x-accel-buffering"] = "no"
+        await self.send(_start(200, headers))
+
+    async def send_events(self, events: Iterable[msgspec.Struct], tail: bytes = b"") -> None:
+        """Some events in one write."""
+        data = b"".join(b"data: " + _encoder.encode(event) + b"\n\n" for event in events) + tail
+        if data:
+            await self.send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end_events(self) -> None:
+        await self.send({"type": "http.response.body", "body": b""})
+
+    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` once the body is read; if the client goes away before it ends, cancel it and raise
+        `ClientGone`, or what `fail` was told.
+        """
+        working = asyncio.ensure_future(work)
+        others = [asyncio.ensure_future(self._gone()), asyncio.ensure_future(self._cut_now.wait())]
+        try:
+            await asyncio.wait({working, *others}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise self.cut or ClientGone()
+        finally:
+            for task in (working, *others):
+                task.cancel()
+            await asyncio.gather(working, *others, return_exceptions=True)
+
+    async def _gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if self.complete:
+            # ASGI says "disconnect" after a complete answer as well.
+            await asyncio.Event().wait()
+
+
+def _start(status: int, headers: Mapping[str, str]) -> Message:
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": encoded}

@@ -1,0 +1,119 @@
+"""The door: who may speak to this server, and the last stop for every error."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from convoy.api.exchange import Exchange
+from convoy.api.keys.failed_keys import FailedKeys
+from convoy.api.keys.keys import Caller, anyone, key_of
+from convoy.api.listen.options import ServeOptions
+from convoy.api.listen.origins import Origins, preflight
+from convoy.api.problem import answer_for, body_for, headers_for
+from convoy.api.refusals import ClientGone, Unauthenticated, UnknownPath, WrongMethod
+from convoy.errors import ConvoyError
+
+_log = logging.getLogger(__name__)
+
+
+class Guard:
+    """ASGI middleware around everything. Only /health is open to those without the API key."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, failed: FailedKeys | None = None) -> None:
+        """``failed``: where wrong keys are counted, its own by default."""
+        self._app = app
+        self._options = options
+        self._origins = Origins(options)
+        self._failed = failed or FailedKeys()
+        self._anyone = anyone()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        exchange = Exchange(receive, send, self._options.write_timeout_s)
+        # With an app in scope the router raises for unknown paths and methods, in place of plain text of its
+        # own.
+        scope.update({"app": self, "convoy.exchange": exchange})
+        began_s = time.monotonic()
+        try:
+            if not await self._admit(scope, exchange):
+                await self._app(scope, exchange.receive, exchange.send)
+        except ClientGone:
+            exchange.outcome = "client gone"
+        except HTTPException as error:
+            await self._refuse(exchange, _routing_error(scope, error))
+        except Unauthenticated as error:
+            client = scope.get("client") or ("?", 0)
+            await self._refuse(exchange, await self._failed.refuse(error, client[0]))
+        except ConvoyError as error:
+            await self._refuse(exchange, error)
+        except Exception as error:  # noqa: BLE001 - reported by class and place; its text may hold a prompt
+            _log.error(
+                "internal error request=%s class=%s at=%s", exchange.id, type(error).__name__, _place(error)
+            )
+            await self._refuse(exchange, error)
+        finally:
+            if self._options.access_log:
+                self._log_access(scope, exchange, time.monotonic() - began_s)
+
+    async def _refuse(self, exchange: Exchange, error: Exception) -> None:
+        exchange.outcome = type(error).__name__
+        if not exchange.status:
+            headers = {**headers_for(error), **exchange.refusal_headers()}
+            await exchange.send_json(answer_for(error).status, body_for(error), headers)
+        elif not exchange.complete:
+            # Headers are out: end the stream with the error, so that it cannot pass for a whole one.
+            await exchange.send_events([body_for(error)])
+            await exchange.end_events()
+
+    async def _admit(self, scope: Scope, exchange: Exchange) -> bool:
+        """Note who calls. Returns whether the request is answered already: as a browser's preflight."""
+        headers = Headers(scope=scope)
+        self._origins.check_host(headers)
+        scope["convoy.caller"] = self._anyone
+        if scope["path"] == "/health":
+            return False
+        exchange.headers = self._origins.check_origin(headers)
+        permitted = preflight(headers, exchange.headers) if scope["method"] == "OPTIONS" else None
+        if permitted is not None:
+            exchange.headers = permitted
+            await exchange.send_empty(204)
+            return True
+        if self._options.keys is not None:
+            caller: Caller = self._options.keys.find(key_of(headers))
+            scope["convoy.caller"] = caller
+            exchange.caller = caller.name
+        return False
+
+    def _log_access(self, scope: Scope, exchange: Exchange, took_s: float) -> None:
+        _log.info(
+            "access request=%s key=%s method=%s path=%s status=%d outcome=%s took_s=%.3f",
+            exchange.id,
+            exchange.caller or "-",
+            scope["method"],
+            ascii(scope["path"][:200])[1:-1],
+            exchange.status,
+            exchange.outcome or "complete",
+            took_s,
+        )
+
+
+def _routing_error(scope: Scope, error: HTTPException) -> ConvoyError:
+    path, method = ascii(scope["path"][:200])[1:-1], scope["method"]
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "")
+        return WrongMethod(f"{path} does not take {method}, expected {allow}", allow=allow)
+    return UnknownPath(f"nothing is served at {path}")
+
+
+def _place(error: BaseException) -> str:
+    """file:line of where an error was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else "?"

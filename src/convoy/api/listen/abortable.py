@@ -1,0 +1,38 @@
+"""A WebSocket's connection that the application may cut: closing one waits until the other side has read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.types import Scope
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from convoy.api.listen.kept import PLACE
+from convoy.transport.listen.places import Place
+
+_ABORT = "convoy.abort"  # of a scope's extensions
+
+
+class AbortableSocket(WebSocketsSansIOProtocol):
+    """uvicorn's, with `abort` and with the connection's place."""
+
+    def __init__(self, *args: Any, place: Place | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._place = place
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._place is not None:
+            self._place.release()
+        super().connection_lost(exc)
+
+    def handle_connect(self, event: Any) -> None:
+        """The application begins after this returns."""
+        super().handle_connect(event)
+        if self.handshake_initiated and not self.close_sent:
+            self.scope["extensions"][_ABORT] = {"abort": self.transport.abort}
+            self.scope["extensions"][PLACE] = {"place": self._place}
+
+
+def abort(scope: Scope) -> None:
+    """Cut the connection of a WebSocket's scope, and drop what waits to be sent."""
+    scope["extensions"][_ABORT]["abort"]()

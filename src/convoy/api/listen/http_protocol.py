@@ -1,0 +1,171 @@
+"""uvicorn's HTTP protocol with bounds on what a client may send before anybody knows who it is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from http import HTTPStatus
+from typing import Any, cast
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from convoy.api.listen.http_limits import HttpLimits
+from convoy.api.listen.kept import PLACE
+from convoy.api.problem import answer_for, body_for, headers_for
+from convoy.api.refusals import HeaderTooLong, NotHttp
+from convoy.errors import ConvoyError
+from convoy.transport.listen.places import Place
+from convoy.transport.log_limit import QuietLog
+
+# Small enough that the parser keeps little between two checks, large enough that a body costs few calls.
+_PIECE_BYTES = 16 * 1024
+# Requests ahead of their answers wait unparsed. One read of the event loop is at most this much.
+_MAX_AHEAD_BYTES = 512 * 1024
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """One connection.
+
+    The parser gets its bytes in pieces, so that an endless header is seen before it is kept: the parser
+    itself joins all parts of a header's value, which costs the square of their length. Requests that a
+    client sends ahead of its answers wait unparsed.
+    """
+
+    def __init__(
+        self, *args: Any, limits: HttpLimits, place: Place, log: BoundedLogger, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.logger = self._log = log
+        if self.ws_protocol_class is not None:
+            # uvicorn calls it as it would call the class.
+            self.ws_protocol_class = cast("Any", partial)(self.ws_protocol_class, place=place)
+        self._limits = limits
+        self._place = place
+        self._ahead = bytearray()
+        self._refusal: ConvoyError | None = None
+        self._upgraded = False
+        self._in_header = False
+        self._num_fields = 0
+        self._num_quiet_bytes = 0  # since the last part of a body, or the last header's end
+        self._num_discarded = 0  # of a body whose request was answered
+        self._moved_on = False  # whether the piece at hand ended a header or had a part of a body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._place.cut = transport.abort
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._place.release()
+        self._ahead.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        if len(self._ahead) + len(data) > _MAX_AHEAD_BYTES:
+            self.transport.abort()  # it sends on without reading its answers
+            return
+        self._ahead += data
+        self._feed()
+
+    def _feed(self) -> None:
+        """Parse what came, up to a request that has to wait for the one before it."""
+        data, self._ahead = bytes(self._ahead), bytearray()
+        at = 0
+        while at < len(data) and not (self.transport.is_closing() or self._upgraded):
+            if self.pipeline:
+                self.flow.pause_reading()
+                self._ahead += data[at:]
+                return
+            room = self._limits.max_header_bytes - self._num_quiet_bytes
+            if room <= 0:
+                self.refuse(HeaderTooLong(f"a header may have {self._limits.max_header_bytes} bytes"))
+                return
+            piece = data[at : at + min(_PIECE_BYTES, room)]
+            at += len(piece)
+            self._moved_on = False
+            super().data_received(piece)
+            self._num_quiet_bytes = 0 if self._moved_on else self._num_quiet_bytes + len(piece)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_header = True
+        self._num_fields = self._num_discarded = 0
+        if self.cycle is not None:
+            self._moved_on = True  # what stands before it in this piece is of an earlier request
+            if self.cycle.response_complete:
+                self._place.wait()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_fields += 1
+        if self._num_fields > self._limits.max_header_fields:
+            self._refusal = HeaderTooLong(f"a header may have {self._limits.max_header_fields} fields")
+            raise self._refusal
+        # A trailer counts like the header's fields, and nothing here reads it.
+        if self._in_header:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_header = False
+        self._moved_on = True
+        self._place.work()
+        self.scope["extensions"] = {PLACE: {"place": self._place}}
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._moved_on = True
+        if self.cycle is not None and self.cycle.response_complete:
+            self._num_discarded += len(body)
+            if self._num_discarded > self._limits.max_discarded_bytes:
+                self.transport.abort()
+                return
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline and self.cycle.response_complete:
+            self._place.wait()  # also while it closes: a client that takes nothing holds no place
+        if self._ahead:
+            self.loop.call_soon(self._feed)
+
+    def handle_websocket_upgrade(self) -> None:
+        self._upgraded = True
+        super().handle_websocket_upgrade()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's, in its words
+        self.refuse(self._refusal or NotHttp("this is not an HTTP request"))
+
+    def refuse(self, error: ConvoyError) -> None:
+        """Answer with ``error`` and close."""
+        host = self.client[0] if self.client else "?"
+        self._log.quiet.warning(type(error).__name__, f"refused a request from {host}: {error.message}")
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()  # an answer is under way, and must not look whole
+            return
+        status, body = answer_for(error).status, msgspec.json.encode(body_for(error))
+        headers = {"content-type": "application/json", "content-length": str(len(body)), **headers_for(error)}
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{n}: {v}" for n, v in headers.items())]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
+        self.transport.close()
+
+
+class BoundedLogger(logging.Logger):
+    """uvicorn's log, in which strangers write a bounded number of lines.
+
+    Clients can repeat uvicorn's warnings at will. They pass through ``quiet``, which counts what it leaves
+    out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("uvicorn.error")
+        self.parent = logging.getLogger("uvicorn.error")
+        self.quiet = QuietLog(self.parent)
+        self.addFilter(self._pass)
+
+    def _pass(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        if record.msg != "Invalid HTTP request received.":  # `refuse` says why
+            self.quiet.warning(str(record.msg), record.getMessage())
+        return False

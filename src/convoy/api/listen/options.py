@@ -1,0 +1,110 @@
+"""How the HTTP server listens, whom it lets in and how much it takes."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from convoy.api.keys.keys import KeyRing
+from convoy.api.listen.http_limits import HttpLimits
+from convoy.api.listen.tls import TlsFiles, check_certificate
+from convoy.api.traces import NO_TRACES, Traces
+from convoy.errors import ConfigError
+
+_NOT_IN_NAMES = frozenset("/:@?#[]")
+_IMPLIED = {"http": ":80", "https": ":443"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Resolved once, by the command line.
+
+    ``port`` 0 lets the system choose. ``allowed_hosts`` are further names the server may be called by;
+    ``*.example.org`` stands for each name directly below. ``allowed_origins`` are sites whose pages may call.
+    ``allow_unauthenticated`` lets a server off loopback run without ``keys``. ``tls``: files with a
+    certificate and its key, in PEM.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8765
+    keys: KeyRing | None = field(default=None, repr=False)
+    allow_unauthenticated: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    tls: TlsFiles | None = None
+    max_body_bytes: int = 8 * 1024 * 1024  # at most: `intake` derives less from a small context
+    max_messages: int = 4096  # of a chat, and parts of their contents in all
+    max_choices: int = 16  # n
+    max_prompts: int = 128  # prompts in one /v1/completions
+    body_timeout_s: float = 60.0  # for the whole body to arrive
+    write_timeout_s: float = 60.0  # for a client to take what was written
+    heartbeat_s: float = 15.0  # a stream says at least a comment this often
+    drain_s: float = 30.0
+    access_log: bool = False
+    limits: HttpLimits = field(default_factory=HttpLimits)  # of connections whose requests nobody let in yet
+    traces: Traces = NO_TRACES
+
+    def check(self) -> None:
+        """Raises `ConfigError` for options that cannot be served or should not be."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port {self.port} is out of range, expected 0 to 65535")
+        if self.tls is not None:
+            check_certificate(self.tls)
+        for host in self.allowed_hosts:
+            _check_host(host)
+        for origin in self.allowed_origins:
+            check_origin(origin)
+        if self.keys is None and not self.allow_unauthenticated and not is_loopback(self.host):
+            raise ConfigError(
+                f"refusing to listen on {self.host} without an api key: anyone who can reach it could use it",
+                hint="--api-key-file FILE asks for a key (`convoy keys new FILE` makes one), --host "
+                "127.0.0.1 listens on this machine alone, and allow_unauthenticated = true under [serve] in "
+                "convoy.toml lets everybody in",
+            )
+
+    @property
+    def in_clear(self) -> bool:
+        """Whether keys and prompts cross a network without TLS."""
+        return self.tls is None and not is_loopback(self.host)
+
+
+def _check_host(text: str) -> None:
+    """Raise `ConfigError` for text that no Host header can match."""
+    name = text.removeprefix("*.")
+    try:
+        ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        usable = name not in {"", "*"} and not any(char in _NOT_IN_NAMES or char.isspace() for char in name)
+    else:
+        usable = True
+    if not usable:
+        raise ConfigError(
+            f"the allowed host {text[:80]!r} is no name",
+            hint="--allowed-host chat.example, without a scheme, a port or a path; *.chat.example for all "
+            "names directly below",
+        )
+
+
+def check_origin(text: str) -> str:
+    """Return an origin as browsers send it. Raises `ConfigError` for text that is none."""
+    parts = urlsplit(text.removesuffix("/").lower())
+    try:
+        usable = parts.scheme in _IMPLIED and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable or parts.path or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ConfigError(f"the origin {text[:80]!r} is none", hint="--allowed-origin https://chat.example")
+    return f"{parts.scheme}://{parts.netloc.removesuffix(_IMPLIED[parts.scheme])}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``; a name other than localhost counts as reachable by
+    others.
+    """
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,157 @@
+"""The bodies that clients send, decoded strictly where a field is known and tolerantly where it is not."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from convoy.api.body.body_shape import check_shape
+from convoy.api.body.fields import Endpoint, refuse_unserved
+from convoy.errors import RequestError
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """``continuous_usage_stats`` is vLLM's word for usage on every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ContentPart(msgspec.Struct, frozen=True):
+    """A part of a message; only ``type: "text"`` is served."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+
+class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints take. None always means: not given."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str | None = None  # vLLM's word: prompts share a prefix only where this is the same too
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True):
+    """POST /v1/completions. ``prompt`` is text, token ids, or a list of either."""
+
+    prompt: str | list[Any] | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+
+_MAX_BITS = 64  # of a whole number
+
+Body = TypeVar("Body", bound=GenerationBody)
+
+
+def decode_body(data: bytes, kind: type[Body]) -> Body:
+    """Return the body that JSON bytes hold, with or without a byte order mark.
+
+    Raises `RequestError` naming the field, what it was and what was expected.
+    """
+    check_shape(data)
+    try:
+        raw = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is not valid JSON: {_reason(error)}", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise RequestError("the body is JSON, but not an object", code="invalid_json")
+    _check_sizes(raw)
+    endpoint: Endpoint = "chat" if issubclass(kind, ChatBody) else "completion"
+    refuse_unserved(raw, frozenset(kind.__struct_fields__), endpoint)
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        message, param = _in_words(str(error))
+        code = "missing_required_parameter" if "missing" in message else "invalid_type"
+        raise RequestError(f"{param}: {message}" if param else message, param=param, code=code) from None
+
+
+def _check_sizes(raw: dict[str, Any]) -> None:
+    # An error that repeats a number of thousands of digits helps nobody, and Python refuses to write some.
+    for name, value in raw.items():
+        if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            text = f"{name[:40]} is a number of {value.bit_length()} bits, and the limit is {_MAX_BITS}"
+            raise RequestError(text, param=name[:40], code="invalid_type")
+
+
+def _reason(error: Exception) -> str:
+    match error:
+        case RecursionError():
+            return "it is nested too deeply"
+        case UnicodeDecodeError():
+            # where in which string is not known
+            return "a string has a byte that is not UTF-8"
+        case _:
+            return _in_words(str(error))[0]
+
+
+_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_PATH = re.compile(r" - at `(?:key in )?\$?\.?(.*?)`$")
+_TYPES = re.compile(r"`([^`]+)`")
+
+
+def _in_words(text: str) -> tuple[str, str | None]:
+    """msgspec's error in words, and its field: ('expected an integer, got text', 'max_tokens')."""
+    found = _PATH.search(text)
+    param = found.group(1).replace("[...]", "") if found else None
+    plain = text[: found.start()] if found else text
+    missing = re.fullmatch(r"Object missing required field `(.*)`", plain)
+    if missing:
+        name = missing.group(1)
+        return "it is missing", f"{param}.{name}" if param else name
+
+    def words(match: re.Match[str]) -> str:
+        kinds = [kind for kind in match.group(1).split(" | ") if kind != "null"] or ["null"]
+        return " or ".join(_WORDS.get(kind, kind) for kind in kinds)
+
+    plain = _TYPES.sub(words, plain)
+    # "JSON is malformed" keeps its capitals.
+    return plain if plain[1:2].isupper() else plain[:1].lower() + plain[1:], param or None

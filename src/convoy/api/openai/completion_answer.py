@@ -1,0 +1,176 @@
+"""/v1/completions: engine outputs as text chunks or as one completion, with the prompt echoed and scored
+where asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from msgspec import UNSET
+
+from convoy.api.openai.answers import PromptLogprobs, TextChoice, TextCompletion, TextLogprobs
+from convoy.api.openai.parsed_request import Asked
+from convoy.api.openai.token_text import Pieces, TextLogprobWriter
+from convoy.api.openai.usage import Tally
+from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
+
+
+class _Text:
+    """One choice: what came so far, and where its next token's text begins."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.writer = TextLogprobWriter(pieces)
+        self.texts: list[str] = []
+        self.tokens: list[tuple[int, TokenLogprob | None]] = []
+        self.reason: str | None = None
+        self.ended = False  # an end-of-text token was scored; it has no text
+
+
+class CompletionAnswer:
+    """Implements `Answer` for completions."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.tally = Tally(asked, "cmpl-")
+        pieces = self._pieces = Pieces(asked.model.tokenizer)
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by request
+        self._wants_logprobs = asked.requests[0].params.logprobs is not None
+        self._choices = [_Text(pieces) for _ in range(self.tally.num_choices)]
+        # Requests whose scored prompt is still to come, and what came before it.
+        self._held: dict[int, list[Output]] = {
+            index: [] for index, request in enumerate(asked.requests) if request.prompt_logprobs is not None
+        }
+
+    def opening(self) -> list[TextCompletion]:
+        """The echoed prompts that need no score from the engine."""
+        events = []
+        for index in range(len(self.tally.asked.requests)):
+            if self.tally.asked.echo and index not in self._held:
+                events += self._prompt_events(index, (None,))
+        return events
+
+    def events(self, index: int, output: Output) -> list[TextCompletion]:
+        held = self._held.get(index)
+        if held is not None and not isinstance(output, PromptOutput):
+            held.append(output)
+            return []
+        self.tally.count(output)
+        if isinstance(output, PromptOutput):
+            events = self._prompt_events(index, output.logprobs)
+            for waiting in self._held.pop(index, []):
+                events += self.events(index, waiting)
+            return events
+        if isinstance(output, TokenOutput | FinishOutput):
+            return self._answer_events(self.tally.choice_of(index, output), output)
+        return []
+
+    def add(self, index: int, output: Output) -> None:
+        self.tally.count(output)
+        if isinstance(output, PromptOutput):
+            self._held.pop(index, None)
+            if self.tally.asked.echo:
+                self._put_prompt(index, output.logprobs)
+            num_top = self.tally.asked.prompt_logprobs
+            if num_top is not None:
+                self._prompt_logprobs[index] = self._pieces.prompt_logprobs(output.logprobs, num_top)
+        elif isinstance(output, TokenOutput | FinishOutput):
+            choice = self._choices[self.tally.choice_of(index, output)]
+            choice.texts.append(self._text(choice, output))
+            if isinstance(output, FinishOutput):
+                choice.reason = "stop" if choice.ended else output.reason
+            else:
+                choice.tokens.append((output.token_id, output.logprob))
+
+    def whole(self) -> TextCompletion:
+        tally = self.tally
+        for index in range(len(tally.asked.requests)):
+            scored_by_engine = tally.asked.requests[index].prompt_logprobs is not None
+            if tally.asked.echo and not scored_by_engine:
+                self._put_prompt(index, (None,))
+        choices = [
+            TextChoice(
+                number,
+                "".join(choice.texts),
+                choice.writer.write(choice.tokens) if self._wants_logprobs else None,
+                choice.reason,
+                self._prompt_logprobs.get(number // tally.asked.num_choices, UNSET),
+            )
+            for number, choice in enumerate(self._choices)
+        ]
+        return TextCompletion(
+            id=tally.id,
+            created=tally.created,
+            model=tally.asked.model.name,
+            choices=choices,
+            usage=tally.usage,
+        )
+
+    def usage_event(self) -> TextCompletion:
+        tally = self.tally
+        return TextCompletion(
+            id=tally.id, created=tally.created, model=tally.asked.model.name, choices=[], usage=tally.usage
+        )
+
+    def _put_prompt(self, index: int, logprobs: Sequence[TokenLogprob | None]) -> None:
+        for number in self._choices_of(index):
+            choice = self._choices[number]
+            choice.texts.insert(0, self.tally.asked.prompt_texts[index])
+            if self._wants_logprobs:
+                choice.tokens[:0] = self._scored_prompt(index, logprobs)
+
+    def _prompt_events(self, index: int, logprobs: Sequence[TokenLogprob | None]) -> list[TextCompletion]:
+        text = self.tally.asked.prompt_texts[index]
+        tokens = self._scored_prompt(index, logprobs) if self._wants_logprobs else None
+        return [self._chunk(number, text, tokens) for number in self._choices_of(index)]
+
+    def _scored_prompt(
+        self, index: int, logprobs: Sequence[TokenLogprob | None]
+    ) -> list[tuple[int, TokenLogprob | None]]:
+        request = self.tally.asked.requests[index]
+        # more may have been scored for `prompt_logprobs`
+        cut = [one and replace(one, top=one.top[: request.params.logprobs]) for one in logprobs]
+        return list(zip(request.prompt_ids, cut, strict=True))
+
+    def _choices_of(self, index: int) -> range:
+        num = self.tally.asked.num_choices
+        return range(index * num, (index + 1) * num)
+
+    def _answer_events(self, number: int, output: TokenOutput | FinishOutput) -> list[TextCompletion]:
+        choice = self._choices[number]
+        text = self._text(choice, output)
+        if isinstance(output, FinishOutput):
+            return [self._chunk(number, text, None, "stop" if choice.ended else output.reason)]
+        if not text and not self._wants_logprobs:
+            return []
+        return [
+            self._chunk(number, text, [(output.token_id, output.logprob)] if self._wants_logprobs else None)
+        ]
+
+    def _text(self, choice: _Text, output: TokenOutput | FinishOutput) -> str:
+        asked = self.tally.asked
+        if (
+            asked.scoring
+            and isinstance(output, TokenOutput)
+            and output.token_id in asked.model.tokenizer.eos_ids
+        ):
+            choice.ended = True
+        return "" if choice.ended else output.text
+
+    def _chunk(
+        self,
+        number: int,
+        text: str,
+        tokens: list[tuple[int, TokenLogprob | None]] | None,
+        reason: str | None = None,
+    ) -> TextCompletion:
+        tally = self.tally
+        logprobs: TextLogprobs | None = None
+        if tokens is not None:
+            logprobs = self._choices[number].writer.write(tokens)
+        return TextCompletion(
+            id=tally.id,
+            created=tally.created,
+            model=tally.asked.model.name,
+            choices=[TextChoice(number, text, logprobs, reason)],
+            usage=tally.event_usage,
+        )

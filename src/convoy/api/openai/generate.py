@@ -1,0 +1,185 @@
+"""The two endpoints that generate: read, translate, submit, and answer as a stream or as one body."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from convoy.api.body.intake import Intake, Upload, most_body_bytes
+from convoy.api.body.read_body import read_body
+from convoy.api.engine_stream import Batch, Generation
+from convoy.api.exchange import Exchange
+from convoy.api.keys.key_use import RequestUse
+from convoy.api.keys.keys import Caller
+from convoy.api.keys.repeats import Repeats
+from convoy.api.lifecycle import Lifecycle
+from convoy.api.listen.options import ServeOptions
+from convoy.api.openai.bodies import Body, ChatBody, decode_body
+from convoy.api.openai.parsed_request import Asked
+from convoy.api.openai.usage import Answer
+from convoy.api.problem import body_for
+from convoy.api.service import Service
+from convoy.api.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, STREAM, Span
+from convoy.engine.outputs import ErrorOutput, FinishOutput
+from convoy.errors import ConvoyError, Unavailable
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Generate(Generic[Body]):
+    """An ASGI endpoint; `guard.Guard` turns what it raises into an answer while nothing has been sent."""
+
+    service: Service
+    options: ServeOptions
+    lifecycle: Lifecycle
+    intake: Intake
+    repeats: Repeats
+    body: type[Body]
+    translate: Callable[[Body, Service, ServeOptions, bytes], Asked]
+    answer: Callable[[Asked], Answer]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
+        exchange: Exchange = scope["convoy.exchange"]
+        caller: Caller = scope["convoy.caller"]
+        with self.lifecycle.answering(), caller.use.begin() as use:
+            headers = Headers(scope=scope)
+            chat = self.body is ChatBody
+            max_bytes = most_body_bytes(self.service.models, self.options, chat=chat)
+            parent = headers.get("traceparent", "")
+            upload = self.intake.upload(caller.name)
+            try:
+                data = await read_body(headers, receive, self.options, upload=upload, max_bytes=max_bytes)
+                mark = self.repeats.check(caller.name, self.body.__name__, data)
+                upload.keep(data)
+                # Held twice, a long body would outlive its place.
+                del data
+                with self.repeats.noting(mark):
+                    await exchange.while_connected(self._run(upload, exchange, parent, caller, use))
+            finally:
+                upload.leave()
+
+    async def _run(
+        self, upload: Upload, exchange: Exchange, parent: str, caller: Caller, use: RequestUse
+    ) -> None:
+        began_s = time.monotonic()
+        asked = await self.intake.read(upload, partial(self._prepare, salt=caller.salt))
+        read_s = time.monotonic() - began_s
+        use.hold(asked.num_prompt_tokens, asked.most_tokens)
+        answer = self.answer(asked)
+        generation = Generation(asked.model.engine, asked.requests)
+        kind = "chat" if self.body is ChatBody else "completion"
+        span = self.options.traces.begin(kind, asked.model.name, parent, read_s)
+        try:
+            with self.lifecycle.running(generation):
+                async with generation:
+                    use.used(asked.num_prompt_tokens, 0, 0)
+                    if asked.stream:
+                        await self._stream(exchange, generation, answer)
+                    else:
+                        await self._whole(exchange, generation, answer)
+            exchange.outcome = exchange.outcome or "complete"
+        except BaseException as error:
+            gone = isinstance(error, asyncio.CancelledError)
+            exchange.outcome = "client gone" if gone else type(error).__name__
+            raise
+        finally:
+            _settle(use, answer)
+            _report(exchange, answer, began_s)
+            if self.options.traces.is_on:
+                _end_span(span, exchange, answer, began_s, read_s)
+
+    def _prepare(self, data: bytes, *, salt: bytes) -> Asked:
+        return self.translate(decode_body(data, self.body), self.service, self.options, salt)
+
+    async def _whole(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
+        async for batch in generation.batches(self.options.heartbeat_s):
+            _raise_error(batch)
+            for index, output in batch:
+                answer.add(index, output)
+        # A scored prompt has thousands of tokens to spell out.
+        body = await self.intake.short.run(answer.whole)
+        await exchange.send_json(200, body)
+
+    async def _stream(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
+        try:
+            async for batch in generation.batches(self.options.heartbeat_s):
+                _raise_error(batch)
+                if not exchange.status:
+                    await exchange.start_events()
+                    await exchange.send_events(answer.opening())
+                events = [event for index, output in batch for event in answer.events(index, output)]
+                await exchange.send_events(events, b"" if batch else b": still here\n\n")
+        except ConvoyError as error:
+            if not exchange.status:
+                raise
+            # No finish reason and no [DONE]: a broken answer must not look like a complete one.
+            exchange.outcome = type(error).__name__
+            await exchange.send_events([body_for(error)])
+            await exchange.end_events()
+            return
+        if answer.tally.asked.include_usage:
+            await exchange.send_events([answer.usage_event()])
+        await exchange.send_events([], b"data: [DONE]\n\n")
+        await exchange.end_events()
+
+
+def _raise_error(batch: Batch) -> None:
+    for _, output in batch:
+        if isinstance(output, ErrorOutput):
+            raise output.error
+        if isinstance(output, FinishOutput) and output.reason == "abort":
+            text = "the request was aborted before the answer was complete"
+            raise Unavailable(text, public=text)
+
+
+def _settle(use: RequestUse, answer: Answer) -> None:
+    """What an answer came to, also one that broke; a request that never ran used nothing."""
+    tally = answer.tally
+    if tally.first_token_s is not None:
+        use.used(tally.asked.num_prompt_tokens, tally.cached_tokens, tally.completion_tokens)
+
+
+def _report(exchange: Exchange, answer: Answer, began_s: float) -> None:
+    """One line per generation: counts and times, no text, no token ids."""
+    tally, now_s = answer.tally, time.monotonic()
+    first_s = f"{tally.first_token_s - began_s:.3f}" if tally.first_token_s is not None else "-"
+    _log.info(
+        "generation request=%s key=%s outcome=%s prompts=%d choices=%d prompt_tokens=%d "
+        "completion_tokens=%d first_s=%s total_s=%.3f",
+        exchange.id,
+        exchange.caller or "-",
+        exchange.outcome,
+        len(tally.asked.requests),
+        tally.num_choices,
+        tally.asked.num_prompt_tokens,
+        tally.completion_tokens,
+        first_s,
+        now_s - began_s,
+    )
+
+
+def _end_span(span: Span, exchange: Exchange, answer: Answer, began_s: float, read_s: float) -> None:
+    """Reading (the body into tokens), waiting for a step, prefill to the first token, and decoding."""
+    tally, end_s = answer.tally, time.monotonic() - began_s
+    asked = tally.asked
+    span.note({"convoy.request.id": exchange.id, STREAM: asked.stream, "convoy.choices": tally.num_choices})
+    span.note({MAX_TOKENS: sum(one.max_tokens * one.num_choices for one in asked.requests)})
+    span.note({INPUT_TOKENS: asked.num_prompt_tokens, OUTPUT_TOKENS: tally.completion_tokens})
+    span.part("read", 0.0, read_s)
+    if tally.first_token_s is not None:
+        first_s = tally.first_token_s - began_s
+        span.note({FIRST_S: first_s})
+        queued_s = min(first_s, read_s + tally.queued_s)
+        span.part("queue", read_s, queued_s)
+        span.part("prefill", queued_s, first_s)
+        span.part("decode", first_s, end_s)
+    span.end(exchange.outcome)

@@ -1,0 +1,383 @@
+"""From a body to what the engine is asked: limits checked, text made into token ids, choices counted.
+
+Tokenising a large body takes a while, so the server calls these on a thread of their own.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from convoy.api.listen.options import ServeOptions
+from convoy.api.openai.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, StreamOptions
+from convoy.api.service import ServedModel, Service, Tokenizer
+from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.restrictions import check_restrictions
+from convoy.errors import RequestError
+from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+
+ROLES = ("system", "developer", "user", "assistant")
+MAX_STOPS = 16
+MAX_BAD_WORDS = 128  # as many as vLLM takes
+MAX_BAD_WORD_CHARS = 256
+_NO_LIMIT = -1  # of max_tokens: as if it was not given
+# No leading zeros, so that two keys never name the same token; and no more digits than an id can have.
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One HTTP request as the engine sees it: a `GenerationRequest` per prompt, choices numbered prompt-
+    major.
+
+    ``prompt_texts`` has the text of each prompt where it is to be echoed. ``scoring``: echo, log-
+    probabilities and a single token, which is how benchmarks score a prompt; then that token always has an
+    entry, end of text included.
+    """
+
+    model: ServedModel
+    requests: tuple[GenerationRequest, ...]
+    num_choices: int  # per prompt
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    prompt_texts: tuple[str, ...] = ()
+    scoring: bool = False
+    prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt
+
+    @property
+    def echo(self) -> bool:
+        return bool(self.prompt_texts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self.requests)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of prompts and answers together, if every answer has its full length."""
+        answers = sum(request.max_tokens * request.num_choices for request in self.requests)
+        return self.num_prompt_tokens + answers
+
+
+def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: bytes) -> Asked:
+    """``salt``: of the caller's key. Raises `RequestError` or `UnknownModel`."""
+    model = service.model(body.model)
+    if not body.messages:
+        raise RequestError("messages is empty, expected at least one message", param="messages")
+    _check_messages(body.messages, options)
+    messages = [
+        {"role": _role(message, index), "content": _content(message, index)}
+        for index, message in enumerate(body.messages)
+    ]
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    _check_range("top_logprobs", body.top_logprobs, 0, MAX_LOGPROBS)
+    params = _params(body, (body.top_logprobs or 0) if body.logprobs else None)
+    max_tokens = _max_tokens(body, body.max_completion_tokens)
+    prompt_ids = model.tokenizer.encode_chat(messages, max_tokens=model.max_context)
+    return _read(body, model, options, prompts=[prompt_ids], params=params, max_tokens=max_tokens, salt=salt)
+
+
+def read_completion(body: CompletionBody, service: Service, options: ServeOptions, salt: bytes) -> Asked:
+    """``salt``: of the caller's key. Raises `RequestError` or `UnknownModel`."""
+    model = service.model(body.model)
+    _check_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+    params = _params(body, body.logprobs)
+    max_tokens = _max_tokens(body, None)
+    room = model.max_context
+    prompts = _prompts(body.prompt, options, room)
+    encode = partial(model.tokenizer.encode, max_tokens=room)
+    ids = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    texts: tuple[str, ...] = ()
+    if body.echo:
+        texts = tuple(p if isinstance(p, str) else model.tokenizer.decode(p) for p in prompts)
+    return _read(
+        body, model, options, prompts=ids, params=params, max_tokens=max_tokens, texts=texts, salt=salt
+    )
+
+
+def _read(
+    body: GenerationBody,
+    model: ServedModel,
+    options: ServeOptions,
+    *,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    max_tokens: int | None,
+    salt: bytes,
+    texts: tuple[str, ...] = (),
+) -> Asked:
+    params.check_vocabulary(model.tokenizer.vocab_size)
+    asked = _stream_options(body)
+    _check_prompt_logprobs(body)
+    scored = bool(texts) and params.logprobs is not None
+    scoring = scored and max_tokens == 1
+    shared = _shared(body, model, options, params, max_tokens=max_tokens, scored=scored, salt=salt)
+    shared = replace(shared, ignore_eos=shared.ignore_eos or scoring)
+    requests = tuple(_with_prompt(shared, ids, model) for ids in prompts)
+    return Asked(
+        model=model,
+        requests=requests,
+        num_choices=shared.num_choices,
+        stream=bool(body.stream),
+        include_usage=asked.include_usage,
+        continuous_usage=asked.continuous_usage_stats,
+        prompt_texts=texts,
+        scoring=scoring and not body.ignore_eos,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+
+
+def _check_messages(messages: Sequence[ChatMessage], options: ServeOptions) -> None:
+    num_parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
+    for count, what in ((len(messages), "messages"), (num_parts, "parts of content")):
+        if count > options.max_messages:
+            raise RequestError(
+                f"messages has {count} {what}, and the limit is {options.max_messages}", param="messages"
+            )
+
+
+def _shared(
+    body: GenerationBody,
+    model: ServedModel,
+    options: ServeOptions,
+    params: SamplingParams,
+    *,
+    max_tokens: int | None,
+    scored: bool,
+    salt: bytes,
+) -> GenerationRequest:
+    """Return what the requests of all prompts have in common; `_with_prompt` adds the rest."""
+    return GenerationRequest(
+        prompt_ids=(),
+        params=params,
+        max_tokens=max_tokens or 0,
+        open_ended=max_tokens is None,
+        stop=_stops(body.stop),
+        ignore_eos=bool(body.ignore_eos),
+        num_choices=_num_choices(body, options),
+        prompt_logprobs=_most(params.logprobs if scored else None, body.prompt_logprobs),
+        cache_salt=_salt(salt, body.cache_salt),
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        allowed_token_ids=_allowed(body.allowed_token_ids),
+        bad_words=_bad_words(body.bad_words, model.tokenizer),
+    )
+
+
+def _with_prompt(shared: GenerationRequest, ids: list[int], model: ServedModel) -> GenerationRequest:
+    max_tokens = _room(model, len(ids)) if shared.open_ended else shared.max_tokens
+    request = replace(shared, prompt_ids=tuple(ids), max_tokens=max_tokens)
+    check_restrictions(request, model.tokenizer.eos_ids, model.tokenizer.vocab_size)
+    return request
+
+
+def _role(message: ChatMessage, index: int) -> str:
+    if message.role not in ROLES:
+        raise RequestError(
+            f"messages[{index}].role is {message.role[:40]!r}, expected one of: {', '.join(ROLES)}",
+            param=f"messages[{index}].role",
+        )
+    return "system" if message.role == "developer" else message.role
+
+
+def _content(message: ChatMessage, index: int) -> str:
+    where = f"messages[{index}].content"
+    if message.content is None and message.role == "assistant":
+        return ""  # OpenAI's form of a turn without text
+    if message.content is None:
+        raise RequestError(f"{where} is missing, expected text or a list of parts", param=where)
+    if isinstance(message.content, str):
+        return message.content
+    texts = []
+    for number, part in enumerate(message.content):
+        if part.type != "text":
+            raise RequestError(
+                f"{where}[{number}].type is {part.type[:40]!r}, and this server takes only 'text'",
+                param=f"{where}[{number}].type",
+                code="unsupported_parameter",
+            )
+        if part.text is None:
+            raise RequestError(f"{where}[{number}].text is missing", param=f"{where}[{number}].text")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def _prompts(prompt: str | list[Any] | None, options: ServeOptions, room: int) -> list[str | list[int]]:
+    """A text, a list of token ids, or a list of either, as a list of prompts."""
+    if prompt is None:
+        raise RequestError("prompt is missing, expected text, token ids or a list of either", param="prompt")
+    # Before each item is looked at.
+    if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
+        _check_room(len(prompt), room)
+    whole = isinstance(prompt, str) or (bool(prompt) and all(type(item) is int for item in prompt))
+    prompts = [prompt] if whole else list(prompt)
+    if not prompts:
+        raise RequestError("prompt is empty, expected at least one token", param="prompt")
+    if len(prompts) > options.max_prompts:
+        raise RequestError(
+            f"prompt has {len(prompts)} prompts, and the limit is {options.max_prompts}", param="prompt"
+        )
+    for index, item in enumerate(prompts):
+        where = "prompt" if whole else f"prompt[{index}]"
+        if isinstance(item, list):
+            _check_room(len(item), room)
+        if not isinstance(item, str | list) or any(
+            type(token) is not int for token in (item if isinstance(item, list) else ())
+        ):
+            raise RequestError(
+                f"{where} is neither text nor a list of token ids", param=where, code="invalid_type"
+            )
+        if not item:
+            raise RequestError(f"{where} is empty, expected at least one token", param=where)
+    return prompts
+
+
+def _params(body: GenerationBody, logprobs: int | None) -> SamplingParams:
+    given = {
+        name: value
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+        if (value := getattr(body, name)) is not None
+    }
+    seed = secrets.randbits(63) if body.seed is None else body.seed
+    return SamplingParams(**given, seed=seed, logit_bias=_bias(body.logit_bias), logprobs=logprobs)
+
+
+def _bias(given: dict[str, float] | None) -> dict[int, float]:
+    bias = {}
+    if given is not None and len(given) > MAX_LOGIT_BIAS:
+        # `SamplingParams` checks that too, of numbers that are made here.
+        raise RequestError(
+            f"logit_bias has {len(given)} entries, expected at most {MAX_LOGIT_BIAS}", param="logit_bias"
+        )
+    for key, value in (given or {}).items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise RequestError(
+                f"logit_bias has the key {key[:40]!r}, expected a token id", param="logit_bias"
+            )
+        bias[int(key)] = value
+    return bias
+
+
+def _max_tokens(body: GenerationBody, newer: int | None) -> int | None:
+    older = None if body.max_tokens == _NO_LIMIT else body.max_tokens
+    newer = None if newer == _NO_LIMIT else newer
+    for name, value in (("max_tokens", older), ("max_completion_tokens", newer)):
+        if value is not None and value < 1:
+            raise RequestError(
+                f"{name} is {value}, expected at least 1, or {_NO_LIMIT} for no limit", param=name
+            )
+    if newer is not None and older is not None and newer != older:
+        raise RequestError(
+            f"max_completion_tokens is {newer} and max_tokens is {older}, expected one of them",
+            param="max_completion_tokens",
+        )
+    return older if newer is None else newer
+
+
+def _room(model: ServedModel, num_prompt: int) -> int:
+    """Tokens left for an answer whose length was not given."""
+    room = model.max_context
+    _check_room(num_prompt + 1, room, num_prompt)
+    return room - num_prompt
+
+
+def _check_room(num_needed: int, room: int, num_prompt: int | None = None) -> None:
+    if num_needed > room:
+        num_prompt = num_needed if num_prompt is None else num_prompt
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but a request may use {room} with its answer",
+            param="prompt",
+            code="context_length_exceeded",
+            hint="shorten the prompt",
+        )
+
+
+def _num_choices(body: GenerationBody, options: ServeOptions) -> int:
+    _check_range("n", body.n, 1, options.max_choices)
+    return 1 if body.n is None else body.n
+
+
+def _stream_options(body: GenerationBody) -> StreamOptions:
+    if body.stream_options is not None and not body.stream:
+        raise RequestError("stream_options needs stream to be true", param="stream_options")
+    return body.stream_options or StreamOptions()
+
+
+def _salt(own: bytes, asked: str | None) -> bytes:
+    """Of the caller's API key: who has another key cannot see by its times what this one asked. ``asked``
+    divides further, among those who come with one key.
+    """
+    return own if asked is None else hmac.digest(own or b"no key", asked.encode(), "sha256")
+
+
+def _stops(given: str | list[str] | None) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop has {len(stops)} strings, and the limit is {MAX_STOPS}", param="stop")
+    if "" in stops:
+        raise RequestError("stop has an empty string, expected at least one character", param="stop")
+    return stops
+
+
+def _allowed(given: list[int] | None) -> tuple[int, ...]:
+    if given == []:
+        raise RequestError(
+            "allowed_token_ids is empty, expected at least one token id", param="allowed_token_ids"
+        )
+    return tuple(given or ())
+
+
+def _bad_words(given: list[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word, and of the same word behind a space where that is another first token.
+
+    This is what vLLM does: a word is banned at the beginning of a text and within it.
+    """
+    if len(given or ()) > MAX_BAD_WORDS:
+        raise RequestError(
+            f"bad_words has {len(given or ())} words, and the limit is {MAX_BAD_WORDS}", param="bad_words"
+        )
+    found: dict[tuple[int, ...], None] = {}
+    for index, given_word in enumerate(given or ()):
+        word, where = given_word.lstrip(), f"bad_words[{index}]"
+        if len(given_word) > MAX_BAD_WORD_CHARS:
+            text = f"{where} has {len(given_word)} characters, and the limit is {MAX_BAD_WORD_CHARS}"
+            raise RequestError(text, param=where)
+        plain = tuple(tokenizer.encode_word(word))
+        if not plain:
+            raise RequestError(f"{where} has no token, expected a word", param=where)
+        spaced = tuple(tokenizer.encode_word(" " + word))
+        found[plain] = None
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found[spaced] = None
+    return tuple(found)
+
+
+def _check_prompt_logprobs(body: GenerationBody) -> None:
+    _check_range("prompt_logprobs", body.prompt_logprobs, 0, MAX_LOGPROBS)
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
+
+
+def _most(first: int | None, second: int | None) -> int | None:
+    given = [count for count in (first, second) if count is not None]
+    return max(given) if given else None
+
+
+def _check_range(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise RequestError(f"{name} is {value}, expected {low} to {high}", param=name)

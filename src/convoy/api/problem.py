@@ -1,0 +1,119 @@
+"""Errors as clients see them: one table from error class to HTTP status, one OpenAI-shaped body."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from convoy import errors
+from convoy.api import refusals
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a class of errors is answered.
+
+    Without ``shown``, the error's message stays inside: a peer may have written some of it. What is sent is
+    its ``public`` text, or else ``text``.
+    """
+
+    status: int
+    type: str
+    code: str | None = None
+    text: str = ""
+    shown: bool = True
+
+
+_INVALID = "invalid_request_error"
+_INTERNAL = Answer(500, "server_error", "internal_error", "the server met an internal error", shown=False)
+
+# The nearest class of an error's bases decides. What an operator got wrong is no client's fault: 500, without
+# the text.
+ANSWERS: dict[type[Exception], Answer] = {
+    errors.InputError: _INTERNAL,
+    errors.RequestError: Answer(400, _INVALID),
+    refusals.UnknownModel: Answer(404, _INVALID, "model_not_found"),
+    refusals.UnknownPath: Answer(404, _INVALID, "not_found"),
+    refusals.WrongMethod: Answer(405, _INVALID, "method_not_allowed"),
+    refusals.Unauthenticated: Answer(401, "authentication_error", "invalid_api_key"),
+    refusals.Forbidden: Answer(403, "permission_error", "forbidden"),
+    refusals.BodyTooLong: Answer(413, _INVALID, "body_too_long"),
+    refusals.BodyTooSlow: Answer(408, _INVALID, "body_timeout"),
+    refusals.WrongMediaType: Answer(415, _INVALID, "unsupported_media_type"),
+    refusals.NotHttp: Answer(400, _INVALID, "not_http"),
+    refusals.HeaderTooLong: Answer(431, _INVALID, "header_too_long"),
+    refusals.Conflict: Answer(409, _INVALID, "idempotency_conflict"),
+    refusals.NoBalance: Answer(402, "insufficient_quota", "insufficient_quota"),
+    refusals.RateLimited: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
+    refusals.RepeatedRequest: Answer(429, "rate_limit_error", "context_length_exceeded"),
+    errors.CapacityError: Answer(503, "server_error", "no_capacity"),
+    errors.PlanError: Answer(503, "server_error", "no_capacity", "no plan fits the members", shown=False),
+    errors.QueueFull: Answer(429, "rate_limit_error", "queue_full"),
+    errors.PeerError: Answer(
+        503, "server_error", "peer_failed", "a member of the cluster failed", shown=False
+    ),
+    errors.Unavailable: Answer(
+        503, "server_error", "unavailable", "the request cannot be served now", shown=False
+    ),
+    errors.NotReady: Answer(503, "server_error", "not_ready", "no token passes every stage now", shown=False),
+    errors.Draining: Answer(503, "server_error", "draining"),
+    errors.StageLost: Answer(503, "server_error", "stage_lost", "a stage of the model was lost", shown=False),
+    errors.LinkClosed: Answer(
+        503, "server_error", "peer_failed", "a member of the cluster left", shown=False
+    ),
+    errors.SelfCheckError: _INTERNAL,
+}
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every answer that is not 2xx, and the last event of a stream that broke."""
+
+    error: ErrorDetail
+
+
+def answer_for(error: BaseException) -> Answer:
+    """The row for ``error``; anything unforeseen is an internal error."""
+    for base in type(error).__mro__:
+        if base in ANSWERS:
+            return ANSWERS[base]
+    return _INTERNAL
+
+
+def body_for(error: BaseException) -> ErrorBody:
+    """The error as a client may see it."""
+    answer = answer_for(error)
+    message = getattr(error, "public", None) or answer.text
+    if answer.shown and isinstance(error, errors.ConvoyError):
+        message = f"{error.message} ({error.hint})" if error.hint else error.message
+    param, code = None, answer.code
+    if isinstance(error, errors.RequestError):
+        param, code = error.param, error.code or answer.code
+    return ErrorBody(ErrorDetail(message, answer.type, param, code))
+
+
+def headers_for(error: BaseException) -> dict[str, str]:
+    """Headers that belong to the status."""
+    status = answer_for(error).status
+    headers = {}
+    if status in {429, 503}:
+        wait_s = getattr(error, "retry_after_s", None) or (1 if status == 429 else 5)
+        headers["retry-after"] = str(math.ceil(wait_s))
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, refusals.WrongMethod):
+        headers["allow"] = error.allow
+    # What is left of an unread body must not be taken for the next request.
+    if status in {408, 413, 431} or isinstance(error, errors.Draining | refusals.NotHttp):
+        headers["connection"] = "close"
+    return headers

@@ -1,0 +1,375 @@
+"""From options to a listening server, and from a signal to an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from convoy.api.app import make_app
+from convoy.api.ending import end_within
+from convoy.api.lifecycle import Lifecycle
+from convoy.api.listen.abortable import AbortableSocket
+from convoy.api.listen.acceptor import Acceptor
+from convoy.api.listen.http_limits import HttpLimits
+from convoy.api.listen.http_protocol import BoundedHttp, BoundedLogger
+from convoy.api.listen.kept import keeping_place
+from convoy.api.listen.options import ServeOptions
+from convoy.api.listen.paths import at_plain_path
+from convoy.api.listen.tls import check_certificate, load_certificate
+from convoy.api.service import Service
+from convoy.errors import ConfigError
+from convoy.transport.listen.places import Place, Places
+
+_log = logging.getLogger(__name__)
+
+
+class Stop:
+    """Asks a running server to end, from any thread or a signal handler: first to drain, the second time at
+    once.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a signal may come while its own thread holds it
+        self._num_requests = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reload: Callable[[], None] | None = None
+        self.drain = asyncio.Event()
+        self.now = asyncio.Event()
+
+    def request(self) -> None:
+        with self._lock:
+            self._num_requests += 1
+            event = self.drain if self._num_requests == 1 else self.now
+            if self._loop is None:
+                event.set()
+            elif not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(event.set)
+
+    def request_now(self) -> None:
+        """Both at once."""
+        self.request()
+        self.request()
+
+    def request_reload(self) -> bool:
+        """Read keys and certificates again, soon; whether there is anything to read."""
+        with self._lock:
+            if self._reload is None or self._loop is None or self._loop.is_closed():
+                return False
+            self._loop.call_soon_threadsafe(self._reload)
+            return True
+
+    def attach(self, loop: asyncio.AbstractEventLoop, reload: Callable[[], None] | None = None) -> None:
+        """From here on events are set on ``loop``, and ``reload`` is called there; earlier requests count."""
+        with self._lock:
+            self._loop = loop
+            self._reload = reload
+
+
+def bind(options: ServeOptions, *, option: str = "--port", step: int = 1) -> socket.socket:
+    """A listening socket. Raises `ConfigError` naming host and port if they are not to be had.
+
+    ``option`` names the port on the command line, and ``step`` leads to the next that may be free.
+    """
+    where = f"{options.host}:{options.port}"
+    try:
+        infos = socket.getaddrinfo(
+            options.host.strip("[]"), options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}") from error
+    family, kind, protocol, _, address = sorted(infos, key=lambda info: info[0] != socket.AF_INET)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # A port whose last connections linger is free; one that somebody listens on is not.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {options.port} on {options.host} is taken",
+                hint=f"{option} {(options.port + step - 1) % 65535 + 1}, or stop what listens there",
+            ) from error
+        raise ConfigError(
+            f"cannot listen on {where}: {(error.strerror or str(error)).lower()}",
+            hint=f"--host wants an address of this machine, and {option} one that you may listen on",
+        ) from error
+    return listener
+
+
+def run_server(
+    service: Service,
+    options: ServeOptions,
+    *,
+    on_ready: Callable[[str], None] | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+    on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
+    stop: Stop | None = None,
+) -> int:
+    """Serve until `Stop.request`, SIGTERM or SIGINT (on the main thread), then drain for ``options.drain_s``.
+
+    ``on_ready`` is called with the base URL (``http://127.0.0.1:8000``), on a thread of its own, once
+    requests are answered; what it raises ends the server. ``on_stop`` is called, on a thread too, once a stop
+    was asked for and while requests are still taken. ``on_drain`` is called once no more are taken, with
+    how many answers are under way, if any, and the seconds they have. A second
+    signal ends it at once. Returns how many answers were cut off by then. Raises `ConfigError` before
+    anything is served.
+    """
+    options.check()
+    stop = stop or Stop()
+    with (
+        bind(options) as listening,
+        asyncio.Runner(loop_factory=loop_factory()) as runner,
+        signals(stop),
+    ):
+        return runner.run(
+            _serve(
+                *(service, options, listening, stop), on_ready=on_ready, on_stop=on_stop, on_drain=on_drain
+            )
+        )
+
+
+async def _serve(
+    service: Service,
+    options: ServeOptions,
+    listener: socket.socket,
+    stop: Stop,
+    *,
+    on_ready: Callable[[str], None] | None,
+    on_stop: Callable[[], None],
+    on_drain: Callable[[int, float], None],
+) -> int:
+    lifecycle = Lifecycle()
+    app = make_app(service, options, lifecycle)
+    server = HttpServer(app, tls=options.tls, limits=options.limits)
+    url = url_of(options.host, listener, tls=options.tls is not None)
+    ready = None if on_ready is None else partial(on_ready, url)
+    _log.info("listening url=%s authenticated=%s", url, options.keys is not None)
+
+    def reload() -> None:
+        server.reload_tls()
+        if options.keys is not None:
+            options.keys.reload()
+
+    return await serve_until_stopped(
+        [(server, listener)],
+        *(lifecycle, stop, options.drain_s),
+        on_ready=ready,
+        on_stop=on_stop,
+        on_drain=on_drain,
+        reload=None if options.keys is None and options.tls is None else reload,
+    )
+
+
+async def serve_until_stopped(
+    servers: Sequence[tuple[HttpServer, socket.socket]],
+    lifecycle: Lifecycle,
+    stop: Stop,
+    drain_s: float,
+    *,
+    on_ready: Callable[[], None] | None = None,
+    on_stop: Callable[[], None] = lambda: None,
+    on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
+    reload: Callable[[], None] | None = None,
+) -> int:
+    """Serve on every listener until ``stop``, then drain; how many answers were cut off by then.
+
+    ``on_ready``, ``on_stop`` and ``on_drain``: as in `run_server`. ``reload``: what SIGHUP asks for.
+    """
+    loop = asyncio.get_running_loop()
+    stop.attach(loop, reload)
+    serving = [loop.create_task(server.serve(sockets=[listener])) for server, listener in servers]
+    try:
+        for server, _ in servers:
+            await first_of(server.ready.wait(), *serving)
+        if on_ready is not None:
+            announcing = loop.run_in_executor(None, on_ready)
+            await first_of(stop.drain.wait(), *serving, announcing)
+            if announcing.done():
+                announcing.result()
+        await first_of(stop.drain.wait(), *serving)
+        await first_of(loop.run_in_executor(None, on_stop), stop.now.wait())
+        lifecycle.draining = True
+        _log.info("draining drain_s=%g", drain_s)
+        if lifecycle.num_answers:
+            on_drain(lifecycle.num_answers, drain_s)
+        return await drain(lifecycle, stop, drain_s)
+    finally:
+        for server, _ in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
+        _log.info("closed")
+
+
+async def drain(lifecycle: Lifecycle, stop: Stop, drain_s: float) -> int:
+    """Until the last answer is out, ``drain_s`` is over or a second stop comes; then cut what is left.
+
+    Returns how many that were.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            await first_of(lifecycle.wait_idle(), stop.now.wait())
+    return lifecycle.cut()
+
+
+async def first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
+    """Until one of them is done; coroutines that are not are cancelled, futures go on."""
+    tasks = [asyncio.ensure_future(one) for one in awaited]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task, one in zip(tasks, awaited, strict=True):
+            if task is not one:
+                task.cancel()
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its own idea of signals, and with an event when it is up."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        max_socket_bytes: int = 0,
+        tls: tuple[str, str] | None = None,
+        limits: HttpLimits | None = None,
+    ) -> None:
+        """``max_socket_bytes``: of a WebSocket's message; 0: there are none. ``tls``: certificate and key."""
+        certificate, key = tls or (None, None)
+        self._limits = limits or HttpLimits()
+        self._log = BoundedLogger()
+        self.places = Places(self._limits.fit(), self._limits.header_timeout_s, self._limits.clock)
+        config = uvicorn.Config(
+            at_plain_path(keeping_place(app)),
+            lifespan="off",
+            ws=AbortableSocket if max_socket_bytes else "none",
+            ws_max_size=max_socket_bytes,
+            ws_per_message_deflate=False,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        super().__init__(config)
+        self._tls = tls
+        self.ready = asyncio.Event()
+
+    def reload_tls(self) -> None:
+        """Show new connections the certificate as its files have it now; a wrong one is logged."""
+        if self._tls is None or self.config.ssl is None:
+            return
+        try:
+            check_certificate(self._tls)
+            load_certificate(self.config.ssl, self._tls)
+        except ConfigError as error:
+            _log.warning("the certificate stays as it was: %s", error.message)
+        else:
+            _log.info("certificate read again file=%s", self._tls[0])
+
+    def capture_signals(self) -> Any:
+        return nullcontext()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self.servers = [self._accept_on(listener) for listener in sockets or ()]  # type: ignore[misc]
+        self.started = True
+        self.ready.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        self.places.expire()
+        self._log.quiet.flush()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        self._log.quiet.flush(everything=True)
+
+    def _accept_on(self, listener: socket.socket) -> Acceptor:
+        return Acceptor(
+            listener,
+            self.places,
+            self._protocol,
+            tls=self.config.ssl,
+            handshake_s=self._limits.header_timeout_s,
+        )
+
+    def _protocol(self, place: Place) -> BoundedHttp:
+        return BoundedHttp(
+            self.config, self.server_state, {}, limits=self._limits, place=place, log=self._log
+        )
+
+
+@contextmanager
+def signals(stop: Stop) -> Iterator[None]:
+    """Handle signals while this lasts; elsewhere than on the main thread nothing is changed.
+
+    SIGTERM and SIGINT ask for a stop. From the second one on, the process ends within `ending.END_S`,
+    whatever its threads do. SIGHUP reads keys and certificates again. Where the terminal has gone or there
+    is nothing to read, SIGHUP asks for a stop too.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    count = itertools.count(1)
+
+    def asked(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        stop.request()
+        if next(count) > 1:
+            end_within()
+
+    terminal = next((number for number in range(3) if _is_terminal(number)), None)
+
+    def hung_up(number: int, frame: FrameType | None) -> None:
+        closed = terminal is not None and not _is_terminal(terminal)
+        if closed or not stop.request_reload():
+            asked(number, frame)
+
+    handlers = {signal.SIGTERM: asked, signal.SIGINT: asked, signal.SIGHUP: hung_up}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_terminal(descriptor: int) -> bool:
+    try:
+        return os.isatty(descriptor)
+    except OSError:
+        return False
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    return uvloop.new_event_loop
+
+
+def url_of(host: str, listener: socket.socket, *, tls: bool = False) -> str:
+    port = listener.getsockname()[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - shown, not bound
+    if ":" in shown and not shown.startswith("["):
+        shown = f"[{shown}]"
+    return f"{'https' if tls else 'http'}://{shown}:{port}"

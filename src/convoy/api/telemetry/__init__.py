@@ -1,0 +1,1 @@
+"""Metrics of the HTTP server, and the export of traces over OTLP."""

@@ -1,0 +1,43 @@
+"""``GET /metrics`` of a server: what its parts say of themselves at that moment, in Prometheus' text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import anyio.to_thread
+from starlette.requests import Request
+from starlette.responses import Response
+
+from convoy.api.keys.keys import Caller
+from convoy.api.lifecycle import Lifecycle
+from convoy.cluster.metrics.families import CONTENT_TYPE_LATEST, Metric, Source, gauge, text_of
+
+OfCaller = Callable[[Caller], Iterable[Metric]]
+
+
+class Metrics:
+    """An endpoint; the door before it decides who may read. ``sources`` are asked on a thread.
+
+    ``of_caller`` yields what depends on the reader.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], lifecycle: Lifecycle, of_caller: OfCaller | None = None
+    ) -> None:
+        self._sources = (*sources, lambda: http_families(lifecycle))
+        self._of_caller = of_caller
+
+    async def answer(self, request: Request) -> Response:
+        sources = self._sources
+        if self._of_caller is not None:
+            sources = (*sources, partial(self._of_caller, request.scope["convoy.caller"]))
+        text = await anyio.to_thread.run_sync(text_of, sources)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST, "cache-control": "no-store"})
+
+
+def http_families(lifecycle: Lifecycle) -> Iterator[Metric]:
+    """Of the server itself."""
+    answers, draining = lifecycle.num_answers, int(lifecycle.draining)
+    yield gauge("convoy_http_answers", "Requests that are being answered.", [({}, answers)])
+    yield gauge("convoy_draining", "1 once no more requests are taken.", [({}, draining)])

@@ -1,0 +1,1 @@
+"""A coordinator's dispatcher over thousands of simulated providers, scenario by scenario."""

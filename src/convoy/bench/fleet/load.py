@@ -1,0 +1,144 @@
+"""The load of `convoy bench providers`: so many requests at once, each asked once, and what came back."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from convoy.bench.fleet.scenario import Asked, Scenario
+from convoy.errors import PeerUnreachable
+
+CLIENT_S = 300.0  # how long a client waits for an answer's next byte
+_TIMING = ": timing "
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back for a request. ``timing_us`` is the coordinator's own; ``total_s`` this client's."""
+
+    asked: Asked
+    status: int = 0
+    error: str = ""  # of the client's connection, or what the answer says instead of one
+    text: str = ""
+    response_id: str = ""
+    provider: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    ends: int = 0  # finish reasons seen: of a good answer 1
+    is_complete: bool = False  # a stream's [DONE], or a body read whole
+    timing_us: dict[str, int] = field(default_factory=dict)
+    total_s: float = 0.0
+
+    @property
+    def is_served(self) -> bool:
+        return self.status == 200 and not self.error and self.is_complete and self.ends == 1
+
+
+class Load:
+    """Asks all of a scenario's requests, each once, ``concurrency`` of them at any time."""
+
+    def __init__(self, scenario: Scenario, url: str, keys: Mapping[str, str]) -> None:
+        """``url``: the coordinator's, without /v1. ``keys``: by account."""
+        self._scenario = scenario
+        self._url = url
+        self._keys = keys
+        self._places = threading.Semaphore(scenario.concurrency)
+
+    def run(self) -> tuple[list[Answer], float]:
+        """The answers in the order of the requests, and seconds from the first's start to the last's end."""
+        asked = self._scenario.all_asked()
+        limits = httpx.Limits(max_connections=None)
+        with ExitStack() as stack:
+            client = httpx.Client(base_url=self._url, timeout=CLIENT_S, limits=limits, trust_env=False)
+            stack.enter_context(client)
+            pool = stack.enter_context(ThreadPoolExecutor(self._scenario.concurrency))
+            began = time.perf_counter()
+            answers = list(pool.map(lambda one: self._ask(client, one), asked))
+            return answers, time.perf_counter() - began
+
+    def _ask(self, client: httpx.Client, asked: Asked) -> Answer:
+        answer = Answer(asked)
+        headers = {"authorization": f"Bearer {self._keys[asked.account]}"}
+        with self._places:
+            began = time.perf_counter()
+            try:
+                if self._scenario.stream:
+                    body = {**asked.body, "stream": True, "stream_options": {"include_usage": True}}
+                    with client.stream(
+                        "POST", "/v1/chat/completions", json=body, headers=headers
+                    ) as response:
+                        _begin(answer, response)
+                        _read_stream(answer, response)
+                else:
+                    response = client.post("/v1/chat/completions", json=asked.body, headers=headers)
+                    _begin(answer, response)
+                    _read_whole(answer, response.content)
+            except (httpx.HTTPError, ValueError) as error:
+                answer.error = type(error).__name__
+            answer.total_s = time.perf_counter() - began
+        return answer
+
+
+def _begin(answer: Answer, response: httpx.Response) -> None:
+    answer.status = response.status_code
+    answer.provider = response.headers.get("x-convoy-provider", "")
+    if timing := response.headers.get("x-timing"):
+        answer.timing_us.update(json.loads(timing))
+
+
+def _read_whole(answer: Answer, data: bytes) -> None:
+    found = json.loads(data)
+    _note(answer, found, "message")
+    answer.is_complete = "error" not in found
+
+
+def _read_stream(answer: Answer, response: httpx.Response) -> None:
+    if response.status_code != 200:
+        _read_whole(answer, response.read())
+        return
+    for line in response.iter_lines():
+        if line.startswith(_TIMING):
+            answer.timing_us.update(json.loads(line.removeprefix(_TIMING)))
+        elif line == "data: [DONE]":
+            answer.is_complete = True
+        elif line.startswith("data: "):
+            _note(answer, json.loads(line.removeprefix("data: ")), "delta")
+
+
+def _note(answer: Answer, found: dict[str, Any], said: str) -> None:
+    """What an event of a stream, or a whole answer, adds to what is known."""
+    if "error" in found:
+        answer.error = str(found["error"].get("code") or found["error"].get("type") or "error")
+        return
+    answer.response_id = str(found.get("id") or answer.response_id)
+    for choice in found.get("choices") or ():
+        answer.text += choice[said].get("content") or ""
+        answer.ends += choice.get("finish_reason") is not None
+    usage = found.get("usage") or {}
+    answer.prompt_tokens = int(usage.get("prompt_tokens", answer.prompt_tokens))
+    answer.completion_tokens = int(usage.get("completion_tokens", answer.completion_tokens))
+
+
+def ask_directly(url: str, scenario: Scenario, model: str) -> dict[int, str]:
+    """The model's own greedy answers to its requests of ``scenario``, by number: each asked once, at a head
+    itself, one after the other. Raises `PeerUnreachable`.
+    """
+    found = {}
+    try:
+        with httpx.Client(base_url=url, timeout=CLIENT_S, trust_env=False) as client:
+            for asked in scenario.all_asked():
+                if asked.model == model:
+                    response = client.post("/v1/chat/completions", json=asked.body)
+                    response.raise_for_status()
+                    found[asked.number] = str(response.json()["choices"][0]["message"]["content"] or "")
+    except (httpx.HTTPError, ValueError) as error:
+        raise PeerUnreachable(f"a head does not answer for itself: {type(error).__name__}") from None
+    return found

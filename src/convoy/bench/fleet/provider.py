@@ -1,0 +1,87 @@
+"""A simulated provider: it reads one prompt after the other, and decodes for all others at once.
+
+Times of a token follow `Capacity.token_s`; a provider that is slower than it says has a ``factor``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from convoy.fleet.capacity import Capacity, Load
+from convoy.fleet.coordinator.routing.ask import Ask
+
+
+@dataclass(slots=True)
+class Work:
+    """One request there."""
+
+    ask: Ask
+    output_tokens: int
+    began_s: float
+    first_s: float = 0.0  # when its first token came; 0: not yet
+    left: float = 0.0  # tokens to come
+
+
+@dataclass(slots=True)
+class SimulatedProvider:
+    """Driven by an event loop: after each change, `next_s` is when something happens here."""
+
+    name: str
+    capacity: Capacity
+    factor: float = 1.0  # true seconds over those that follow from what it says
+    refuses: bool = False
+    reading: deque[Work] = field(default_factory=deque)
+    reads_until_s: float = 0.0
+    decoding: dict[int, Work] = field(default_factory=dict)
+    at_s: float = 0.0  # up to when decodes are counted
+    version: int = 0
+
+    def start(self, work: Work, now_s: float) -> None:
+        """It came here."""
+        self._advance(now_s)
+        self.reading.append(work)
+        if len(self.reading) == 1:
+            self.reads_until_s = now_s + self._read_s(work)
+
+    def step(self, now_s: float) -> tuple[list[Work], list[Work]]:
+        """What gave its first token by now, and what is over."""
+        self._advance(now_s)
+        begun = []
+        while self.reading and self.reads_until_s <= now_s:
+            work = self.reading.popleft()
+            work.first_s, work.left = self.reads_until_s, float(work.output_tokens - 1)
+            self.decoding[work.ask.number] = work
+            begun.append(work)
+            if self.reading:
+                self.reads_until_s = max(now_s, self.reads_until_s) + self._read_s(self.reading[0])
+        over = [work for work in self.decoding.values() if work.left <= 1e-9]
+        for work in over:
+            del self.decoding[work.ask.number]
+        return begun, over
+
+    def next_s(self) -> float | None:
+        """When `step` has something to do."""
+        times = [self.reads_until_s] if self.reading else []
+        if self.decoding:
+            times.append(self.at_s + self._token_s() * min(work.left for work in self.decoding.values()))
+        return min(times, default=None)
+
+    def load(self) -> Load:
+        """A heartbeat's account."""
+        running = len(self.reading) + len(self.decoding)
+        queued = sum(work.ask.prompt_tokens for work in self.reading)
+        return Load(max(0, self.capacity.slots - running), queued, 0, 0.0)
+
+    def _advance(self, now_s: float) -> None:
+        if self.decoding:
+            tokens = (now_s - self.at_s) / self._token_s()
+            for work in self.decoding.values():
+                work.left -= tokens
+        self.at_s = now_s
+
+    def _token_s(self) -> float:
+        return self.capacity.token_s(len(self.decoding)) * self.factor
+
+    def _read_s(self, work: Work) -> float:
+        return work.ask.prompt_tokens / self.capacity.prefill_rate * self.factor

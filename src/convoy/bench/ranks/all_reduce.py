@@ -1,0 +1,181 @@
+"""What an all-reduce of two ranks costs on one machine, by size: sealed, over gloo, over nccl where it is.
+
+Sealed ones are of two processes, as two members are. Those of one member's ranks are threads of this process,
+as in the product. bench/METHODOLOGY.md says what the figures mean and what they do not.
+"""
+
+from __future__ import annotations
+
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from convoy.bench.hop.connection import bench_member, make_members
+from convoy.bench.hop.hop import KIB, MIB
+from convoy.bench.hop.names import HOME, HOST
+from convoy.bench.hop.pair import first_link
+from convoy.bench.ranks.rank import sealed_rank, sums
+from convoy.bench.report.clock import Deadline
+from convoy.bench.report.percentile import percentile
+from convoy.cluster.children import Started, end
+from convoy.engine.ranks.sums.local import GLOO, NCCL, LocalGroup
+from convoy.engine.ranks.sums.sealed import SealedCollective
+from convoy.errors import ConvoyError
+from convoy.model.collective import Collective
+from convoy.transport.link.link import Link
+from convoy.transport.listen.listener import Listener
+
+SEALED = "sealed"
+SIZES = (2 * KIB, 8 * KIB, 32 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 16 * MIB)
+
+_STOP_S = 5.0
+_LOG = "rank.log"
+_LARGE_SHARE = 40
+_MIN_LARGE = 5
+_WARM_UP = 20
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceOptions:
+    """``sizes`` in bytes of float32. ``rounds``: of what is under 1 MiB; a MiB or more gets a fortieth."""
+
+    rounds: int = 1000
+    sizes: tuple[int, ...] = SIZES
+
+    def rounds_of(self, num_bytes: int) -> int:
+        return self.rounds if num_bytes < MIB else max(_MIN_LARGE, self.rounds // _LARGE_SHARE)
+
+    @property
+    def schedule(self) -> list[tuple[int, int]]:
+        """(bytes, sums), the same for both ranks; the first sums of a size are not measured."""
+        return [(size, self.rounds_of(size) + min(_WARM_UP, self.rounds)) for size in self.sizes]
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceRow:
+    """Sums of two ranks, as rank 0 saw them. ``gb_per_s``: bytes of the tensor over the median time."""
+
+    through: str
+    bytes: int
+    p50_us: float
+    p90_us: float
+    p99_us: float
+    gb_per_s: float
+
+
+def measure_all_reduce(
+    options: AllReduceOptions,
+    deadline: Deadline,
+    say: Callable[[str], None] = lambda _text: None,
+    *,
+    through: Sequence[str] | None = None,
+) -> list[AllReduceRow]:
+    """Rows by way and size; ``through`` None: all ways that this machine has.
+
+    Raises `ConvoyError` if the second process does not connect, a rank is lost, or the time is over.
+    """
+    rows: list[AllReduceRow] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a core for each rank
+    try:
+        for way in ways() if through is None else through:
+            say(f"{way}: {len(options.sizes)} sizes")
+            if way == SEALED:
+                with SealedRanks(options) as ranks:
+                    rows += _rows(way, ranks.collective, options, deadline)
+            else:
+                rows += _among_threads(way, options, deadline)
+    finally:
+        torch.set_num_threads(threads)
+    return rows
+
+
+def ways() -> tuple[str, ...]:
+    """What ranks on this machine can add through."""
+    has_nccl = torch.distributed.is_nccl_available() and torch.cuda.device_count() > 1
+    return (SEALED, GLOO, NCCL) if has_nccl else (SEALED, GLOO)
+
+
+class SealedRanks(Started):
+    """Starts rank 1 as a process of its own; leaving the `with` ends it and removes every file."""
+
+    collective: SealedCollective
+
+    def __init__(self, options: AllReduceOptions) -> None:
+        super().__init__()
+        self._options = options
+
+    def _start(self) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="convoy-bench-"))
+        self._stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        operator_key = make_members(directory)
+        links: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        with ExitStack() as listening:
+            listener = Listener((HOST, 0), bench_member(directory, HOME, operator_key), links.put)
+            listening.callback(listener.close)
+            log = self._stack.enter_context((directory / _LOG).open("wb"))
+            schedule = ",".join(f"{size}x{count}" for size, count in self._options.schedule)
+            arguments = [str(directory), operator_key.hex(), str(listener.address[1]), schedule]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "convoy.bench.ranks.rank", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            self._stack.callback(end, process, _STOP_S)
+            link = first_link(links, process, directory / _LOG)
+        self._stack.callback(link.close, "the bench is over")
+        self.collective = sealed_rank(0, link)
+
+
+def _rows(
+    way: str, collective: Collective, options: AllReduceOptions, deadline: Deadline, device: str = "cpu"
+) -> list[AllReduceRow]:
+    rows = []
+    for size, count in options.schedule:
+        deadline.left_s()
+        times = sums(collective, size, count, device)[count - options.rounds_of(size) :]
+        p50_us, p90_us, p99_us = (round(percentile(times, each) * 1e6, 1) for each in (50, 90, 99))
+        rows.append(AllReduceRow(way, size, p50_us, p90_us, p99_us, round(size / p50_us / 1e3, 3)))
+    return rows
+
+
+def _among_threads(way: str, options: AllReduceOptions, deadline: Deadline) -> list[AllReduceRow]:
+    devices = [f"cuda:{rank}" if way == NCCL else "cpu" for rank in range(2)]
+    group = LocalGroup(way, [HOME, HOME])
+    failed: list[ConvoyError] = []
+
+    def follow() -> None:
+        try:
+            for size, count in options.schedule:
+                sums(group.ends[1], size, count, devices[1])
+        except ConvoyError as error:
+            failed.append(error)
+
+    other = threading.Thread(target=follow, name="rank 1", daemon=True)
+    other.start()
+    try:
+        return _rows(way, group.ends[0], options, deadline, devices[0])
+    finally:
+        other.join(_STOP_S)
+        group.abort(ConvoyError("the bench is over"))
+
+
+def all_reduce_ratios(rows: Sequence[AllReduceRow]) -> dict[str, float]:
+    """What sealing costs beside gloo, which is in clear, by size."""
+    by_key = {(row.through, row.bytes): row for row in rows}
+    return {
+        f"p50_{size}_bytes_sealed_over_gloo": round(by_key[SEALED, size].p50_us / row.p50_us, 3)
+        for (way, size), row in by_key.items()
+        if way == GLOO and (SEALED, size) in by_key
+    }

@@ -1,0 +1,120 @@
+"""What a bench found, as JSON and as a table for other programs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from convoy.bench.report.machine import Machine
+
+ENGINE, STAGE, STAGES, RING = "engine", "stage", "stages", "ring"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """``concurrent`` requests decode at once on ``members``; the median of all windows.
+
+    ``tokens_per_s`` is that of all requests together, ``ms_per_token`` that of one of them. ``through``:
+    `ENGINE` is the product, `STAGE` the whole model as one bare stage without an engine.
+    """
+
+    members: int
+    concurrent: int
+    context_tokens: int  # of the longest request at the end
+    tokens_per_s: float
+    ms_per_token: float
+    through: str = ENGINE
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """Steps of one decode without an engine. ``through``: `STAGE`; `STAGES`, those of two members one after
+    the other in one process; `RING`, the same two as members, with ``num_hops`` between them.
+    """
+
+    through: str
+    num_hops: int
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """One prompt, in chunks, from its submission to its first token; the median of all rounds.
+
+    ``window``: how many of its chunks may be in flight.
+    """
+
+    members: int
+    prompt_tokens: int
+    chunk: int
+    window: int
+    seconds: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that a run found, in the order in which it is printed as JSON. Rows are frozen dataclasses."""
+
+    bench: str
+    machine: Machine
+    model: str | None
+    settings: Mapping[str, int | float | str | bool]
+    rows: tuple[Any, ...]
+    ratios: Mapping[str, float]
+
+    def tables(self) -> list[list[Any]]:
+        """The rows, those of one kind that follow each other together."""
+        return [list(rows) for _, rows in itertools.groupby(self.rows, type)]
+
+    def csv(self) -> str:
+        """The rows, a line each under a line of names; kinds of rows that follow each other get one each."""
+        text = io.StringIO()
+        for rows in self.tables():
+            writer = csv.DictWriter(text, list(asdict(rows[0])))
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+        return text.getvalue()
+
+
+def decode_ratios(rows: list[DecodeRow]) -> dict[str, float]:
+    """Those whose rows are there; `bench/METHODOLOGY.md` says what they mean."""
+    rate = {(row.members, row.concurrent, row.through): row.tokens_per_s for row in rows}
+    wanted = {
+        "batch_16_over_serial": ((2, 16, ENGINE), (2, 1, ENGINE)),
+        "two_members_over_one_decode": ((2, 32, ENGINE), (1, 16, ENGINE)),
+        # of times per token, which are the rates' inverse
+        "loop_over_solo": ((1, 1, STAGE), (1, 1, ENGINE)),
+        "alone_over_solo": ((1, 1, STAGE), (2, 1, ENGINE)),
+    }
+    return {
+        name: round(rate[over] / rate[under], 3)
+        for name, (over, under) in wanted.items()
+        if over in rate and under in rate
+    }
+
+
+def hop_ratios(decodes: list[DecodeRow], steps: list[StepRow]) -> dict[str, float]:
+    """What a hop costs beside the stages' compute, and what is left once the hops are told apart."""
+    step = {row.through: row for row in steps}
+    num_hops = step[RING].num_hops
+    hop_ms = (step[RING].p50_ms - step[STAGES].p50_ms) / num_hops
+    ms = {(row.members, row.through): row.ms_per_token for row in decodes}
+    solo_and_hops_ms = ms[1, STAGE] + num_hops * max(0.0, hop_ms)
+    return {
+        "hop_us": round(1000 * hop_ms, 1),
+        "alone_over_solo_and_hops": round(ms[2, ENGINE] / solo_and_hops_ms, 3),
+    }
+
+
+def prefill_ratios(rows: list[PrefillRow]) -> dict[str, float]:
+    """Two members at their best chunk and window over one at its best chunk."""
+    best: dict[int, float] = {}
+    for row in rows:
+        best[row.members] = max(best.get(row.members, 0.0), row.tokens_per_s)
+    return {"two_members_over_one_prefill": round(best[2] / best[1], 3)} if best.keys() >= {1, 2} else {}

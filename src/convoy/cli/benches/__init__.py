@@ -1,0 +1,1 @@
+"""The verbs below `convoy bench`: their flags, and how their results are printed."""

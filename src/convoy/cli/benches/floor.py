@@ -1,0 +1,43 @@
+"""``convoy bench floor``: a decode step beside the rate at which this machine reads memory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from convoy.cli.benches.run import BenchRun, bench_verb, counts
+
+_MAX_CONCURRENT = 64
+
+
+@bench_verb(max_seconds=600)
+def floor(
+    run: BenchRun,
+    concurrent: Annotated[str, typer.Option(help="Counts of sequences that decode at once.")] = "1,4,16",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps for each count.")] = 24,
+) -> None:
+    """A decode step and its linears beside what the memory allows. By shape; --kernel takes several."""
+    from convoy.bench.floor import FloorOptions, MemoryRead, floor_ratios, load_whole, measure_floor
+    from convoy.model.checkpoints.source import ModelSource
+
+    options = FloorOptions(counts("--concurrent", concurrent, _MAX_CONCURRENT), context, steps)
+    run.check_context(options.max_tokens)
+    source = ModelSource.resolve(run.named_model)
+    read, rows, linears = MemoryRead(run.clock.deadline), [], []
+    for kernel in run.kernel.split(","):
+        run.say(f"loading {run.named_model} for {kernel}")
+        stage = load_whole(source, kernel, run.threads)
+        run.kernels.add(stage.options.kernel)
+        found = measure_floor(stage, options, read, run.say)
+        del stage  # before the next one is loaded
+        rows += found[0]
+        linears += found[1]
+    settings = {"context": context, "steps": steps, "threads": run.threads or 0}
+    lines = {
+        kernel: [(float(row.concurrent), row.step_ms) for row in rows if row.kernel == kernel]
+        for kernel in run.kernels
+    }
+    report = run.report("floor", settings, [*rows, *linears], floor_ratios(rows))
+    run.show(report, ("decodes at once", "ms for a step"), lines)

@@ -1,0 +1,112 @@
+"""``convoy bench providers``: ten scenarios of a fleet, and what has to hold in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from convoy.cli.benches.run import BenchRun, bench_verb, print_machine
+from convoy.cli.show.exit_codes import EXIT_FAILURE
+from convoy.cli.show.files import replace_file
+from convoy.cli.show.output import print_table
+
+if TYPE_CHECKING:
+    from convoy.bench.fleet.load import Answer
+    from convoy.bench.fleet.scenario import Scenario
+    from convoy.bench.fleet.verdict import CheckRow
+    from convoy.bench.report.report import Report
+    from convoy.cli.local.fleet import LocalFleet
+
+
+@bench_verb(model=None, max_seconds=3600)
+def providers(
+    run: BenchRun,
+    scenario: Annotated[str, typer.Option(help="Names between commas, or all.")] = "all",
+    slots: Annotated[int, typer.Option(min=1, max=64, help="Requests at once, of each provider.")] = 4,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with plots here too.")] = None,
+) -> None:
+    """Ten loads on a coordinator and its providers. Exit 1 unless every request is served, and right."""
+    from convoy.bench.fleet.page import page, waits
+    from convoy.bench.fleet.scenario import chosen_scenarios
+    from convoy.bench.fleet.verdict import failure_rows
+
+    chosen = chosen_scenarios(scenario)
+    deadline = run.clock.deadline
+    rows: list[Any] = []
+    segments: list[Any] = []
+    failures: list[Any] = []
+    checks: list[CheckRow] = []
+    lines = {}
+    for one in chosen:
+        deadline.left_s()
+        row, found_segments, found_checks, answers = _measure(run, one, slots)
+        rows.append(row)
+        failures += failure_rows(one.name, answers)
+        segments += found_segments
+        checks += found_checks
+        lines[one.name] = waits(answers)
+        run.say(f"{one.name}: {row.served} of {row.requests} served in {row.seconds} s")
+    ratios = {
+        "served": sum(row.served for row in rows) / sum(row.requests for row in rows),
+        "checks_held": sum(check.held for check in checks) / len(checks),
+    }
+    report = run.report("providers", {"slots": slots}, [*rows, *failures, *segments, *checks], ratios)
+    if html is not None:
+        replace_file(html, page(report, lines).encode())
+    totals = {name: waited.get("total_e2e", []) for name, waited in lines.items()}
+    run.show(report, ("requests that took at most", "ms"), {n: p for n, p in totals.items() if p}, _print)
+    if not all(check.held for check in checks):
+        raise typer.Exit(EXIT_FAILURE)
+
+
+def _measure(run: BenchRun, scenario: Scenario, slots: int) -> tuple[Any, Any, list[CheckRow], list[Answer]]:
+    from convoy.bench.fleet.load import Load
+    from convoy.bench.fleet.scenario import PRICE, account_name
+    from convoy.bench.fleet.verdict import check_rows, scenario_row, segment_rows
+    from convoy.cli.local.fleet import FleetOptions, LocalFleet
+
+    run.say(f"{scenario.name}: starting {scenario.num_providers} providers")
+    prices = {"prompt_micro": PRICE.prompt_micro, "completion_micro": PRICE.completion_micro}
+    options = FleetOptions(scenario.providers, scenario.queue_capacity, slots, prices=prices, say=run.say)
+    with LocalFleet(options) as fleet:
+        names = [account_name(number) for number in range(scenario.users)]
+        keys = {name: fleet.open_account(name, scenario.balance_micro) for name in names}
+        fleet.put_coordinator_first()
+        run.say(f"{scenario.name}: {scenario.requests} requests, {scenario.concurrency} at once")
+        answers, seconds = Load(scenario, fleet.url, keys).run()
+        books = fleet.books()
+        run.say(f"{scenario.name}: asking the models themselves")
+        own = _own_answers(fleet, scenario)
+    checks = check_rows(scenario, answers, own, books)
+    row = scenario_row(scenario, answers, own, seconds, checks)
+    return row, segment_rows(scenario.name, answers), checks, answers
+
+
+def _own_answers(fleet: LocalFleet, scenario: Scenario) -> dict[int, str]:
+    """After the load, so that nothing which it asks is in a cache."""
+    from convoy.bench.fleet.load import ask_directly
+
+    found: dict[int, str] = {}
+    for model in scenario.providers:
+        found |= ask_directly(fleet.head_url(model), scenario, model)
+    return found
+
+
+def _print(report: Report) -> None:
+    for rows in report.tables():
+        held = getattr(rows[0], "check", None) is not None
+        shown: Sequence[Any] = [row for row in rows if not row.held] if held else rows
+        if held:
+            print(f"{len(rows) - len(shown)} of {len(rows)} checks hold")
+        if shown:
+            names = list(type(shown[0]).__dataclass_fields__)
+            print_table(names, [[_said(getattr(row, name)) for name in names] for row in shown])
+        print()
+    print_machine(report)
+
+
+def _said(value: object) -> object:
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value

@@ -1,0 +1,265 @@
+"""What every bench shares: its flags, the cluster that it measures, and the forms of its report.
+
+A bench is a function whose first argument is a `BenchRun`, decorated with `bench_verb`; its own flags follow.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
+
+import typer
+
+from convoy.cli.flags.quantize import KERNELS
+from convoy.cli.local.cluster import LocalCluster, LocalOptions
+from convoy.cli.local.pin import PinFlag, pinned, share_cores
+from convoy.cli.serve import start_cluster
+from convoy.cli.show.files import replace_file
+from convoy.cli.show.output import JsonFlag, print_json, print_note, print_table
+from convoy.errors import ConvoyError, UsageError
+
+if TYPE_CHECKING:
+    from convoy.bench.report.clock import Clock
+    from convoy.bench.report.report import Report
+    from convoy.cluster.head.head import Head
+    from convoy.cluster.options import HeadOptions
+    from convoy.cluster.running import RunningCluster
+
+P = ParamSpec("P")
+Lines = Mapping[str, Sequence[tuple[float, float]]]
+
+ModelArgument = Annotated[str, typer.Argument(help="As for `convoy run`.")]
+KernelFlag = Annotated[str, typer.Option(help=f"{KERNELS}.")]
+ThreadsFlag = Annotated[int | None, typer.Option(min=1, help="CPU threads of each member.")]
+MaxSecondsFlag = Annotated[float, typer.Option(min=1, help="Give up after so long.")]
+CsvFlag = Annotated[Path | None, typer.Option("--csv", help="Write the rows here too.")]
+PlotFlag = Annotated[Path | None, typer.Option("--plot", help="Write an SVG here too.")]
+
+# those of a bench of a model, and those of every bench
+_MODEL_FLAGS: dict[str, tuple[Any, Any]] = {
+    "kernel": (KernelFlag, "auto"),
+    "threads": (ThreadsFlag, None),
+    "pin": (PinFlag, False),
+}
+_FLAGS: dict[str, tuple[Any, Any]] = {
+    "csv": (CsvFlag, None),
+    "plot": (PlotFlag, None),
+    "as_json": (JsonFlag, False),
+}
+
+
+def bench_verb(
+    *, model: str | None = "synthetic:llama-250m", max_seconds: float = 600.0
+) -> Callable[[Callable[Concatenate[BenchRun, P], None]], Callable[..., None]]:
+    """Give a bench the flags that all have: MODEL with this default, --max-seconds, --json, --csv, --plot.
+
+    ``model`` None: it measures no model, and has no flags about one.
+    """
+    flags = {"max_seconds": (MaxSecondsFlag, max_seconds), **_FLAGS}
+    if model is not None:
+        flags = {"model": (ModelArgument, model), **_MODEL_FLAGS, **flags}
+
+    def decorate(verb: Callable[Concatenate[BenchRun, P], None]) -> Callable[..., None]:
+        @functools.wraps(verb)
+        def command(**given: Any) -> None:
+            run = BenchRun(**{name: given.pop(name) for name in flags})
+            bound: Callable[..., None] = functools.partial(verb, run)
+            bound(**given)
+
+        own = list(inspect.signature(verb, eval_str=True).parameters.values())[1:]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        shared = [
+            inspect.Parameter(name, kind, default=default, annotation=annotation)
+            for name, (annotation, default) in flags.items()
+        ]
+        parameters = [*shared[: model is not None], *(p.replace(kind=kind) for p in own)]
+        parameters += shared[model is not None :]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        command.__dict__["__signature__"] = inspect.Signature(parameters)
+        del command.__dict__["__wrapped__"]
+        return command
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class BenchRun:
+    """What the shared flags say. With ``pin`` a member has the same cores, alone or not."""
+
+    max_seconds: float
+    csv: Path | None
+    plot: Path | None
+    as_json: bool
+    model: str | None = None
+    kernel: str = "auto"
+    threads: int | None = None
+    pin: bool = False
+    device: str = "cpu"
+    layers: Sequence[str] | None = None
+    kernels: set[str] = field(init=False, default_factory=set)  # that were really used
+
+    @functools.cached_property
+    def clock(self) -> Clock:
+        """Begins when it is first asked for: after the flags were looked at."""
+        from convoy.bench.report.clock import Clock
+
+        return Clock(self.max_seconds)
+
+    @functools.cached_property
+    def cores(self) -> tuple[tuple[int, ...], ...] | None:
+        """Each of two members' own. Raises UsageError where --pin cannot be."""
+        return share_cores(2) if self.pin else None
+
+    def say(self, text: str) -> None:
+        """A line for the person who watches."""
+        print_note(text)
+
+    def check_context(self, num_tokens: int) -> None:
+        """Said before anything is started. Raises UsageError."""
+        from convoy.model.checkpoints.source import ModelSource
+
+        most = ModelSource.resolve(self.named_model).spec.max_context
+        if num_tokens > most:
+            raise UsageError(
+                f"the bench needs a context of {num_tokens} tokens, and {self.model} has {most}",
+                hint="ask for fewer tokens, requests or windows",
+            )
+
+    @property
+    def named_model(self) -> str:
+        assert self.model is not None, "this bench has no model"
+        return self.model
+
+    @property
+    def alone_cores(self) -> tuple[int, ...] | None:
+        """Those of a member that is alone: half of all, as each of two has them."""
+        return None if self.cores is None else self.cores[0]
+
+    def options(
+        self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None = None
+    ) -> LocalOptions:
+        """``sharing``: how members share the model, as [plan] has it."""
+        cores = None if self.cores is None else self.cores[:members]
+        # a random model repeats itself, and guesses would be measured in place of steps
+        engine = {"speculate": 0, **limits}
+        return LocalOptions(
+            members,
+            self.layers,
+            self.kernel,
+            self.threads,
+            engine=engine,
+            cores=cores,
+            device=self.device,
+            sharing={"parallel": "pipeline"} if sharing is None else sharing,
+        )
+
+    @contextmanager
+    def cluster(
+        self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None = None
+    ) -> Iterator[RunningCluster]:
+        """A fresh cluster: the head in this process, each peer in one of its own."""
+        with self._local(members, limits, sharing) as local:
+            config = local.config(local.head)
+            cluster = start_cluster(config, self.named_model, quiet=True, watch=local.check_alive)
+            try:
+                self.kernels.add(cluster.status().kernel)
+                yield cluster
+            finally:
+                cluster.close()
+
+    @contextmanager
+    def head(self, members: int, limits: dict[str, int]) -> Iterator[tuple[Head, HeadOptions]]:
+        """The same without an engine: the bench drives the executor, or has an engine of its own."""
+        from convoy.cli.running.member import head_options, load_head
+        from convoy.cluster.head.head import Head
+        from convoy.model.checkpoints.source import ModelSource
+
+        with self._local(members, limits) as local:
+            config = local.config(local.head)
+            options = head_options(config)
+            source = ModelSource.resolve(self.named_model)
+            head = Head(load_head(config), source, options, watch=local.check_alive)
+            try:
+                self.kernels.add(head.bring_up().plan.kernel)
+                yield head, options
+            finally:
+                head.close()
+
+    @contextmanager
+    def _local(
+        self, members: int, limits: dict[str, int], sharing: dict[str, Any] | None = None
+    ) -> Iterator[LocalCluster]:
+        options = self.options(members, limits, sharing)
+        with LocalCluster(options) as local, pinned(options.head_cores):
+            local.start_peers(self.named_model)
+            try:
+                yield local
+            except ConvoyError as error:
+                raise local.explain(error) from error
+
+    def report(
+        self,
+        bench: str,
+        settings: Mapping[str, int | float | str | bool],
+        rows: Sequence[Any],
+        ratios: Mapping[str, float],
+    ) -> Report:
+        """With what the machine did meanwhile: after the processes that were measured have ended."""
+        from convoy.bench.report.report import Report
+
+        said = dict(settings)
+        if self.model is not None:
+            said |= {"pinned": self.pin, "kernel": ", ".join(sorted(self.kernels))}
+        return Report(bench, self.clock.machine(), self.model, said, tuple(rows), ratios)
+
+    def show(
+        self,
+        report: Report,
+        axes: tuple[str, str],
+        lines: Lines,
+        table: Callable[[Report], None] | None = None,
+    ) -> None:
+        """To the files that were named, and to standard output. ``axes`` name x and y of the plot."""
+        from convoy.bench.report.plot import plot
+
+        if self.csv is not None:
+            replace_file(self.csv, report.csv().encode())
+        if self.plot is not None:
+            title = f"convoy bench {report.bench}" + (f", {report.model}" if report.model else "")
+            replace_file(self.plot, plot(title, *axes, lines).encode())
+        if self.as_json:
+            print_json(report)
+        else:
+            (table or print_rows)(report)
+
+
+def print_rows(report: Report) -> None:
+    """Tables of the rows, then the ratios and how busy the machine was."""
+    for rows in report.tables():
+        names = list(type(rows[0]).__dataclass_fields__)
+        print_table(names, [[getattr(row, name) for name in names] for row in rows])
+        print()
+    for name, value in report.ratios.items():
+        print(f"{name} {value:g}")
+    print_machine(report)
+
+
+def print_machine(report: Report) -> None:
+    print(f"{report.machine.num_cores} cores of {report.machine.cpu}")
+    print(f"other processes took {report.machine.others:.0%} of the cores meanwhile")
+
+
+def counts(flag: str, text: str, most: int, *, least: int = 1) -> tuple[int, ...]:
+    """``1,4,16`` in rising order. Raises UsageError."""
+    found = set()
+    for part in text.split(","):
+        number = part.strip()
+        if not (number.isascii() and number.isdigit()) or not least <= int(number[:9]) <= most:
+            raise UsageError(f"{flag} has {number!r}, expected numbers from {least} to {most} between commas")
+        found.add(int(number[:9]))
+    return tuple(sorted(found))

@@ -1,0 +1,1 @@
+"""The parts of `doctor`, `plan` and `verify` that measure or examine."""

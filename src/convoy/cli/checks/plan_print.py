@@ -1,0 +1,157 @@
+"""How `convoy plan` shows what it found: stages and ranks, blocks, rates of every mode, rules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from convoy.cli.checks.rates import format_rate, print_rates
+from convoy.cli.show.output import (
+    counted,
+    format_bytes,
+    format_seconds,
+    print_fields,
+    print_table,
+    reads_text,
+)
+
+if TYPE_CHECKING:
+    from convoy.plan.rates.compare import TensorReport
+    from convoy.plan.report import BlocksReport, PlanReport, RuleReport
+
+
+def print_plan(found: PlanReport) -> None:
+    print_fields(
+        [
+            ("model", f"{found.model} ({found.family}, {found.num_layers} layers, {found.dtype})"),
+            ("route", found.route),
+            ("weights", format_bytes(found.weight_bytes)),
+            (
+                "context",
+                f"{found.max_context} tokens; {found.max_kv_tokens} tokens of K/V fit at the tightest member",
+            ),
+            ("hops", f"{len(found.hops)}, {format_bytes(found.hop_bytes_per_token)} for each decoded token"),
+        ]
+    )
+    print()
+    _print_stages(found)
+    if found.blocks is not None:
+        _print_blocks(found, found.blocks)
+    if found.rates is not None:
+        print_rates(found.rates)
+        _print_modes(found)
+        print()
+    print_rules(found.rules)
+    for name in found.standbys:
+        print(f"standby: {name} holds nothing until another member is lost")
+    for out in found.left_out:
+        print(f"no stage: {out.reason}")
+    _print_readers(found.can_read_prompts)
+
+
+def _print_stages(found: PlanReport) -> None:
+    joint = any(stage.ranks for stage in found.stages)
+    weights = "weights of a rank" if joint else "weights"
+    print_table(
+        ["stage", "member", "span", weights, "K/V per token", "memory", "can read prompts"],
+        [
+            (
+                index,
+                "+".join(stage.ranks or [stage.member]) + (" (head)" if stage.head else ""),
+                stage.span,
+                format_bytes(stage.weight_bytes)
+                + (f" ({stage.weight_share:.2f} of all)" if stage.ranks else ""),
+                format_bytes(stage.kv_bytes_per_token),
+                format_bytes(stage.memory_bytes),
+                reads_text(stage.can_read_prompts),
+            )
+            for index, stage in enumerate(found.stages)
+        ],
+    )
+    print()
+
+
+def _print_readers(found: dict[str, str]) -> None:
+    """Every member, also one without a layer."""
+    told = (f"{name} {reads_text(source)}" for name, source in found.items())
+    print(f"can read prompts: {', '.join(told)}")
+
+
+def _print_modes(found: PlanReport) -> None:
+    """Every way to share the model among these members, which one it is and why, and when another pays."""
+    if found.parallel is None:
+        return
+    if len(found.rates_by_mode) > 1:
+        print()
+        print_table(
+            ["parallel", "decode, one sequence", "a step every", "decode, a full batch", "prefill"],
+            [
+                (
+                    f"{mode} *" if mode == found.parallel.mode else mode,
+                    format_rate(rates.decode),
+                    format_seconds(rates.decode.step_s),
+                    format_rate(rates.decode_batch),
+                    format_rate(rates.prefill),
+                )
+                for mode, rates in found.rates_by_mode.items()
+            ],
+        )
+    print(f"parallel: {found.parallel.mode}; {found.parallel.reason}")
+    for mode, reason in found.parallel.refused.items():
+        if mode not in ("single", found.parallel.mode) and reason not in found.parallel.reason:
+            print(f"not {mode}: {reason}")
+    if found.tensor is not None:
+        print(crossover_text(found.tensor))
+
+
+def crossover_text(tensor: TensorReport) -> str:
+    """When ranks that share layers are faster than a pipeline, for one sequence."""
+    size, each_s = format_bytes(tensor.all_reduce_bytes), format_seconds(tensor.all_reduce_s)
+    each = (
+        f"tensor pays {tensor.num_all_reduces} all-reduces of {size} a step, {each_s} each as predicted, "
+        f"to save {format_seconds(tensor.saved_s)}"
+    )
+    if tensor.crossover_s <= 0:
+        return f"{each}; it is not faster at any speed of links"
+    return f"{each}; it is faster where one takes less than {format_seconds(tensor.crossover_s)}"
+
+
+def _print_blocks(found: PlanReport, blocks: BlocksReport) -> None:
+    """A row for each cache group, and which member leaves no room for more."""
+    print_table(
+        ["cache group", "layers", "K/V blocks", "tokens a block", "memory over all", "of one sequence"],
+        [
+            (
+                group.name,
+                group.num_layers,
+                group.num_blocks,
+                blocks.block_size,
+                format_bytes(group.num_blocks * group.block_bytes),
+                "as long as it is" if group.ring is None else f"at most {counted(group.ring, 'block')}",
+            )
+            for group in blocks.groups
+        ],
+    )
+    limit = "as many as are wanted" if blocks.is_all_wanted else f"no more fit on {blocks.tightest}"
+    working = max(stage.working_bytes for stage in found.stages)
+    print(f"{limit}; beside weights and K/V a step takes up to {format_bytes(working)} of a member")
+    print()
+
+
+def print_rules(rules: list[RuleReport]) -> None:
+    """A row for each rule of the policy and each member that it excludes; nothing without rules."""
+    if not rules:
+        return
+    print_table(
+        ["rule", "keeps", "on", "satisfied by", "excludes"],
+        [
+            (
+                rule.number,
+                rule.keeps,
+                rule.on,
+                ", ".join(rule.satisfied_by) or "nobody",
+                ", ".join(f"{out.member} ({out.level})" for out in rule.excluded) or "nobody",
+            )
+            for rule in rules
+        ],
+    )
+    print()

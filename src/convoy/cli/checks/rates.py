@@ -1,0 +1,152 @@
+"""What `convoy plan` predicts rates from: flags, this machine's own measurement, and what is assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.show.output import format_seconds, print_note
+from convoy.errors import UsageError
+
+if TYPE_CHECKING:
+    from convoy.config.settings import Config
+    from convoy.plan.offer import MemberOffer
+    from convoy.plan.rates.rates import Links, Rate, RatesReport
+    from convoy.plan.speed import Speed
+
+SpeedFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="[NAME=]GB/S,GFLOP/S: what a member reads and multiplies, or all numbers that `convoy doctor` "
+        "shows there.  [default: measured here]"
+    ),
+]
+RoundTripFlag = Annotated[
+    list[str] | None,
+    typer.Option(help="[NAME,NAME=]MS: a link there and back, as `convoy doctor` shows.  [default: assumed]"),
+]
+ContextFlag = Annotated[int, typer.Option(min=1, help="Tokens of a sequence, for the decode rates.")]
+ThreadsFlag = Annotated[
+    int | None, typer.Option(min=1, help="CPU threads of each member that is here, for the rates.")
+]
+_HERE_S, _ELSEWHERE_S = 0.15e-3, 0.5e-3  # assumed: both ends on one machine; a wired network
+_HERE_BYTES_PER_S = 400e6  # sealed twice on the way, between cores of one machine
+_SPEED_COUNTS = {2, 8}
+_MOST = 1e9  # GB/s, GFLOP/s and milliseconds that make sense
+
+
+@dataclasses.dataclass(frozen=True)
+class Here:
+    """Which members this machine is, and on what each of them computes here."""
+
+    name: str
+    all_members: bool
+    num_threads: int
+    device: str
+
+    @classmethod
+    def of(
+        cls,
+        settings: Config,
+        members: str | None,
+        offers: Sequence[MemberOffer],
+        device: str,
+        threads: int | None,
+    ) -> Here:
+        """A mere count of members is a cluster on this machine; of those with names the head is on it."""
+        elsewhere = settings.cluster.roster is not None if members is None else "=" in members
+        name = settings.cluster.name if members is None and elsewhere else None
+        sharing = 1 if elsewhere else len(offers)
+        num_threads = threads or settings.model.num_threads or max(1, (os.cpu_count() or 1) // sharing)
+        head = next(offer.name for offer in offers if offer.head)
+        return cls(name or head, not elsewhere, num_threads, device)
+
+
+def speeds_of(
+    offers: Sequence[MemberOffer], flags: Sequence[str], here: Here, cache: Path | None = None
+) -> dict[str, Speed]:
+    """Of every member. Measures this machine if a flag leaves anybody out; ``cache`` keeps the best.
+
+    Raises UsageError for flags that make no sense.
+    """
+    from convoy.plan.speed import Speed
+
+    names = [offer.name for offer in offers]
+    told: dict[str, Speed] = {}
+    for text in flags:
+        whose, numbers = _split(text, "--speed", "[NAME=]GB/S,GFLOP/S", _SPEED_COUNTS)
+        if whose and whose not in names:
+            raise UsageError(f"--speed {text} is for {whose}, expected a member: {', '.join(names)}")
+        speed = Speed.from_numbers(numbers)
+        told |= {whose: speed} if whose else {name: speed for name in names if name not in told}
+    lacking = [name for name in names if name not in told]
+    if lacking:
+        from convoy.cluster.own_speed import own_speed
+
+        own = next((offer for offer in offers if offer.name == here.name), offers[0])
+        found = own_speed(own.kernel, here.num_threads, here.device, cache)
+        if found.warning is not None:
+            print_note(found.warning)
+        speed = found.speed
+        guessed = dataclasses.replace(speed, measured=False)
+        told |= {name: speed if here.all_members or name == here.name else guessed for name in lacking}
+    return told
+
+
+def links_of(offers: Sequence[MemberOffer], flags: Sequence[str], here: Here) -> Links:
+    """Round trips by pair; without a flag they are assumed. Raises UsageError."""
+    from convoy.plan.rates.rates import Links
+
+    names = [offer.name for offer in offers]
+    pairs: dict[frozenset[str], float] = {}
+    for text in flags:
+        whose, numbers = _split(text, "--round-trip", "[NAME,NAME=]MS", {1})
+        ends = [name.strip() for name in whose.split(",")] if whose else names
+        if not set(ends) <= set(names) or (whose and len(set(ends)) != 2):
+            raise UsageError(f"--round-trip {text} names {whose}, expected two of {', '.join(names)}")
+        asked = {frozenset((one, other)) for one in ends for other in ends if one != other}
+        pairs |= {pair: numbers[0] / 1e3 for pair in asked if whose or pair not in pairs}
+    if here.all_members:
+        return Links(_HERE_S, _HERE_BYTES_PER_S, by_pair=pairs)
+    return Links(_ELSEWHERE_S, by_pair=pairs)
+
+
+def _split(text: str, flag: str, form: str, counts: set[int]) -> tuple[str, list[float]]:
+    whose, _, values = text.rpartition("=")
+    try:
+        numbers = [float(value) for value in values.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in counts or not all(0 < number < _MOST for number in numbers):
+        raise UsageError(f"{flag} is {text}, expected {form}")
+    return whose.strip(), numbers
+
+
+def print_rates(rates: RatesReport) -> None:
+    """Three lines, and what they assume."""
+    print(f"expected, of sequences of {rates.context} tokens:")
+    rows = [
+        ("decode, one sequence", rates.decode),
+        (f"decode, {rates.decode_batch.batch} sequences", rates.decode_batch),
+        ("prefill of one prompt", rates.prefill),
+    ]
+    width = max(len(name) for name, _ in rows)
+    for name, rate in rows:
+        print(f"  {name.ljust(width)}  {_rate_text(rate)}")
+    if rates.assumed:
+        print(f"  assumed: {'; '.join(rates.assumed)}")
+
+
+def _rate_text(rate: Rate) -> str:
+    return f"{format_rate(rate)}, a step every {format_seconds(rate.step_s)}; limited by {rate.limit}"
+
+
+def format_rate(rate: Rate) -> str:
+    """``12.3 tokens/s``."""
+    shown = f"{rate.tokens_per_s:,.0f}" if rate.tokens_per_s >= 100 else f"{rate.tokens_per_s:.1f}"
+    return f"{shown} tokens/s"

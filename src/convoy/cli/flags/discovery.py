@@ -1,0 +1,43 @@
+"""``--discover``: the network of a member that says where it is, and looks where others are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.config.settings import Config, override
+
+if TYPE_CHECKING:
+    from convoy.transport.network import Network
+
+DiscoverFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--discover/--no-discover",
+        help="Find members on the local network (mDNS), and be found.  [default: that in the config]",
+        show_default=False,
+    ),
+]
+
+
+def with_discover(config: Config, discover: bool | None) -> Config:
+    """The flag in place of the file's value, if it was given."""
+    return override(config, listen=override(config.listen, discover=discover))
+
+
+@contextmanager
+def network_of(config: Config) -> Iterator[Network | None]:
+    """The network to run on; None is the standing one. Raises `ConfigError` without the extra."""
+    if not config.listen.discover:
+        yield None
+        return
+    from convoy.cluster.discovery import DiscoveredNetwork
+
+    network = DiscoveredNetwork()
+    try:
+        yield network
+    finally:
+        network.close()

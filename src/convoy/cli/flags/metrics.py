@@ -1,0 +1,84 @@
+"""``--metrics``: where a program that answers no HTTP otherwise may be scraped; nowhere unless it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.errors import UsageError
+
+if TYPE_CHECKING:
+    from convoy.cluster.metrics.families import Source
+
+
+def _checked(text: str | None) -> str | None:
+    """Said before anything is started. Raises `UsageError`."""
+    if text is not None:
+        _parsed(text)
+    return text
+
+
+MetricsFlag = Annotated[
+    str | None,
+    typer.Option(
+        callback=_checked, help="HOST:PORT where Prometheus may scrape this process.  [default: nowhere]"
+    ),
+]
+
+
+MetricsKeyFlag = Annotated[
+    Path | None, typer.Option(help="With --metrics: file with the key that a scrape must send.")
+]
+
+
+@contextmanager
+def serving_metrics(
+    text: str | None, key_file: Path | None, source: Source, tell: Callable[[str, str], None]
+) -> Iterator[None]:
+    """While the block runs, at HOST:PORT; nothing for None. It says where, and who may read off loopback.
+
+    Raises `ConfigError` where the address is not to be had, or the file with the key is wrong.
+    """
+    if text is None and key_file is not None:
+        raise UsageError("--metrics-key-file is for --metrics", hint="--metrics 127.0.0.1:9464")
+    if text is None:
+        yield
+        return
+    from convoy.api.listen.options import is_loopback
+    from convoy.cluster.metrics.server import metrics_server
+
+    host, port = _parsed(text)
+    here = is_loopback(host)
+    hosts = frozenset({"localhost", "127.0.0.1", "[::1]", host}) if here else None
+    admits = None if key_file is None else _key_check(key_file)
+    with metrics_server([source], (host, port), hosts, admits) as url:
+        tell("metrics", url if here or admits is not None else f"{url}, for whoever reaches it")
+        yield
+
+
+def _key_check(file: Path) -> Callable[[dict[str, str]], bool]:
+    """Return what says whether a request's headers carry a key of ``file``."""
+    from convoy.api.keys.keys import KeyRing, key_of
+    from convoy.api.refusals import Unauthenticated
+
+    ring = KeyRing.open(file)
+
+    def admits(headers: dict[str, str]) -> bool:
+        try:
+            ring.find(key_of(headers))
+        except Unauthenticated:
+            return False
+        return True
+
+    return admits
+
+
+def _parsed(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise UsageError(f"--metrics is {text[:80]!r}, expected HOST:PORT", hint="--metrics 127.0.0.1:9464")
+    return host.strip("[]"), int(port)

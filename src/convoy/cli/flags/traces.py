@@ -1,0 +1,36 @@
+"""``--traces URL``, and ``traces`` under [telemetry]: spans of requests for an OpenTelemetry collector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from convoy.api.traces import Traces
+
+TracesFlag = Annotated[
+    str | None, typer.Option(help="Send spans to this OTLP/HTTP collector, such as http://127.0.0.1:4318.")
+]
+
+
+@contextmanager
+def tracing(url: str | None, service: str) -> Iterator[Traces]:
+    """Spans of ``service`` to ``url``, or nowhere; what waits is sent at the end.
+
+    Raises `ConfigError` for a URL that is none, and where OpenTelemetry is not installed.
+    """
+    from convoy.api.traces import NO_TRACES
+
+    if url is None:
+        yield NO_TRACES
+        return
+    from convoy.api.telemetry.otlp import OtlpTraces
+
+    traces = OtlpTraces.to(url, service)
+    try:
+        yield traces
+    finally:
+        traces.close()

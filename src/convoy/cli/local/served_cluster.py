@@ -1,0 +1,195 @@
+"""A served cluster of real processes, for benches and tests that kill, stop, cut off and slow its members.
+
+The head is ``convoy serve`` and each peer ``convoy join``, as a person starts them; every peer is reached
+through a relay that can cut its links.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from convoy.cli.local.cluster import Address, LocalCluster, LocalOptions
+from convoy.cli.running.endpoint import Endpoint
+from convoy.cluster.children import Started, end
+from convoy.errors import ConvoyError, PeerUnreachable
+from convoy.transport.ports import free_port
+
+if TYPE_CHECKING:
+    from convoy.bench.hop.delay import DelayRelay
+
+_START_S = 120.0
+_END_S = 20.0
+_POLL_S = 0.1
+_STOPPED_S, _RUNNING_S = 1.9, 0.1  # a slow member's share of the time
+
+
+@dataclass(frozen=True, slots=True)
+class ServedOptions:
+    """``local.serve_port`` is chosen here."""
+
+    model: str
+    local: LocalOptions
+    start_wait_s: float = _START_S
+
+
+@dataclass(slots=True)
+class _Slowness:
+    ended: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+
+class ServedCluster(Started):
+    """Leaving the `with` ends every process, also those that were stopped. An `Arena` of `bench.recover`."""
+
+    def __init__(self, options: ServedOptions) -> None:
+        super().__init__()
+        self._options = options
+        self._relays: dict[str, DelayRelay] = {}
+        self._slowness: dict[str, _Slowness] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.names: Sequence[str] = options.local.names
+        self.peers: Sequence[str] = self.names[1:]
+
+    # What a client does.
+
+    @property
+    def url(self) -> str:
+        return self._endpoint.url
+
+    def ask(self, body: Mapping[str, Any]) -> Iterator[str]:
+        for event in self._endpoint.stream("/v1/completions", {**body, "stream": True}):
+            choices = event.get("choices")
+            for choice in choices if isinstance(choices, list) else ():
+                if choice.get("text"):
+                    yield str(choice["text"])
+
+    def status(self) -> Mapping[str, Any]:
+        status = self._endpoint.get("/status", accept=frozenset({200, 503}))
+        if not isinstance(status, dict):
+            raise self._endpoint.not_ours("no JSON object")
+        return status
+
+    # What happens to members.
+
+    def process(self, name: str) -> psutil.Process:
+        """The process that a member is now."""
+        return psutil.Process(self._processes[name].pid)
+
+    def cpu_s(self, name: str) -> float:
+        """Seconds of a core that a member's process has used."""
+        times = self.process(name).cpu_times()
+        return float(times.user + times.system)
+
+    def rss_bytes(self, name: str) -> int:
+        """Its resident memory."""
+        return int(self.process(name).memory_info().rss)
+
+    def kill(self, name: str) -> None:
+        self.resume(name)
+        process = self._processes[name]
+        process.kill()
+        process.wait()
+
+    def start(self, name: str) -> None:
+        self._processes[name] = self._local.start_peer(name, self._options.model)
+
+    def stop(self, name: str) -> None:
+        os.kill(self._processes[name].pid, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """Ends `stop` and `slow`; of a member that runs as it should, nothing."""
+        slowness = self._slowness.pop(name, None)
+        if slowness is not None:
+            slowness.ended.set()
+            assert slowness.thread is not None
+            slowness.thread.join()
+        self._signal(name, signal.SIGCONT)
+
+    def cut(self, name: str) -> None:
+        self._relays[name].cut()
+
+    def mend(self, name: str) -> None:
+        self._relays[name].mend()
+
+    def slow(self, name: str) -> None:
+        slowness = self._slowness[name] = _Slowness()
+
+        def pulse() -> None:
+            while not slowness.ended.is_set():
+                self._signal(name, signal.SIGSTOP)
+                slowness.ended.wait(_STOPPED_S)
+                self._signal(name, signal.SIGCONT)
+                slowness.ended.wait(_RUNNING_S)
+
+        slowness.thread = threading.Thread(target=pulse, name=f"slow {name}", daemon=True)
+        slowness.thread.start()
+
+    def last_words(self, name: str) -> str:
+        """The end of a member's log."""
+        return "\n".join(self._local.log_file(name).read_text(errors="replace").splitlines()[-20:])
+
+    def _signal(self, name: str, number: signal.Signals) -> None:
+        process = self._processes[name]
+        if process.poll() is None:  # until it has been waited for, its id is nobody else's
+            os.kill(process.pid, number)
+
+    # The way up and down.
+
+    def _start(self) -> None:
+        from convoy.bench.hop.delay import DelayRelay
+
+        def publish(name: str, address: Address) -> Address:
+            if name not in self.peers:
+                return address
+            relay = self._relays[name] = DelayRelay(address, 0.0)
+            self._stack.callback(relay.close)
+            return relay.address
+
+        port = free_port()
+        options = replace(self._options.local, serve_port=port, publish=publish)
+        self._local = self._stack.enter_context(LocalCluster(options))
+        self._stack.callback(self._resume_all)
+        self._endpoint = Endpoint(f"http://127.0.0.1:{port}")
+        for name in self.peers:
+            self.start(name)
+        head = self._local.head
+        arguments = ("serve", self._options.model, "--config", str(self._local.config_file(head)))
+        self._processes[head] = self._local.start(head, *arguments)
+        self._stack.callback(end, self._processes[head], _END_S)
+        self._wait_until_served()
+
+    def _wait_until_served(self) -> None:
+        end_s = time.monotonic() + self._options.start_wait_s
+        while time.monotonic() < end_s:
+            self._local.check_alive()
+            try:
+                self._endpoint.get("/health")
+            except ConvoyError:
+                time.sleep(_POLL_S)
+            else:
+                return
+        raise PeerUnreachable(f"the cluster did not serve within {self._options.start_wait_s:g} s")
+
+    def _resume_all(self) -> None:
+        for name in self.peers:
+            self.resume(name)
+
+
+def memory_for(model: str, num_members: int) -> float:
+    """So many GB for each of ``num_members`` that they hold the model together, and no member less does."""
+    from convoy.model.checkpoints.source import ModelSource
+    from convoy.plan.memory.memory import stage_bytes
+    from convoy.plan.span import Span
+
+    spec = ModelSource.resolve(model).spec
+    whole = stage_bytes(spec, Span(0, spec.num_layers, output=True), "float32")
+    return whole / (num_members - 0.5) / 1e9

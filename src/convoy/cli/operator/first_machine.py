@@ -1,0 +1,72 @@
+"""What a first machine needs, made once: operator key, identity, a roster of one, convoy.toml."""
+
+from __future__ import annotations
+
+import datetime
+import secrets
+from typing import TYPE_CHECKING
+
+from convoy.cli.audit import operator_log, roster_subject
+from convoy.cli.operator.home import Home, host_name, local_addresses, parse_place
+from convoy.cli.show.files import read_bytes, replace_file
+from convoy.cli.show.output import print_note
+from convoy.config.settings import DEFAULT_PEER_PORT
+from convoy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from convoy.transport.member import Member, Roster
+
+MAX_ROSTER_FILE_BYTES = 2 << 20
+
+
+def make_first_machine(
+    home: Home,
+    *,
+    name: str | None,
+    address: str | None,
+    cluster: str | None,
+    passphrase_file: Path | None = None,
+) -> None:
+    """Leaves a convoy.toml in ``home``. Interrupted anywhere, it goes on where it was the next time.
+
+    Raises `IdentityError`, `RosterError` or `ConfigError`.
+    """
+    from convoy.trust.roster.card import member_of
+    from convoy.trust.roster.roster import make_roster, open_roster, sign_roster
+
+    host, _ = parse_place(address or local_addresses()[0], None)
+    operator, identity = home.open_operator(passphrase_file), home.open_identity()
+    member = member_of(name or host_name(), identity, (host, DEFAULT_PEER_PORT), head=True)
+    if home.roster.exists():
+        data = read_bytes(home.roster, max_bytes=MAX_ROSTER_FILE_BYTES)
+        roster = open_roster(data, operator_key=operator.public_key).roster
+        member = _own_line(roster, member, home)
+    else:
+        roster = make_roster(cluster or f"home-{secrets.token_hex(4)}", [member], not_before=_a_while_ago())
+        data = sign_roster(roster, operator)
+        signed = open_roster(data, operator_key=operator.public_key)
+        with operator_log(home.operator, operator).doing("sign roster", roster_subject(signed, home.roster)):
+            replace_file(home.roster, data)
+    home.write_config(member.name, operator.public_key, listen_host="::" if ":" in host else None)
+    print_note(
+        f"made cluster {roster.cluster_id} with {member.name} as its head: "
+        f"keys, roster and convoy.toml are in {home.directory}"
+    )
+
+
+def _own_line(roster: Roster, member: Member, home: Home) -> Member:
+    for listed in roster.members:
+        if listed.identity_key == member.identity_key:
+            return listed
+    raise ConfigError(
+        f"{home.roster} does not list the identity in {home.identity}",
+        hint="name the member's own file with --config, or choose another folder with --dir",
+    )
+
+
+def _a_while_ago() -> datetime.datetime:
+    from convoy.trust.roster.newcomer import SLACK
+
+    return datetime.datetime.now(datetime.UTC) - SLACK

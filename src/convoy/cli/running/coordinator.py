@@ -1,0 +1,234 @@
+"""The running of ``convoy coordinator``: its flags, its folder, and what it says once it listens."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
+
+import typer
+
+from convoy.cli.operator.home import Home
+from convoy.cli.running.start import settle_memory
+from convoy.cli.show.files import replace_file
+from convoy.cli.show.output import print_draining, print_ended, print_fields, print_json_line
+from convoy.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from convoy.fleet.books.store import Store
+    from convoy.fleet.coordinator.options import CoordinatorOptions
+    from convoy.fleet.coordinator.server import Doors
+    from convoy.trust.audit import AuditLog
+
+DEFAULT_PORT, DEFAULT_ADMIN_PORT = 8780, 8781
+ADMIN_KEY = "admin.key"
+BODY_KEY = "idempotency.key"
+_BODY_KEY_BYTES = 32
+ADMIN_URL = "admin.url"  # where the coordinator of this folder listens for administrators
+_DATABASE = "fleet.db"
+_FIRST = "first"  # the label of the key that is made with a database
+_MAX_URL_CHARS = 4096
+_MAX_PRICES, _MAX_MODEL_CHARS = 64, 128
+
+HostFlag = Annotated[str, typer.Option(help="Address for consumers and providers.")]
+PortFlag = Annotated[int, typer.Option(min=0, max=65535, help="0 lets the system choose.")]
+AdminPortFlag = Annotated[int, typer.Option(min=0, max=65535, help="On loopback alone.")]
+ConfigFlag = Annotated[Path | None, typer.Option(help="coordinator.toml: models, prices, the queue.")]
+DatabaseFlag = Annotated[
+    str | None, typer.Option(help="sqlite:///FILE or postgresql://...  [default: a file in --dir]")
+]
+DatabaseFileFlag = Annotated[
+    Path | None,
+    typer.Option(help="File with the database's URL on its first line, password and all; for --database."),
+]
+InstanceFlag = Annotated[str, typer.Option(help="Its name, where several share a database.")]
+AuthorityFlag = Annotated[
+    list[str] | None, typer.Option(help="host:port by which providers dial it, if another than it sees.")
+]
+CertificateFlag = Annotated[Path | None, typer.Option(help="PEM, for a listener off loopback.")]
+TlsKeyFlag = Annotated[Path | None, typer.Option(help="PEM.")]
+BehindProxyFlag = Annotated[
+    bool, typer.Option("--behind-tls-proxy", help="A proxy on this machine ends TLS.")
+]
+PublicCertificateFlag = Annotated[
+    Path | None,
+    typer.Option(help="PEM that the TLS proxy in front serves with: pinned providers compare it."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class DoorFlags:
+    """Where it is to listen."""
+
+    host: str
+    port: int
+    admin_port: int
+    tls_certificate: Path | None
+    tls_key: Path | None
+    behind_tls_proxy: bool
+    authorities: tuple[str, ...] = ()
+    public_certificate: Path | None = None
+
+    def names(self) -> tuple[str, ...]:
+        """Under which providers may dial it. Raises `ConfigError` where nothing says so, `IdentityError`."""
+        from convoy.api.listen.options import is_loopback
+        from convoy.fleet.coordinator.authority import LOOPBACK_NAMES
+
+        if self.behind_tls_proxy:
+            if not self.authorities:
+                raise ConfigError(
+                    "behind a proxy that ends TLS nothing says by which name providers dial",
+                    hint="--authority HOST:443",
+                )
+            return ()
+        mine = LOOPBACK_NAMES if is_loopback(self.host) else ()
+        return (*mine, *self._certificate_names())
+
+    def _certificate_names(self) -> tuple[str, ...]:
+        from convoy.crypto.certificate import certificate_names
+
+        return () if self.tls_certificate is None else certificate_names(_bytes_of(self.tls_certificate))
+
+    def doors(self) -> Doors:
+        """Raises `ConfigError` for a door that would be open in clear text."""
+        from convoy.api.listen.options import ServeOptions
+        from convoy.fleet.coordinator.server import Doors
+
+        tls = None if self.tls_certificate is None else (str(self.tls_certificate), str(self.tls_key))
+        names = tuple(filter(None, (urlsplit(f"//{one}").hostname for one in self.authorities)))
+        hosts = (*names, *self._certificate_names())
+        public = ServeOptions(host=self.host, port=self.port, allow_unauthenticated=True, allowed_hosts=hosts)
+        admin = ServeOptions(port=self.admin_port, allow_unauthenticated=True)
+        made = Doors(public, admin, tls, self.behind_tls_proxy, self.public_certificate)
+        made.check()
+        return made
+
+
+def run_here(
+    options: CoordinatorOptions, flags: DoorFlags, home: Home, database: str | None, *, as_json: bool
+) -> None:
+    """Serve until a signal, with keys and, unless another is named, a database in ``home``."""
+    from convoy.fleet.books.store import Store
+    from convoy.fleet.coordinator.server import run_coordinator
+    from convoy.trust.audit import FILE, AuditLog
+
+    doors = flags.doors()
+    identity = home.open_identity()
+    audit = AuditLog(home.identity / FILE, identity, "coordinator")
+    options = replace(options, names=flags.names(), body_key=_body_key(home), audit=audit)
+    store = Store(database or f"sqlite:///{home.directory / _DATABASE}")
+    try:
+        key_file = _admin_key(home, store, audit)
+        audit.append("set prices", _prices(options))
+
+        def ready(url: str, admin_url: str, released: int) -> None:
+            settle_memory()
+            replace_file(home.directory / ADMIN_URL, f"{admin_url}\n".encode())
+            facts = {
+                "url": url,
+                "admin_url": admin_url,
+                "admin_key_file": key_file,
+                "coordinator_key": identity.public_key.hex(),
+                "released": released,
+            }
+            if as_json:
+                print_json_line({"event": "ready", **facts})
+            else:
+                print_fields(facts.items())
+
+        def drain(num_answers: int, drain_s: float) -> None:
+            if not as_json:
+                print_draining(num_answers, drain_s)
+
+        cut_off = run_coordinator(options, doors, store, identity, on_ready=ready, on_drain=drain)
+    finally:
+        store.close()
+    if not as_json:
+        print_ended(cut_off)
+
+
+def database_url(url: str | None, file: Path | None) -> str | None:
+    """Return the URL that was given, or that of the file. Raises `UsageError` and `ConfigError`."""
+    if file is None:
+        return url
+    if url is not None:
+        raise UsageError("--database and --database-file are two ways to say one thing: give one of them")
+    from convoy.api.keys.key_file import check_private
+
+    try:
+        with file.open(encoding="utf-8") as lines:
+            status = os.fstat(lines.fileno())
+            found = lines.readline(_MAX_URL_CHARS).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the database file {file}: {reason}") from None
+    check_private(status, file, "the database file")
+    if not found:
+        raise ConfigError(f"the database file {file} is empty, expected a URL on its first line")
+    return found
+
+
+def admin_url_of(directory: Path) -> str:
+    """Return where the coordinator of a folder listens for administrators: as it said, or its usual port."""
+    try:
+        said = (directory / ADMIN_URL).read_text(encoding="utf-8")[:_MAX_URL_CHARS].strip()
+    except (OSError, UnicodeDecodeError):
+        said = ""
+    return said or f"http://127.0.0.1:{DEFAULT_ADMIN_PORT}"
+
+
+def _body_key(home: Home) -> bytes:
+    """Return the secret of this folder for bodies with an Idempotency-Key; made at the first start."""
+    from convoy.crypto.keyfile import read_private, write_private
+
+    file = home.directory / BODY_KEY
+    if not file.exists():
+        write_private(file, secrets.token_bytes(_BODY_KEY_BYTES))
+    key = read_private(file)
+    if len(key) != _BODY_KEY_BYTES:
+        raise ConfigError(
+            f"{file} has {len(key)} bytes, expected {_BODY_KEY_BYTES}",
+            hint="remove it: a new one is made, and Idempotency-Keys in use may be refused for a day",
+        )
+    return key
+
+
+def _admin_key(home: Home, store: Store, audit: AuditLog) -> Path:
+    """The file with an administrator's key for this machine's own commands; made at the first start
+    of a database."""
+    from convoy.api.keys.key_file import new_key
+    from convoy.crypto.keyfile import write_private
+    from convoy.fleet.books.directory import Directory
+    from convoy.fleet.books.keys import Scope, subject_of_key
+
+    file, directory = home.directory / ADMIN_KEY, Directory(store)
+    known = directory.keys()
+    if not any(key.scope is Scope.ADMIN and key.revoked_s is None for key in known):
+        # a file that is there is of another database
+        file.unlink(missing_ok=True)
+    if not file.exists():
+        key = new_key()
+        audit.append("make API key", subject_of_key(key, Scope.ADMIN, None, _FIRST))
+        write_private(file, (directory.make_key(Scope.ADMIN, None, _FIRST, key=key) + "\n").encode())
+    return file
+
+
+def _prices(options: CoordinatorOptions) -> dict[str, str | list[str]]:
+    """What an entry says of the prices at a start: a digest of all, and the first of them."""
+    lines = [
+        f"{model[:_MAX_MODEL_CHARS]}: {one.price.prompt_micro} {one.price.completion_micro}"
+        for model, one in sorted(options.models.items())
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return {"instance": options.instance[:64], "digest": digest, "prices": lines[:_MAX_PRICES]}
+
+
+def _bytes_of(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error

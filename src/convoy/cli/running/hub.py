@@ -1,0 +1,124 @@
+"""A model as the command line names it: a directory, or a name on the Hugging Face hub, whole or in part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.running.member import default_cache
+from convoy.cli.running.signed import signed_model
+from convoy.cli.show.output import print_note
+from convoy.cli.show.progress import loading_bars
+from convoy.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from convoy.cluster.weights.head_weights import OwnWeights
+    from convoy.config.settings import Config
+    from convoy.model.checkpoints.hub.files import HubName
+    from convoy.model.checkpoints.source import ModelSource
+    from convoy.trust.signed_model import SignedModel
+
+WeightsFromFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--weights-from",
+        help="Whom members without files ask: auto (the hub, then the head), head, hub.  [default: auto]",
+    ),
+]
+SignedFlag = Annotated[
+    Path | None, typer.Option(help="A file from `convoy manifest sign`: no other model runs.")
+]
+
+
+def weights_from(text: str | None) -> str | None:
+    """The flag's value. Raises ConfigError."""
+    if text not in {None, "auto", "head", "hub"}:
+        raise ConfigError(f"--weights-from is {text}, expected auto, head or hub")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A model that a head is to run. ``own``: how its tensors come, where it is not here whole."""
+
+    source: ModelSource
+    own: OwnWeights | None = None
+
+
+def local_model(settings: Config, named: str, *, quiet: bool) -> str:
+    """``named`` itself, or the directory with the files of ``org/name[@revision]``, all of them.
+
+    Raises ModelError where they cannot be had.
+    """
+    from convoy.model.checkpoints.hub.files import FOLDER, Hub
+
+    name = _hub_name(named)
+    if name is None:
+        return named
+    hub = Hub(_cache(settings) / FOLDER, settings.model.hub)
+    with loading_bars(quiet=quiet) as on_load:
+        commit, directory = hub.download(name, on_load)
+    if not quiet:
+        print_note(f"note: {hub.offline}" if hub.offline else f"model: {name.repo} at commit {commit}")
+    return str(directory)
+
+
+def open_model(settings: Config, named: str, *, quiet: bool) -> Opened:
+    """The model for a head: of a hub's commit that the operator signed, only what is not weights comes now.
+
+    Raises ModelError.
+    """
+    from convoy.model.checkpoints.source import ModelSource
+
+    name, signed = _hub_name(named), signed_model(settings)
+    if name is None or signed is None or not _is_of(name, signed):
+        return Opened(ModelSource.resolve(local_model(settings, named, quiet=quiet)))
+    opened = _open_signed(settings, name, signed)
+    if not quiet:
+        commit = signed.hub.rpartition("@")[2]
+        print_note(f"model: {name.repo} at commit {commit}, as the operator signed it; each its own layers")
+    return opened
+
+
+def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> Opened:
+    from convoy.cluster.weights.head_weights import OwnWeights
+    from convoy.model.checkpoints.hub.stream import HubCommit
+    from convoy.model.checkpoints.hub.weights import HubWeights
+    from convoy.model.checkpoints.manifest import Manifest
+    from convoy.model.checkpoints.store.parts import PartFile, is_whole
+    from convoy.model.checkpoints.store.received import ReceivedModel
+
+    commit = HubCommit(name.repo, signed.hub.rpartition("@")[2], settings.model.hub)
+    received = ReceivedModel(_cache(settings), Manifest.decode(signed.manifest, signed.digest))
+    with received.open(lambda: None):
+        for part in map(received.file, received.manifest.files):
+            if is_whole(part):
+                continue
+            with PartFile(part) as file:
+                file.begin_anew()
+                for chunk in commit.stream(part.name, 0, part.num_bytes):
+                    file.write(chunk)
+                if not file.finish():
+                    raise ModelError(f"{part.name} of {signed.hub} is not what the operator signed")
+    source = received.source(name.repo, received.file("config.json"))
+    return Opened(source, OwnWeights(received, source, HubWeights(commit)))
+
+
+def _is_of(name: HubName, signed: SignedModel) -> bool:
+    """Whether the signed manifest is of that name, at the revision that was asked for, if one was."""
+    repo, _, commit = signed.hub.rpartition("@")
+    return repo == name.repo and name.revision in {"main", commit}
+
+
+def _hub_name(named: str) -> HubName | None:
+    from convoy.model.checkpoints.hub.files import HubName
+    from convoy.model.checkpoints.source import needs_no_files
+
+    return None if needs_no_files(named) else HubName.parse(named)
+
+
+def _cache(settings: Config) -> Path:
+    return settings.model.cache or default_cache()

@@ -1,0 +1,108 @@
+"""``convoy serve --provide``: a head, or a whole cluster behind it, as one provider of a coordinator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from convoy.cli.operator.certify import read_certificate_file
+from convoy.cli.show.output import print_note
+from convoy.errors import UsageError
+
+if TYPE_CHECKING:
+    from convoy.api.listen.options import ServeOptions
+    from convoy.cluster.head.head import Head
+    from convoy.config.settings import Config
+    from convoy.crypto.identity import Identity
+    from convoy.fleet.capacity import Capacity
+    from convoy.fleet.provider.provide import ProvideOptions
+    from convoy.fleet.provider.run import ProviderBeside
+
+ProvideFlag = Annotated[
+    str | None, typer.Option(help="Answer for this coordinator too: wss://HOST, as `convoy provide`.")
+]
+CoordinatorKeyFlag = Annotated[
+    str | None, typer.Option(help="Register with the coordinator of this key alone.")
+]
+CertificateFlag = Annotated[
+    Path | None, typer.Option(help="What an operator signed: see `convoy identity certify`.")
+]
+
+
+def read_coordinator_key(text: str | None) -> bytes | None:
+    """Raises `UsageError` for one that is none."""
+    try:
+        key = None if text is None else bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if key is not None and len(key) != 32:
+        raise UsageError("--coordinator-key is none", hint="64 digits that `convoy coordinator` shows")
+    return key
+
+
+@dataclass(frozen=True, slots=True)
+class Providing:
+    """What was asked for; `begin` once the head answers."""
+
+    url: str
+    coordinator_key: bytes | None
+    certificate: bytes
+    identity: Identity
+    slots: int
+
+    @classmethod
+    def of(
+        cls,
+        url: str | None,
+        coordinator_key: str | None,
+        certificate: Path | None,
+        settings: Config,
+        home: Path,
+    ) -> Providing | None:
+        """None where none was asked for. Raises `UsageError` and `ConfigError` for what cannot be."""
+        from convoy.cli.operator.home import Home
+        from convoy.crypto.identity import Identity
+        from convoy.fleet.provider.provide import ProvideOptions
+
+        if url is None:
+            if coordinator_key is not None or certificate is not None:
+                flag = "--certificate" if coordinator_key is None else "--coordinator-key"
+                raise UsageError(f"{flag} is for --provide")
+            return None
+        ProvideOptions(url, {}).check()
+        key = read_coordinator_key(coordinator_key)
+        folder = settings.cluster.identity
+        identity = Home(home).open_identity() if folder is None else Identity.load(folder)
+        certified = b"" if certificate is None else read_certificate_file(certificate, identity.public_key)
+        return cls(url, key, certified, identity, settings.engine.max_batch)
+
+    def begin(self, head_url: str, head: Head, listens: ServeOptions, *, quiet: bool) -> ProviderBeside:
+        """On a thread of its own, for the head that ``listens`` there."""
+        from convoy.cluster.head.provider_evidence import witness_of
+        from convoy.fleet.provider.provide import ProvideOptions
+        from convoy.fleet.provider.run import ProviderBeside
+        from convoy.fleet.provider.upstream import Upstream
+
+        def say(_kind: str, text: str) -> None:
+            if not quiet:
+                print_note(text)
+
+        def options(offers: dict[str, Capacity]) -> ProvideOptions:
+            return ProvideOptions(
+                self.url,
+                offers,
+                coordinator_key=self.coordinator_key,
+                certificate=self.certificate,
+                events=lambda text: say("coordinator", text),
+                traces=listens.traces,
+                witness=witness_of(head, self.identity),
+            )
+
+        say("key", f"this provider's key is {self.identity.public_key.hex()}")
+        key = None if listens.keys is None else listens.keys.own_key("provider")
+        certificate = None if listens.tls is None else listens.tls[0]
+        upstream = Upstream(head_url, key, certificate)
+        return ProviderBeside(upstream, self.identity, options, slots=self.slots, say=say)

@@ -1,0 +1,36 @@
+"""The one model that may run here: a file that `convoy manifest sign` wrote, and the key that must have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from convoy.cli.show.files import read_bytes
+from convoy.config.settings import Config
+
+if TYPE_CHECKING:
+    from convoy.trust.signed_model import SignedModel
+
+
+def signed_model(config: Config) -> SignedModel | None:
+    """What [model] signed names, None without it.
+
+    Raises ConfigError for a file that cannot be read, and ModelError for one that the operator did not sign.
+    """
+    from convoy.trust.signed_model import MAX_SIGNED_BYTES, verify_signed_model
+
+    file = config.model.signed
+    if file is None:
+        return None
+    data = read_bytes(file, max_bytes=MAX_SIGNED_BYTES)
+    return verify_signed_model(data, operator_key=_operator(config))
+
+
+def _operator(config: Config) -> bytes:
+    """Who signs now: the key in the file, or that which it handed over to."""
+    from convoy.trust.roster.accepted import AcceptedFile
+
+    configured = config.require_operator_key()
+    accepted = None if config.cluster.identity is None else AcceptedFile(config.cluster.identity).load()
+    if accepted is None or accepted.configured != configured:
+        return configured
+    return accepted.trusted

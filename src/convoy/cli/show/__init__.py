@@ -1,0 +1,1 @@
+"""Output of the command line: tables, JSON, progress, help pages, log lines and exit codes."""

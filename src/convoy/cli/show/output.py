@@ -1,0 +1,156 @@
+"""What people and scripts read: tables and JSON on standard output, errors and hints on standard error."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import typer
+
+from convoy.errors import ConvoyError, RequestError
+
+_QUANTITY = re.compile(r"-?[0-9]+([.][0-9]+)?( ?[A-Za-z%/]+)?")
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON value for scripts.")]
+
+
+def print_json(value: object) -> None:
+    """One JSON value and a line end; `plain` says what becomes of values that JSON does not have."""
+    print(json.dumps(plain(value), ensure_ascii=False, indent=2), flush=True)
+
+
+def print_json_line(value: object) -> None:
+    """One JSON value on one line, for streams of events."""
+    print(json.dumps(plain(value), ensure_ascii=False), flush=True)
+
+
+def plain(value: object) -> object:
+    """``value`` as JSON has it. Dataclasses and msgspec Structs become objects, paths text, bytes base64."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes | Path):
+        return str(value) if isinstance(value, Path) else base64.b64encode(value).decode("ascii")
+    names = getattr(value, "__struct_fields__", None) or getattr(value, "__dataclass_fields__", None)
+    if names is not None:
+        return {name: plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return [plain(item) for item in value]
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Aligned columns under a heading. Numbers align right; None shows as a dash; nothing is cut off."""
+    listed = list(rows)
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in listed]
+    widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
+    right = [_is_numeric(column) for column in zip(*listed, strict=True)] or [False] * len(columns)
+
+    def line(texts: Sequence[str]) -> str:
+        padded = (
+            text.rjust(width) if rightward else text.ljust(width)
+            for text, width, rightward in zip(texts, widths, right, strict=True)
+        )
+        return "  ".join(padded).rstrip()
+
+    print(styled(line(columns), "bold", sys.stdout))
+    for row in cells:
+        print(line(row))
+
+
+def _is_numeric(column: Sequence[object]) -> bool:
+    # Sizes and times come as text with a unit: "1.2 MB", "0.31 ms". An address is no number.
+    return all(cell is None or _QUANTITY.fullmatch(str(cell)) for cell in column)
+
+
+def print_fields(fields: Iterable[tuple[str, object]]) -> None:
+    """``label  value`` lines with the values aligned."""
+    listed = [(label, "-" if value is None else str(value)) for label, value in fields]
+    width = max((len(label) for label, _ in listed), default=0)
+    for label, value in listed:
+        print(f"{label.ljust(width)}  {value}")
+
+
+def print_note(text: str) -> None:
+    """A line for the person who watches, kept apart from results: standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_draining(num_answers: int, drain_s: float) -> None:
+    """Of a server that was asked to stop: what it waits for."""
+    what = counted(num_answers, "answer")
+    print_note(f"finishing {what}, at most {drain_s:g} s; Ctrl-C again to stop now")
+
+
+def print_ended(num_cut: int) -> None:
+    """Of a server that stopped; ``num_cut``: answers that it did not finish."""
+    cut = f"{num_cut} {'answer was' if num_cut == 1 else 'answers were'} cut off, and their clients told"
+    print_note(f"ended: {cut if num_cut else 'every request was answered'}")
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``1536000`` as "1.5 MB", in the decimal units of plans and errors."""
+    from convoy.plan.memory.memory import format_bytes as formatted
+
+    return formatted(num_bytes)
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def reads_text(source: str) -> str:
+    """From what a member can read prompts: ``yes (activations)``, ``yes (tokens)`` or ``no``."""
+    return "no" if source == "no" else f"yes ({source})"
+
+
+def format_seconds(seconds: float | None) -> str | None:
+    """``0.00031`` as "0.31 ms"; None stays None, which tables show as a dash."""
+    if seconds is None:
+        return None
+    return f"{seconds * 1000:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether ``stream`` is a terminal whose owner wants colour (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+_STYLES = {"bold": "1", "red": "1;31", "yellow": "1;33", "dim": "2"}
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """``text`` in a style of ``_STYLES`` where ``stream`` has colour."""
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if has_colour(stream) else text
+
+
+def report_error(
+    kind: str, message: str, hint: str | None, *, as_json: bool, extra: Mapping[str, object] | None = None
+) -> None:
+    """``error:`` and ``hint:`` on standard error; with ``as_json`` one JSON value on standard output too."""
+    if as_json:
+        print_json({"error": {"type": kind, "message": message, "hint": hint, **(extra or {})}})
+    sys.stdout.flush()
+    print(styled("error:", "red", sys.stderr), one_line(message), file=sys.stderr)
+    if hint:
+        print(styled("hint:", "yellow", sys.stderr), one_line(hint), file=sys.stderr)
+    sys.stderr.flush()
+
+
+def report_convoy_error(error: ConvoyError, *, as_json: bool) -> None:
+    """A `ConvoyError` in the error grammar; a `RequestError` keeps the parameter it names."""
+    extra = {"param": error.param, "code": error.code} if isinstance(error, RequestError) else {}
+    report_error(type(error).__name__, error.message, error.hint, as_json=as_json, extra=extra)
+
+
+def one_line(text: str) -> str:
+    """``text`` without line ends and control characters: no file or peer draws on the terminal."""
+    return "".join(char if char.isprintable() else " " for char in text).strip()

@@ -1,0 +1,133 @@
+"""The picture of a cluster: who holds what, behind which link.
+
+`serve`, `run`, `demo` and `status` show the same.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from convoy.cli.show.output import counted, format_bytes, format_seconds, print_table, reads_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from convoy.cluster.status import ClusterStatus, IdleStatus, StageStatus, StandbyStatus
+
+
+def print_picture(status: ClusterStatus) -> None:
+    """A line for each stage, then the route."""
+    print_table(
+        ("stage", "member", "layers", "weights", "hop round trip", "cipher", "can read prompts", "level"),
+        stage_rows(status.stages),
+    )
+    print(f"route: {status.route}")
+    print(f"kernel: {status.kernel}{f' ({status.why_kernel})' if status.why_kernel else ''}")
+    if status.parallel.mode:
+        print(f"parallel: {status.parallel.mode}; {status.parallel.reason}")
+    for stage in status.stages:
+        if stage.device not in {"", "cpu"} or status.kernel == "mixed":
+            print(f"device: {stage.member} on {stage.device or 'one that is gone'}, {stage.kernel}")
+    for stage in status.stages:
+        if stage.weights_from:
+            print(f"weights: {stage.member} got {origins_text(stage.weights_from)}")
+    print(f"level: {level_text(status)}")
+    if status.standbys:
+        print(f"standbys: {standbys_text(status.standbys)}")
+    if status.idle:
+        print(f"idle: {idle_text(status.idle)}")
+    if status.absent:
+        print(f"absent: {', '.join(status.absent)} (dialled until there)")
+    if status.other_bits:
+        print(f"other bits: {', '.join(status.other_bits)} (a text may change where their layers move)")
+
+
+def stage_rows(stages: Iterable[StageStatus]) -> list[tuple[object, ...]]:
+    return [
+        (
+            index,
+            stage.member if stage.world_size == 1 else f"{stage.member} (rank {stage.rank})",
+            layers_text(stage),
+            format_bytes(stage.weight_bytes)
+            + (f" ({stage.weight_share:.2f} of the stage)" if stage.world_size > 1 else ""),
+            format_seconds(stage.round_trip_s),
+            "this process" if stage.head else stage.cipher or "gone",
+            reads_text(stage.can_read_prompts),
+            stage.level,
+        )
+        for index, stage in _numbered(stages)
+    ]
+
+
+def _numbered(stages: Iterable[StageStatus]) -> list[tuple[int, StageStatus]]:
+    """With the number of its stage, which ranks share."""
+    found: list[tuple[int, StageStatus]] = []
+    index = -1
+    for stage in stages:
+        index += stage.rank == 0
+        found.append((index, stage))
+    return found
+
+
+def origins_text(origins: Mapping[str, int]) -> str:
+    """How much of whom: the head, a hub, or other members by name."""
+    known = {"head": "the head", "hub": "the hub"}
+    return ", ".join(
+        f"{format_bytes(num_bytes)} from {known.get(source, source)}"
+        for source, num_bytes in sorted(origins.items())
+    )
+
+
+def level_text(status: ClusterStatus) -> str:
+    """The cluster's level, what is demanded, and who was left out."""
+    text = status.level
+    if status.minimum_level != "none":
+        text += f"; the policy's minimum is {status.minimum_level}"
+    for one in status.verdicts:
+        if one.excluded:
+            text += f"; {one.member} has {one.level} and no stage"
+    return text
+
+
+def standbys_text(standbys: Iterable[StandbyStatus]) -> str:
+    """Who waits for the loss of another member, and what each has loaded for that."""
+    return ", ".join(
+        f"{one.name} (nothing loaded yet)"
+        if one.layers is None
+        else f"{one.name} (has loaded layers {one.layers})"
+        for one in standbys
+    )
+
+
+def idle_text(idle: Iterable[IdleStatus]) -> str:
+    """Who is here without layers, and since when by this machine's clock."""
+    return ", ".join(
+        f"{one.name} (no layers since {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(one.since_unix_s))})"
+        for one in idle
+    )
+
+
+def guesses_text(status: ClusterStatus) -> str:
+    """How many may be run at once, and how often they were right."""
+    if not status.guesses:
+        return "off"
+    right = f"{status.drafted_tokens} run, {status.accepted_tokens} of them right"
+    return f"{right}; at most {status.guesses} at once"
+
+
+def recoveries_text(status: ClusterStatus) -> str:
+    """How often, and in how many places a text may differ for it."""
+    if not status.near_ties:
+        return str(status.recoveries)
+    return f"{status.recoveries}; {counted(status.near_ties, 'token')} since then had a rival (near ties)"
+
+
+def layers_text(stage: StageStatus) -> str:
+    """``embed + 0-5 + output``: inclusive, as the command line's spans are."""
+    parts = [f"{stage.start}-{stage.end - 1}"]
+    if stage.embed:
+        parts.insert(0, "embed")
+    if stage.output:
+        parts.append("output")
+    return " + ".join(parts)

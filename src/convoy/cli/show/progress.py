@@ -1,0 +1,73 @@
+"""Progress on standard error: while weights load a bar for each member, or a line now and then in a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from convoy.cli.show.output import print_note
+
+if TYPE_CHECKING:
+    from convoy.cluster.head.head import LoadProgress
+
+
+_LINE_EVERY_S = 5.0
+
+
+class LoadLines:
+    """How far every member is, on one line, not more often than every 5 s."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._said_s = now()
+        self._parts: dict[str, str] = {}
+
+    def on_load(self, member: str, loaded: int, total: int) -> None:
+        self._parts[member] = f"{member} {loaded / max(1, total):.0%}"
+        if self._now() - self._said_s >= _LINE_EVERY_S:
+            self._said_s = self._now()
+            print_note(f"loading: {', '.join(self._parts.values())}")
+
+
+class VerifyLines:
+    """How many of all layouts, or tokens, are done: the first at once, then not more often than every 5 s."""
+
+    def __init__(self, unit: str, now: Callable[[], float] = time.monotonic) -> None:
+        self._unit = unit
+        self._now = now
+        self._next_s = now()
+
+    def on_progress(self, done: int, total: int, what: str) -> None:
+        if what and self._now() >= self._next_s:
+            self._next_s = self._now() + _LINE_EVERY_S
+            print_note(f"verifying: {done}/{total} {self._unit}, {what}")
+
+
+@contextmanager
+def loading_bars(*, quiet: bool) -> Iterator[LoadProgress | None]:
+    """Hands out a callback (member, loaded, total bytes), or None where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield None if quiet else LoadLines().on_load
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    bars = Progress(
+        TextColumn("loading {task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    tasks: dict[str, object] = {}
+
+    def on_load(member: str, loaded: int, total: int) -> None:
+        if member not in tasks:
+            tasks[member] = bars.add_task(member, total=total)
+        bars.update(tasks[member], completed=loaded, total=total)  # type: ignore[arg-type]
+
+    with bars:
+        yield on_load

@@ -1,0 +1,142 @@
+"""Evidence of members for a provider: a head asks its peers, and passes on what they say as it came.
+
+A peer binds its evidence to the identity key of the head that asks, as its own roster has it: so nobody else
+can show it as evidence of a member of theirs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from convoy.cluster.attestation.evidence_maker import Attester
+from convoy.errors import ConvoyError
+from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.log_limit import QuietLog
+from convoy.transport.member import LocalMember
+from convoy.trust.evidence.evidence import provider_binding
+from convoy.wire.messages.control import Challenge
+from convoy.wire.messages.vouch import Vouch, Vouched
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Asked:
+    purpose: bytes
+    done: threading.Event = field(default_factory=threading.Event)
+    answer: Vouched | None = None
+
+
+class Vouching:
+    """Both sides. Which of them a member may be on a link is fixed by `cluster.rights`."""
+
+    def __init__(self, me: Callable[[], LocalMember], attester: Attester) -> None:
+        self._me = me
+        self._attester = attester
+        self._quiet = QuietLog(_log)
+        self._wake = threading.Condition()
+        self._asked: dict[Link, _Asked] = {}
+        self._to_answer: dict[Link, Vouch] = {}
+        self._gathering = threading.Lock()
+        self._started = self._closed = False
+
+    # Receiver threads.
+
+    def takes(self, link: Link, received: Received) -> bool:
+        """Whether it was for here. Never blocks; of two questions on a link the newer one is answered."""
+        match received:
+            case ReceivedMessage(message=Vouch() as vouch):
+                with self._wake:
+                    self._to_answer[link] = vouch
+                    self._start()
+                    self._wake.notify_all()
+            case ReceivedMessage(message=Vouched() as vouched):
+                with self._wake:
+                    asked = self._asked.get(link)
+                if asked is None or asked.purpose != vouched.purpose:
+                    self._quiet.warning("vouched", f"{link.peer} sent evidence that nobody waits for")
+                    return True
+                asked.answer = vouched
+                asked.done.set()
+            case _:
+                return False
+        return True
+
+    def detach(self, link: Link) -> None:
+        """Its link ended: nobody waits for it."""
+        with self._wake:
+            self._to_answer.pop(link, None)
+            asked = self._asked.pop(link, None)
+        if asked is not None:
+            asked.done.set()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify_all()
+            for asked in self._asked.values():
+                asked.done.set()
+
+    # The head.
+
+    def own(self, purpose: bytes, registers: Sequence[int]) -> Vouched:
+        """This member's, for itself as the provider."""
+        me = self._me()
+        return self._prove(me, me.identity.public_key, Vouch(purpose, list(registers)))
+
+    def gather(
+        self, links: Iterable[Link], purpose: bytes, registers: Sequence[int], deadline_s: float
+    ) -> dict[str, Vouched]:
+        """What comes of these within so many seconds, by member. Others wait until this is over."""
+        with self._gathering:
+            asked = {link: self._ask(link, Vouch(purpose, list(registers))) for link in links}
+            end_s = time.monotonic() + deadline_s
+            for one in asked.values():
+                one.done.wait(max(0.0, end_s - time.monotonic()))
+            with self._wake:
+                for link, one in asked.items():
+                    if self._asked.get(link) is one:
+                        del self._asked[link]
+        return {link.peer: one.answer for link, one in asked.items() if one.answer is not None}
+
+    def _ask(self, link: Link, vouch: Vouch) -> _Asked:
+        asked = _Asked(vouch.purpose)
+        with self._wake:
+            self._asked[link] = asked
+        try:
+            link.post(vouch)
+        except ConvoyError:
+            asked.done.set()
+        return asked
+
+    # The peer.
+
+    def _start(self) -> None:
+        """The caller holds the lock."""
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._answer_all, name="vouching", daemon=True).start()
+
+    def _answer_all(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._to_answer or self._closed)
+                if self._closed:
+                    return
+                link, vouch = self._to_answer.popitem()
+            try:
+                me = self._me()
+                answer = self._prove(me, me.roster.member(link.peer).identity_key, vouch)
+                if not link.post(answer):
+                    self._quiet.warning("no room", f"{link.peer} asks for evidence and takes none")
+            except ConvoyError as error:
+                _log.warning("no evidence for %s: %s", link.peer, error.message)
+
+    def _prove(self, me: LocalMember, provider: bytes, vouch: Vouch) -> Vouched:
+        challenge = Challenge(vouch.purpose, vouch.pcrs)
+        return Vouched.of(vouch.purpose, self._attester.prove(me, provider_binding(provider), challenge))

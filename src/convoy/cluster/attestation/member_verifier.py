@@ -1,0 +1,102 @@
+"""The head's use of attestation: who gets a stage at all, and who loses it while the cluster runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from convoy.cluster.attestation.exchange import Attestation
+from convoy.cluster.options import MemberOptions
+from convoy.cluster.status import VerdictStatus
+from convoy.errors import AttestationError, ConvoyError, LinkClosed, PlanError, SpanError
+from convoy.transport.link.link import Link
+from convoy.transport.member import LocalMember
+from convoy.trust.evidence.level import Level
+from convoy.trust.evidence.verdict import Verdict
+from convoy.wire.messages.control import Plan
+
+_log = logging.getLogger(__name__)
+
+
+class Vetting:
+    """One head's verdicts on its members. ``excluded`` are those below the minimum, which got no stage.
+
+    The head itself is judged like the others and shown, but keeps its stage: it is the one that judges, and
+    the policy is its owner's. Placement rules bind it all the same.
+    """
+
+    def __init__(self, me: Callable[[], LocalMember], options: MemberOptions) -> None:
+        self.attestation = Attestation.of(me, options, self._fell)
+        self.excluded: dict[str, Verdict] = {}
+        self._me = me
+        self._fallen: dict[str, AttestationError] = {}
+
+    def admit(self, links: dict[str, Link], watch: Callable[[], None]) -> None:
+        """Ask every peer for evidence. Who is below the minimum is told so and taken out of ``links``."""
+        self.attestation.check_self()
+        for name in links:
+            self.excluded.pop(name, None)
+            self._fallen.pop(name, None)
+        for name, verdict in self.attestation.check(list(links.values()), watch=watch).items():
+            if not self.attestation.suffices(verdict):
+                self.excluded[name] = verdict
+                refusal = self.attestation.refusal(verdict).message
+                _log.warning("%s", refusal)
+                links.pop(name).dismiss(refusal)
+
+    def level(self, member: str) -> Level:
+        verdict = self.attestation.verdicts.get(member)
+        return Level.NONE if verdict is None else verdict.level
+
+    def in_use(self) -> list[Verdict]:
+        """The newest verdict on each member that may have a stage, the head's own included."""
+        return [one for name, one in dict(self.attestation.verdicts).items() if name not in self.excluded]
+
+    def report(self) -> list[VerdictStatus]:
+        """The newest verdict on everyone, for people."""
+        return [
+            VerdictStatus(name, one.level.text, list(one.reasons), name in self.excluded)
+            for name, one in sorted(dict(self.attestation.verdicts).items())
+        ]
+
+    def watch(self, links: dict[str, Link], plan: Plan) -> None:
+        """The plan runs: ask those who have a stage, now where there is a minimum, and at its interval."""
+        self.attestation.attester.model = plan.manifest or plan.model_digest
+        holders = [links[name] for stage in plan.stages for name in stage.holders if name in links]
+        if holders:
+            self.attestation.watch(holders, hold_stages=True)
+
+    def pause(self) -> None:
+        """No plan runs: nobody has to prove that it holds a stage."""
+        self.attestation.watch((), hold_stages=False)
+
+    def settle(self, watch: Callable[[], None]) -> None:
+        """Before the next plan: whoever was asked while it held a stage answers first, or gets none."""
+        self.attestation.settle(watch)
+
+    def lost(self, link: Link, error: ConvoyError) -> ConvoyError | None:
+        """A link ended: the error to tell, or None if nobody waits for that member."""
+        self.attestation.detach(link)
+        if link.peer in self.excluded:
+            return None
+        return self._fallen.get(link.peer, error) if isinstance(error, LinkClosed) else error
+
+    @contextmanager
+    def explain(self) -> Iterator[None]:
+        """Around planning: where no plan fits without the excluded members, the error says why they are."""
+        try:
+            yield
+        except (PlanError, SpanError) as error:
+            if not self.excluded:
+                raise
+            reasons = "; ".join(
+                self.attestation.refusal(verdict).message for verdict in dict(self.excluded).values()
+            )
+            raise PlanError(f"{error.message}; {reasons}", hint=error.hint) from error
+
+    def _fell(self, link: Link, verdict: Verdict) -> None:
+        refusal = self.attestation.refusal(verdict)
+        _log.warning("%s", refusal.message)
+        self._fallen[link.peer] = refusal
+        link.dismiss(refusal.message, revoke=True)

@@ -1,0 +1,261 @@
+"""The inviting end: hears strangers, lets the first valid proof use the invitation up, and answers it.
+
+Nothing here holds the operator key: who does, decides about a `Newcomer` and hands the signed roster to
+`Newcomer.accept`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from convoy.crypto.certificate import certificate_key
+from convoy.crypto.enrolment import (
+    NONCE_BYTES,
+    OneTimeCertificate,
+    Terms,
+    check_commitment,
+    check_hello,
+    check_mac,
+    check_signatures,
+    code,
+    listener_mac,
+    transcript,
+)
+from convoy.errors import ConvoyError, FrameError, HandshakeError, IdentityError, InviteError, LinkBroken
+from convoy.transport.listen.enrolment_listener import EnrolmentLimits, EnrolmentListener
+from convoy.transport.listen.enrolment_tls import receive_enrolment, send_enrolment
+from convoy.transport.streams.stream import Stream
+from convoy.trust.consumption import Consumption
+from convoy.trust.invite import Token
+from convoy.wire.messages.enrolment import EnrolmentCard, EnrolmentType, Refusal, decode_card, decode_proof
+
+PENDING = b"pending"
+_LISTEN_S = 0.05
+_HAND_OVER_S = 10.0
+Judge = Callable[[EnrolmentCard], Refusal | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """Whoever used the invitation up, and waits for an answer. ``host`` is where it called from."""
+
+    card: EnrolmentCard
+    code: str
+    host: str
+    _stream: Stream = field(repr=False)
+    _secret: bytes = field(repr=False)
+    _spoken: bytes = field(repr=False)
+
+    def require_there(self) -> None:
+        """Raises `InviteError` if it hung up, or spoke out of turn, while the operator thought."""
+        until_s = time.monotonic() + _LISTEN_S
+        self._stream.set_deadline(until_s)
+        try:
+            self._stream.recv_into(memoryview(bytearray(1)))
+        except LinkBroken:
+            if time.monotonic() >= until_s:  # it waits, as it should
+                self._stream.set_deadline(time.monotonic() + _HAND_OVER_S)
+                return
+        self._stream.close()
+        raise InviteError(
+            f"{self.card.name} went away before it was let in, and the invitation is used up",
+            hint="make a new one with `convoy invite`",
+        )
+
+    def accept(self, signed_roster: bytes) -> None:
+        """Hand over the roster that lists it. Raises `LinkBroken` if it is gone."""
+        mac = listener_mac(self._secret, self._spoken, signed_roster)
+        try:
+            send_enrolment(self._stream, EnrolmentType.ACCEPTED, mac + signed_roster)
+        finally:
+            self._stream.close()
+
+    def refuse(self, reason: Refusal) -> None:
+        """Tell it no, if it is still there."""
+        _send_refusal(self._stream, reason)
+        self._stream.close()
+
+
+class Enrolment:
+    """One invitation, open from construction to ``close``."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        certificate: OneTimeCertificate,
+        token: Token,
+        *,
+        consumption: Consumption,
+        judge: Judge,
+        limits: EnrolmentLimits | None = None,
+    ) -> None:
+        """``judge`` says why a proved card cannot come in, or None; it runs under a lock, one at a time."""
+        self._token = token
+        self._terms = Terms(token.secret, token.invitation, token.fingerprint)
+        self._consumption = consumption
+        self._judge = judge
+        self._limits = limits or EnrolmentLimits()
+        self._lock = threading.Lock()
+        self._num_challenged = 0  # without a right proof so far; those that are still expected included
+        self._num_unproved = 0  # of these, the ones that ended
+        # Both clocks count: one of them stands still while a machine sleeps, the other may be set back.
+        self._until_s = time.monotonic() + max(0.0, token.expires - time.time())
+        self._found: queue.SimpleQueue[Newcomer | ConvoyError] = queue.SimpleQueue()
+        self._listener = EnrolmentListener(sock, certificate, self._meet, self._limits)
+
+    def wait(self) -> Newcomer:
+        """The newcomer that used the invitation up. Raises `InviteError` if nobody did in its time."""
+        try:
+            found = self._found.get(timeout=max(0.0, self._until_s - time.monotonic()))
+        except queue.Empty:
+            with self._lock:
+                used = self._consumption.used
+            if not used:
+                self._token.require_usable(datetime.datetime.now(datetime.UTC))
+                raise InviteError("the invitation expired: nobody used it in its time") from None
+            found = self._last_found()
+        if isinstance(found, ConvoyError):
+            raise found
+        return found
+
+    def _last_found(self) -> Newcomer | ConvoyError:
+        # It was used in the last moment, and its thread is about to say by whom.
+        try:
+            return self._found.get(timeout=self._limits.proof_timeout_s)
+        except queue.Empty:
+            return InviteError(
+                "the invitation is used up, but not through this process",
+                hint="make a new one with `convoy invite`",
+            )
+
+    @property
+    def num_half_open(self) -> int:
+        return self._listener.num_half_open
+
+    def close(self) -> None:
+        self._listener.close()
+
+    # On the thread of one connection.
+
+    def _meet(self, stream: Stream, host: str) -> None:
+        # Without the secret: hung up on, without an answer and without a trace but a line of log.
+        commitment = check_hello(self._terms, _expect(stream, EnrolmentType.HELLO))
+        if (over := self._begin_challenge()) is not None:
+            self._turn_away(stream, over)
+            return
+        try:
+            card, spoken = self._challenge(stream, commitment)
+        except ConvoyError:
+            self._count_unproved()
+            raise
+        with self._lock:
+            self._num_challenged -= 1
+        shown = code(self._terms.secret, spoken)
+        newcomer = Newcomer(card, shown, host, stream, self._terms.secret, spoken)
+        if (refusal := self._consume(newcomer)) is not None:
+            self._turn_away(stream, refusal)
+            return
+        self._tell(newcomer, stream, spoken)
+
+    def _begin_challenge(self) -> Refusal | None:
+        """Count a challenge before it is sent, so that connections at once get no more than one by one."""
+        with self._lock:
+            if (over := self._over()) is None:
+                self._num_challenged += 1
+            return over
+
+    def _challenge(self, stream: Stream, commitment: bytes) -> tuple[EnrolmentCard, bytes]:
+        """Return the card of a right proof, and the transcript."""
+        nonce = os.urandom(NONCE_BYTES)
+        send_enrolment(stream, EnrolmentType.CHALLENGE, nonce)
+        body = _expect(stream, EnrolmentType.PROOF)
+        try:
+            return self._check(commitment, nonce, body)
+        except (HandshakeError, FrameError, IdentityError) as error:
+            self._turn_away(stream, Refusal.FAILED)
+            raise HandshakeError(error.message) from error
+
+    def _check(self, commitment: bytes, nonce: bytes, body: bytes) -> tuple[EnrolmentCard, bytes]:
+        proof, card_bytes = decode_proof(body)
+        spoken = transcript(self._terms, commitment, nonce, proof.nonce, card_bytes)
+        check_mac(self._terms.secret, spoken, proof)
+        check_commitment(commitment, proof.nonce, card_bytes)
+        card = decode_card(card_bytes)
+        check_signatures(spoken, proof, card.identity_key, certificate_key(card.certificate_der))
+        return card, spoken
+
+    def _consume(self, newcomer: Newcomer) -> Refusal | None:
+        """Use the invitation up, on disk, before anybody is told. What `_judge` refuses uses nothing up."""
+        with self._lock:
+            if (over := self._used_or_late()) is not None:
+                return over
+            if (refusal := self._judge(newcomer.card)) is not None:
+                return refusal
+            who = f"{newcomer.card.name} from {newcomer.host}, identity {newcomer.card.identity_key.hex()}"
+            try:
+                self._consumption.consume(who)
+            except InviteError:
+                return Refusal.CONSUMED
+            except IdentityError as error:  # the disk: then it must not count as used, nor let anybody in
+                self._found.put(error)
+                return Refusal.ENDED
+        return None
+
+    def _tell(self, newcomer: Newcomer, stream: Stream, spoken: bytes) -> None:
+        try:
+            mac = listener_mac(self._terms.secret, spoken, PENDING)
+            send_enrolment(stream, EnrolmentType.PENDING, mac)
+        except LinkBroken as error:
+            gone = f"{newcomer.card.name} used the invitation up and went away"
+            self._found.put(InviteError(gone, hint="make a new one with `convoy invite`"))
+            raise LinkBroken(gone) from error
+        stream.set_deadline(time.monotonic() + self._limits.decision_timeout_s)
+        self._found.put(newcomer)
+
+    def _over(self) -> Refusal | None:
+        if (over := self._used_or_late()) is not None:
+            return over
+        return Refusal.BUSY if self._num_challenged >= self._limits.max_unproved_challenges else None
+
+    def _used_or_late(self) -> Refusal | None:
+        if self._consumption.used:
+            return Refusal.CONSUMED
+        late = time.monotonic() >= self._until_s or time.time() >= self._token.expires
+        return Refusal.EXPIRED if late else None
+
+    def _count_unproved(self) -> None:
+        with self._lock:
+            self._num_unproved += 1
+            if self._num_unproved == self._limits.max_unproved_challenges:
+                text = (
+                    f"the invitation is closed: {self._num_unproved} connections with its token got a "
+                    "challenge and sent no right proof"
+                )
+                hint = "somebody else may have the token: make a new one, and send it over another channel"
+                self._found.put(InviteError(text, hint=hint))
+
+    @staticmethod
+    def _turn_away(stream: Stream, reason: Refusal) -> None:
+        _send_refusal(stream, reason)
+        stream.close()
+
+
+def _send_refusal(stream: Stream, reason: Refusal) -> None:
+    try:
+        send_enrolment(stream, EnrolmentType.REFUSED, bytes([reason]))
+    except LinkBroken:
+        return  # it went first
+
+
+def _expect(stream: Stream, kind: EnrolmentType) -> bytes:
+    came, body = receive_enrolment(stream)
+    if came is not kind:
+        raise FrameError(f"a {came.name} came, expected a {kind.name}")
+    return body

@@ -1,0 +1,113 @@
+"""The first plan over those who came; where it does not come to run, the next best."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from convoy.cluster.active_plan import Granted
+from convoy.cluster.head.planning import Planner, Proposal
+from convoy.cluster.presence.peers import Company
+from convoy.cluster.presence.unfit import drop_failed_kernel
+from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, SelfCheckError, SpanError
+from convoy.wire.messages.control import Hello
+
+_log = logging.getLogger(__name__)
+
+_PING_S = 1.0
+_LOOK_UP_S = 0.5
+
+
+def begin(
+    company: Company,
+    planner: Planner,
+    hellos: Callable[[], dict[str, Hello]],
+    install: Callable[[Proposal], Granted],
+    *,
+    replaceable: bool,
+    watch: Callable[[], None] | None,
+) -> Granted:
+    """Over those who came. Where that fails for want of the others, raises why the first did not come.
+
+    ``hellos``: of those that are here, the head's first. ``replaceable``: where ranks do not come together,
+    whole layers do as well. ``watch``: wait for the others instead, without end; it is called meanwhile, and
+    what it raises ends the wait.
+    """
+    absent = company.absent
+    try:
+        proposal = _first(company, planner, hellos, watch)
+        for name, why in absent.items():
+            if name in company.missing():
+                _log.warning("%s; the cluster starts without it, and goes on dialling it", why.message)
+        while True:
+            try:
+                return install(proposal)
+            except (PeerError, LinkClosed, SelfCheckError) as error:
+                if drop_failed_kernel(company, proposal.plan, next(iter(hellos())), error):
+                    proposal = planner.first(hellos())
+                    continue
+                fell = replaceable and proposal.placement.mode == "tensor"
+                try:
+                    proposal = _next(company, planner, hellos, proposal, error, fell=fell)
+                except ConvoyError:
+                    if watch is None or proposal.members <= hellos().keys():
+                        raise
+                    proposal = _first(company, planner, hellos, watch)
+    except (CapacityError, SpanError) as error:
+        for name, why in absent.items():
+            if name in company.missing():
+                raise why from error
+        raise
+
+
+def _first(
+    company: Company,
+    planner: Planner,
+    hellos: Callable[[], dict[str, Hello]],
+    watch: Callable[[], None] | None,
+) -> Proposal:
+    """The first plan that members who are here can hold; ``watch`` as for `begin`."""
+    told = None
+    while True:
+        seen = company.num_changes
+        try:
+            return planner.first(hellos())
+        except (CapacityError, SpanError) as error:
+            missing = company.missing()
+            if watch is None or not missing:
+                raise
+            if told != (told := missing):
+                company.seek()
+                _log.warning("waiting for %s: %s", ", ".join(missing), error.message)
+        while company.num_changes == seen and company.missing() == missing:
+            watch()
+            company.wait(seen, _LOOK_UP_S)
+
+
+def _next(
+    company: Company,
+    planner: Planner,
+    hellos: Callable[[], dict[str, Hello]],
+    before: Proposal,
+    error: ConvoyError,
+    *,
+    fell: bool,
+) -> Proposal:
+    """Members ended while the first plan was loaded: as after a loss, those that are left hold the model.
+
+    So do all of them, with whole layers, where ranks did not come together and nobody asked for them. Raises
+    ``error`` where that is not why, or where they cannot.
+    """
+    others = before.members - {next(iter(hellos()))}
+    for name in company.silent(others, _PING_S) if fell else ():
+        company.give_up(name, "it answers no ping")
+    gone = others - company.present().keys()
+    if not gone and not (fell and planner.has_failed(hellos())):
+        raise error
+    try:
+        proposal = planner.again(hellos(), None)
+    except ConvoyError:
+        raise error from None
+    if gone:
+        _log.warning("%s; the cluster starts without %s", error.message, ", ".join(sorted(gone)))
+    return proposal

@@ -1,0 +1,44 @@
+"""Which executor runs a plan: over one stage or several, each of one rank or more."""
+
+from __future__ import annotations
+
+from convoy.cluster.active_plan import Granted
+from convoy.cluster.options import HeadOptions
+from convoy.engine.ranks.executor import GroupExecutor, GroupPipeline
+from convoy.engine.ranks.leader import LeaderStage
+from convoy.engine.run.deadline import StepClock
+from convoy.engine.run.executor import Executor
+from convoy.engine.run.local import LocalExecutor
+from convoy.engine.run.pipeline import PipelineExecutor, PipelineOptions
+from convoy.model.backends.host.stage import Stage
+from convoy.transport.link.link import Link
+
+
+def make_executor(
+    granted: Granted,
+    stage: Stage,
+    leader: LeaderStage | None,
+    *,
+    head: str,
+    links: dict[str, Link],
+    options: HeadOptions,
+    clock: StepClock,
+) -> Executor:
+    """``stage``: the head's own. ``leader``: with it the ranks of others, where they hold it too."""
+    plan, depth = granted.plan, options.depth(granted.num_places)
+    options = options.for_kernels(granted.kernels)
+    if len(plan.stages) == 1:
+        return (
+            LocalExecutor(stage, depth) if leader is None else GroupExecutor(leader, plan.generation, depth)
+        )
+    chosen = PipelineOptions(
+        generation=plan.generation,
+        depth=depth,
+        step_timeout_s=options.step_timeout_s,
+        activation_dtype=plan.activation_dtype,
+        max_step_tokens=options.step_tokens,
+        overlaps=leader is None and stage.overlaps,
+    )
+    if leader is None:
+        return PipelineExecutor(stage, plan.stages, head, links, chosen, clock=clock)
+    return GroupPipeline(leader, plan.stages, head, links, chosen, clock=clock)

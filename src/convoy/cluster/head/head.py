@@ -1,0 +1,390 @@
+"""The head of a cluster: its company, its own stage, and the plan that runs over all of them.
+
+1. gather the peers of the roster, and greet them (`company`)
+2. place the layers over what the members offer (`planning`)
+3. send `Plan`; every member loads its own stage at the same time
+4. choose how many blocks of each cache group fit everywhere (`plan.memory.blocks`) and send `Activate`
+5. steps may flow, until a member is lost; then 2 to 4 once more (`recovery`)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from convoy.cluster.active_plan import Granted, NoRoom, common_blocks, plan_digest
+from convoy.cluster.attestation.member_verifier import Vetting
+from convoy.cluster.head.bring_up import begin
+from convoy.cluster.head.executors import make_executor
+from convoy.cluster.head.picture import describe_stages
+from convoy.cluster.head.planning import Planner, Proposal
+from convoy.cluster.head.prefetch import Preparations
+from convoy.cluster.head.standbys import Standbys
+from convoy.cluster.head.step_time import Pace
+from convoy.cluster.options import HeadOptions
+from convoy.cluster.peer.loaded_plan import group_of, stage_options
+from convoy.cluster.peer.ranks import RankGroup
+from convoy.cluster.presence.mailbox import Mailbox
+from convoy.cluster.presence.peers import Company
+from convoy.cluster.status import StageStatus, StandbyStatus
+from convoy.cluster.weights.head_server import Supply, doing
+from convoy.cluster.weights.head_weights import OwnWeights
+from convoy.engine.ranks.executor import GroupExecutor
+from convoy.engine.ranks.load_stage import load_stage
+from convoy.engine.run.deadline import StepClock
+from convoy.engine.run.executor import Executor
+from convoy.engine.run.pipeline import PipelineExecutor
+from convoy.errors import (
+    ConvoyError,
+    LinkClosed,
+    PeerError,
+    PlanError,
+)
+from convoy.model.backends.host.stage import Stage
+from convoy.model.checkpoints.source import ModelSource
+from convoy.plan.memory.blocks import Room
+from convoy.plan.placement.route import Route
+from convoy.transport.link.link import Link, Received
+from convoy.transport.member import Roster
+from convoy.transport.membership import Membership
+from convoy.transport.network import Network, TcpNetwork
+from convoy.wire.messages.control import Activate, Activated, Hello, Plan, Progress, Ready
+
+_log = logging.getLogger(__name__)
+
+LoadProgress = Callable[[str, int, int], None]  # member, loaded bytes, total bytes
+
+
+class Head:
+    """The head's side of a running cluster: its company, its stage, the plan and the executor over all."""
+
+    def __init__(
+        self,
+        me: Membership,
+        source: ModelSource,
+        options: HeadOptions,
+        network: Network | None = None,
+        watch: Callable[[], None] | None = None,
+        *,
+        own: OwnWeights | None = None,
+    ) -> None:
+        """``watch`` is called while waiting for peers; what it raises ends the bring-up.
+
+        ``own``: how its tensors come here, where ``source`` is not here whole.
+
+        Raises `ConfigError` for options that make no sense, and for a policy that names an unknown member.
+        """
+        options.check()
+        options.check_context(source.spec)
+        options.member.policy.check_members([member.name for member in me.roster.members])
+        self._watch = watch or (lambda: None)
+        self._me = me
+        self._source = source
+        self._options = options
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_joined: Callable[[str], None] = lambda _name: None
+        self.company = Company(
+            me, network or TcpNetwork(), options, receive=self._deliver, lost=self._lost, joined=self._joined
+        )
+        self._supply = Supply(source, options.member, own, self.company.present)
+        vetting, supply = self.company.vetting, self._supply
+        pace = Pace(self.company, options.member).step_s
+        self.planner = Planner(
+            me, source, options, vetting, lambda: self.manifest, hub=supply.hub, predict=pace
+        )
+        self._preparations = Preparations(me.name, self.company, self.planner, options.load_wait_s)
+        self.clock = StepClock(options.step_timeout_s)
+        self._standbys = Standbys()
+        self._stage: Stage | None = None  # the head's own
+        self._group: RankGroup | None = None  # who holds it too
+        self._members: set[str] = set()
+        self._receiver: Mailbox | PipelineExecutor | GroupExecutor | None = None
+        self._closed = False
+        self.failed: str | None = None
+        self.executor: Executor | None = None
+        self.granted: Granted | None = None
+
+    @property
+    def vetting(self) -> Vetting:
+        return self.company.vetting
+
+    @property
+    def links(self) -> dict[str, Link]:
+        """Of the peers that are here now: a copy."""
+        return {name: link for name, (link, _) in self.company.present().items()}
+
+    @property
+    def manifest(self) -> str:
+        """The digest of the model's manifest."""
+        return self._supply.manifest().digest
+
+    @property
+    def membership(self) -> Membership:
+        return self._me
+
+    @property
+    def name(self) -> str:
+        return self._me.name
+
+    @property
+    def roster(self) -> Roster:
+        return self._me.roster
+
+    def bring_up(self, on_load: LoadProgress | None = None) -> Granted:
+        """Everything up to the first step.
+
+        Raises `PeerError`, `PlanError` or `ModelError`; the links are closed then.
+        """
+        try:
+            self.company.require(self.company.gather(self._watch))
+            self._hash(on_load)
+            return begin(
+                self.company,
+                self.planner,
+                self.hellos,
+                lambda proposal: self.install(proposal, self._watch, on_load),
+                replaceable=self._options.parallel != "tensor",
+                watch=self._watch if self._options.keep_waiting else None,
+            )
+        except BaseException:
+            self.close("the head could not bring the cluster up")
+            raise
+
+    def _hash(self, on_load: LoadProgress | None) -> None:
+        """The manifest that peers compare their weights with; the first time takes a pass over all files."""
+
+        def progress(done: int, total: int) -> None:
+            self._watch()
+            if on_load is not None:
+                on_load(doing(self.name, "check"), done, total)
+
+        self._supply.manifest(progress)
+
+    def seek(self, on_lost: Callable[[], None], on_joined: Callable[[str], None]) -> None:
+        """From now on dial who is missing, and tell of who is lost and who comes: hooks first, so of each."""
+        self.on_lost, self.on_joined = on_lost, on_joined
+        self.company.seek()
+
+    def hellos(self) -> dict[str, Hello]:
+        """What those offer that are here, the head first."""
+        return {self.name: self.company.hello} | {
+            name: hello for name, (_, hello) in self.company.present().items()
+        }
+
+    def install(
+        self, proposal: Proposal, watch: Callable[[], None], on_load: LoadProgress | None = None
+    ) -> Granted:
+        """Load, activate, and make the executor of this plan; `stop` was called if another one ran.
+
+        ``watch`` is called meanwhile, and what it raises ends it. Raises `PeerError`, `PlanError` or
+        `ModelError`; then ``failed`` names the peer because of which, if it was one.
+        """
+        plan = proposal.plan
+        links = self.company.require(sorted(proposal.members - {self.name}))
+        mailbox = Mailbox(watch, plan.generation)
+        self._receiver, self._members, self.failed = mailbox, proposal.members, None
+        try:
+            for link in links.values():
+                link.send(plan, generation=plan.generation)
+            self._stage = stage = self._load(plan, watch, on_load)
+            readies = self._gather_ready(mailbox, links, on_load)
+            granted = self._activate(proposal, stage, mailbox, links, readies)
+        except BaseException:
+            self.failed = self.failed or mailbox.failed
+            self._end_group()
+            raise
+        finally:
+            self._receiver = None
+            mailbox.close()
+        self._run(granted, links)
+        return granted
+
+    def stop(self) -> None:
+        """The plan is over: its frames are for nobody, and its K/V is free. The stage's weights stay."""
+        self.vetting.pause()
+        self._end_group()
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+        if self.executor is not None:
+            self.executor.close()
+        if self._stage is not None:
+            self._stage.forget()
+
+    def _end_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def route(self) -> Route:
+        """The way of a token through those that are here: it may lack stages."""
+        granted = self.granted
+        assert granted is not None, "route() before bring_up()"
+        here = {self.name, *self.company.present()}
+        return granted.placement.route.without(granted.members - here)
+
+    def stages(self) -> list[StageStatus]:
+        """The picture of the cluster now, with a fresh round trip to each peer."""
+        granted = self.granted  # one and the same for all: another may come meanwhile
+        assert granted is not None, "stages() before bring_up()"
+        levels = {name: self.vetting.level(name).text for name in granted.members}
+        devices = {name: hello.device for name, hello in self.hellos().items()}
+        origins, links = self._supply.origins, self.links
+        return describe_stages(
+            granted, self.name, self._me.roster, links, levels, devices=devices, origins=origins
+        )
+
+    def sealed_bytes(self) -> int:
+        """All that the head sent and received in sealed frames."""
+        return self.company.sealed_bytes()
+
+    def close(self, reason: str = "the head is shutting down") -> None:
+        """Say goodbye on every link. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._supply.close()
+        self._end_group()
+        receiver = self._receiver
+        if receiver is not None:
+            receiver.close()
+        if self.executor is not None:
+            self.executor.close()
+        self.company.close(reason)
+
+    # 3. load
+
+    def _load(self, plan: Plan, watch: Callable[[], None], on_load: LoadProgress | None) -> Stage:
+        position, mine = next((i, one) for i, one in enumerate(plan.stages) if one.member == self.name)
+        options = stage_options(plan, position, self._options.member)
+        self._group = group = group_of(plan, plan_digest(plan), position, self.name, self._source.spec)
+
+        def progress(done: int, total: int) -> None:
+            watch()
+            if on_load is not None:
+                on_load(self.name, done, total)
+
+        self._supply.make_ready(
+            mine, watch, lambda what, *far: None if on_load is None else on_load(doing(self.name, what), *far)
+        )
+        before, self._stage = self._stage, None
+        shard = None if group is None else group.shard
+        return load_stage(self._source, mine, options, progress, before=before, shard=shard)
+
+    def _gather_ready(
+        self, mailbox: Mailbox, links: dict[str, Link], on_load: LoadProgress | None
+    ) -> dict[str, Ready]:
+        def tell(peer: str, said: Progress) -> None:
+            if on_load is not None:
+                on_load(self._supply.heard(peer, said), said.loaded_bytes, said.total_bytes)
+
+        return mailbox.gather(links, Ready, self._options.load_wait_s, tell)
+
+    def _room_of(self, name: str, ready: Ready) -> Room:
+        """What a peer has left for K/V: no more than the policy lets count of its memory."""
+        policy = self._options.member.policy
+        used = ready.weight_bytes + ready.room_bytes
+        return Room(policy.capped(name, used, head=False) - ready.weight_bytes, ready.block_bytes)
+
+    # 4. activate
+
+    def _activate(
+        self,
+        proposal: Proposal,
+        stage: Stage,
+        mailbox: Mailbox,
+        links: dict[str, Link],
+        readies: dict[str, Ready],
+    ) -> Granted:
+        plan = proposal.plan
+        room = Room(stage.room_bytes(self.company.hello.memory_bytes), stage.block_bytes)
+        rooms = {self.name: room} | {name: self._room_of(name, ready) for name, ready in readies.items()}
+        try:
+            num_blocks = common_blocks(
+                self._source.spec, rooms, plan, self._options, is_first=self.granted is None
+            )
+        except NoRoom as error:
+            self.failed = error.member
+            raise PlanError(error.message, hint=error.hint) from error
+        stage.make_pools(num_blocks)
+        activate = Activate(plan.generation, plan_digest(plan), list(num_blocks))
+        for name in readies:
+            links[name].send(activate, generation=plan.generation)
+        try:
+            if self._group is not None:
+                self._group.join_here(stage, links)
+            mailbox.gather(readies, Activated, self._options.answer_s)
+        except (PeerError, LinkClosed) as error:
+            self._note_failed_ranks(proposal, error)
+            raise
+        weights = {self.name: stage.weight_bytes} | {n: r.weight_bytes for n, r in readies.items()}
+        num_places = len(plan.stages) - 1 + stage.num_devices
+        return Granted(plan, proposal.placement, weights, num_blocks, plan.max_context, num_places)
+
+    def _note_failed_ranks(self, proposal: Proposal, error: ConvoyError) -> None:
+        """Where nobody asked for ranks, the next plan over the same members has none."""
+        if self._group is not None:
+            self.failed = self.failed or self._group.culprit
+        if proposal.placement.mode != "tensor" or self._options.parallel == "tensor":
+            return
+        self.planner.tensor_failed(self.hellos(), error.message)
+        _log.warning("%s; its members share the layers as a pipeline instead", error.message)
+
+    # 5. run
+
+    def _run(self, granted: Granted, links: dict[str, Link]) -> None:
+        leader = None if self._group is None else self._group.leader
+        assert self._stage is not None
+        self.clock.settle()
+        self.executor = executor = make_executor(
+            granted, self._stage, leader, head=self.name, links=links, options=self._options, clock=self.clock
+        )
+        if isinstance(executor, PipelineExecutor | GroupExecutor):
+            self._receiver = executor
+        if self.granted is not None:
+            self.company.idle.begin(self.granted.members - granted.members)
+        self.granted = granted
+        _log.info("parallel: %s: %s", granted.placement.mode, granted.placement.reason)
+        self.vetting.watch(links, granted.plan)
+        self.preload()
+
+    def preload(self) -> None:
+        """Standbys that have the memory load the largest peer's stage, so that a loss finds it there."""
+        granted = self.granted
+        if granted is None:
+            return
+        self._standbys.preload_largest(granted, self.name, self.company.present(), self.planner.in_place_of)
+
+    def standbys(self) -> list[StandbyStatus]:
+        """Who waits for the loss of another, and with which layers."""
+        granted = self.granted
+        assert granted is not None, "standbys() before bring_up()"
+        return self._standbys.report(self.company.present(), granted.members)
+
+    def _deliver(self, link: Link, received: Received) -> None:
+        if self._supply.takes(link, received) or self._preparations.takes(link, received):
+            return
+        group, receiver = self._group, self._receiver
+        if group is not None and group.takes(link, received):
+            return
+        if receiver is not None and link.peer in self._members:
+            receiver.deliver(link, received)
+        else:
+            self._standbys.note(link, received)
+
+    def _lost(self, link: Link, error: ConvoyError) -> None:
+        """Before a plan runs, a loss is one of those that it is made for; then of those that hold a stage."""
+        self._supply.ended(link)
+        if self._group is not None:
+            self._group.ended(link, error)
+        receiver = self._receiver
+        if receiver is not None and link.peer in self._members:
+            receiver.lost(link, error)
+            self.on_lost()
+
+    def _joined(self, name: str) -> None:
+        self.on_joined(name)
+
+    def prepare(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
+        """``then``, once everybody has the weights for a plan with ``name``, whatever runs meanwhile."""
+        self._preparations.joined(name, then, failed)

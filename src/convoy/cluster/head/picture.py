@@ -1,0 +1,85 @@
+"""The stages of a running plan as they are shown: each with its member's address, proof and link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from convoy.cluster.active_plan import Granted
+from convoy.cluster.status import StageStatus
+from convoy.errors import LinkClosed, PeerError
+from convoy.plan.spec.sharding import share_of
+from convoy.transport.link.link import Link
+from convoy.transport.member import Roster
+
+
+def describe_stages(
+    granted: Granted,
+    head: str,
+    roster: Roster,
+    links: Mapping[str, Link],
+    levels: Mapping[str, str],
+    *,
+    devices: Mapping[str, str],
+    origins: Callable[[str], dict[str, int]] = lambda _member: {},
+) -> list[StageStatus]:
+    """In the ring's order, with a fresh round trip to each member that ``links`` has.
+
+    ``levels``: what was proved of each. ``devices``: of those that are here. ``origins``: of whom each got
+    how many bytes of weights.
+    """
+    shown = []
+    places = [
+        (position, stage, rank, name)
+        for position, stage in enumerate(granted.plan.stages)
+        for rank, name in enumerate(stage.holders)
+    ]
+    for position, stage, rank, name in places:
+        link, kernel = links.get(name), granted.plan.kernel_of(position)
+        num_bytes = granted.weight_bytes[name]
+        share = share_of(num_bytes, granted.placement.spec, stage, kernel) if stage.world_size > 1 else 1.0
+        status = StageStatus(
+            member=name,
+            head=name == head,
+            level=levels[name],
+            start=stage.start,
+            end=stage.end,
+            embed=stage.embed,
+            output=stage.output,
+            weight_bytes=num_bytes,
+            weight_share=round(share, 4),
+            can_read_prompts=granted.placement.route.reads_prompts(name),
+            address=_address(roster, name),
+            device=devices.get(name, ""),
+            kernel=kernel,
+            weights_from=origins(name),
+            rank=rank,
+            world_size=stage.world_size,
+        )
+        shown.append(status if link is None else _with_link(status, link))
+    return shown
+
+
+def _with_link(status: StageStatus, link: Link) -> StageStatus:
+    return msgspec.structs.replace(
+        status,
+        round_trip_s=_round_trip(link),
+        cipher=link.cipher,
+        link_id=None if link.is_over else link.link_id.hex(),
+        sealed_bytes_sent=link.sent_sealed_bytes,
+        sealed_bytes_received=link.received_sealed_bytes,
+    )
+
+
+def _address(roster: Roster, name: str) -> str:
+    """Empty for a member that a newer roster took out: its stage is lost, and shown until a new plan."""
+    found = [member.address for member in roster.members if member.name == name]
+    return "{}:{}".format(*found[0]) if found else ""
+
+
+def _round_trip(link: Link) -> float | None:
+    try:
+        return link.ping(timeout_s=1.0)
+    except (PeerError, LinkClosed):
+        return None  # shown as unknown: the engine is the one that reports a lost stage

@@ -1,0 +1,132 @@
+"""Weights for a plan that is to come, at the head: members fetch theirs while another plan runs.
+
+A member that comes, or gets other layers, may have gigabytes to fetch. Only once all of that is on its disk
+is the new plan worth a pause of the running one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from convoy.cluster.head.planning import Planner
+from convoy.cluster.presence.peers import Company
+from convoy.cluster.weights.progress_watch import Advance
+from convoy.errors import ConvoyError
+from convoy.model.checkpoints.source import needs_no_files
+from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.wire.messages.control import Plan, Progress
+from convoy.wire.messages.fetch import SUPERSEDED, Prepare, Prepared
+
+_log = logging.getLogger(__name__)
+
+_LOOK_UP_S = 0.5
+_MAX_OVER = 64
+_AGAIN_S = 1.0  # until the plan that came first is looked at
+
+
+class Preparations:
+    """A head's side. ``takes`` is for receiver threads; ``joined`` returns at once."""
+
+    def __init__(self, me: str, company: Company, planner: Planner, wait_s: float) -> None:
+        self._me = me
+        self._company = company
+        self._planner = planner
+        self._wait_s = wait_s
+        self._changed = threading.Condition()
+        self._asked: dict[int, set[str]] = {}  # who is to prepare, by generation
+        self._answers: dict[tuple[int, str], str] = {}
+        self._advance: dict[int, Advance] = {}  # of those who prepare, by generation
+        self._over: deque[int] = deque(maxlen=_MAX_OVER)  # of these somebody may still say something
+        self._num_told = 0
+
+    def takes(self, link: Link, received: Received) -> bool:
+        """Whether it was said of a plan that is prepared."""
+        if not isinstance(received, ReceivedMessage):
+            return False
+        message = received.message
+        if not isinstance(message, Prepared | Progress):
+            return False
+        key = message.generation, link.peer
+        with self._changed:
+            is_asked = link.peer in self._asked.get(message.generation, ())
+            if isinstance(message, Progress):
+                if is_asked and self._advance[message.generation].is_further(link.peer, message):
+                    self._num_told += 1
+            elif is_asked:  # what nobody asked for is not kept
+                self._answers[key] = message.error
+            self._changed.notify_all()
+            return is_asked or isinstance(message, Prepared) or message.generation in self._over
+
+    def joined(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
+        """``then``, once all have the weights for a plan with ``name``; at once where nobody needs any.
+
+        ``failed``, where somebody cannot have them; neither, where another plan comes first.
+        """
+        plan = self._better_with(name)
+        if plan is None or needs_no_files(plan.model):
+            then()
+            return
+        threading.Thread(
+            target=self._prepare, args=(plan, name, then, failed), name=f"for {name}", daemon=True
+        ).start()
+
+    def _better_with(self, name: str) -> Plan | None:
+        company = self._company
+        hellos = {self._me: company.hello} | {n: hello for n, (_, hello) in company.present().items()}
+        try:
+            proposal = self._planner.again(hellos, None, company.slow.names() - {name})
+        except ConvoyError:
+            return None
+        return proposal.plan if name in proposal.members else None
+
+    def _prepare(self, plan: Plan, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
+        names = {name for stage in plan.stages for name in stage.holders} - {self._me}
+        with self._changed:
+            self._asked[plan.generation], self._advance[plan.generation] = names, Advance()
+        try:
+            for link in self._company.require(sorted(names)).values():
+                link.send(Prepare(plan))
+            errors = self._wait(plan.generation, names)
+        except ConvoyError as error:
+            errors = {name: error.message}
+        finally:
+            self._forget(plan.generation)
+        if not errors:
+            then()
+            return
+        if SUPERSEDED in errors.values() and not self._company.closed_within(_AGAIN_S):
+            with self._changed:  # two newcomers' preparations must not overtake each other for ever
+                is_with_others = any(name in asked for asked in self._asked.values())
+            if not is_with_others:
+                self.joined(name, then, failed)
+            return
+        for member, why in sorted(errors.items()):
+            _log.warning(
+                "the layers are not shared out anew for %s: %s has not the weights: %s", name, member, why
+            )
+        failed()
+
+    def _wait(self, generation: int, names: set[str]) -> dict[str, str]:
+        """Why not, for each that has them not in time; where one has more than ever, there is time anew."""
+        until_s, told = time.monotonic() + self._wait_s, self._num_told
+        with self._changed:
+            while missing := {name for name in names if (generation, name) not in self._answers}:
+                self._changed.wait(_LOOK_UP_S)
+                gone = missing - self._company.present().keys()
+                if told != self._num_told:
+                    until_s, told = time.monotonic() + self._wait_s, self._num_told
+                if gone or time.monotonic() > until_s or self._company.closed_within(0):
+                    return dict.fromkeys(gone or missing, "it is gone" if gone else "it does not get on")
+            answers = {name: self._answers[generation, name] for name in names}
+        return {name: error for name, error in answers.items() if error}
+
+    def _forget(self, generation: int) -> None:
+        with self._changed:
+            self._over.append(generation)
+            del self._advance[generation]
+            for name in self._asked.pop(generation):
+                self._answers.pop((generation, name), None)

@@ -1,0 +1,106 @@
+"""Who a provider's evidence is of, and how it is had: this process alone, or a head and its peers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from convoy.cluster.attestation.evidence_maker import Attester
+from convoy.cluster.attestation.evidence_relay import Vouching
+from convoy.crypto.identity import Identity
+from convoy.transport.link.link import Link
+from convoy.transport.membership import Membership
+from convoy.trust.evidence.evidence import Occasion, make_evidence, provider_binding
+from convoy.wire.fleet.provider_evidence import (
+    MAX_MEMBER_BYTES,
+    MAX_MEMBERS,
+    MAX_ROSTER_BYTES,
+    MemberEvidence,
+)
+from convoy.wire.messages.claims import encode_claims
+from convoy.wire.messages.vouch import Vouched
+
+if TYPE_CHECKING:
+    from convoy.cluster.head.head import Head
+
+_log = logging.getLogger(__name__)
+
+DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Witnessed:
+    """``roster``: as its operator signed it, empty where there is none."""
+
+    members: list[MemberEvidence]
+    roster: bytes = field(default=b"", repr=False)
+
+
+class OwnProcess:
+    """A provider outside any cluster: what this process says of itself, and nothing of what is behind it."""
+
+    def __init__(self, identity: Identity, attester: Attester | None = None, name: str = "provider") -> None:
+        self._identity = identity
+        self._name = name
+        self._attester = attester or Attester()
+
+    def gather(self, purpose: bytes, registers: Sequence[int]) -> Witnessed:  # noqa: ARG002 - of no TPM
+        """For this purpose, see `trust.evidence.evidence.provider_purpose`."""
+        identity = self._identity
+        occasion = Occasion(provider_binding(identity.public_key), purpose, identity.public_key)
+        made = make_evidence(identity.sign, occasion, encode_claims(self._attester.claims))
+        one = MemberEvidence(self._name, identity.public_key, made.claims, made.signature, "", [])
+        return Witnessed([one])
+
+
+class HeadWitness:
+    """A head and the peers that are here, standbys too; each says so itself, and this passes it on."""
+
+    def __init__(
+        self,
+        me: Membership,
+        vouching: Vouching,
+        peers: Callable[[], Iterable[Link]],
+        deadline_s: float = DEADLINE_S,
+    ) -> None:
+        self._me = me
+        self._vouching = vouching
+        self._peers = peers
+        self._deadline_s = deadline_s
+
+    def gather(self, purpose: bytes, registers: Sequence[int]) -> Witnessed:
+        """Waits for the slowest, at most the deadline. Whoever sends nothing in time is not in it."""
+        links = [link for link in self._peers() if not link.is_over]
+        found = {self._me.name: self._vouching.own(purpose, registers)}
+        found |= self._vouching.gather(links, purpose, registers, self._deadline_s)
+        roster, signed = self._me.roster, self._me.signed
+        members: list[MemberEvidence] = []
+        for member in roster.members:
+            if (one := found.get(member.name)) is None:
+                continue
+            made = _relayed(member.name, member.identity_key, one)
+            if made.num_bytes > MAX_MEMBER_BYTES or len(members) == MAX_MEMBERS:
+                _log.warning("the evidence of %s is more than a coordinator takes", member.name)
+                continue
+            members.append(made)
+        return Witnessed(members, signed if len(signed) <= MAX_ROSTER_BYTES else b"")
+
+
+def witness_of(head: Head, identity: Identity) -> OwnProcess | HeadWitness:
+    """Of a provider with this identity that ``head`` answers for.
+
+    A head of another identity (one that was started without a roster of its owner's) is this process alone.
+    """
+    me, attestation = head.membership, head.vetting.attestation
+
+    if me.member.identity_key != identity.public_key:
+        return OwnProcess(identity, attestation.attester)
+    return HeadWitness(
+        me, attestation.vouching, lambda: [link for link, _ in head.company.present().values()]
+    )
+
+
+def _relayed(name: str, identity: bytes, one: Vouched) -> MemberEvidence:
+    return MemberEvidence(name, identity, one.claims, one.signature, one.kind, one.parts)

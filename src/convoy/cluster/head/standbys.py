@@ -1,0 +1,94 @@
+"""Members that wait for the loss of another, and what each has loaded for that."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from convoy.cluster.active_plan import Granted
+from convoy.cluster.status import StandbyStatus
+from convoy.errors import ConvoyError
+from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.wire.messages.control import Hello, Plan, Ready
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Preload:
+    """What one standby was asked to load, on one link. ``plan`` None: it has not the memory."""
+
+    link: Link
+    generation: int
+    plan: Plan | None
+    loaded: bool = False
+
+
+class Standbys:
+    """Told by the thread that plans, and by receiver threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._preloads: dict[str, _Preload] = {}
+
+    def preload(self, name: str, link: Link, plan: Plan | None) -> None:
+        """Ask for ``plan``, where ``name`` has a stage: once for a link and a plan, however often called."""
+        generation = 0 if plan is None else plan.generation
+        with self._lock:
+            asked = self._preloads.get(name)
+            if asked is not None and asked.link is link and asked.generation == generation:
+                return
+            self._preloads[name] = _Preload(link, generation, plan)
+        if plan is None:
+            _log.info("%s is a standby without the memory for any stage in advance", name)
+            return
+        try:
+            link.post(plan)
+        except ConvoyError as error:
+            _log.info("%s preloads nothing: %s", name, error.message)
+
+    def preload_largest(
+        self,
+        granted: Granted,
+        head: str,
+        present: Mapping[str, tuple[Link, Hello]],
+        in_place_of: Callable[[Plan, str, str, Hello], Plan],
+    ) -> None:
+        """Those of ``present`` that have the memory get ready for the loss of the largest peer."""
+        weights = {name: num_bytes for name, num_bytes in granted.weight_bytes.items() if name != head}
+        largest = max(weights, key=lambda name: weights[name], default=None)
+        if largest is None:
+            return
+        for name, (link, hello) in present.items():
+            if not hello.standby or name in granted.members:
+                continue
+            fits = hello.memory_bytes >= weights[largest]
+            plan = in_place_of(granted.plan, largest, name, hello) if fits else None
+            self.preload(name, link, plan)
+
+    def note(self, link: Link, received: Received) -> None:
+        """What a member said that has no stage."""
+        if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Ready):
+            return
+        with self._lock:
+            asked = self._preloads.get(link.peer)
+            is_new = asked is not None and asked.link is link and asked.generation == received.generation
+            if asked is not None and is_new:
+                is_new, asked.loaded = not asked.loaded, True
+        if is_new:
+            _log.warning("standby: %s has loaded layers %s", link.peer, self._layers(link.peer, link))
+
+    def report(self, here: Mapping[str, tuple[Link, Hello]], members: set[str]) -> list[StandbyStatus]:
+        """Those of ``here`` that stand by, which ``members``, who have a stage, do not."""
+        names = sorted(name for name, (_, hello) in here.items() if hello.standby and name not in members)
+        return [StandbyStatus(name, self._layers(name, here[name][0])) for name in names]
+
+    def _layers(self, name: str, link: Link) -> str | None:
+        with self._lock:
+            asked = self._preloads.get(name)
+        if asked is None or asked.link is not link or asked.plan is None or not asked.loaded:
+            return None
+        stage = next(stage for stage in asked.plan.stages if name in stage.holders)
+        return f"{stage.start}-{stage.end - 1}"

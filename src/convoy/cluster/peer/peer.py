@@ -1,0 +1,399 @@
+"""A peer's life: wait for the head, load the stage it plans, run its steps, and wait for the next head."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from convoy.cluster.active_plan import plan_digest
+from convoy.cluster.attestation.exchange import Attestation
+from convoy.cluster.offer import make_hello
+from convoy.cluster.options import PeerOptions
+from convoy.cluster.peer.dials import Dials
+from convoy.cluster.peer.event import PeerEvent
+from convoy.cluster.peer.facts import PeerFacts, facts_of
+from convoy.cluster.peer.loaded_plan import LoadedPlan, could_not_leave, load_plan
+from convoy.cluster.peer.plan_clock import SUPERSEDED, NewestPlan
+from convoy.cluster.peer.prefetch import Preparing
+from convoy.cluster.peer.refusal import refusal
+from convoy.cluster.rights import FROM_DIALLER, FROM_HEAD
+from convoy.cluster.traffic import Traffic
+from convoy.cluster.weights.peer_weights import Asker, Weights
+from convoy.engine.run.kv_server import MAX_REASON
+from convoy.engine.stats import STEP_S, Histogram
+from convoy.errors import ConvoyError, LinkClosed, StepError
+from convoy.model.backends.host.stage import Stage
+from convoy.transport.link.inbox import Inbox, weight_of
+from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
+from convoy.transport.log_limit import QuietLog
+from convoy.transport.membership import Membership
+from convoy.transport.network import Network, TcpNetwork
+from convoy.trust.evidence.verdict import Verdict
+from convoy.wire.messages.control import (
+    Activate,
+    Activated,
+    FrameType,
+    Hello,
+    Inquire,
+    Plan,
+    Reached,
+    ReadBlocks,
+    Ready,
+    Refuse,
+    Step,
+    StepFailed,
+    WriteBlocks,
+)
+from convoy.wire.messages.fetch import Prepare
+from convoy.wire.messages.ranks import RankOutput, RankStep
+
+_log = logging.getLogger(__name__)
+
+
+class Peer:
+    """One thread owns the plan, the stage and its K/V; links only fill its bounded inbox."""
+
+    def __init__(
+        self,
+        me: Membership,
+        options: PeerOptions,
+        on_event: Callable[[PeerEvent], None] | None = None,
+        network: Network | None = None,
+    ) -> None:
+        self._me = me
+        self._network = network or TcpNetwork()
+        self._options = options
+        self._on_event = on_event or (lambda _event: None)
+        self._quiet = QuietLog(_log)  # a member that sends nonsense without end fills no disk
+        self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
+        self._hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
+        self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
+        self._weights = Weights(me.name, options)
+        self._preparing = Preparing(me.name, self._weights)
+        self._links: set[Link] = set()
+        self._head: Link | None = None
+        self._loaded: LoadedPlan | None = None
+        self._kept: Stage | None = None  # of a plan that is over: its weights, for the next
+        self._generation = 0  # of the newest plan on the head's link; what is older was given up
+        self._newest = NewestPlan()  # that came on it, and may wait for another to be loaded
+        self._dials = Dials(self._dial, self._begin_link)
+        self._refused: Link | None = None  # of a head below this member's minimum
+        self._stopping = False
+        self.traffic, self.step_s = Traffic(), Histogram(STEP_S)
+
+    def facts(self) -> PeerFacts:
+        """What it is at this moment; from any thread."""
+        return facts_of(self._loaded, has_head=self._head is not None, epoch=self._me.roster.epoch)
+
+    def run(self, bind: tuple[str, int]) -> None:
+        """Serve until `stop`, or until the head goes if so configured.
+
+        Raises `ConfigError` if the port is taken.
+        """
+        listener = self._network.listen(self._me, bind, self._greet)
+        host, port = listener.address[:2]
+        self._tell("listening", f"{self._me.name} listens on {host}:{port}")
+        try:
+            while not self._stopping:
+                link, item = self._inbox.get()
+                if link is not None:
+                    self._handle(link, item)
+        finally:
+            listener.close()
+            self._inbox.close()
+            self._attestation.close()
+            self._weights.close()
+            for link in tuple(self._links):
+                link.close("the peer is shutting down")
+
+    def stop(self) -> None:
+        """Make `run` return; from any thread, but not from a signal handler: this one takes a lock."""
+        self._stopping = True
+        self._dials.abandon("this member is shutting down")
+        if (loaded := self._loaded) is not None:
+            loaded.end(StepError("this member is shutting down"))
+        self._preparing.close("this member is shutting down")
+        self._inbox.put_last(None, (None, StepError("stop")))
+
+    # Receiver threads and the listener's threads: only fill the inbox.
+
+    def _greet(self, link: Link) -> None:
+        from_head = link.facts.member.head  # as membership judges the link, whatever was adopted since
+        self._attestation.attach(link)
+        self._begin_link(link, FROM_HEAD if from_head else FROM_DIALLER)
+
+    def _deliver(self, link: Link, received: Received) -> None:
+        if self._attestation.takes(link, received):
+            return
+        if link is self._head and self._weights.takes(link, received):
+            return
+        if (loaded := self._loaded) is not None and loaded.takes(link, received):
+            return
+        if isinstance(received, ReceivedMessage) and link is self._head:
+            if isinstance(received.message, Inquire):
+                self._say_how_far(link, received.message.generation)
+                return
+            if isinstance(received.message, Plan) and received.message.generation > self._generation:
+                self._newest.note(received.message)
+                self._dials.abandon(SUPERSEDED)
+                self._end_ring()
+        elif isinstance(received, ReceivedMessage) and isinstance(received.message, Hello):
+            old = self._head
+            if old is not None and old.peer == link.peer:
+                self._end_ring()  # the head came back: this member's thread must not wait for another rank
+        self._inbox.put(link, (link, received), weight_of(received))
+
+    def _say_how_far(self, link: Link, generation: int) -> None:
+        loaded = self._loaded
+        running = loaded is not None and loaded.plan.generation == generation
+        with contextlib.suppress(ConvoyError):  # then its link is over, and says so itself
+            link.post(Reached(generation, loaded.finished_step if loaded is not None and running else -1))
+
+    def _end_ring(self) -> None:
+        """Another plan is here: nobody has to finish a send to a neighbour of the old one, or a sum."""
+        loaded = self._loaded
+        if loaded is None:
+            return
+        loaded.end(StepError(SUPERSEDED))
+        for link in loaded.neighbours():
+            if link is not self._head:
+                link.dismiss("the plan is over", revoke=True)
+
+    def _ended(self, link: Link, error: ConvoyError) -> None:
+        self.traffic.ended(link, error)
+        self._attestation.detach(link)
+        if (loaded := self._loaded) is not None:
+            loaded.ended(link, error)
+        if link is self._head:
+            self._dials.abandon("the head is gone")
+            self._weights.ended(link)
+        self._inbox.put_last(link, (link, error))
+
+    # The peer's own thread.
+
+    def _handle(self, link: Link, item: Received | ConvoyError) -> None:
+        if isinstance(item, ConvoyError):
+            self._link_ended(link, item)
+            return
+        if self._newest.makes_needless(item):
+            return
+        try:
+            if isinstance(item, ReceivedTensor):
+                self._hidden(link, item)
+            else:
+                self._message(link, item)
+        except ConvoyError as error:
+            self._failed(item, error)
+        except Exception as error:  # noqa: BLE001 - logged whole, and told to the head
+            # Torch and the library raise what they like; a peer outlives one bad plan or step.
+            self._quiet.warning(type(error).__name__, "this member failed", with_trace=True)
+            self._failed(item, StepError(f"internal error: {type(error).__name__}"))
+
+    def _message(self, link: Link, received: ReceivedMessage) -> None:
+        match received.message:
+            case _ if link is self._refused or link.is_over:
+                return  # what still waits of a head that was refused, or is gone, is not worth a stage
+            case Hello():
+                self._meet(link)
+            case RankStep() | RankOutput() | ReadBlocks() | WriteBlocks() as order if (
+                self._loaded is not None and self._loaded.is_led_by(link, received.generation)
+            ):
+                self._loaded.obey(link, order, received.generation)
+            case message if link is not self._head:
+                link.dismiss(f"{type(message).__name__} is for the head whose greeting was taken to send")
+            case Plan() as plan:
+                self._load(link, plan)
+            case Prepare(plan=plan):
+                self._preparing.begin(link, plan)
+            case Activate() as activate:
+                self._activate(link, activate, received.generation)
+            case Step() as step if self._loaded is not None and self._loaded.loop is not None:
+                self._loaded.loop.accept_step(step, received.generation)
+            case ReadBlocks() | WriteBlocks() as asked if self._loaded and self._loaded.keeper is not None:
+                self._loaded.keeper.accept(asked, received.generation)
+            case message:
+                raise StepError(f"{type(message).__name__} came before a plan was active")
+
+    def _meet(self, link: Link) -> None:
+        old = self._head
+        if old is not None and old is not link:
+            if old.peer != link.peer:
+                link.dismiss(f"{old.peer} is the head of {self._me.name} already")
+                return
+            self._forget("the head came back on a new link", everything=True)
+            old.dismiss("the head came back on a new link")
+        if old is not link:
+            self._generation = 0  # only this link may plan from now on, by a clock that may have gone back
+            self._newest.forget()
+        self._head = link
+        stands_by = ", and this member stands by" if self._options.standby else ""
+        self._tell("head", f"{link.peer} is here{stands_by}")
+        link.send(self._hello)
+        self._vet(link)
+
+    def _vet(self, link: Link) -> None:
+        """Where this member's own policy demands something, the head proves it before it may plan here."""
+        if not self._attestation.policy.minimum:
+            return
+        verdict = self._attestation.check([link], watch=self._require_running)[link.peer]
+        if self._attestation.suffices(verdict):
+            self._attestation.watch([link], hold_stages=False)
+        else:
+            self._fell(link, verdict)
+
+    def _fell(self, link: Link, verdict: Verdict) -> None:
+        """The head is below this member's minimum, now or again."""
+        self._refused = link
+        refusal = self._attestation.refusal(verdict)
+        self._tell("refused", refusal.message)
+        link.revoke(refusal.message)
+
+    def _require_running(self) -> None:
+        if self._stopping:
+            raise LinkClosed("this member is shutting down")
+
+    def _load(self, link: Link, plan: Plan) -> None:
+        if plan.generation <= self._generation:
+            raise StepError("the plan is not newer than the last one that came here")
+        if self._newest.supersedes(plan.generation):
+            raise StepError("a newer plan came before this one was looked at")
+        self._generation = plan.generation
+        self._preparing.stop()
+        self._drop_plan()
+        self._tell("loading", f"{plan.model}: {', '.join(name for s in plan.stages for name in s.holders)}")
+
+        digest = plan_digest(plan)
+        loaded = load_plan(
+            plan,
+            digest,
+            me=self._me.name,
+            hello=self._hello,
+            options=self._options,
+            weights=self._weights,
+            asker=Asker(plan, link, lambda: self._newest.check_load(plan, self._me.name)),
+            before=self._take_kept(),
+        )
+        loaded.step_s, self._loaded = self.step_s, loaded
+        self._attestation.attester.model = plan.manifest
+        stage = loaded.stage
+        ready = Ready(plan.generation, stage.weight_bytes, loaded.room_bytes, list(stage.block_bytes))
+        link.send(ready, generation=plan.generation)
+        layers = f"{loaded.assignment.start}-{loaded.assignment.end - 1}"
+        verb = "stands by with" if self._options.standby else "holds"
+        self._tell("ready", f"{verb} layers {layers}, {loaded.stage.weight_bytes / 1e6:.1f} MB of weights")
+
+    def _activate(self, link: Link, activate: Activate, generation: int) -> None:
+        loaded = self._loaded
+        if loaded is None or activate.plan_digest != loaded.digest or generation != loaded.plan.generation:
+            raise StepError("Activate names a plan that is not loaded here")
+        if loaded.is_active:
+            raise StepError("the plan is active already")
+        if self._newest.supersedes(generation):
+            raise StepError("a newer plan came before this one was active")
+        self._dials.begin()
+        if self._newest.supersedes(generation) or self._stopping or link.is_over:
+            self._dials.abandon(SUPERSEDED)  # said before there was a dial to abandon
+        loaded.begin(activate, link, self._dials.reach, partial(could_not_leave, link, generation))
+        link.send(Activated(generation), generation=generation)
+        self._tell("active", " -> ".join("+".join(stage.holders) for stage in loaded.plan.stages))
+
+    def _dial(self, name: str) -> Link:
+        return self._network.dial(self._me, self._me.roster.member(name), self._options.successor_wait_s)
+
+    def _begin_link(self, link: Link, allowed: frozenset[FrameType]) -> None:
+        self._links.add(link)
+        self.traffic.began(link)
+        link.start(self._deliver, self._ended, allowed)
+
+    def _hidden(self, link: Link, received: ReceivedTensor) -> None:
+        loaded = self._loaded
+        if loaded is None or received.generation != loaded.plan.generation:
+            return  # of a plan that is gone: whoever sent it was given up
+        if loaded.follower is not None and loaded.is_led_by(link, received.generation):
+            loaded.follower.accept_tensor(received)
+            return
+        if not loaded.is_active:
+            return
+        if received.kind is FrameType.BLOCKS:
+            self._blocks(link, loaded, received)
+            return
+        if loaded.predecessor is None and link.peer == loaded.predecessor_name:
+            loaded.predecessor = link
+        if loaded.loop is None or link is not loaded.predecessor or received.kind is not FrameType.HIDDEN:
+            link.dismiss("hidden states are for the predecessor in the ring to send")
+            return
+        loaded.loop.accept_hidden(link.peer, received)
+
+    def _blocks(self, link: Link, loaded: LoadedPlan, received: ReceivedTensor) -> None:
+        if link is not self._head or loaded.keeper is None:
+            link.dismiss("the K/V of sessions is for the plan's head to send")
+            return
+        loaded.keeper.accept_tensor(received)
+
+    def _failed(self, item: Received, error: ConvoyError) -> None:
+        """Tell the head, in the form that it waits for; the item came from it or from the predecessor."""
+        self._quiet.warning(type(error).__name__, f"a message could not be followed: {error.message}")
+        about = self._loaded.accused(error) if self._loaded is not None else ""
+        answer: Refuse | StepFailed = StepFailed(item.step, error.message[:MAX_REASON], about)
+        if isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate):
+            is_old = isinstance(item.message, Plan) and self._loaded
+            if not is_old:  # otherwise the newer one, which is there, goes on
+                self._drop_plan()
+            self._tell("refused", error.message)
+            answer = refusal(item, self._me.name, error)
+        if self._head is None or self._stopping:  # its links end in a moment, which says more than a refusal
+            return
+        try:
+            self._head.send(answer, generation=item.generation, step=item.step)
+        except ConvoyError as lost:
+            self._quiet.warning("unsaid", f"the head could not be told: {lost.message}")
+
+    def _link_ended(self, link: Link, error: ConvoyError) -> None:
+        self._links.discard(link)
+        if link is self._head:
+            self._head = None
+            self._forget(f"{link.peer} is gone: {error.message}", everything=True)
+            self._stopping = self._stopping or self._options.exit_with_head
+        elif self._loaded is not None and self._loaded.is_neighbour(link):
+            self._ring_broke(self._loaded.plan.generation, link.peer, error.message)
+
+    def _ring_broke(self, generation: int, neighbour: str, why: str) -> None:
+        """Only the plan is over: the head is told, and its link lives on."""
+        why = f"the ring is broken at {neighbour}: {why}"
+        self._forget(why)
+        if self._head is not None:
+            with contextlib.suppress(ConvoyError):  # then its link ends too, and says so itself
+                self._head.send(StepFailed(0, why[:MAX_REASON], neighbour), generation=generation)
+
+    def _forget(self, why: str, *, everything: bool = False) -> None:
+        self._drop_plan()
+        if everything:
+            self._kept = None
+        self._tell("lost", why)
+
+    def _drop_plan(self) -> None:
+        """Free the K/V and end the ring's links to both neighbours.
+
+        The head's own link stays, and the weights, because its next plan may need most of them.
+        """
+        loaded, self._loaded = self._loaded, None
+        self._attestation.attester.model = ""
+        if loaded is None:
+            return
+        loaded.close()
+        self._kept = loaded.stage
+        for link in loaded.neighbours():
+            if link is not self._head:
+                link.dismiss("the plan is over")
+
+    def _take_kept(self) -> Stage | None:
+        kept, self._kept = self._kept, None
+        return kept
+
+    def _tell(self, kind: str, text: str) -> None:
+        _log.info("%s: %s", kind, text)
+        self._on_event(PeerEvent(kind, text))

@@ -1,0 +1,402 @@
+"""The peers that are with the head now: linked, greeted and admitted; who is missing is dialled meanwhile.
+
+A peer is with the head from its admission until its link ends or it is given up. All of it happens on threads
+of links and of dials; whoever waits for a change waits here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from convoy.cluster.attestation.member_verifier import Vetting
+from convoy.cluster.offer import make_hello
+from convoy.cluster.options import HeadOptions
+from convoy.cluster.presence.backoff import Backoffs
+from convoy.cluster.presence.first_dial import Arrival, Muster
+from convoy.cluster.presence.idle import IdleTimes
+from convoy.cluster.presence.mailbox import Mailbox
+from convoy.cluster.presence.slow_members import Slow
+from convoy.cluster.rights import FROM_PEER
+from convoy.cluster.traffic import Traffic
+from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
+from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.transport.member import Member, Roster
+from convoy.transport.membership import Membership
+from convoy.transport.network import Network
+from convoy.wire.messages.control import Hello, Inquire, Reached
+
+_log = logging.getLogger(__name__)
+
+_DIAL_S = 5.0
+_GREET_S = 10.0
+_EXCLUDED_AGAIN_S = 60.0
+
+
+class Company:
+    """Thread-safe. ``receive`` and ``lost`` are called on receiver threads, ``joined`` on a dial's."""
+
+    def __init__(
+        self,
+        me: Membership,
+        network: Network,
+        options: HeadOptions,
+        *,
+        receive: Callable[[Link, Received], None],
+        lost: Callable[[Link, ConvoyError], None],
+        joined: Callable[[str], None],
+    ) -> None:
+        self.vetting = Vetting(lambda: me.current, options.member)
+        self.links: dict[str, Link] = {}
+        self.hellos: dict[str, Hello] = {}
+        self.slow = Slow()
+        self.idle = IdleTimes()
+        self.traffic = Traffic()
+        self.why_kernel = ""  # why not a better one, where that showed as the model was loaded
+        self.absent: dict[str, PeerUnreachable] = {}  # at the bring-up
+        self.on_arrival: Arrival = lambda *_: None  # at the bring-up
+        self.on_gone: Callable[[str, str], None] = lambda _name, _why: None  # who was here, and why
+        self._me = me
+        self._network = network
+        self._options = options
+        self._receive, self._lost, self._joined = receive, lost, joined
+        self._hello = self._capped(me.name, make_hello(options.member), head=True)
+        self._changed = threading.Condition()
+        self._num_changes = 0
+        self._greeting: dict[Link, Mailbox] = {}
+        self._sought: set[str] = set()
+        self._seen: set[str] = set()  # who was here before
+        self._backoffs = Backoffs()
+        self._seeking = False
+        self._closed = threading.Event()
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._reached: dict[str, Reached] = {}  # the last answer of each
+        self._answered = threading.Condition()
+        self._past_bytes = 0
+        self._ends: dict[str, ConvoyError] = {}  # what the last link to each ended with
+
+    @property
+    def hello(self) -> Hello:
+        """The head's own."""
+        return self._hello
+
+    @property
+    def num_changes(self) -> int:
+        return self._num_changes
+
+    def drop_kernel(self, name: str, kernel: str, why: str) -> bool:
+        """``kernel`` is no more of a member's offer, until it greets anew. False where it offers no other."""
+        with self._changed:
+            hello = self._hello if name == self._me.name else self.hellos.get(name)
+            left = [] if hello is None else [one for one in hello.kernels if one != kernel]
+            if hello is None or not left or len(left) == len(hello.kernels):
+                return False  # a kernel that nobody offered would be dropped again and again
+            changed = msgspec.structs.replace(hello, kernels=left)
+            if name == self._me.name:
+                self._hello = changed
+            else:
+                self.hellos[name] = changed
+            self.why_kernel = why
+        return True
+
+    def closed_within(self, timeout_s: float) -> bool:  # as soon as the head says goodbye
+        return self._closed.wait(timeout_s)
+
+    def present(self) -> dict[str, tuple[Link, Hello]]:
+        """Who is here now."""
+        with self._changed:
+            return {name: (link, self.hellos[name]) for name, link in self.links.items() if not link.is_over}
+
+    def sealed_bytes(self) -> int:
+        """All that crossed the head's links in sealed frames, those that ended included."""
+        with self._changed:
+            links = list(self.links.values())
+            past = self._past_bytes
+        return past + sum(link.sent_sealed_bytes + link.received_sealed_bytes for link in links)
+
+    def missing(self) -> list[str]:
+        """Whom the roster lists and who is not here, but those below the policy's minimum."""
+        here = {self._me.name, *self.present(), *self.vetting.excluded}
+        return [member.name for member in self._me.roster.members if member.name not in here]
+
+    # Bring-up: everybody that the roster lists, or those who came.
+
+    def gather(self, watch: Callable[[], None]) -> set[str]:
+        """Dial, greet and admit all peers, waiting for each; ``absent`` are then those who did not come.
+
+        Raises for the first what else it comes to.
+        """
+        mailbox = Mailbox(watch)
+        links: dict[str, Link] = {}
+
+        def greet(link: Link) -> None:
+            self._greet(link, mailbox)
+
+        try:
+            muster = Muster(
+                self._me,
+                self._network,
+                self._options.wait_s,
+                watch,
+                on_link=greet,
+                on_arrival=self.on_arrival,
+            )
+            mustered = muster.call()
+            links, self.absent = mustered.links, mustered.absent
+            hellos = mailbox.gather(links, Hello, self._options.answer_s)
+            self.vetting.admit(links, watch)
+        except BaseException:
+            for link in links.values():
+                link.dismiss("the head could not bring the cluster up")
+            raise
+        finally:
+            mailbox.close()
+        for name, link in links.items():
+            self._admit(link, hellos[name])
+        return set(links)
+
+    def require(self, names: Collection[str]) -> dict[str, Link]:
+        """Their links. Raises `LinkBroken` for the first that is not here any more."""
+        present = self.present()
+        for name in names:
+            if name not in present:
+                error = self._ends.get(name) or LinkBroken("it was given up")
+                raise LinkBroken(f"the link to {name} ended: {error.message}", hint=error.hint) from error
+        return {name: present[name][0] for name in names}
+
+    # While the cluster runs.
+
+    def seek(self) -> None:
+        """From now on, dial whoever the roster lists and is not here, as often as a backoff allows."""
+        if not self._seeking:
+            self._seeking = True
+            self._unsubscribe = self._me.subscribe(self._seek_missing)
+        self._seek_missing(self._me.roster)
+
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        """Until ``num_changes`` is not ``seen`` any more; False after the time."""
+        self._seek_missing(self._me.roster)
+        with self._changed:
+            return self._changed.wait_for(lambda: self._num_changes != seen, timeout_s)
+
+    def wake(self) -> None:
+        """Let those that wait look up."""
+        with self._changed:
+            self._num_changes += 1
+            self._changed.notify_all()
+
+    def give_up(self, name: str, reason: str, *, slow: bool = False) -> None:
+        """It is not here any more, whatever it says from now on; it may come back on a new link."""
+        with self._changed:
+            link = self.links.get(name)
+            if link is None:
+                return
+            self._forget(link)
+            if slow:
+                self.slow.add(name)
+        self.on_gone(name, f"given up, {reason}")
+        link.dismiss(reason, revoke=True)
+        self._lost(link, LinkBroken(f"{name} was given up: {reason}"))
+
+    def silent(self, names: set[str], timeout_s: float) -> set[str]:
+        """Which of those that are here give no sign of life in time. Whose link is over is not here."""
+        answers = self.answers(names, timeout_s)
+        return {name for name, after_s in answers.items() if after_s is None}
+
+    def answers(self, names: set[str], timeout_s: float) -> dict[str, float | None]:
+        """After how many seconds each of those that are here gave a sign of life; None: not in time."""
+        with self._changed:
+            links = [link for name, link in self.links.items() if name in names]
+        found: dict[str, float | None] = dict.fromkeys(link.peer for link in links)
+        began_s = time.monotonic()
+
+        def ask(link: Link) -> None:
+            try:
+                is_there = link.is_there(timeout_s)
+            except ConvoyError:  # its link says so itself
+                is_there = True
+            if is_there:
+                found[link.peer] = time.monotonic() - began_s
+
+        threads = [threading.Thread(target=ask, args=(link,), daemon=True) for link in links]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return found
+
+    def positions(self, generation: int, names: set[str], timeout_s: float) -> dict[str, int]:
+        """The last step that each has run and sent on, of those that answer in time."""
+        with self._answered:
+            self._reached.clear()
+        for name, (link, _) in self.present().items():
+            if name in names:
+                try:
+                    link.post(Inquire(generation))
+                except ConvoyError as error:
+                    _log.debug("%s cannot be asked: %s", name, error.message)
+
+        def found() -> dict[str, int]:
+            answers = self._reached.items()
+            return {n: one.step for n, one in answers if n in names and one.generation == generation}
+
+        with self._answered:
+            self._answered.wait_for(lambda: len(found()) == len(names), timeout_s)
+            return found()
+
+    def close(self, reason: str) -> None:
+        """Say goodbye on every link. A second call does nothing."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._unsubscribe()
+        self.vetting.attestation.close()
+        with self._changed:
+            links = {*self.links.values(), *self._greeting}
+        for link in links:
+            link.close(reason)
+        self.wake()
+
+    # Dials' and receiver threads.
+
+    def _greet(self, link: Link, mailbox: Mailbox) -> None:
+        self.traffic.began(link)
+        self.vetting.attestation.attach(link)
+        with self._changed:
+            self._greeting[link] = mailbox
+        link.start(self._deliver, self._ended, FROM_PEER)
+        link.send(self._hello)
+
+    def _admit(self, link: Link, hello: Hello) -> None:
+        hello = self._capped(link.peer, hello)
+        with self._changed:
+            self._greeting.pop(link, None)
+            self.links[link.peer], self.hellos[link.peer] = link, hello
+            self._seen.add(link.peer)
+            self._backoffs.came(link.peer)
+            self.slow.came(link.peer)
+            self.idle.begin([link.peer])
+            if link.is_over:  # before anybody looked
+                self._forget(link)
+        self.wake()
+
+    def _capped(self, name: str, hello: Hello, *, head: bool = False) -> Hello:
+        """Its greeting, with as much of the offered memory as the policy lets count."""
+        counted = self._options.member.policy.capped(name, hello.memory_bytes, head=head)
+        if counted < hello.memory_bytes:
+            text = "%s offers %.1f GB of memory, and the policy lets %.1f GB count"
+            _log.warning(text, name, hello.memory_bytes / 1e9, counted / 1e9)
+        return msgspec.structs.replace(hello, memory_bytes=counted)
+
+    def _deliver(self, link: Link, received: Received) -> None:
+        if self.vetting.attestation.takes(link, received):
+            return
+        if isinstance(received, ReceivedMessage) and isinstance(received.message, Reached):
+            with self._answered:
+                self._reached[link.peer] = received.message
+                self._answered.notify_all()
+            return
+        mailbox = self._greeting.get(link)
+        if mailbox is not None:
+            mailbox.deliver(link, received)
+        elif self.links.get(link.peer) is link:
+            self._receive(link, received)
+
+    def _ended(self, link: Link, error: ConvoyError) -> None:
+        self.traffic.ended(link, error)
+        told = self.vetting.lost(link, error)
+        with self._changed:
+            self._ends[link.peer] = told or error
+            mailbox = self._greeting.pop(link, None)
+            was_here = self.links.get(link.peer) is link
+            if was_here:
+                self._forget(link)
+        if mailbox is not None:
+            mailbox.lost(link, told or error)
+        elif was_here and told is not None:
+            if not self._closed.is_set():
+                self.on_gone(link.peer, told.message)
+            self._lost(link, told)
+        self.wake()
+        self._seek_missing(self._me.roster)
+
+    def _forget(self, link: Link) -> None:
+        """The caller holds the lock."""
+        del self.links[link.peer]
+        self.hellos.pop(link.peer, None)
+        self._past_bytes += link.sent_sealed_bytes + link.received_sealed_bytes
+        self._num_changes += 1
+        self._changed.notify_all()
+
+    def _seek_missing(self, roster: Roster) -> None:
+        if not self._seeking or self._closed.is_set():
+            return
+        with self._changed:
+            here = {self._me.name, *self.links, *(link.peer for link in self._greeting)}
+            missing = [m.name for m in roster.members if m.name not in here and m.name not in self._sought]
+            self._sought.update(missing)
+        for name in missing:
+            try:
+                threading.Thread(target=self._seek, args=(name,), name=f"seek {name}", daemon=True).start()
+            except RuntimeError as error:  # no thread is to be had: whoever looks next tries again
+                _log.warning("%s cannot be sought now: %s", name, error)
+                with self._changed:
+                    self._sought.discard(name)
+
+    def _seek(self, name: str) -> None:
+        """Until it is here, or the roster lists it no more, or the head closes."""
+        (backoff, pause_s), joined = self._backoffs.begin(name), False
+        try:
+            self._closed.wait(pause_s)
+            if name in self.vetting.excluded:
+                self._closed.wait(_EXCLUDED_AGAIN_S)
+            while not self._closed.is_set():
+                if not (listed := [one for one in self._me.roster.members if one.name == name]):
+                    return
+                try:
+                    self._fetch(listed[0])
+                    joined = True
+                    return
+                except ConvoyError as error:
+                    _log.debug("%s is not back: %s", name, error.message)
+                except Exception:  # noqa: BLE001 - a machine short of threads may have some later
+                    _log.warning("an error, after which %s is sought on", name, exc_info=True)
+                excluded = name in self.vetting.excluded
+                self._closed.wait(_EXCLUDED_AGAIN_S if excluded else backoff.next_s())
+        finally:
+            with self._changed:
+                self._sought.discard(name)
+            if joined:
+                self._seek_missing(self._me.roster)  # it may have gone again before it was not sought
+                self._joined(name)
+
+    def _fetch(self, member: Member) -> None:
+        """Dial, greet and admit one. Raises `ConvoyError` if any of that fails."""
+        link = self._network.dial(self._me, member, _DIAL_S)
+        mailbox = Mailbox(self._require_open)
+        links = {member.name: link}
+        try:
+            self._greet(link, mailbox)
+            hello = mailbox.gather([member.name], Hello, _GREET_S)[member.name]
+            self.vetting.admit(links, self._require_open)
+            if not links:
+                raise LinkBroken(f"{member.name} is below the policy's minimum")
+        except BaseException:
+            with self._changed:
+                self._greeting.pop(link, None)
+            link.dismiss("the greeting failed")
+            raise
+        finally:
+            mailbox.close()
+        again = " again" if member.name in self._seen else ""
+        standby = ", as a standby" if hello.standby else ""
+        self._admit(link, hello)
+        _log.warning("joined: %s is here%s%s", member.name, again, standby)  # as loud as a loss
+
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise LinkBroken("the head is shutting down")

@@ -1,0 +1,162 @@
+"""When the layers are shared out anew because somebody came: once nothing runs, or at last between two steps.
+
+A member that came back counts at the next loss in any case. To use it before costs every stream a pause, so
+where something always runs it has to wait, and one that comes and goes waits longer.
+
+A member may come while other stages are still being looked for. Then it is compared with the plan that was
+lost, which it may have been in. So after each new plan every member that is here without a stage is
+considered once more. So is each after the preparation of a plan failed, once it has waited: what was missing
+may be there by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from convoy.cluster.presence.peers import Company
+from convoy.cluster.recovery.recovery import StageRecovery
+from convoy.engine.active import Between
+from convoy.engine.recovery import Renewal
+from convoy.errors import ConvoyError
+
+_log = logging.getLogger(__name__)
+
+BUSY_S = 30.0  # after it came: until then it is used only where nothing runs
+AGAIN_S = 180.0  # between two interruptions because of one member
+MAX_AT_ONCE = 5  # so often one that comes again is used as soon as nothing runs; then only now and then
+_MAX_DOUBLINGS = 5  # of AGAIN_S, for a member with which no plan comes to run
+
+
+class Renewals:
+    """Asks an engine for other stages. ``joined`` and ``plan_began`` return soon, on any thread.
+
+    ``when_idle`` and ``between_steps`` are the engine's `renew` and `between_steps`. ``prepare`` calls its
+    second argument once everybody has the weights for a plan with the named member, and its third where
+    somebody cannot have them.
+    """
+
+    def __init__(
+        self,
+        company: Company,
+        recovery: StageRecovery,
+        when_idle: Callable[[str], None],
+        between_steps: Callable[[Between], Any],
+        prepare: Callable[[str, Callable[[], None], Callable[[], None]], None],
+    ) -> None:
+        self._company = company
+        self._recovery = recovery
+        self._when_idle = when_idle
+        self._between_steps = between_steps
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._waiting: set[str] = set()
+        self._num_joined: dict[str, int] = {}
+        self._considered_s: dict[str, float] = {}
+        self._used_s: dict[str, float] = {}
+        self._num_in_vain: dict[str, int] = {}  # plans with it that never ran, since it came
+
+    def joined(self, name: str) -> None:
+        """A member came that may make a better plan."""
+        with self._lock:
+            self._num_in_vain.pop(name, None)
+        self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        self._prepare(name, lambda: self._consider(name), lambda: self._failed(name))
+
+    def plan_began(self, tried: Collection[str]) -> None:
+        """Consider every member that is here without a stage.
+
+        ``tried`` are the members that the search for this plan tried; some may be in it.
+        """
+        threading.Thread(
+            target=self._look_round, args=(set(tried),), name="consider idle", daemon=True
+        ).start()
+
+    def _look_round(self, tried: set[str]) -> None:
+        without_stage = self._recovery.without_stage()
+        with self._lock:
+            for name in tried & without_stage:
+                self._count_in_vain(name)
+            without_stage -= self._waiting
+        for name in sorted(without_stage):
+            if self._recovery.has_use_for(name):
+                self._begin(name)
+
+    def _count_in_vain(self, name: str) -> None:
+        self._num_in_vain[name] = self._num_in_vain.get(name, 0) + 1
+        self._used_s[name] = time.monotonic()
+
+    def _failed(self, name: str) -> None:
+        """Look at all members without a stage again, once ``name`` has waited; returns at once."""
+        with self._lock:
+            self._count_in_vain(name)
+            if name in self._waiting:
+                return
+            self._waiting.add(name)
+        threading.Thread(
+            target=self._look_again, args=(name,), name=f"look again at {name}", daemon=True
+        ).start()
+
+    def _look_again(self, name: str) -> None:
+        if self._has_waited(name):
+            self._look_round(set())  # a preparation that failed may have been for others too
+
+    def _consider(self, name: str) -> None:
+        if not self._recovery.has_use_for(name):
+            return
+        with self._lock:
+            self._num_joined[name] = self._num_joined.get(name, 0) + 1
+            self._considered_s[name] = time.monotonic()
+            at_once = self._num_joined[name] <= MAX_AT_ONCE and name not in self._num_in_vain
+            if at_once and not self._company.slow.left_s(name):
+                self._when_idle(_why(name))
+            if name in self._waiting:
+                return
+            self._waiting.add(name)
+        threading.Thread(target=self._wait, args=(name,), name=f"renew for {name}", daemon=True).start()
+
+    def _wait(self, name: str) -> None:
+        if not self._has_waited(name):
+            return
+        # A plan that begins from here on is followed by a look at this member; one before is compared below.
+        if name not in self._company.present() or not self._recovery.has_use_for(name):
+            return
+        self._used_s[name] = time.monotonic()
+
+        def renew(*_: object) -> None:
+            raise Renewal(_why(name))
+
+        try:
+            self._between_steps(renew)
+        except ConvoyError as error:
+            if not isinstance(error, Renewal):  # it recovers now, or is closed: then nobody has to be asked
+                _log.debug("not shared out anew for %s: %s", name, error.message)
+
+    def _has_waited(self, name: str) -> bool:
+        """Wait as long as ``name`` has to. False where the head closed."""
+        while left_s := self._left_s(name):
+            if self._company.closed_within(min(left_s, BUSY_S)):
+                return False
+        return True
+
+    def _left_s(self, name: str) -> float:
+        """How long this member still waits; 0 also where it is gone. Then nothing waits for it any more."""
+        with self._lock:
+            num_in_vain = min(self._num_in_vain.get(name, 0), _MAX_DOUBLINGS)
+            again_s = self._used_s.get(name, -math.inf) + AGAIN_S * 2 ** max(0, num_in_vain - 1)
+            left_s: float = max(self._considered_s.get(name, -math.inf) + BUSY_S, again_s) - time.monotonic()
+            left_s = max(0.0, left_s, self._company.slow.left_s(name))
+            if not left_s or name not in self._company.present():
+                self._waiting.discard(name)  # under the lock: a member that comes now begins anew
+                return 0.0
+        return left_s
+
+
+def _why(name: str) -> str:
+    return f"{name} is here again"

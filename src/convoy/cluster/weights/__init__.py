@@ -1,0 +1,1 @@
+"""Distribute weights: heads and peers serve tensors to each other, and verify them."""

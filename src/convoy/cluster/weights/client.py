@@ -1,0 +1,162 @@
+"""A peer's end of getting parts of a model from its head: asks ahead for pieces, and takes no others.
+
+The receiver thread fills; the thread that writes empties. What waits here is at most what was asked for.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PeerUnreachable, StepError
+from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.wire.messages.fetch import Fetch, Piece
+
+PIECE_BYTES = 512 * 1024  # a hidden state of a running plan waits no longer than one of these takes
+MAX_ASKED = 16  # pieces under way: 8 MiB, which hides a round trip of 50 ms at 160 MB/s
+STALL_S = 60.0
+_LOOK_UP_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Bytes [start, end) of a part, by its digest; ``end`` None: a first piece. ``name`` is for errors.
+
+    ``wrong``: see `Fetch`.
+    """
+
+    part: str
+    name: str
+    start: int
+    end: int | None
+    wrong: str = ""
+
+
+class Fetches:
+    """All that this member has asked others for. Any thread may call `takes`, `ended` and `abandon`.
+
+    ``stall_s``: how long nothing may come of what was asked.
+    """
+
+    def __init__(self, stall_s: float = STALL_S) -> None:
+        self._stall_s = stall_s
+        self._lock = threading.Lock()
+        self._number = 0
+        # Who waits for the answer to each number of a link; None: nobody does any more.
+        self._asked: dict[tuple[Link, int], queue.SimpleQueue[Piece | ConvoyError] | None] = {}
+
+    def takes(self, link: Link, received: Received) -> bool:
+        """Whether it was a piece. One that nobody asked for ends the link."""
+        if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Piece):
+            return False
+        piece = received.message
+        with self._lock:
+            known = (link, piece.number) in self._asked
+            waiting = self._asked.pop((link, piece.number), None)
+        if waiting is not None:
+            waiting.put(piece)
+        elif not known:
+            link.dismiss("nobody asked for that piece of a model")
+        return True
+
+    def abandon(self, why: ConvoyError) -> None:
+        """Whoever waits for pieces raises ``why``."""
+        with self._lock:
+            waiting = {id(one): one for one in self._asked.values() if one is not None}
+        for one in waiting.values():
+            one.put(why)
+
+    def ended(self, link: Link) -> None:
+        """That link is over: nothing of what was asked there comes any more."""
+        with self._lock:
+            over = [key for key in self._asked if key[0] is link]
+            waiting = {id(one): one for key in over if (one := self._asked.pop(key)) is not None}
+        for one in waiting.values():
+            one.put(LinkBroken(f"the link to {link.peer} ended while parts of the model came"))
+
+    def pull(
+        self,
+        link: Link,
+        manifest: str,
+        wants: Iterable[Want],
+        watch: Callable[[], None],
+    ) -> Iterator[tuple[Want, Piece]]:
+        """Every piece of ``wants``, in order; `MAX_ASKED` are under way at once.
+
+        ``watch`` is called at least every half second; what it raises ends this. Raises `PeerRefused` with
+        the other's own words, `PeerUnreachable` if nothing comes for too long, and what a link raises.
+        """
+        answers: queue.SimpleQueue[Piece | ConvoyError] = queue.SimpleQueue()
+        under_way: deque[tuple[int, Want]] = deque()
+        pieces = iter(wants)
+        more = True
+        try:
+            while more or under_way:
+                while more and len(under_way) < MAX_ASKED:
+                    want = next(pieces, None)
+                    more = want is not None
+                    if want is not None:
+                        under_way.append((self._ask(link, manifest, want, answers), want))
+                if under_way:
+                    number, want = under_way.popleft()
+                    yield want, _checked(self._next(link, answers, watch), number, want, link)
+        finally:
+            with self._lock:
+                for key, waiting in self._asked.items():
+                    if waiting is answers:
+                        self._asked[key] = None
+
+    def _ask(
+        self, link: Link, manifest: str, want: Want, answers: queue.SimpleQueue[Piece | ConvoyError]
+    ) -> int:
+        with self._lock:
+            number = self._number
+            self._number += 1
+            self._asked[link, number] = answers
+        num_bytes = PIECE_BYTES if want.end is None else want.end - want.start
+        link.send(Fetch(number, manifest, want.part, want.start, num_bytes, want.wrong))
+        return number
+
+    def _next(
+        self, link: Link, answers: queue.SimpleQueue[Piece | ConvoyError], watch: Callable[[], None]
+    ) -> Piece:
+        until_s = time.monotonic() + self._stall_s
+        while True:
+            watch()
+            try:
+                answer = answers.get(timeout=_LOOK_UP_S)
+            except queue.Empty:
+                if link.is_over:
+                    raise LinkBroken(f"the link to {link.peer} ended while parts of the model came") from None
+                if time.monotonic() > until_s:
+                    raise PeerUnreachable(
+                        f"{link.peer} sent nothing of the model for {self._stall_s:g} s"
+                    ) from None
+                continue
+            if isinstance(answer, ConvoyError):
+                raise answer
+            return answer
+
+
+def pieces_of(part: str, name: str, start: int, end: int, wrong: str = "") -> Iterator[Want]:
+    """Bytes [start, end) in pieces of `PIECE_BYTES`."""
+    for at in range(start, end, PIECE_BYTES):
+        yield Want(part, name, at, min(at + PIECE_BYTES, end), wrong)
+
+
+def _checked(piece: Piece, number: int, want: Want, link: Link) -> Piece:
+    """The piece that was to come next, of the size that was asked for; its bytes are still anybody's."""
+    if piece.number != number:
+        raise StepError(f"{link.peer} sent piece {piece.number} of the model before piece {number}")
+    if piece.error:
+        raise PeerRefused(f"{link.peer} cannot send {want.name}: {piece.error}")
+    end = min(PIECE_BYTES, piece.total_bytes) if want.end is None else want.end
+    if len(piece.data) != end - want.start:
+        raise StepError(
+            f"{link.peer} sent {len(piece.data)} bytes of {want.name}, expected {end - want.start}"
+        )
+    return piece

@@ -1,0 +1,207 @@
+"""A head's end of handing out its model: the manifest, made once, and pieces of what it describes.
+
+Only what the manifest lists can be had, by its digest: no name or path in what a peer sends is looked at. A
+head that has not all of it asks a peer that has, and hands on what comes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from convoy.cluster.options import MemberOptions
+from convoy.cluster.weights.head_weights import HubReader, OwnWeights, Tell
+from convoy.cluster.weights.part_index import Place, places_of
+from convoy.cluster.weights.peer_source import PeerReader, Present, Sources
+from convoy.cluster.weights.request_queue import Answer, Answers
+from convoy.errors import LinkClosed, ModelError
+from convoy.model.checkpoints.hub.cache import InUse
+from convoy.model.checkpoints.hub.files import commit_of
+from convoy.model.checkpoints.manifest import Manifest
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.store.digests import Hashing, HashProgress, make_manifest
+from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.wire.messages.control import Message, Progress, StageAssignment
+from convoy.wire.messages.fetch import Fetch, Piece
+
+_MAX_REASON = 400
+
+
+class Supply:
+    """Any thread may ask for the manifest; `takes` is for receiver threads."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        options: MemberOptions,
+        own: OwnWeights | None = None,
+        present: Present = dict,
+    ) -> None:
+        """``own``: where the model is not here whole, what it is and a hub that has the rest.
+
+        ``present``: the peers that are here, who may have it too.
+        """
+        self._own = own
+        self._options = options
+        self._source = source
+        self._hashing = Hashing(options.cache, options.num_threads or 0)
+        self._making = threading.Lock()
+        self._manifest: Manifest | None = None
+        self._places: dict[str, Place] = {}
+        self._tensors: frozenset[str] = frozenset()
+        self._in_use = InUse(source.path) if commit_of(source.path) else None
+        self._answers = Answers(self._begin)
+        self._sources = Sources(present)
+        self._origins: defaultdict[str, Counter[str]] = defaultdict(Counter)  # bytes, by member and source
+        self._latest: dict[str, str] = {}  # of whom each member's last piece was, where not of the head
+
+    @property
+    def hub(self) -> str:
+        """The commit of a hub that peers may be told of; empty for none."""
+        if self._options.weights_from == "head":
+            return ""
+        return commit_of(self._source.path) if self._own is None else self._own.hub
+
+    def make_ready(self, mine: StageAssignment, watch: Callable[[], None], tell: Tell) -> None:
+        """The head's own tensors are here; see `OwnWeights`."""
+        if self._own is not None:
+            reader = self._reader(mine.member, watch)
+            try:
+                self._own.make_ready(mine, watch, tell, reader)
+            finally:
+                self._origins[mine.member].update(reader.taken)
+
+    def origins(self, member: str) -> dict[str, int]:
+        """How many bytes of tensors a peer got of whom since the head began: of "head", "hub" and peers."""
+        return dict(self._origins.get(member, {}))
+
+    def heard(self, member: str, progress: Progress) -> str:
+        """A member and what it does before it loads, in words: of whom its weights come."""
+        if progress.stage == "hub":
+            self._origins[member]["hub"] = max(self._origins[member]["hub"], progress.loaded_bytes)
+        return doing(member, progress.stage, self._latest.get(member, ""))
+
+    def manifest(self, progress: HashProgress | None = None) -> Manifest:
+        """Of the whole model; the first call hashes what is not remembered.
+
+        Raises ModelError, also where the operator signed another one.
+        """
+        with self._making:
+            if self._manifest is None:
+                own = self._own
+                manifest = (
+                    make_manifest(self._source, self._hashing, progress) if own is None else own.manifest
+                )
+                self._check_signed(manifest)
+                self._places = places_of(self._source, manifest)
+                self._tensors = frozenset(entry.digest for entry in manifest.tensors.values())
+                self._manifest = manifest
+            return self._manifest
+
+    def _check_signed(self, manifest: Manifest) -> None:
+        found, signed = manifest.digest, self._options.signed
+        if signed is not None and found != signed:
+            raise ModelError(
+                f"the manifest of {self._source.name} has the digest {found[:12]}, and the operator signed "
+                f"{signed[:12]}",
+                hint="run the model that was signed, or have this one signed: `convoy manifest sign`",
+            )
+
+    def takes(self, link: Link, received: Received) -> bool:
+        """Whether it was a question for a piece, or a peer's answer to one."""
+        if self._sources.takes(link, received):
+            return True
+        if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Fetch):
+            return False
+        self._answers.ask(link, received.message)
+        return True
+
+    def ended(self, link: Link) -> None:
+        """That link is over."""
+        self._sources.ended(link)
+
+    def close(self) -> None:
+        self._answers.close()
+        for held in (self._in_use, self._own):
+            if held is not None:
+                held.close()
+
+    def _begin(self, link: Link) -> Answer:
+        def watch() -> None:
+            if link.is_over or self._answers.is_closed:
+                raise LinkClosed(f"{link.peer} gets no more of the model")
+
+        absent = None if self._own is None else Absent(self._own.reader(), self._reader(link.peer, watch))
+
+        def answer(question: Message) -> Message:
+            assert isinstance(question, Fetch), "nothing else is put in"
+            piece = self._answer(question, absent)
+            if not piece.error and question.part in self._tensors:
+                self._origins[link.peer][piece.source or "head"] += len(piece.data)
+                self._latest[link.peer] = piece.source
+            return piece
+
+        return answer
+
+    def _reader(self, asker: str, watch: Callable[[], None]) -> PeerReader:
+        return self._sources.reader(self.manifest, asker, watch)
+
+    def _answer(self, fetch: Fetch, absent: Absent | None = None) -> Piece:
+        try:
+            place = self._find(fetch)
+            if absent is None or place.path is None or place.path.exists():
+                data, source = place.read(fetch.start, fetch.num_bytes), ""
+            else:
+                data, source = absent.read(place, fetch)
+        except ModelError as error:
+            return Piece(fetch.number, 0, b"", error.message[:_MAX_REASON])
+        return Piece(fetch.number, place.num_bytes, data, "", source)
+
+    def _find(self, fetch: Fetch) -> Place:
+        manifest = self._manifest
+        if manifest is None or fetch.manifest != manifest.digest:
+            raise ModelError(f"the model with the manifest {fetch.manifest[:12]} is not served here")
+        if fetch.part == manifest.digest:
+            return Place("the manifest", None, 0, len(manifest.encoded), manifest.encoded)
+        place = self._places.get(fetch.part)
+        if place is None:
+            raise ModelError(f"the model has no part with the digest {fetch.part[:12]} that lies in a file")
+        return place
+
+
+@dataclass(slots=True)
+class Absent:
+    """Pieces of tensors that a head has not, for one link: from a peer that has them, or else from a hub."""
+
+    hub: HubReader
+    peers: PeerReader
+
+    def read(self, place: Place, fetch: Fetch) -> tuple[bytes, str]:
+        """The bytes, and the peer that they are of. Raises ModelError with what both came to."""
+        num_bytes = place.clip(fetch.start, fetch.num_bytes)
+        if fetch.wrong:
+            self.peers.blame(place, fetch.part, fetch.wrong)
+        try:
+            return self.peers.read(place, fetch.part, fetch.start, num_bytes)
+        except ModelError as error:
+            nobody = error.message
+        try:
+            return self.hub.read(place.name, fetch.start, num_bytes, place.num_bytes), ""
+        except ModelError as error:
+            raise ModelError(f"{nobody}; {error.message}", hint=error.hint) from error
+
+
+def doing(member: str, what: str, source: str = "") -> str:
+    """A member, and what it does before it loads: what `Progress.stage` says, or "peer".
+
+    ``source``: the peer of which it gets what it lacks; empty: the head.
+    """
+    said = {
+        "check": "digests",
+        "fetch": f"from {source or 'the head'}",
+        "hub": "from the hub",
+        "peer": "from other members",
+    }.get(what)
+    return member if said is None else f"{member} ({said})"

@@ -1,0 +1,84 @@
+"""A member's own way to the hub that a plan names: its layers' tensors, past the head.
+
+The plan says which commit; which hub that is asked of, and whether any is, this member's operator says. A hub
+is trusted with nothing: each tensor is compared with the manifest of the plan.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from convoy.cluster.options import MemberOptions
+from convoy.errors import HubUnreachable, Incompatible, ModelError
+from convoy.model.checkpoints.hub.stream import HubCommit
+from convoy.model.checkpoints.hub.weights import HubWeights
+from convoy.model.checkpoints.store.parts import Part, is_whole
+from convoy.wire.messages.control import Plan
+
+_log = logging.getLogger(__name__)
+
+
+class FromHub:
+    """One for a member; what was learnt of the last commit is kept."""
+
+    def __init__(self, me: str, options: MemberOptions) -> None:
+        self._me = me
+        self._options = options
+        self._last: tuple[str, HubWeights] | None = None
+
+    def get(
+        self,
+        plan: Plan,
+        parts: Sequence[Part],
+        tell: Callable[[int, int], None],
+        watch: Callable[[], None],
+    ) -> list[Part]:
+        """Get ``parts``, tensors, of the commit that ``plan`` names, or none where it names none.
+
+        Returns those that are the head's to send. Raises what ``tell`` and ``watch`` raise; and where only a
+        hub may be asked, ModelError and Incompatible for what it has not.
+        """
+        asks = self._options.weights_from
+        if asks == "head" or not parts:
+            return list(parts)
+        if not plan.hub or (plan.own_hub and self._options.hub is None):
+            if asks == "hub":
+                raise self._no_hub(plan)
+            return list(parts)
+        try:
+            left = self._weights(plan.hub).fetch(parts, tell, watch)
+        except ModelError as error:
+            if asks == "hub":
+                raise
+            why = "cannot be reached" if isinstance(error, HubUnreachable) else "is of no use"
+            _log.warning("the hub %s, and the head is asked: %s", why, error.message)
+            return [part for part in parts if not is_whole(part)]
+        return self._check(plan.hub, left)
+
+    def _no_hub(self, plan: Plan) -> ModelError:
+        alone = f"{self._me} gets weights from a hub alone"
+        if plan.hub:
+            return ModelError(
+                f"{alone}, and was told of none but the public one, which is not the head's",
+                hint="set hub in its [model] section, or start this member with --weights-from auto",
+            )
+        return ModelError(
+            f"{alone}, and the plan names none",
+            hint="start the head with org/name, or this member with --weights-from auto",
+        )
+
+    def _check(self, named: str, wrong: list[Part]) -> list[Part]:
+        if not wrong:
+            return []
+        what = f"{named} has not the bytes of {wrong[0].name} that the manifest lists"
+        if self._options.weights_from == "hub":
+            raise Incompatible(what, hint="the head's files were changed, or are of another commit")
+        _log.warning("%s, and the head is asked for that and %d more", what, len(wrong) - 1)
+        return wrong
+
+    def _weights(self, named: str) -> HubWeights:
+        if self._last is None or self._last[0] != named:
+            repo, _, commit = named.rpartition("@")
+            self._last = named, HubWeights(HubCommit(repo, commit, self._options.hub))
+        return self._last[1]

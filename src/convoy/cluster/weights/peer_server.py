@@ -1,0 +1,98 @@
+"""A peer's end of handing out what it has of the model of its plan: to its head, for those that lack it.
+
+Tensors alone, by digest, of the model whose plan this head sent last, and of no other. What they are worth,
+whoever gets them compares with the manifest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from convoy.cluster.weights.part_index import Place, check_listable, to_bits
+from convoy.cluster.weights.request_queue import Answer, Answers
+from convoy.errors import ConvoyError, ModelError
+from convoy.model.checkpoints.manifest import Manifest
+from convoy.transport.link.link import Link, Received, ReceivedMessage
+from convoy.wire.messages.control import Message, Plan
+from convoy.wire.messages.fetch import Fetch, Held, Holding, Piece, Prepare
+
+_MAX_REASON = 400
+
+Look = Callable[[Link, Plan], tuple[Manifest, dict[str, Place]]]
+
+
+class Shelf:
+    """``look`` says what is here of a plan's model: the manifest, and each tensor's place by its digest."""
+
+    def __init__(self, look: Look) -> None:
+        self._look = look
+        self._answers = Answers(self._begin)
+        self._lock = threading.Lock()
+        self._plans: dict[Link, Plan] = {}
+
+    def takes(self, link: Link, received: Received) -> bool:
+        """Whether it was a question for what is here; for receiver threads.
+
+        A head's newest plan, or one that is to come, is noted: of its model alone it may ask.
+        """
+        match received:
+            case ReceivedMessage(message=Fetch() | Holding() as question):
+                self._answers.ask(link, question)
+                return True
+            case ReceivedMessage(message=Plan() as plan) | ReceivedMessage(message=Prepare(plan=plan)):
+                with self._lock:
+                    self._plans[link] = plan
+        return False
+
+    def ended(self, link: Link) -> None:
+        with self._lock:
+            self._plans.pop(link, None)
+
+    def close(self) -> None:
+        self._answers.close()
+
+    def _begin(self, link: Link) -> Answer:
+        known: list[tuple[Manifest, dict[str, Place]]] = []  # what was looked up last
+
+        def find(manifest: str, *, anew: bool) -> tuple[Manifest, dict[str, Place]]:
+            with self._lock:
+                plan = self._plans.get(link)
+            if plan is None or not manifest or plan.manifest != manifest:
+                raise ModelError(f"the model with the manifest {manifest[:12]} is not that of the plan here")
+            if anew or not known or known[0][0].digest != manifest:
+                known[:] = [self._look(link, plan)]
+            return known[0]
+
+        def answer(question: Message) -> Message:
+            match question:
+                case Holding(manifest=manifest):
+                    return held(manifest, lambda: find(manifest, anew=True))
+                case Fetch() as fetch:
+                    return _piece(fetch, lambda: find(fetch.manifest, anew=False)[1])
+                case _:
+                    raise AssertionError("nothing else is put in")
+
+        return answer
+
+
+def held(manifest: str, find: Callable[[], tuple[Manifest, dict[str, Place]]]) -> Held:
+    """What ``find`` looks up, as bits, or why there are none."""
+    try:
+        listed, places = find()
+        check_listable(listed)
+    except ConvoyError as error:
+        return Held(manifest, b"", error.message[:_MAX_REASON])
+    here = (name for name, entry in listed.tensors.items() if entry.digest in places)
+    return Held(manifest, to_bits(listed.tensors, here), "")
+
+
+def _piece(fetch: Fetch, find: Callable[[], dict[str, Place]]) -> Piece:
+    try:
+        place = find().get(fetch.part)
+        if place is None:
+            raise ModelError(f"no tensor with the digest {fetch.part[:12]} is here")
+        data = place.read(fetch.start, fetch.num_bytes)
+    except ConvoyError as error:
+        return Piece(fetch.number, 0, b"", error.message[:_MAX_REASON])
+    return Piece(fetch.number, place.num_bytes, data, "")

@@ -1,0 +1,365 @@
+"""Where a peer's part of a model comes from: its own files, this software, or the head of the plan.
+
+Whatever it is, it is compared with the manifest whose digest the plan names before a layer of it is loaded,
+and only what the peer's stage owns is hashed or fetched.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from convoy.cluster.options import PeerOptions
+from convoy.cluster.weights.client import Fetches, Want, pieces_of
+from convoy.cluster.weights.hub import FromHub
+from convoy.cluster.weights.part_index import Place, tensor_places
+from convoy.cluster.weights.peer_server import Shelf
+from convoy.errors import Incompatible, LinkBroken, ModelError, StepError
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.hub.cache import InUse
+from convoy.model.checkpoints.manifest import MAX_MANIFEST_BYTES, Manifest
+from convoy.model.checkpoints.owned import owned_tensors
+from convoy.model.checkpoints.source import ModelSource, needs_no_files
+from convoy.model.checkpoints.store.digests import Hashing, make_manifest, tensor_digests
+from convoy.model.checkpoints.store.parts import Part, PartFile, is_whole
+from convoy.model.checkpoints.store.received import ReceivedModel, Verified
+from convoy.transport.link.link import Link, Received
+from convoy.wire.messages.control import Plan, Progress, StageAssignment
+from convoy.wire.messages.fetch import Piece
+
+_log = logging.getLogger(__name__)
+
+Doing = Literal["", "check", "fetch", "hub"]  # empty: loading
+Tell = Callable[[Doing, int, int], None]
+_CONFIG = "config.json"
+_PACE_S = 0.2
+_LOOK_UP_S = 0.2
+_MAX_ROUNDS = 8  # each asks others than the one before
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who wants weights: the plan, and its head's link. What ``watch`` raises ends the work."""
+
+    plan: Plan
+    link: Link
+    watch: Callable[[], None]
+
+    def check(self) -> None:
+        """Raises what ``watch`` does, and `LinkBroken` once the head's link is over: then nobody waits."""
+        self.watch()
+        if self.link.is_over:
+            raise LinkBroken("the link to the head ended while its weights were got ready")
+
+    def tell(self, what: Doing, done: int, total: int) -> None:
+        """Say to the head how many bytes are done, and of how many. Raises what a link raises."""
+        self.check()
+        generation = self.plan.generation
+        self.link.send(Progress(generation, done, total, what), generation=generation)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model that is described here. ``received``: its tensors come from the head, and may be missing."""
+
+    source: ModelSource
+    received: ReceivedModel | None = None
+
+
+class Weights:
+    """One for a peer: for the thread that loads, and one that gets ready for a later plan."""
+
+    def __init__(self, me: str, options: PeerOptions) -> None:
+        self.fetches = Fetches()
+        self._shelf = Shelf(self.on_hand)
+        self._me = me
+        self._options = options
+        self._from_hub = FromHub(me, options.member)
+        self._hashing = Hashing(options.member.cache, options.member.num_threads or 0)
+        self._manifest: Manifest | None = None  # the last one that was needed
+        self._lock = threading.Lock()
+        self._verified = Verified()
+        self._in_use: InUse | None = None
+
+    def find(self, asker: Asker) -> Found:
+        """The model of a plan: known by its configuration and what its tensors are.
+
+        Raises `ModelError` where it cannot be had, `Incompatible` where it is another one here, and what
+        fetching raises.
+        """
+        with self._turn(asker):
+            return self._find(asker)
+
+    @contextmanager
+    def _turn(self, asker: Asker) -> Iterator[None]:
+        """One thread at a time; who waits looks up whether it is still wanted."""
+        while not self._lock.acquire(timeout=_LOOK_UP_S):
+            asker.check()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _find(self, asker: Asker) -> Found:
+        self._check_signed(asker.plan)
+        own = self._own_source(asker.plan.model)
+        found = self._described(asker) if own is None else Found(own)
+        if found.source.digest != asker.plan.model_digest:
+            raise Incompatible(
+                f"{asker.plan.model} differs: the head's digest is {asker.plan.model_digest[:12]}, "
+                f"{self._me}'s is {found.source.digest[:12]}",
+                hint="copy the same model directory to both members",
+            )
+        return found
+
+    def _check_signed(self, plan: Plan) -> None:
+        signed = self._options.member.signed
+        if signed is not None and plan.manifest != signed:
+            raise Incompatible(
+                f"the plan's model {plan.model} has the manifest {plan.manifest[:12] or '(none)'}, and the "
+                f"operator signed {signed[:12]}, which alone {self._me} may run",
+                hint="run the model that was signed, or have this one signed: `convoy manifest sign`",
+            )
+
+    def takes(self, link: Link, received: Received) -> bool:
+        """Whether it was a piece, or a question for one; for the receiver thread of the head's link."""
+        return self.fetches.takes(link, received) or self._shelf.takes(link, received)
+
+    def ended(self, link: Link) -> None:
+        """The head's link is over."""
+        self.fetches.ended(link)
+        self._shelf.ended(link)
+
+    def make_ready(self, asker: Asker, found: Found, mine: StageAssignment) -> None:
+        """Every tensor that ``mine`` owns is here, and is the one of the manifest. Raises as `find` does."""
+        owned = owned_tensors(found.source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
+        with self._turn(asker):
+            if found.received is None:
+                self._check(asker, found.source, owned)
+            else:
+                parts = {part.digest: part for part in (found.received.tensor(t.name) for t in owned)}
+                self._get(asker, found.received, list(parts.values()), from_hub=True)
+
+    # Own files.
+
+    def _own_source(self, model: str) -> ModelSource | None:
+        path = self._options.model_path
+        if path is not None:
+            return ModelSource.resolve(str(path))
+        return ModelSource.resolve(model) if needs_no_files(model) else None
+
+    def _check(self, asker: Asker, source: ModelSource, owned: Sequence[StoredTensor]) -> None:
+        plan = asker.plan
+        if not plan.manifest:
+            raise Incompatible(
+                f"the plan names no manifest of {plan.model}, so its weights cannot be compared",
+                hint="run the same version of Convoy on every member",
+            )
+        # What is small or drawn is compared whole, and nobody has to be asked for anything.
+        if self._options.model_path is None and self._own_manifest(source).digest == plan.manifest:
+            return
+        manifest = self._listed(asker)
+
+        def progress(done: int, total: int) -> None:
+            asker.tell("check", done, total)
+
+        difference = manifest.first_difference(tensor_digests(source, owned, self._hashing, progress))
+        if difference is not None:
+            raise Incompatible(
+                f"the weights of {plan.model} on {self._me} are not the head's {difference}",
+                hint="copy the head's files, or start without --model to get them from the head",
+            )
+
+    def _own_manifest(self, source: ModelSource) -> Manifest:
+        return make_manifest(source, self._hashing)
+
+    # For others.
+
+    def on_hand(self, link: Link, plan: Plan) -> tuple[Manifest, dict[str, Place]]:
+        """The manifest of a plan's model, and where each tensor of it lies that is here, by digest.
+
+        In this member's own files, whose bytes nobody has looked at, or in its cache. Raises as `find` does.
+        """
+        self._check_signed(plan)
+        source, asker = self._own_source(plan.model), Asker(plan, link, lambda: None)
+        if source is not None:
+            # what this software has need not be asked for
+            own = self._own_manifest(source) if self._options.model_path is None else None
+            manifest = own if own is not None and own.digest == plan.manifest else self._listed(asker)
+            return manifest, tensor_places(source, manifest)
+        cache = self._options.member.cache
+        if cache is None:
+            raise ModelError(f"{self._me} has no files for {plan.model}")
+        received = ReceivedModel(cache, manifest := self._listed(asker))
+        parts = (part for part in map(received.tensor, manifest.tensors) if is_whole(part))
+        return manifest, {part.digest: Place(part.name, part.place, 0, part.num_bytes) for part in parts}
+
+    # From the hub or the head.
+
+    def _described(self, asker: Asker) -> Found:
+        cache, model = self._options.member.cache, asker.plan.model
+        if cache is None or not asker.plan.manifest:
+            raise ModelError(
+                f"{self._me} has no files for {model}",
+                hint="give its directory: `convoy join --model PATH`, or path in the [model] section",
+            )
+        received = ReceivedModel(cache, self._listed(asker))
+        config = received.file(_CONFIG)
+        self._get(asker, received, [config], from_hub=False)
+        return Found(received.source(model, config), received)
+
+    def close(self) -> None:
+        """Nothing is loaded any more: what was got may be removed."""
+        self._shelf.close()
+        if self._in_use is not None:
+            self._in_use.close()
+
+    def _hold(self, folder: Path) -> None:
+        """As long as this process may load from it again, nobody removes it."""
+        if self._in_use is None or self._in_use.folder != folder:
+            held, self._in_use = self._in_use, InUse(folder)
+            if held is not None:
+                held.close()
+
+    def _listed(self, asker: Asker) -> Manifest:
+        """The manifest that the plan names: kept from earlier, or the head's, which must have its digest."""
+        digest, cache = asker.plan.manifest, self._options.member.cache
+        manifest = self._manifest
+        if manifest is not None and manifest.digest == digest:
+            return manifest
+        manifest = None if cache is None else ReceivedModel.remembered(cache, digest)
+        manifest = manifest or Manifest.decode(self._pull_manifest(asker), digest)
+        self._manifest = manifest
+        return manifest
+
+    def _pull_manifest(self, asker: Asker) -> bytes:
+        digest, name = asker.plan.manifest, "the manifest"
+        first = [Want(digest, name, 0, None)]
+        data, total = bytearray(), 0
+        for _, piece in self.fetches.pull(asker.link, digest, first, asker.check):
+            data += piece.data
+            total = piece.total_bytes
+        if total > MAX_MANIFEST_BYTES:
+            raise StepError(f"the head's manifest has {total} bytes, expected at most {MAX_MANIFEST_BYTES}")
+        rest = pieces_of(digest, name, len(data), total)
+        for _, piece in self.fetches.pull(asker.link, digest, rest, asker.check):
+            data += piece.data
+        return bytes(data)
+
+    def _get(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part], *, from_hub: bool) -> None:
+        """``from_hub``: of the hub that the plan names, if any; a file the head alone sends."""
+        with received.open(asker.check):
+            self._hold(received.folder)
+            missing = self._verified.missing(parts, partial(_paced(asker.tell), "check"))
+            if missing:
+                received.require_room(missing)
+                if from_hub:
+                    tell = partial(_paced(asker.tell), "hub")
+                    missing = self._from_hub.get(asker.plan, missing, tell, asker.check)
+                wanted = [_Wanted(part) for part in missing]
+                for _ in range(_MAX_ROUNDS):
+                    if not wanted:
+                        break
+                    wanted = self._fetch(asker, received, wanted)
+                if wanted:
+                    raise _wrong(asker, received, wanted[0].part)
+            self._verified.add(parts)
+
+    def _fetch(self, asker: Asker, received: ReceivedModel, wanted: Sequence[_Wanted]) -> list[_Wanted]:
+        """Get what is ``wanted``; returns what came to something else, and is worth another try."""
+        files: deque[_Coming] = deque()
+        again: list[_Wanted] = []
+        total, done, tell = sum(one.part.num_bytes for one in wanted), 0, _paced(asker.tell)
+
+        def count(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+
+        def wants() -> Iterator[Want]:
+            for one in wanted:
+                part = one.part
+                file = stack.enter_context(PartFile(part, lambda _num_bytes: asker.check()))
+                files.append(_Coming(file))
+                count(file.resumed)
+                yield from pieces_of(part.digest, part.name, file.resumed, part.num_bytes, one.wrong)
+
+        def finish_whole() -> None:
+            while files and not files[0].file.left:
+                coming = files.popleft()
+                resumed = coming.file.resumed > 0
+                if not coming.file.finish():
+                    again.append(self._doubted(asker, received, coming, resumed=resumed))
+                coming.file.close()
+
+        with ExitStack() as stack:
+            for want, piece in self.fetches.pull(asker.link, received.manifest.digest, wants(), asker.check):
+                finish_whole()
+                assert files[0].file.part.digest == want.part, "pieces come in the order of the parts"
+                files[0].write(piece)
+                count(len(piece.data))
+                finish_whole()
+                tell("fetch", done, total)
+            finish_whole()
+        return again
+
+    @staticmethod
+    def _doubted(asker: Asker, received: ReceivedModel, coming: _Coming, *, resumed: bool) -> _Wanted:
+        """A part that came to something else, to be asked for again. Raises where it was the head's own."""
+        part, members = coming.file.part, coming.members
+        if resumed or len(members) > 1:
+            return _Wanted(part)  # an earlier try, by a machine that crashed perhaps, or one of several
+        if not members - {""}:
+            raise _wrong(asker, received, part)
+        (member,) = members
+        _log.warning("%s sent other bytes of %s than the manifest lists; another is asked", member, part.name)
+        return _Wanted(part, member)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A part, and whose bytes of it were others."""
+
+    part: Part
+    wrong: str = ""
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A part on its way, and the members that its bytes are of; "" is the head."""
+
+    file: PartFile
+    members: set[str] = field(default_factory=set)
+
+    def write(self, piece: Piece) -> None:
+        self.file.write(piece.data)
+        self.members.add(piece.source)
+
+
+def _paced(tell: Tell) -> Tell:
+    """``tell``, a few times a second and at the end."""
+    told_s = 0.0
+
+    def paced(stage: Doing, done: int, total: int) -> None:
+        nonlocal told_s
+        now_s = time.monotonic()
+        if done >= total or now_s - told_s >= _PACE_S:
+            told_s = now_s
+            tell(stage, done, total)
+
+    return paced
+
+
+def _wrong(asker: Asker, received: ReceivedModel, part: Part) -> Incompatible:
+    digest = received.manifest.digest[:12]
+    return Incompatible(
+        f"{asker.link.peer} sent other bytes of {part.name} than the manifest {digest} lists; none were kept",
+        hint=f"a file on {asker.link.peer} was changed while it ran: start it again",
+    )

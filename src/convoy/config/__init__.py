@@ -1,0 +1,1 @@
+"""`convoy.toml`: read the file strictly into frozen values."""

@@ -1,0 +1,1 @@
+"""Sealed requests and answers of blind mode (HPKE), with padding, and files sealed in chunks."""

@@ -1,0 +1,1 @@
+"""TPM 2.0 structures, credentials and endorsement certificates, parsed strictly."""

@@ -1,0 +1,170 @@
+"""The sequences that run or wait, and what stands behind each: who is told of tokens, ends and failures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from convoy.engine.continuation import Continuation
+from convoy.engine.requests.near_tie import NEAR_TIE
+from convoy.engine.run.executor import Executor
+from convoy.engine.scheduler import Scheduled, Scheduler
+from convoy.engine.sequence import Sequence
+from convoy.errors import ConvoyError, StageLost
+from convoy.model.sampling.output_rows import Draw, Outcome
+from convoy.wire.messages.control import Row
+
+# The executor, the scheduler, and the lock to hold while the scheduler is looked at or changed.
+Between = Callable[[Executor, Scheduler, threading.Condition], Any]
+
+
+class BetweenSteps:
+    """Waiting pieces of work, first come, first served. The engine's lock guards all but `do_one`."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Between, Future[Any]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, work: Between) -> Future[Any]:
+        """``work`` will be done, or refused."""
+        future: Future[Any] = Future()
+        self._waiting.append((work, future))
+        return future
+
+    def drop(self, future: Future[Any]) -> bool:
+        """Take back what ``future`` stands for; False if it was begun already."""
+        before = len(self._waiting)
+        self._waiting = deque(one for one in self._waiting if one[1] is not future)
+        return len(self._waiting) < before
+
+    def do_one(self, executor: Executor, scheduler: Scheduler, lock: threading.Condition) -> None:
+        """Do the first. What it raises goes to who waits; a lost stage, or a bug, to the caller too."""
+        with lock:
+            if not self._waiting:
+                return
+            work, future = self._waiting.popleft()
+        try:
+            future.set_result(work(executor, scheduler, lock))
+        except BaseException as error:
+            future.set_exception(error)
+            if isinstance(error, StageLost) or not isinstance(error, ConvoyError):
+                raise
+
+    def refuse(self, error: ConvoyError) -> None:
+        """None of what waits will be done."""
+        while self._waiting:
+            self._waiting.popleft()[1].set_exception(error)
+
+
+_log = logging.getLogger(__name__)
+
+
+class LiveSequences(Mapping[Sequence, Continuation]):
+    """Not thread-safe: the engine holds a lock. Whoever leaves gives its blocks back to ``scheduler``."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._continuations: dict[Sequence, Continuation] = {}
+        self.num_near_ties = 0
+
+    def __getitem__(self, sequence: Sequence) -> Continuation:
+        return self._continuations[sequence]
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._continuations)
+
+    def __len__(self) -> int:
+        return len(self._continuations)
+
+    def add(self, continuations: Iterable[Continuation]) -> None:
+        """They run from now on; the scheduler has them."""
+        self._continuations.update((one.sequence, one) for one in continuations)
+
+    def draws(self, scheduled: Scheduled) -> list[Draw]:
+        """What to do with each output of a step's rows."""
+        parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
+        return [draw for row, sequence, drafts in parts for draw in self[sequence].draws(row, drafts)]
+
+    def advance(self, scheduled: Scheduled, outcomes: tuple[Outcome, ...]) -> int:
+        """Tell everybody what came of a step's draws. Returns how many tokens were generated."""
+        num_generated = offset = 0
+        parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
+        for row, sequence, drafts in parts:
+            of_row = outcomes[offset : offset + row.num_outputs]
+            offset += row.num_outputs
+            continuation = self._continuations.get(sequence)
+            if continuation is not None:
+                num_generated += self._advance(continuation, row, drafts, of_row)
+        return num_generated
+
+    def shake(self) -> None:
+        """Other stages run again what was said, and not to the bit: from now on near ties are told."""
+        spoken = [sequence for sequence in self._continuations if sequence.num_generated]
+        for sequence in spoken:
+            sequence.shaken = True
+        if spoken:
+            _log.warning(
+                "%d running texts go on over stages that do not compute to the bit what those before did",
+                len(spoken),
+            )
+
+    def retire(self, continuation: Continuation) -> None:
+        """It is over."""
+        self._scheduler.finish(continuation.sequence)
+        del self._continuations[continuation.sequence]
+
+    def release(self, continuation: Continuation) -> None:
+        """It is over, whether it runs, waits or rests."""
+        self._scheduler.finish(continuation.sequence)
+        self._continuations.pop(continuation.sequence, None)
+
+    def end_group(self, group: object, error: ConvoyError) -> None:
+        """End all of a group; the first of them tells it."""
+        told: ConvoyError | None = error
+        for continuation in [c for c in self._continuations.values() if c.group is group]:
+            self.retire(continuation)
+            continuation.fail(told)
+            told = None
+
+    def end_all(self, error: ConvoyError) -> None:
+        """End every group."""
+        for group in {id(c.group): c.group for c in self._continuations.values()}.values():
+            self.end_group(group, error)
+
+    def _advance(
+        self, continuation: Continuation, row: Row, drafts: tuple[int, ...], outcomes: tuple[Outcome, ...]
+    ) -> int:
+        sequence = continuation.sequence
+        before, num_near_ties = sequence.num_generated, sequence.num_near_ties
+        try:
+            advance = continuation.advance(row, drafts, outcomes)
+        except ConvoyError as error:
+            # Logits that cannot be drawn from are this request's misfortune, not everybody's.
+            self.end_group(continuation.group, error)
+            return 0
+        num_generated = sequence.num_generated - before
+        self._tell(sequence, sequence.num_near_ties - num_near_ties)
+        # The callback may have aborted it already.
+        if sequence not in self._continuations:
+            return num_generated
+        if drafts:
+            self._scheduler.keep(sequence, len(drafts), advance.num_accepted)
+        if advance.complete:
+            self.retire(continuation)
+        elif advance.rests:
+            self._scheduler.rest(sequence)
+            del self._continuations[sequence]
+        return num_generated
+
+    def _tell(self, sequence: Sequence, num_near_ties: int) -> None:
+        self.num_near_ties += num_near_ties
+        if num_near_ties and sequence.num_near_ties == num_near_ties:  # the first of this text
+            text = "near_tie: two tokens within %g at position %d of a text that was run again after a loss; "
+            text += "from there on it may differ from what it would have been"
+            _log.warning(text, NEAR_TIE, len(sequence.tokens) - 1)

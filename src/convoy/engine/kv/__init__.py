@@ -1,0 +1,1 @@
+"""Block pools, prefix tags and the prefix cache: integer accounting, no tensors."""

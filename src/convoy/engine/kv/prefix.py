@@ -1,0 +1,82 @@
+"""Prefix tags: 16 bytes that stand for every token before a position, under a key that only the head has.
+
+T(0) is the root of a salt. Within a block, T(p) is a MAC over T at the block's start and the block's tokens
+up to p; T at a block's end is the start of the next. So equal tags mean equal salts and equal tokens, and a
+member that sees them learns neither. The chain of block hashes is that of vLLM's prefix cache ("Automatic
+Prefix Caching"), keyed here because the tags leave this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import struct
+from collections.abc import Sequence
+
+from convoy.wire.messages.control import PREFIX_TAG_BYTES
+
+_KEY_BYTES = 32
+_HASH_BLOCK_BYTES = 64
+
+
+class PrefixTags:
+    """Makes tags for blocks of ``block_size`` tokens. ``key`` is 32 bytes, drawn anew for each process."""
+
+    def __init__(self, block_size: int, key: bytes | None = None) -> None:
+        self._block_size = block_size
+        self._words = [struct.Struct(f"<{count}I") for count in range(block_size + 1)]
+        # HMAC-SHA-256 (RFC 2104) with its two states at hand: several tags are made for every row
+        padded = (secrets.token_bytes(_KEY_BYTES) if key is None else key).ljust(_HASH_BLOCK_BYTES, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
+
+    def root(self, salt: bytes) -> bytes:
+        """T(0): sequences of different salts never have a tag in common."""
+        # 45 bytes, which no other input of this MAC has: those are multiples of 4
+        return self._mac(b"convoy prefix" + hashlib.sha256(salt).digest())
+
+    def extend(self, chain: list[bytes], tokens: Sequence[int], num_blocks: int) -> None:
+        """Make ``chain``, which holds T(0), hold T at the ends of the first ``num_blocks`` blocks too."""
+        while len(chain) <= num_blocks:
+            start = (len(chain) - 1) * self._block_size
+            chain.append(self._after(chain[-1], tokens[start : start + self._block_size]))
+
+    def at(self, chain: list[bytes], tokens: Sequence[int], position: int) -> bytes:
+        """T(position): of the tokens before it."""
+        block = position // self._block_size
+        self.extend(chain, tokens, block)
+        start = block * self._block_size
+        return chain[block] if position == start else self._after(chain[block], tokens[start:position])
+
+    def of_row(
+        self, chain: list[bytes], tokens: Sequence[int], start: int, end: int, num_outputs: int
+    ) -> tuple[bytes, bytes]:
+        """A row's ``tag``, T(start), and its ``tags``: T at every block end in (start, end], then after each
+        of the last max(1, num_outputs) positions.
+        """
+        first, last = start // self._block_size, end // self._block_size
+        if first == last and end == start + 1:
+            return self._of_decode(chain, tokens, start, first)
+        tag = self.at(chain, tokens, start)
+        self.extend(chain, tokens, last)
+        after = [self.at(chain, tokens, p) for p in range(end - max(1, num_outputs) + 1, end + 1)]
+        return tag, b"".join(chain[first + 1 : last + 1] + after)
+
+    def _of_decode(
+        self, chain: list[bytes], tokens: Sequence[int], position: int, block: int
+    ) -> tuple[bytes, bytes]:
+        """As `of_row` for one token within a block, which most rows are: the block is packed once."""
+        self.extend(chain, tokens, block)
+        known = tokens[block * self._block_size : position + 1]
+        data = chain[block] + self._words[len(known)].pack(*known)
+        before = chain[block] if len(known) == 1 else self._mac(data[:-4])
+        return before, self._mac(data)
+
+    def _after(self, tag: bytes, tokens: Sequence[int]) -> bytes:
+        return self._mac(tag + self._words[len(tokens)].pack(*tokens))
+
+    def _mac(self, data: bytes) -> bytes:
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(data)
+        outer.update(inner.digest())
+        return outer.digest()[:PREFIX_TAG_BYTES]

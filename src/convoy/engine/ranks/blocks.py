@@ -1,0 +1,98 @@
+"""K/V of sessions over the ranks of a stage: each has its own K/V heads, and whoever saves them wants all.
+
+Rank 0 asks the others as a head asks stages (`run.kv_client`), one after the other, and puts heads together
+or takes them apart. Where there are fewer K/V heads than ranks, several ranks have the same one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from convoy.engine.run.kv_client import BlockCarrier
+from convoy.engine.run.send_guard import SendGuard
+from convoy.errors import ConvoyError, StepError
+from convoy.model.backends.host.stage import Stage
+from convoy.model.kv.span_kv import MAX_CARRIED_BYTES
+from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
+from convoy.transport.link.link import Link, Received
+from convoy.wire.messages.control import StageAssignment
+
+_HEADS = 3  # the dimension of heads in [layers, 2, positions, heads, head_dim]
+
+
+class RankBlocks:
+    """Of rank 0. One thread reads and writes, while no step runs; any may call `takes` and `end`."""
+
+    def __init__(
+        self,
+        own: Stage,
+        links: Mapping[int, Link],
+        *,
+        generation: int,
+        num_kv_heads: int,
+        timeout_s: float,
+    ) -> None:
+        self._own = own
+        self._num_kv_heads = num_kv_heads
+        self._world_size = len(links) + 1
+        self._guard = SendGuard(lambda: timeout_s)
+        mine = own.assignment
+        self._carriers = {
+            rank: BlockCarrier(
+                own,
+                [StageAssignment(link.peer, mine.start, mine.end, embed=False, output=False)],
+                mine.member,
+                {link.peer: link},
+                generation=generation,
+                timeout_s=timeout_s,
+                guard=self._guard,
+            )
+            for rank, link in links.items()
+        }
+        self._rank_of = {link: rank for rank, link in links.items()}
+
+    def takes(self, link: Link, received: Received) -> bool:
+        """Whether it is a rank's answer. Receiver threads call this."""
+        rank = self._rank_of.get(link)
+        return rank is not None and self._carriers[rank].takes(link, received)
+
+    def end(self, error: ConvoyError) -> None:
+        """No answer comes any more."""
+        self._guard.close()
+        for carrier in self._carriers.values():
+            carrier.end(error)
+
+    def shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        """Of all ranks' K/V together. Raises `StepError` for more than `MAX_CARRIED_BYTES`."""
+        own = self._own.kv_shape(num_layers, num_blocks)
+        whole = (*own[:_HEADS], self._num_kv_heads, *own[_HEADS + 1 :])
+        if 4 * math.prod(whole) > MAX_CARRIED_BYTES:
+            raise StepError(f"{num_blocks} blocks of {num_layers} layers are over {MAX_CARRIED_BYTES} bytes")
+        return whole
+
+    def read(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
+        """As `Stage.read_blocks`, with all heads."""
+        whole = torch.empty(self.shape(end - start, len(blocks)))
+        whole[..., self._heads(0), :] = self._own.read_blocks(start, end, blocks)
+        for rank, carrier in self._carriers.items():
+            whole[..., self._heads(rank), :] = torch.from_numpy(
+                np.ascontiguousarray(carrier.read(start, end, blocks))
+            )
+        return whole
+
+    def write(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor) -> None:
+        """As `Stage.write_blocks`. What this rank refuses is not sent to the others."""
+        wanted = self.shape(kv.shape[0], len(blocks))
+        if tuple(kv.shape) != wanted:
+            raise StepError(f"K/V of a session has shape {list(kv.shape)}, expected {list(wanted)}")
+        self._own.write_blocks(start, blocks, tags, kv[..., self._heads(0), :].contiguous())
+        for rank, carrier in self._carriers.items():
+            carrier.write(start, blocks, tags, kv[..., self._heads(rank), :].contiguous().numpy())
+
+    def _heads(self, rank: int) -> slice:
+        first = first_kv_head(self._num_kv_heads, Shard(rank, self._world_size))
+        return slice(first, first + kv_heads_of(self._num_kv_heads, self._world_size))

@@ -1,0 +1,145 @@
+"""Ranks of one stage on CUDA devices of one host (`--device cuda:0+cuda:1`), with the face of one stage.
+
+As `engine.ranks.host_ranks` has them on the host, but nobody waits for a step, and the devices add
+by themselves (`kernels.sums`). Captured decodes are started from one thread; all else from a thread a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from convoy.engine.ranks.host_ranks import RankGroup, RankStages
+from convoy.engine.ranks.watched import WatchedDraws, WatchedResult
+from convoy.errors import StageLost
+from convoy.model.backends.cuda.checked import CheckedStep
+from convoy.model.backends.cuda.graphs import DecodeGraph
+from convoy.model.backends.cuda.kernels.sums import DeviceGroup
+from convoy.model.backends.cuda.memory.pending import Pending
+from convoy.model.backends.cuda.stage import CudaStage
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.device import check_device
+from convoy.model.sampling.output_rows import Draw
+from convoy.plan.spec.sharding import Shard
+from convoy.wire.messages.control import StageAssignment, Step
+
+if TYPE_CHECKING:
+    from convoy.model.checkpoints.reading import LoadProgress
+
+
+class DeviceRankStages(RankStages):
+    """As `RankStages`; what `start` and `draw` give is waited for by whoever needs it."""
+
+    overlaps = True
+    # the hidden states of the step that was started last, by rank: each rank draws from its own
+    _hidden: Sequence[torch.Tensor] = ()
+
+    def start(
+        self,
+        step: Step,
+        hidden: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        *,
+        selects: bool = False,
+    ) -> Any:
+        """As `CudaStage.start`. The first rank alone has tables, and checks the step for all."""
+        self._check()
+        checked = self._cuda[0].check(step, hidden, tokens)
+        found = self._replayed(checked, selects=selects)
+        if found is None:
+            found = self._all(lambda stage: cast("CudaStage", stage).launch(checked, selects=selects))
+        self._hidden = [one.tensor for one in found]
+        return WatchedResult(found[0], self._devices.check_sums)
+
+    def _replayed(self, checked: CheckedStep, *, selects: bool) -> list[Pending] | None:
+        """A decode that all ranks have captured: started here, one right behind the other.
+
+        On the first device it waits for the second, so nothing that may wait for a device comes in between.
+        """
+        graphs: list[DecodeGraph] = []
+        for stage in self._cuda:
+            graph = stage.fill(checked, graphs[0] if graphs else None)
+            if graph is None:
+                return None
+            graphs.append(graph)
+        try:
+            for graph in graphs:
+                graph.replay()
+        except BaseException:
+            self._group.abort(StageLost("a rank could not begin a step"))
+            raise
+        both = zip(graphs, self._cuda, strict=True)
+        return [stage.left(graph, checked, selects=selects) for graph, stage in both]
+
+    def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
+        found: torch.Tensor = self.start(step, hidden, tokens).wait()
+        return found
+
+    def apply(self, step: Step) -> None:
+        self._cuda[0].apply(step)
+
+    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> Any:
+        """As `CudaStage.draw`."""
+        self._check()
+        own = [hidden] * len(self.stages)
+        if self._hidden and self._hidden[0] is hidden:
+            own = list(self._hidden)
+        for stage, mine in zip(self._cuda[1:], own[1:], strict=True):
+            stage.take_part(mine)
+        return WatchedDraws(self._cuda[0].draw(hidden, draws), self._devices.check_sums)
+
+    def _write(self, work: Callable[[Stage], None]) -> None:
+        # the first rank alone knows which blocks are free, and refuses others
+        for stage in self.stages:
+            work(stage)
+
+    @property
+    def _devices(self) -> DeviceGroup:
+        return cast("DeviceGroup", self._group)
+
+    @property
+    def _cuda(self) -> Sequence[CudaStage]:
+        return cast("Sequence[CudaStage]", self.stages)
+
+    def room_bytes(self, offered_bytes: int) -> int:
+        """So much that no device gets more than it has, where each holds its heads of every block."""
+        rooms = self._all(lambda stage: stage.room_bytes(offered_bytes // len(self.stages)))
+        whole = self.block_bytes
+        found = []
+        for room, stage in zip(rooms, self.stages, strict=True):
+            share = max(
+                (own / all_ for own, all_ in zip(stage.block_bytes, whole, strict=True) if all_), default=0
+            )
+            found.append(int(room / share) if share else room)
+        return min(found)
+
+    @classmethod
+    def _begin_group(cls, devices: Sequence[str], member: str) -> RankGroup:  # noqa: ARG003 - of a host
+        return DeviceGroup([check_device(device) for device in devices])
+
+    @classmethod
+    def _load_rank(
+        cls,
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        *,
+        progress: LoadProgress | None,
+        before: Stage | None,
+        shard: Shard,
+    ) -> Stage:
+        stage = CudaStage.load(
+            *(source, assignment),
+            device=options.device,
+            kernel=options.kernel,
+            block_size=options.block_size,
+            require_tags=options.require_tags,
+            captured=options.captured,
+            progress=progress,
+            before=before,
+            shard=shard,
+        )
+        return cast("Stage", stage)

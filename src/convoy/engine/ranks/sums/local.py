@@ -1,0 +1,200 @@
+"""Collectives of ranks that one member holds on one host: gloo, or nccl between CUDA devices, bound to `lo`.
+
+What they send is not sealed: the host is the trust boundary. Ranks are threads of one process, so no group is
+ever joined over a network. Neither library promises an order of sums for more than two ranks; so all ranks
+get all parts, and each adds them in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import distributed
+
+from convoy.engine.ranks.sums.pieces import add_in_order, dtype_name
+from convoy.errors import CollectiveError, ConvoyError, PlanError
+
+GLOO, NCCL = "gloo", "nccl"
+_LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+_c10d: Any = distributed  # what groups are made of has no types
+_SLICE_S = 0.1  # of a wait, after which it is looked whether the group has ended
+
+
+class LocalGroup:
+    """What the ranks of one member share; `ends` has one `LocalCollective` for each.
+
+    ``holders``: who holds each rank. Raises `PlanError` for ranks of several members, and where PyTorch has
+    not that backend; `CollectiveError` if the ranks do not find together by the deadline.
+    """
+
+    def __init__(self, backend: str, holders: Sequence[str], deadline_s: float = 60.0) -> None:
+        check_plain(backend, holders)
+        self.backend = backend
+        self.deadline_s = deadline_s
+        self.error: CollectiveError | None = None
+        self._lock = threading.Lock()
+        self.ends = [LocalCollective(self, rank, len(holders)) for rank in range(len(holders))]
+        store = _c10d.HashStore()
+        threads = [threading.Thread(target=end.start, args=(store,), daemon=True) for end in self.ends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(deadline_s + 1)
+        missing = [end.rank for end in self.ends if not end.is_up]
+        if missing:
+            error = CollectiveError(f"rank {missing[0]} did not join the {backend} group", rank=missing[0])
+            raise self.abort(error)
+
+    def abort(self, error: ConvoyError) -> CollectiveError:
+        """It is over: who waits raises within a moment. The first call counts; what everybody gets."""
+        with self._lock:
+            if self.error is None:
+                if not isinstance(error, CollectiveError):
+                    error = CollectiveError(error.message, hint=error.hint, public=error.public)
+                self.error = error
+        # Those that nobody is in let go at once, and their ends' closing wakes what runs elsewhere.
+        for end in self.ends:
+            end.leave()
+        return self.error
+
+    def behind(self, number: int) -> list[int]:
+        """Ranks that have not come to this operation."""
+        return [end.rank for end in self.ends if end.num_begun <= number]
+
+
+class LocalCollective:
+    """One rank's end, for one thread; any may call `abort`."""
+
+    def __init__(self, group: LocalGroup, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.num_begun = 0
+        self._group = group
+        self._process_group: Any = None
+        self._busy = False
+
+    @property
+    def is_up(self) -> bool:
+        return self._process_group is not None
+
+    def start(self, store: object) -> None:
+        """Find the others. Returns when all have come, or without them."""
+        make = _nccl if self._group.backend == NCCL else _gloo
+        try:
+            self._process_group = make(store, self.rank, self.world_size, self._group.deadline_s)
+        except RuntimeError as error:
+            self._group.error = self._group.error or CollectiveError(
+                f"rank {self.rank} could not join the {self._group.backend} group: {_first_line(error)}",
+                rank=self.rank,
+            )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks in their order, in new memory. Raises CollectiveError."""
+        dtype_name(x)
+        parts = self._all(x, "an all-reduce")
+        out = torch.empty_like(parts[0])
+        add_in_order(parts, out)
+        return out
+
+    def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
+        """At rank 0 what all ranks gave, in their order; None at the others. Raises CollectiveError."""
+        parts = self._all(x, "a gather")
+        return parts if self.rank == 0 else None
+
+    def abort(self, error: ConvoyError) -> None:
+        """The group is over, for all its ranks."""
+        self._group.abort(error)
+
+    def rest(self) -> None:
+        """Nothing is held up between operations."""
+
+    def leave(self) -> None:
+        """Let go of the group, unless an operation is under way here: that one does so at its end."""
+        if not self._busy:
+            self._process_group = None
+
+    def _all(self, x: torch.Tensor, what: str) -> list[torch.Tensor]:
+        x = x.detach().contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.world_size)]
+        number, self.num_begun = self.num_begun, self.num_begun + 1
+        self._busy = True
+        try:
+            process_group = self._process_group
+            if self._group.error is not None or process_group is None:
+                raise self._group.error or CollectiveError("the group is over")
+            if x.numel():
+                self._wait(process_group.allgather([parts], [x]), number, what)
+            return parts
+        finally:
+            self._busy = False
+            if self._group.error is not None:
+                self._process_group = None
+
+    def _wait(self, work: Any, number: int, what: str) -> None:
+        group, until_s = self._group, time.monotonic() + self._group.deadline_s
+        where = f"operation {number}, {what} of {group.backend}"
+        while not _is_done(work, min(_SLICE_S, max(0.001, until_s - time.monotonic()))):
+            if group.error is not None:
+                raise group.error
+            if time.monotonic() >= until_s:
+                late = next(iter(group.behind(number)), None)
+                text = f"rank {late} did not come to {where}, within {group.deadline_s:g} s"
+                raise group.abort(CollectiveError(text, rank=late))
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if group.error is not None:
+                raise group.error from error
+            text = f"{where}, failed at rank {self.rank}: {_first_line(error)}"
+            raise group.abort(CollectiveError(text)) from error
+
+
+def check_plain(backend: str, holders: Sequence[str]) -> None:
+    """Raises `PlanError` for what may not, or cannot, be done without sealing."""
+    if backend not in {GLOO, NCCL}:
+        raise PlanError(f"{backend!r} is no plain collective, expected {GLOO} or {NCCL}")
+    members = list(dict.fromkeys(holders))
+    if len(members) > 1:
+        raise PlanError(
+            f"{backend} between {' and '.join(members)} would send partial sums in clear: only ranks of one "
+            "member, on one host, may use it",
+            hint="ranks on several members add through sealed links, with no setting",
+        )
+    has = {GLOO: distributed.is_gloo_available, NCCL: distributed.is_nccl_available}[backend]
+    if not (distributed.is_available() and has()):
+        raise PlanError(f"this build of PyTorch has no {backend}")
+
+
+def _gloo(store: object, rank: int, world_size: int, deadline_s: float) -> object:
+    kind = _c10d.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(interface=_LOOPBACK)]
+    options._timeout = datetime.timedelta(seconds=deadline_s)
+    options._threads = 1  # operations of a rank come one after the other
+    return kind(_c10d.PrefixStore(GLOO, store), rank, world_size, options)
+
+
+def _nccl(store: object, rank: int, world_size: int, deadline_s: float) -> object:
+    kind = _c10d.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = datetime.timedelta(seconds=deadline_s)
+    return kind(_c10d.PrefixStore(NCCL, store), rank, world_size, options)
+
+
+def _is_done(work: Any, within_s: float) -> bool:
+    """Waits so long; whether it went well is not said."""
+    try:
+        work.wait(datetime.timedelta(seconds=within_s))
+    except RuntimeError:
+        return bool(work.is_completed())
+    return True
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

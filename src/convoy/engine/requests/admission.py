@@ -1,0 +1,89 @@
+"""Whether a request can ever be run here: vocabulary, context and K/V blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Set as SetOf
+from dataclasses import replace
+
+from convoy.engine.continuation import Continuation
+from convoy.engine.kv.pools import BlockPools
+from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.restrictions import check_restrictions
+from convoy.errors import CapacityError, RequestError
+
+
+def check_request(
+    request: GenerationRequest,
+    *,
+    vocab_size: int,
+    eos_ids: SetOf[int],
+    max_context: int,
+    pools: BlockPools,
+) -> None:
+    """Raises `RequestError`, naming the parameter and both numbers."""
+    num_prompt = len(request.prompt_ids)
+    if num_prompt == 0:
+        raise RequestError("the prompt is empty, expected at least one token", param="prompt")
+    if max(request.prompt_ids) >= vocab_size or min(request.prompt_ids) < 0:
+        raise RequestError(f"a prompt token is outside the vocabulary of {vocab_size}", param="prompt")
+    # Found in time: on the engine's thread it would end everybody's requests.
+    request.params.check_vocabulary(vocab_size)
+    check_restrictions(request, eos_ids, vocab_size)
+    if num_prompt + request.max_tokens > max_context:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens and max_tokens is {request.max_tokens}, "
+            f"but the context holds {max_context}",
+            param="max_tokens" if num_prompt < max_context else "prompt",
+            code="context_length_exceeded",
+            hint="shorten the prompt or lower max_tokens",
+        )
+    if num_prompt + request.max_tokens > pools.max_tokens:
+        raise RequestError(
+            f"the request needs {sum(pools.needed(num_prompt + request.max_tokens))} K/V blocks of "
+            f"{pools.block_size} tokens, but the whole pool has {pools.num_blocks}",
+            param="max_tokens",
+            code="context_length_exceeded",
+            hint="lower max_tokens, or give the members more memory",
+        )
+
+
+def check_tokens(num_tokens: int, *, max_context: int, pools: BlockPools) -> None:
+    """For a session that would hold so many. Raises `RequestError` with both numbers."""
+    room = min(max_context, pools.max_tokens - 1)
+    if num_tokens > room:
+        raise RequestError(
+            f"the session would have {num_tokens} tokens, but there is room for {room}",
+            param="tokens",
+            code="context_length_exceeded",
+            hint="rewind it, or give the members more memory",
+        )
+
+
+def room_for(max_context: int, pools: BlockPools) -> int:
+    """How many tokens one request may have with its answer."""
+    return min(max_context, pools.max_tokens)
+
+
+def fitted(request: GenerationRequest, room: int) -> GenerationRequest:
+    """What is asked for where nobody said how much: there may be less room than when it was read."""
+    left = room - len(request.prompt_ids)
+    if not request.open_ended or not 0 < left < request.max_tokens:
+        return request
+    return replace(request, max_tokens=left)
+
+
+def unfit(continuations: Iterable[Continuation], room: int) -> list[tuple[object, CapacityError]]:
+    """The groups that have more tokens already than other stages have room for, and why.
+
+    All others go on, and end at the new wall if they ever get there.
+    """
+    found = []
+    for continuation in continuations:
+        continuation.sequence.wall = room
+        num_tokens = len(continuation.sequence.tokens)
+        if num_tokens > room:
+            text = f"the request has {num_tokens} tokens already, and after a loss there is room for {room}"
+            hint = "bring the lost member back, or give the others more memory"
+            found.append((continuation.group, CapacityError(text, hint=hint)))
+    return found

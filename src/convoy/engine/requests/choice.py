@@ -1,0 +1,184 @@
+"""One choice of a request while it runs: its sequence, its text so far, and what a new token does to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+from convoy.engine.continuation import Advance
+from convoy.engine.outputs import (
+    ErrorOutput,
+    FinishOutput,
+    FinishReason,
+    Output,
+    PromptOutput,
+    TokenLogprob,
+    TokenOutput,
+)
+from convoy.engine.requests.near_tie import can_tell, is_near_tie, with_two_best
+from convoy.engine.requests.request import GenerationRequest
+from convoy.engine.requests.restrictions import Restrictions
+from convoy.engine.sequence import Sequence
+from convoy.engine.stats import ChoiceMeter, RequestCounts
+from convoy.errors import ConvoyError
+from convoy.model.sampling.output_rows import GREEDY, Draw, Outcome, distinct
+from convoy.model.sampling.sample import Sampled
+from convoy.model.text.tokens import TextStream, Tokenizer
+from convoy.wire.messages.control import Row
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """Turns what was drawn into outputs. Lives on the engine's thread."""
+
+    request: GenerationRequest
+    index: int
+    sequence: Sequence
+    tokenizer: Tokenizer
+    stream: TextStream
+    emit: Callable[[Output], None]
+    group: object
+    meter: ChoiceMeter
+    restrictions: Restrictions
+    prompt_seen: SequenceOf[int] = ()  # the prompt's tokens, each once, where a penalty looks at them
+    finished: bool = False
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    prompt_told: bool = False
+
+    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[Draw]:
+        """One for each output of ``row``, whose last ``len(drafts)`` tokens are guesses."""
+        self.meter.admitted()
+        end = row.start + row.num_tokens
+        return [self._draw(after + 1, drafts) for after in range(end - row.num_outputs, end)]
+
+    def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[Outcome]) -> Advance:
+        """Take what came of `draws`, draft by draft as long as each is the token that was drawn.
+
+        Raises ConvoyError where one could not be drawn.
+        """
+        if self.request.prompt_logprobs is not None and self.index == 0:
+            self._score_prompt(outcomes, row.start)
+        if row.start + row.num_tokens - len(drafts) < len(self.sequence.tokens) or not outcomes:
+            return Advance()
+        self.meter.advanced()
+        num_accepted = 0
+        for outcome, draft in zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True):
+            if self._append(_sampled(outcome)):
+                return Advance(num_accepted, complete=True)
+            if self.sequence.tokens[-1] != draft:
+                break
+            num_accepted += 1
+        return Advance(num_accepted)
+
+    def finish(self, reason: FinishReason) -> None:
+        """Emit what was held back and the reason, once."""
+        if not self.finished:
+            self.finished = True
+            self.meter.finished(reason)
+            cached, queued_s = self.sequence.num_cached or 0, self.meter.queued_s
+            self.emit(FinishOutput(self.index, reason, self.stream.finish(), cached, queued_s))
+
+    def fail(self, error: ConvoyError | None) -> None:
+        """Say no more, or only ``error``."""
+        if not self.finished:
+            self.meter.finished("error")
+        self.finished = True
+        if error is not None:
+            self.emit(ErrorOutput(error))
+
+    def _draw(self, position: int, drafts: SequenceOf[int]) -> Draw:
+        request, known = self.request, len(self.sequence.tokens)
+        if position < len(request.prompt_ids):
+            params = replace(request.params, logprobs=request.prompt_logprobs)
+            return Draw(params, self.index, position, score=request.prompt_ids[position])
+        if position < known:
+            return GREEDY  # it was drawn before this sequence was preempted
+        params = with_two_best(request.params) if self._watches_ties else request.params
+        drawn = Draw(params, self.index, position)
+        if request.params.reshapes:
+            generated = [*self.sequence.generated_ids, *drafts[: position - known]]
+            drawn = replace(drawn, prompt_ids=self.prompt_seen, generated_ids=generated)
+        if self.restrictions:
+            allowed, banned = self._restrict(position, drafts[: position - known])
+            drawn = replace(drawn, allowed=allowed, banned=banned)
+        return drawn
+
+    def _restrict(self, position: int, drafts: SequenceOf[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        tokens, num_prompt = self.sequence.tokens, self.sequence.num_prompt
+        start = max(num_prompt, len(tokens) - self.restrictions.reach)
+        return self.restrictions.next(position - num_prompt, [*tokens[start:], *drafts])
+
+    @property
+    def _watches_ties(self) -> bool:
+        return self.sequence.shaken and can_tell(self.request.params) and not self.restrictions
+
+    def _append(self, sampled: Sampled) -> bool:
+        request = self.request
+        if self._watches_ties:
+            self.sequence.num_near_ties += is_near_tie(sampled)
+        is_eos = sampled.token_id in self.tokenizer.eos_ids and not request.ignore_eos
+        if is_eos or sampled.token_id in request.stop_token_ids:
+            self.finish("stop")
+            return True
+        self.sequence.tokens.append(sampled.token_id)
+        may_stop = self.sequence.num_generated > request.min_tokens
+        text = self.stream.push(sampled.token_id, may_stop=may_stop)
+        num_top = request.params.logprobs
+        wanted = num_top is not None
+        logprob = TokenLogprob(sampled.token_id, sampled.logprob, sampled.top[:num_top]) if wanted else None
+        self.emit(TokenOutput(self.index, sampled.token_id, text, logprob))
+        if self.stream.stopped:
+            self.finish("stop")
+        elif self.sequence.num_generated >= request.max_tokens or self._at_the_wall():
+            self.finish("length")
+        return self.finished
+
+    def _at_the_wall(self) -> bool:
+        return len(self.sequence.tokens) >= self.sequence.wall
+
+    def _score_prompt(self, outcomes: SequenceOf[Outcome], start: int) -> None:
+        # A sequence that was preempted computes its prompt again: score each position once.
+        prompt = self.request.prompt_ids
+        for position, outcome in enumerate(outcomes, start + 1):
+            if position == len(self.prompt_logprobs) and position < len(prompt):
+                self.prompt_logprobs.append(_scored(_sampled(outcome)))
+        if len(self.prompt_logprobs) == len(prompt) and not self.prompt_told:
+            self.prompt_told = True
+            self.emit(PromptOutput(tuple(self.prompt_logprobs)))
+
+
+def make_choices(
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    emit: Callable[[Output], None],
+    *,
+    share_across_keys: bool,
+    counts: RequestCounts | None = None,
+) -> list[Choice]:
+    """All of a request, as one group, with sequences that wait. ``counts``: of what becomes of them."""
+    counts = counts or RequestCounts()
+    salt = b"" if share_across_keys else request.cache_salt
+    group = object()
+    seen = distinct(request.prompt_ids) if request.params.repetition_penalty != 1 else ()
+    restrictions = Restrictions.of(request, tokenizer.eos_ids)
+    choices = []
+    for index in range(request.num_choices):
+        all_outputs = request.prompt_logprobs is not None and index == 0
+        sequence = Sequence(request.prompt_ids, request.max_tokens, all_outputs=all_outputs, salt=salt)
+        stream = TextStream(tokenizer, request.stop)
+        meter = ChoiceMeter(counts, 0 if index else len(request.prompt_ids))
+        choices.append(
+            Choice(request, index, sequence, tokenizer, stream, emit, group, meter, restrictions, seen)
+        )
+    return choices
+
+
+def _scored(sampled: Sampled) -> TokenLogprob:
+    return TokenLogprob(sampled.token_id, sampled.logprob, sampled.top, sampled.rank)
+
+
+def _sampled(outcome: Outcome) -> Sampled:
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.sampled

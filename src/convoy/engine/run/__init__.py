@@ -1,0 +1,1 @@
+"""Execute steps: the `Executor` over one stage or over a pipeline, and the loop of a peer."""

@@ -1,0 +1,55 @@
+"""The whole model as one stage in this process: the oracle that every split is compared with."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from convoy.engine.run.executor import Kv, StepResult
+from convoy.engine.run.own_stage import own_stage
+from convoy.model.backends.host.stage import Stage
+from convoy.model.sampling.output_rows import Draw, Outcome
+from convoy.model.tensors import tokens_from_bytes
+from convoy.wire.messages.control import Step
+
+
+class Outcomes(Protocol):
+    """Draws that are done, or that a device works on."""
+
+    def outcomes(self) -> tuple[Outcome, ...]: ...
+
+
+class LocalExecutor:
+    """A stage that owns the embedding, every layer and the output; a step starts when it is submitted.
+
+    On the host it is over then too. ``depth``: a step for each of several devices may be under way.
+    """
+
+    def __init__(self, stage: Stage, depth: int = 1) -> None:
+        self.depth = depth
+        self._stage = stage
+        self._running: deque[tuple[int, Outcomes]] = deque()
+
+    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+        with own_stage(step.number):
+            tokens = tokens_from_bytes(step.tokens)
+            hidden = self._stage.start(step, None, tokens, selects=True).wait()
+            self._running.append((step.number, self._stage.draw(hidden, draws)))
+
+    def collect(self) -> StepResult:
+        number, drawing = self._running.popleft()
+        with own_stage(number):
+            return StepResult(number, drawing.outcomes())
+
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
+        found: Kv = self._stage.read_blocks(start, end, blocks).numpy()
+        return found
+
+    def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        self._stage.write_blocks(start, blocks, tags, torch.from_numpy(kv))
+
+    def close(self) -> None:
+        """Nothing waits elsewhere, and the engine's thread may still be collecting."""

@@ -1,0 +1,367 @@
+"""The head's side of a step over several members, in the order the data moves.
+
+1. every peer gets the composition (`Step`) on the head's own link; token ids are for the embedding's owner
+2. a head that owns the first layers runs them and sends the hidden state on; otherwise the first peer starts
+3. the hidden state travels the ring and comes back to the owner of the output
+4. the head, if it owns the output, runs what layers of its own are last, then the output, and draws
+5. a last peer that owns it does so instead, as the step's draws say, and sends what it drew
+
+Several steps may be between 1 and 3 at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from convoy.engine.run.deadline import StepClock
+from convoy.engine.run.device_sender import HandOver
+from convoy.engine.run.executor import Kv, StepResult
+from convoy.engine.run.kv_client import BlockCarrier
+from convoy.engine.run.local import Outcomes
+from convoy.engine.run.own_stage import own_stage
+from convoy.engine.run.sampling import outcome_of, request_of
+from convoy.engine.run.send_guard import SendGuard
+from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
+from convoy.model.backends.host.stage import Stage
+from convoy.model.sampling.output_rows import Draw
+from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
+from convoy.transport.link.inbox import Inbox, weight_of
+from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
+from convoy.wire.messages.control import Drawn, FrameType, StageAssignment, Step, StepFailed
+
+_LEAST_ARRIVED_BYTES = 32 * 1024 * 1024
+_ROW_BYTES = 16 * 1024  # what an answer with all its alternatives holds
+
+
+def _not_its_turn(step: int) -> StepFailed:
+    return StepFailed(step, "the end of a step came from a member that is not the last stage")
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    step: Step
+    draws: Sequence[Draw]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """``depth`` steps of ``max_step_tokens`` may be in flight; one may take ``step_timeout_s`` as long as
+    nothing was measured.
+    """
+
+    generation: int
+    depth: int
+    step_timeout_s: float = 60.0
+    activation_dtype: str = "float32"
+    max_step_tokens: int = 512
+    overlaps: bool = False  # the head's stage computes on a device while this process goes on
+
+
+class PipelineExecutor:
+    """Runs steps over the head's own stage (if it has layers) and its peers'.
+
+    One thread submits and collects.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        stages: Sequence[StageAssignment],
+        head: str,
+        links: dict[str, Link],
+        options: PipelineOptions,
+        *,
+        clock: StepClock | None = None,
+    ) -> None:
+        self.depth = options.depth
+        self.clock = clock or StepClock(options.step_timeout_s)
+        self._stage = stage
+        self._stages = tuple(stages)
+        self._links = links
+        self._options = options
+        self._head = head
+        self._head_first = stages[0].member == head
+        self._predecessor = stages[-1].member if self._head_first else stages[-2].member
+        self._boundary = stages[-1].end if self._head_first else stages[-1].start
+        self._owner = next(stage.member for stage in stages if stage.output)
+        self._in_flight: deque[_Running] = deque()
+        self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
+        self._returned: dict[int, torch.Tensor | Drawn] = {}
+        self._drawings: dict[int, Outcomes] = {}  # begun before anybody asked
+        # Who failed first, or sent what no sound member sends; two where it may have been either.
+        self.blamed: tuple[str, ...] = ()
+        self._guard = SendGuard(self.clock.allowed_s)
+        self._leaving_guard = SendGuard(self.clock.allowed_s) if options.overlaps else self._guard
+        self._leaves = HandOver(f"leave {head}", self._could_not_leave) if options.overlaps else None
+        self._carrier = BlockCarrier(
+            stage,
+            self._stages,
+            head,
+            links,
+            generation=options.generation,
+            timeout_s=options.step_timeout_s,
+            guard=self._guard,
+        )
+
+    def _max_arrived_bytes(self) -> int:
+        # All that may be in flight has to find its place here: while this thread sends, nobody looks, and a
+        # last stage that waits holds up the one that is sent to.
+        step_bytes = self._options.max_step_tokens * (4 * self._stage.hidden_size + _ROW_BYTES)
+        return max(_LEAST_ARRIVED_BYTES, 2 * self.depth * step_bytes)
+
+    def deliver(self, link: Link, received: Received) -> None:
+        """Receiver threads of the head's links call this.
+
+        A hidden state counts only from the last stage before the head: a readiness probe has to prove that
+        every stage ran.
+        """
+        if self._carrier.takes(link, received):
+            return
+        is_end = isinstance(received, ReceivedTensor) or isinstance(received.message, Drawn)
+        is_stray = isinstance(received, ReceivedTensor) and received.kind is not FrameType.HIDDEN
+        if is_end and (is_stray or link.peer != self._predecessor):
+            received = ReceivedMessage(received.generation, received.step, _not_its_turn(received.step))
+        is_now = received.generation == self._options.generation
+        if isinstance(received, ReceivedMessage) and isinstance(received.message, StepFailed) and is_now:
+            self._blame(link.peer, received.message.about)
+        self._carrier.note(received)
+        self._arrivals.put(link, received, weight_of(received))
+
+    def lost(self, link: Link, error: ConvoyError) -> None:
+        """A link ended."""
+        lost = StageLost(
+            f"the link to {link.peer} ended: {error.message}",
+            hint="start that member again",
+            public=f"the link to {link.peer} ended",
+        )
+        lost.__cause__ = error
+        self._arrivals.put_last(link, lost)
+        self._carrier.end(lost)
+
+    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+        self._draw_arrived()
+        self._in_flight.append(_Running(step, draws))
+        self.clock.sent(step)
+        try:
+            with own_stage(step.number, self._blame_head):
+                self._announce(step, draws)
+                if self._head_first:
+                    self._start(step)
+        except (LinkBroken, LinkClosed) as error:
+            public = "a stage could not be reached"
+            raise StageLost(f"{public}: {error.message}", public=public) from error
+        finally:
+            self._guard.end()
+
+    def collect(self) -> StepResult:
+        running = self._in_flight[0]
+        returned = self._await_return(running.step)
+        self._in_flight.popleft()
+        self.clock.returned()
+        if isinstance(returned, Drawn):
+            return self._read(returned, running)
+        with own_stage(running.step.number, self._blame_head):
+            if not self._head_first:
+                tokens = (
+                    tokens_from_bytes(running.step.tokens)
+                    if self._takes_ids(self._stage.assignment)
+                    else None
+                )
+                hidden = self._stage.run(running.step, hidden=returned, tokens=tokens)
+                returned = self._stage.select(running.step, hidden)
+            drawing = self._drawings.pop(running.step.number, None)
+            drawing = drawing or self._stage.draw(returned, running.draws)
+            self._draw_arrived()
+            return StepResult(running.step.number, drawing.outcomes())
+
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> Kv:
+        return self._carrier.read(start, end, blocks)
+
+    def write_blocks(self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: Kv) -> None:
+        self._carrier.write(start, blocks, tags, kv)
+
+    @property
+    def oldest(self) -> int | None:
+        """The number of the step that `collect` waits for."""
+        return self._in_flight[0].step.number if self._in_flight else None
+
+    def close(self) -> None:
+        self._guard.close()
+        self._leaving_guard.close()
+        if self._leaves is not None:
+            self._leaves.close()
+        closed = LinkClosed("the engine was closed")
+        self._arrivals.close(closed)
+        self._carrier.end(closed)
+
+    def _blame_head(self) -> None:
+        self._blame(self._head)
+
+    def _blame(self, member: str, accused: str = "") -> None:
+        """The first counts. Whom ``member`` accuses may be at fault as well as itself, if it is its neighbour
+        in the ring or another rank of its stage; the head knows of itself that it is not. The accused comes
+        first.
+        """
+        if self.blamed:
+            return
+        ring = [stage.member for stage in self._stages]
+        places = [at for at, name in enumerate(ring) if name == member]
+        neighbours = {ring[(at + by) % len(ring)] for at in places for by in (-1, 1)}
+        neighbours.update(name for stage in self._stages if member in stage.holders for name in stage.holders)
+        doubted = accused in neighbours - {self._head, member}
+        self.blamed = (accused, member) if doubted else (member,)
+
+    def _announce(self, step: Step, draws: Sequence[Draw]) -> None:
+        for assignment in self._stages:
+            if assignment.member != self._head:
+                link = self._links[assignment.member]
+                part = self._part_of(step, draws, assignment)
+                self._guard.begin(link)
+                link.send(part, generation=self._options.generation, step=step.number)
+        self._guard.end()
+
+    def _part_of(self, step: Step, draws: Sequence[Draw], assignment: StageAssignment) -> Step:
+        """Token ids are for the embedding and layers that need them, draws for the owner of the output."""
+        return msgspec.structs.replace(
+            step,
+            tokens=step.tokens if self._takes_ids(assignment) else b"",
+            draws=[request_of(draw) for draw in draws] if assignment.output else [],
+        )
+
+    def _takes_ids(self, assignment: StageAssignment) -> bool:
+        own = range(assignment.start, assignment.end)
+        return assignment.embed or not self._stage.token_id_layers.isdisjoint(own)
+
+    def _start(self, step: Step) -> None:
+        tokens = tokens_from_bytes(step.tokens)
+        if self._leaves is None:
+            self._send_hidden(step, self._stage.run(step, hidden=None, tokens=tokens), self._guard)
+            return
+        pending = self._stage.start(step, None, tokens)
+        self._leaves.put(step.number, lambda: self._send_waited(step, pending.wait()))
+
+    def _draw_arrived(self) -> None:
+        """A device begins with the outputs of all steps that are back, while the next one is scheduled."""
+        if not (self._options.overlaps and self._head_first and self._owner == self._head):
+            return
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._sort(self._arrivals.get(0.0))
+        for running in self._in_flight:
+            number = running.step.number
+            hidden = self._returned.get(number)
+            if isinstance(hidden, torch.Tensor) and number not in self._drawings:
+                with own_stage(number, self._blame_head):
+                    self._drawings[number] = self._stage.draw(hidden, running.draws)
+
+    def _send_waited(self, step: Step, hidden: torch.Tensor) -> None:
+        """On the thread that waits for the device."""
+        try:
+            self._send_hidden(step, hidden, self._leaving_guard)
+        finally:
+            self._leaving_guard.end()
+
+    def _send_hidden(self, step: Step, hidden: torch.Tensor, guard: SendGuard) -> None:
+        first_peer = self._stages[1]
+        link = self._links[first_peer.member]
+        guard.begin(link)
+        link.send_tensor(
+            to_wire(hidden, self._options.activation_dtype),
+            generation=self._options.generation,
+            step=step.number,
+            boundary=first_peer.start,
+        )
+
+    def _could_not_leave(self, step: int, error: ConvoyError) -> None:
+        """On that thread too: links that end say so themselves, anything else is the head's own doing."""
+        if isinstance(error, LinkBroken | LinkClosed):
+            return
+        self._blame_head()
+        public = "the head could not run a step"
+        text = f"the head could not run step {step}: {error.message}"
+        self._arrivals.put_last(self, StageLost(text, hint=error.hint, public=public))
+
+    def _await_return(self, step: Step) -> torch.Tensor | Drawn:
+        while step.number not in self._returned:
+            due_s = self.clock.due_s()
+            try:
+                item = self._arrivals.get(max(0.0, due_s - time.monotonic()))
+            except queue.Empty:
+                text = f"step {step.number} did not come back within {self.clock.allowed_s():.3g} s"
+                raise StepLate(
+                    text,
+                    public=text,
+                    hint="a stage hangs or its machine is overloaded: look at `convoy status`",
+                ) from None
+            self._sort(item)
+        return self._returned.pop(step.number)
+
+    def _sort(self, item: Received | ConvoyError) -> None:
+        if isinstance(item, ConvoyError):
+            raise item
+        if item.generation != self._options.generation:
+            return  # a member that was given up and woke
+        if isinstance(item, ReceivedMessage):
+            if isinstance(item.message, StepFailed):
+                raise StageLost(self._what_failed(item.message), public=self._who_failed())
+            if isinstance(item.message, Drawn):
+                self._expect(item.message.number, self._owner != self._head)
+                self._returned[item.message.number] = item.message
+            return
+        self._accept_hidden(item)
+
+    def _what_failed(self, said: StepFailed) -> str:
+        if any(one.step.number == said.number for one in self._in_flight):
+            return f"a stage could not run step {said.number}: {said.reason}"
+        return f"a stage cannot go on: {said.reason}"  # it broke while it had no step
+
+    def _who_failed(self) -> str:
+        if len(self.blamed) > 1:
+            return f"a step failed between {' and '.join(self.blamed)}"
+        return f"{self.blamed[0]} could not run a step"
+
+    def _expect(self, number: int, expected: bool) -> Step:
+        """The step in flight of which this is the end. Raises `StageLost`."""
+        step = next((one.step for one in self._in_flight if one.step.number == number), None)
+        if step is None or not expected or number in self._returned:
+            raise self._malformed(f"the end of step {number} was not expected")
+        return step
+
+    def _read(self, drawn: Drawn, running: _Running) -> StepResult:
+        if len(drawn.answers) != len(running.draws):
+            found, expected = len(drawn.answers), len(running.draws)
+            raise self._malformed(f"step {drawn.number} came back with {found} draws, expected {expected}")
+        try:
+            pairs = zip(drawn.answers, running.draws, strict=True)
+            outcomes = tuple(outcome_of(answer, draw, self._stage.vocab_size) for answer, draw in pairs)
+        except PeerError as error:
+            raise self._malformed(f"step {drawn.number} came back malformed: {error.message}") from error
+        return StepResult(drawn.number, outcomes)
+
+    def _accept_hidden(self, item: ReceivedTensor) -> None:
+        at_boundary = item.boundary == self._boundary and self._owner == self._head
+        rows = self._expect(item.step, at_boundary).rows
+        expected = sum(r.num_outputs if self._head_first else r.num_tokens for r in rows)
+        try:
+            hidden = from_wire(
+                item.tensor, hidden_size=self._stage.hidden_size, dtype=self._options.activation_dtype
+            )
+        except PeerError as error:
+            raise self._malformed(f"step {item.step} came back malformed: {error.message}") from error
+        if hidden.shape[0] != expected:
+            raise self._malformed(
+                f"step {item.step} came back with {hidden.shape[0]} rows, expected {expected}"
+            ) from StepError("row count")
+        self._returned[item.step] = hidden
+
+    def _malformed(self, text: str) -> StageLost:
+        self._blame(self._predecessor)
+        return StageLost(text, public=f"{self._predecessor} sent what ends no step")

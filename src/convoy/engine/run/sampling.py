@@ -1,0 +1,151 @@
+"""Draws on the wire: what the head asks of a peer that owns the output, and what that peer answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from convoy.errors import PeerError, RequestError, StepError
+from convoy.model.sampling.output_rows import Draw, Logits, Outcome
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.sampling.sample import Sampled
+from convoy.wire.messages.control import DrawAnswer, DrawRequest
+
+
+def request_of(draw: Draw) -> DrawRequest:
+    """What goes to the owner of the output. Tokens go only where a penalty looks back, and the prompt's as
+    they are in the draw: once each, where `distinct` was asked, as it is once for a request.
+    """
+    params, drawn = draw.params, draw.score is None
+    repeats = drawn and params.repetition_penalty != 1
+    looks_back = repeats or (drawn and bool(params.presence_penalty or params.frequency_penalty))
+    return DrawRequest(
+        position=draw.position,
+        choice=draw.choice,
+        seed=params.seed,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=list(params.logit_bias.items()) if drawn else [],
+        logprobs=-1 if params.logprobs is None else params.logprobs,
+        score=-1 if draw.score is None else draw.score,
+        wants_logits=draw.wants_logits,
+        prompt=_encode(draw.prompt_ids) if repeats else b"",
+        generated=_encode(draw.generated_ids) if looks_back else b"",
+        allowed=_encode(draw.allowed),
+        banned=_encode(draw.banned),
+    )
+
+
+def draw_of(request: DrawRequest, vocab_size: int) -> Draw:
+    """What a peer does for a request. Raises `StepError` for one that makes no sense."""
+    try:
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            seed=request.seed,
+            logit_bias=dict(request.logit_bias),
+            logprobs=None if request.logprobs == -1 else request.logprobs,
+        )
+        params.check_vocabulary(vocab_size)
+    except RequestError as error:
+        raise StepError(f"a draw has a parameter out of its range: {error.param}") from error
+    if not -1 <= request.score < vocab_size or request.choice < 0 or request.position < 0:
+        raise StepError("a draw names a token, choice or position that does not exist")
+    return Draw(
+        params,
+        request.choice,
+        request.position,
+        _decode(request.prompt, vocab_size),
+        _decode(request.generated, vocab_size),
+        None if request.score == -1 else request.score,
+        request.wants_logits,
+        _decode(request.allowed, vocab_size),
+        _decode(request.banned, vocab_size),
+    )
+
+
+def answer_of(outcome: Outcome) -> DrawAnswer:
+    """What goes back to the head."""
+    if outcome.error is not None:
+        return DrawAnswer(0, 0.0, [], b"", outcome.error.message, 0)
+    sampled = outcome.sampled
+    logits = b"" if outcome.logits is None else outcome.logits.astype("<f4", copy=False).tobytes()
+    return DrawAnswer(sampled.token_id, sampled.logprob, list(sampled.top), logits, "", sampled.rank)
+
+
+def outcome_of(answer: DrawAnswer, draw: Draw, vocab_size: int) -> Outcome:
+    """What the head makes of an answer. Raises `PeerError` for one that no such draw has."""
+    if answer.error:
+        return Outcome(Sampled(0), error=StepError("the owner of the output could not draw from its logits"))
+    _check_answer(answer, draw, vocab_size)
+    return Outcome(
+        Sampled(
+            answer.token_id,
+            answer.logprob,
+            tuple((token, value) for token, value in answer.top),
+            answer.rank,
+        ),
+        _logits(answer.logits, vocab_size) if draw.wants_logits else None,
+    )
+
+
+def _check_answer(answer: DrawAnswer, draw: Draw, vocab_size: int) -> None:
+    tokens = [answer.token_id, *(token for token, _ in answer.top)]
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise PeerError(f"an answer has a token outside the vocabulary of {vocab_size}")
+    if draw.score is None and not _may_be_drawn(answer.token_id, draw):
+        raise PeerError("an answer has a token that was not allowed")
+    if draw.score not in (None, answer.token_id):
+        raise PeerError("an answer scores another token than was asked for")
+    wanted = (draw.params.logprobs or 0) if draw.score is not None else draw.params.logprobs
+    num_top = min(wanted or 0, vocab_size)
+    if len(answer.top) != num_top or len(set(tokens[1:])) != num_top:
+        raise PeerError(f"an answer has {len(answer.top)} alternatives, expected {num_top}, all different")
+    values = [answer.logprob] * (wanted is not None) + [value for _, value in answer.top]
+    if not all(math.isfinite(value) for value in values):
+        raise PeerError("an answer has a log-probability that is not finite")
+    if not (1 <= answer.rank <= vocab_size if draw.score is not None else answer.rank == 0):
+        raise PeerError(
+            f"an answer has the rank {answer.rank}, expected one of {vocab_size} for a score alone"
+        )
+    if answer.logits and not draw.wants_logits:
+        raise PeerError(f"an answer has {len(answer.logits)} bytes of logits, and none were asked for")
+
+
+def _may_be_drawn(token_id: int, draw: Draw) -> bool:
+    return token_id not in draw.banned and (not draw.allowed or token_id in draw.allowed)
+
+
+def _logits(data: bytes, vocab_size: int) -> Logits:
+    if len(data) != 4 * vocab_size:
+        raise PeerError(f"an answer has {len(data)} bytes of logits, expected {4 * vocab_size}")
+    logits = np.frombuffer(data, dtype="<f4").astype(np.float32)
+    if not np.isfinite(logits).all():
+        raise PeerError("an answer has logits that are not finite")
+    return logits
+
+
+def _encode(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+def _decode(data: bytes, vocab_size: int) -> list[int]:
+    if len(data) % 4:
+        raise StepError(f"a draw has {len(data)} bytes of tokens, expected a multiple of 4")
+    tokens = np.frombuffer(data, dtype="<u4")
+    if len(tokens) and int(tokens.max()) >= vocab_size:
+        raise StepError(f"a draw has a token outside the vocabulary of {vocab_size}")
+    found: list[int] = tokens.tolist()
+    return found

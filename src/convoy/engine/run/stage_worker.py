@@ -1,0 +1,184 @@
+"""A peer's life once a plan is active: take the step, take the hidden state, run, send on.
+
+Compositions come from the head's link, hidden states from the predecessor's; whichever is first waits for the
+other. Steps run in the order of their numbers, which is the order in which the head sent them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from convoy.engine.run.device_sender import Failed, HandOver
+from convoy.engine.run.executor import MAX_IN_FLIGHT
+from convoy.engine.run.sampling import answer_of, draw_of
+from convoy.engine.stats import Histogram
+from convoy.errors import HiddenError, StepError
+from convoy.model.backends.host.stage import Stage
+from convoy.model.sampling.output_rows import Draw, Outcome
+from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
+from convoy.transport.link.inbox import weight_of_message
+from convoy.transport.link.link import Link, ReceivedTensor
+from convoy.wire.messages.control import Drawn, StageAssignment, Step
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoute:
+    """A stage's place in the ring of one plan generation."""
+
+    generation: int
+    assignment: StageAssignment
+    predecessor: str | None  # None: this stage owns the embedding and starts each step
+    last: bool  # the next stop is the owner of the output, which wants selected rows only
+    activation_dtype: str = "float32"
+    max_steps: int = MAX_IN_FLIGHT  # steps known but not yet run; a head never has more in flight
+    max_waiting_bytes: int = 256 * 1024 * 1024  # of hidden states, and of compositions, that wait for another
+    overlaps: bool = False  # the stage computes on a device while this process goes on
+
+
+class StageLoop:
+    """Owns the order of steps at one peer. Called from one thread."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        route: StageRoute,
+        successor: Link,
+        failed: Failed = lambda _step, _error: None,
+        step_s: Histogram | None = None,
+    ) -> None:
+        """``failed``: told, on another thread, of a step that could not leave a device.
+
+        ``step_s``: takes how long each step with rows took here, from having all that it needs to being sent.
+        """
+        self._stage = stage
+        self._route = route
+        self._step_s = step_s
+        self._successor = successor
+        self._steps: deque[Step] = deque()
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._hidden_bytes = 0
+        self._steps_bytes = 0
+        self._next_step = 0
+        self._began_s: dict[int, float] = {}
+        self.finished_step = -1  # the last one that was run and sent on; read from other threads
+        self._hand_over = HandOver(f"leave {route.assignment.member}", failed) if route.overlaps else None
+
+    def close(self) -> None:
+        """The plan is over: nothing more is sent."""
+        if self._hand_over is not None:
+            self._hand_over.close()
+
+    def accept_step(self, step: Step, generation: int) -> None:
+        """A composition from the head. One of an old generation is dropped."""
+        if generation != self._route.generation:
+            return
+        if len(self._steps) >= self._route.max_steps:
+            raise StepError(f"{len(self._steps)} steps wait here, and at most {self._route.max_steps} may")
+        if step.number < self._next_step + len(self._steps):
+            raise StepError(f"step {step.number} came after step {self._next_step + len(self._steps) - 1}")
+        weight = weight_of_message(step)
+        if self._steps and self._steps_bytes + weight > self._route.max_waiting_bytes:
+            raise StepError(f"{len(self._steps)} steps wait here, and another would take too much memory")
+        self._steps.append(step)
+        self._steps_bytes += weight
+        self._run_ready()
+
+    def accept_hidden(self, sender: str, received: ReceivedTensor) -> None:
+        """A hidden state from the predecessor. Raises `HiddenError` if it fits no step."""
+        if received.generation != self._route.generation:
+            return
+        if sender != self._route.predecessor:
+            raise HiddenError(
+                f"a hidden state came from {sender}, but this stage follows "
+                f"{self._route.predecessor or 'nobody'}"
+            )
+        if received.step < self._next_step:
+            raise HiddenError(f"a hidden state came for step {received.step}, which has run already")
+        start = self._route.assignment.start
+        if received.boundary != start:
+            raise HiddenError(
+                f"a hidden state for layer {received.boundary} came to a stage that starts at {start}"
+            )
+        if received.step in self._hidden or len(self._hidden) >= self._route.max_steps:
+            raise HiddenError(f"a hidden state for step {received.step} came twice, or too many wait")
+        waiting = self._hidden_bytes + received.tensor.nbytes
+        if self._hidden and waiting > self._route.max_waiting_bytes:
+            raise HiddenError(
+                f"{waiting} bytes of hidden states would wait here, and at most "
+                f"{self._route.max_waiting_bytes} may"
+            )
+        try:
+            hidden = from_wire(
+                received.tensor, hidden_size=self._stage.hidden_size, dtype=self._route.activation_dtype
+            )
+        except StepError as error:
+            raise HiddenError(error.message) from error
+        self._hidden[received.step] = hidden
+        self._hidden_bytes += hidden.nbytes
+        self._run_ready()
+
+    def _run_ready(self) -> None:
+        while self._steps:
+            step = self._steps[0]
+            if self._route.predecessor is not None and step.number not in self._hidden:
+                return
+            self._steps.popleft()
+            self._steps_bytes -= weight_of_message(step)
+            self._next_step = step.number + 1
+            hidden = self._hidden.pop(step.number, None)
+            self._hidden_bytes -= 0 if hidden is None else hidden.nbytes
+            # with a hidden state they come for layers that need them, which have none of an empty step
+            ids = hidden is None or step.tokens or not step.rows
+            tokens = tokens_from_bytes(step.tokens) if ids else None
+            self._began_s[step.number] = time.monotonic()
+            if self._hand_over is None:
+                self._run(step, hidden, tokens)
+            else:
+                self._start(self._hand_over, step, hidden, tokens)
+
+    def _run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> None:
+        out = self._stage.run(step, hidden=hidden, tokens=tokens)
+        if self._route.assignment.output:
+            drawing = self._stage.draw(self._stage.select(step, out), self._draws(step))
+            self._send_drawn(step, drawing.outcomes())
+            return
+        self._send(step, self._stage.select(step, out) if self._route.last else out)
+
+    def _start(
+        self, leaves: HandOver, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None
+    ) -> None:
+        """As `_run`, but what the device computes is waited for elsewhere."""
+        if self._route.assignment.output:
+            out = self._stage.start(step, hidden, tokens, selects=True).wait()
+            drawing = self._stage.draw(out, self._draws(step))
+            leaves.put(step.number, lambda: self._send_drawn(step, drawing.outcomes()))
+        else:
+            pending = self._stage.start(step, hidden, tokens, selects=self._route.last)
+            leaves.put(step.number, lambda: self._send(step, pending.wait()))
+
+    def _send(self, step: Step, out: torch.Tensor) -> None:
+        self._successor.send_tensor(
+            to_wire(out, self._route.activation_dtype),
+            generation=self._route.generation,
+            step=step.number,
+            boundary=self._route.assignment.end,
+        )
+        self._finished(step)
+
+    def _draws(self, step: Step) -> list[Draw]:
+        return [draw_of(request, self._stage.vocab_size) for request in step.draws]
+
+    def _send_drawn(self, step: Step, outcomes: tuple[Outcome, ...]) -> None:
+        drawn = Drawn(step.number, [answer_of(outcome) for outcome in outcomes])
+        self._successor.send(drawn, generation=self._route.generation, step=step.number)
+        self._finished(step)
+
+    def _finished(self, step: Step) -> None:
+        began_s = self._began_s.pop(step.number)
+        if step.rows and self._step_s is not None:
+            self._step_s.observe(time.monotonic() - began_s)
+        self.finished_step = step.number

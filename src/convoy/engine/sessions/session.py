@@ -1,0 +1,303 @@
+"""A session: one timeline of tokens that its owner moves on, back and apart, its K/V kept on every stage.
+
+It is what chats, searches and agents are built on, and works alike over one process and over any split.
+Between two calls it holds its blocks as long as nobody needs them; if they were taken, or a stage was lost,
+the next call runs its tokens again, and in exact mode nothing else differs.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from convoy.engine.continuation import Advance
+from convoy.engine.engine import Engine
+from convoy.engine.outputs import FinishReason
+from convoy.engine.sequence import Sequence
+from convoy.engine.sessions.blocks import SessionBlocks
+from convoy.engine.sessions.format import Progress, SavedState, SessionModel
+from convoy.errors import ConvoyError, Draining, RequestError, Unavailable
+from convoy.model.sampling.output_rows import Draw, Logits, Outcome
+from convoy.model.sampling.params import SamplingParams
+from convoy.model.sampling.sample import Sampled, sample
+from convoy.wire.messages.control import Row
+
+_LOGITS = Draw(SamplingParams(temperature=0.0), choice=0, position=0, wants_logits=True)
+
+
+class Run:
+    """What stands behind a session's sequence in the engine, for one way through it."""
+
+    def __init__(self, tokens: SequenceOf[int], salt: bytes) -> None:
+        self.sequence = Sequence(tuple(tokens), max_tokens=0, salt=salt)
+        self.logits: Logits | None = None
+        self.error: ConvoyError | None = None
+        self.num_run = 0
+        self.done = threading.Event()
+
+    @property
+    def group(self) -> object:
+        return self
+
+    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[Draw]:  # noqa: ARG002 - nobody guesses here
+        return [_LOGITS] * row.num_outputs
+
+    def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[Outcome]) -> Advance:  # noqa: ARG002
+        self.num_run += row.num_tokens
+        if not outcomes or row.start + row.num_tokens < len(self.sequence.tokens):
+            return Advance()
+        if outcomes[-1].error is not None:
+            raise outcomes[-1].error
+        self.logits = outcomes[-1].logits
+        self.done.set()
+        return Advance(rests=True)
+
+    def finish(self, reason: FinishReason) -> None:
+        self.fail(Draining(f"the session was ended: {reason}"))
+
+    def fail(self, error: ConvoyError | None) -> None:
+        self.error = error
+        self.done.set()
+
+
+class Session:
+    """Made by `RunningCluster.session`. Its calls block, and come from one thread at a time.
+
+    They raise RequestError for what makes no sense, StageLost where a stage went away and was not replaced,
+    QueueFull, Draining, and Unavailable after ``timeout_s`` (of `save` and `load`: for each of their slices);
+    then tokens and position are what they were.
+    ``salt``: sessions, and requests, share the K/V of a common prefix only where theirs is the same; without
+    one it is random, and the session's forks have it too. ``choice`` sets the draws of one seed apart, as the
+    choices of a request are.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: SessionModel,
+        *,
+        params: SamplingParams | None = None,
+        salt: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.model = model
+        self.params = params or SamplingParams(temperature=0.0)
+        self.choice = 0
+        self._engine = engine
+        self._timeout_s = timeout_s
+        self._salt = secrets.token_bytes(32) if salt is None else salt
+        self._tokens: list[int] = []
+        self._num_prompt = 0  # what penalties take for the prompt
+        self._run: Run | None = None
+        self._logits: Logits | None = None
+        self._closed = False
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All tokens so far."""
+        return tuple(self._tokens)
+
+    @property
+    def position(self) -> int:
+        """How many there are: the place of the next one."""
+        return len(self._tokens)
+
+    def sync(self, tokens: Iterable[int]) -> int:
+        """Make ``tokens`` the session's, running only what comes behind their common prefix.
+
+        Returns how many were run. They count as the prompt for penalties.
+        """
+        wanted = self._check(tokens)
+        common = _common(self._tokens, wanted)
+        if common == len(self._tokens) and (common < len(wanted) or self._logits is not None or not wanted):
+            num_run = self._extend(wanted[common:])
+        else:
+            num_run = self._replace(wanted)
+        self._num_prompt = len(wanted)
+        return num_run
+
+    def eval(self, token: int) -> None:
+        """Run one more token; it counts as generated for penalties."""
+        self._extend(self._check([token]))
+
+    def logits(self) -> Logits:
+        """What the model says comes next: float32 [vocabulary]. After `rewind`, runs a little again."""
+        return self._head().copy()
+
+    def sample(self, params: SamplingParams | None = None) -> Sampled:
+        """Draw the token at `position` from the logits there; the session does not move.
+
+        The random number depends on (seed, choice, position) alone, so the same call gives the same token.
+        """
+        params = params or self.params
+        params.check_vocabulary(self.model.vocab_size)
+        logits, looks_back = self._head(), params.reshapes
+        return sample(
+            logits,
+            params,
+            choice=self.choice,
+            position=len(self._tokens),
+            prompt_ids=self._tokens[: self._num_prompt] if looks_back else (),
+            generated_ids=self._tokens[self._num_prompt :] if looks_back else (),
+        )
+
+    def rewind(self, position: int) -> None:
+        """Forget the tokens from ``position`` on. What was whole before it need not be run again."""
+        self._check_open()
+        if not 0 <= position <= len(self._tokens):
+            raise RequestError(
+                f"position {position} is outside the session, which has {len(self._tokens)} tokens",
+                param="position",
+            )
+        if position < len(self._tokens):
+            self._let_go()
+            del self._tokens[position:]
+            self._num_prompt = min(self._num_prompt, position)
+
+    def fork(self, *, choice: int | None = None) -> Session:
+        """Another session with the same tokens, sharing the K/V of whole blocks from its first call on."""
+        self._check_open()
+        fork = Session(
+            self._engine, self.model, params=self.params, salt=self._salt, timeout_s=self._timeout_s
+        )
+        fork._tokens, fork._num_prompt = list(self._tokens), self._num_prompt
+        fork._logits = self._logits
+        fork.choice = self.choice if choice is None else choice
+        return fork
+
+    def save(self, path: str | Path, key: bytes | None, progress: Progress | None = None) -> None:
+        """Write tokens, sampling state and K/V to a file (0600) in place of what is there, or leave that.
+
+        ``key``, of 32 bytes, seals it. With None it is plain: who reads the file reads the prompt. Raises
+        SessionError too.
+        """
+        self._check_open()
+        state = SavedState(self.tokens, self._num_prompt, self.choice, self.params, 0)
+        blocks = SessionBlocks(self._engine, self.model, self._timeout_s)
+        blocks.save(Path(path), key, state, resident=self._resident, progress=progress or _unseen)
+
+    def load(self, path: str | Path, key: bytes | None = None, progress: Progress | None = None) -> int:
+        """Become what was saved, under any split. Returns for how many tokens K/V was found to be of use.
+
+        The others run with the next call. The session's salt is a new one then: nobody shares what a file
+        says. Raises SessionError for a file that is not whole, not right, or of another model.
+        """
+        self._check_open()
+        blocks = SessionBlocks(self._engine, self.model, self._timeout_s)
+        salt = secrets.token_bytes(32)
+        before = (self._salt, self._tokens, self._num_prompt, self.choice, self.params)
+
+        def adopt(state: SavedState) -> None:
+            self._let_go()
+            self._salt, self._tokens, self._num_prompt = salt, list(state.tokens), state.num_prompt
+            self.choice, self.params = state.choice, state.params
+
+        try:
+            return blocks.load(Path(path), key, salt=salt, adopt=adopt, progress=progress or _unseen)
+        except BaseException:
+            self._salt, self._tokens, self._num_prompt, self.choice, self.params = before
+            raise
+
+    def close(self) -> None:
+        """Give its blocks back. A second call does nothing."""
+        self._let_go()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # How it gets run.
+
+    def _head(self) -> Logits:
+        self._check_open()
+        if not self._tokens:
+            raise RequestError("the session has no tokens, and nothing comes after nothing", param="tokens")
+        if self._logits is None:
+            self._replace(self._tokens)
+        assert self._logits is not None
+        return self._logits
+
+    def _extend(self, new: list[int]) -> int:
+        """Run ``new`` behind the tokens."""
+        if not new:
+            return 0
+        run, before = self._run, 0 if self._run is None else self._run.num_run
+        if run is None or not self._resume(run, new):
+            return self._replace([*self._tokens, *new])
+        self._await(run)
+        self._tokens.extend(new)
+        return run.num_run - before
+
+    def _replace(self, tokens: list[int]) -> int:
+        """Run ``tokens`` from their start, or from behind what the stages have of them."""
+        self._let_go()
+        if not tokens:
+            self._tokens = []
+            return 0
+        run = Run(tokens, self._salt)
+        self._resume(run, ())
+        self._await(run)
+        self._tokens = tokens
+        return run.num_run
+
+    def _resume(self, run: Run, new: SequenceOf[int]) -> bool:
+        run.done.clear()
+        if not self._engine.resume(run, new):
+            return False
+        self._run, self._logits = run, None
+        return True
+
+    def _await(self, run: Run) -> None:
+        try:
+            if not run.done.wait(self._timeout_s):
+                raise Unavailable(f"the session's tokens were not run within {self._timeout_s:g} s")
+            if run.error is not None:
+                raise run.error
+        except BaseException:
+            self._let_go()
+            raise
+        self._logits = run.logits
+
+    def _let_go(self) -> None:
+        run, self._run, self._logits = self._run, None, None
+        if run is not None:
+            self._engine.release(run)
+
+    def _resident(self) -> Sequence:
+        """The sequence whose blocks hold the K/V of all tokens; run once more if they were taken."""
+        if self._run is None or not self._run.sequence.tables or self._logits is None:
+            self._replace(self._tokens)
+        assert self._run is not None
+        return self._run.sequence
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("the session is closed")
+
+    def _check(self, tokens: Iterable[int]) -> list[int]:
+        self._check_open()
+        wanted = [int(token) for token in tokens]
+        if wanted and not 0 <= min(wanted) <= max(wanted) < self.model.vocab_size:
+            raise RequestError(
+                f"a token is outside the vocabulary of {self.model.vocab_size}", param="tokens"
+            )
+        return wanted
+
+
+def _unseen(_done: int, _total: int) -> None:
+    pass
+
+
+def _common(one: SequenceOf[int], other: SequenceOf[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -1,0 +1,1 @@
+"""A request on its way: lease, attempts, blind mode, and what is charged."""

@@ -1,0 +1,282 @@
+"""One try at a request with one provider: sent, and its answer passed on piece by piece.
+
+The `Seal` is the coordinator's own, or it passes on what others sealed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from convoy.crypto.sealed.answer import AnswerOpener
+from convoy.crypto.sealed.request import RequestFacts, request_hash, seal_request
+from convoy.errors import ProviderError
+from convoy.fleet.answer import MAX_REFUSAL_BYTES, MAX_WHOLE_BYTES, AnswerHead
+from convoy.fleet.asked import Wanted
+from convoy.fleet.coordinator.bounds import Outcome, most_billed
+from convoy.fleet.coordinator.options import CoordinatorOptions
+from convoy.fleet.coordinator.providers.answering import Answering, ProviderFailed
+from convoy.fleet.coordinator.providers.connection import ProviderSocket, Registration
+from convoy.fleet.seen import SeenText
+from convoy.fleet.timing import Timing
+from convoy.wire.fleet.messages import Began, Chunk, Done, Serve
+
+LEASE_S = 600  # in which a sealed request may be opened
+_MOST_READ_S = 600.0  # that reading a prompt may take, whatever rate a provider offered
+_MAX_EARLY_BYTES = 4 * 1024 * 1024  # that are kept before a first token
+_MAX_WHOLE_BYTES = MAX_WHOLE_BYTES + _MAX_EARLY_BYTES
+
+
+class Seal(Protocol):
+    """Between whoever asked and the provider: for one try."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """What is asked."""
+        ...
+
+    def serve(self, registration: Registration, request_id: str) -> Serve:
+        """What is sent to the provider."""
+        ...
+
+    def begun(self, began: Began) -> AnswerHead | None:
+        """An answer begins. Its head, if it is not in the first chunk."""
+        ...
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """What the reader gets of it. Raises `SealError` for one that does not open."""
+        ...
+
+    @property
+    def text_bytes(self) -> int:
+        """Return the bytes of text that passed; where they are sealed, as many as there may be."""
+        ...
+
+    def read(self, body: bytes) -> None:
+        """Take all of an answer that is no stream."""
+        ...
+
+
+class OwnSeal:
+    """The coordinator's own, for those who sent it their text."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self._secret = b""
+        self._hash = b""
+        self._opener: AnswerOpener | None = None
+        self._has_head = False
+        self._seen = SeenText()
+
+    @property
+    def text_bytes(self) -> int:
+        """Return the bytes of text that passed."""
+        return self._seen.bytes
+
+    def read(self, body: bytes) -> None:
+        """Count the text in all of an answer that is no stream."""
+        self._seen.whole(body)
+
+    def serve(self, registration: Registration, request_id: str) -> Serve:
+        """Sealed to the provider's key."""
+        wanted = self.wanted
+        facts = RequestFacts(
+            provider=registration.name,
+            key_id=registration.key_id,
+            model=wanted.model,
+            request_id=request_id,
+            lease=b"",
+            expires_s=int(time.time()) + LEASE_S,
+            max_tokens=wanted.max_tokens,
+            kind=wanted.kind,
+        )
+        sealed, self._secret = seal_request(registration.request_key, facts, wanted.body)
+        self._hash = request_hash(facts, sealed)
+        return serve_of(facts, wanted, sealed)
+
+    def begun(self, began: Began) -> None:
+        """Its keys."""
+        self._opener = AnswerOpener(self._secret, self._hash, began.nonce)
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """Opened; the counts in the last one are no part of the body."""
+        assert self._opener is not None, "chunks come after the beginning"
+        opened = self._opener.open(chunk.sealed, last=chunk.last)
+        if chunk.last:
+            return b""
+        if self._has_head and self.wanted.stream:
+            self._seen.feed(opened)
+        self._has_head = self._has_head or bool(opened)
+        return opened
+
+
+def serve_of(facts: RequestFacts, wanted: Wanted, sealed: bytes) -> Serve:
+    """A sealed body, and beside it what it is bound to."""
+    return Serve(
+        request_id=facts.request_id,
+        key_id=facts.key_id,
+        model=facts.model,
+        lease=facts.lease,
+        expires_s=facts.expires_s,
+        max_tokens=facts.max_tokens,
+        kind=wanted.kind,
+        sealed=sealed,
+    )
+
+
+class Attempt:
+    """For one reader. `head`, then `pieces` to the end, then `outcome`."""
+
+    def __init__(
+        self, socket: ProviderSocket, seal: Seal, request_id: str, options: CoordinatorOptions
+    ) -> None:
+        self._socket = socket
+        self._seal = seal
+        self._request_id = request_id
+        self._options = options
+        self._answer: Answering | None = None
+        self._held: list[bytes] = []  # pieces that came before the first token
+        self._silence_s, self._first_s = options.first_token_s, options.first_token_s
+        self._said = False  # the last chunk is there
+        self._sent_s = 0.0
+        self.first_s = 0.0  # from being sent to its first token
+        self.outcome: Outcome | None = None
+        self.status = 200  # as far as it is not sealed
+        self._refusal = bytearray()  # the body, where the status is another one
+
+    async def send(self, timing: Timing, trace: str = "") -> None:
+        """Seal and send. ``trace``: a traceparent. Raises what the socket raises where it is gone."""
+        registration = self._socket.registration
+        assert registration is not None, "requests go to providers that registered"
+        self._expect(registration)
+        with timing.measure("encrypt"):
+            serve = self._seal.serve(registration, self._request_id)
+        if trace:
+            serve = msgspec.structs.replace(serve, trace=trace)  # random ids, which no seal covers
+        with timing.measure("dispatch"):
+            self._answer = await self._socket.ask(serve)
+        self._sent_s = time.perf_counter()
+
+    async def head(self, timing: Timing) -> AnswerHead:
+        """Once the first token is there, or it is sure that none comes. Raises `ProviderError`."""
+        try:
+            return await self._read_head()
+        finally:
+            self.first_s = time.perf_counter() - self._sent_s
+            timing.add("coordinator_to_provider", self.first_s)
+
+    def _expect(self, registration: Registration) -> None:
+        """How long a provider may be silent before its first token, and how long that may take it."""
+        wanted, options = self._seal.wanted, self._options
+        offer = registration.offers.get(wanted.model)
+        # every byte a token: some four times what a text has, so as much again for those before it
+        read_s = 0.0 if offer is None else wanted.most_prompt_tokens / offer.prefill_rate
+        self._silence_s = options.first_token_s + min(_MOST_READ_S, read_s)
+        self._first_s = self._silence_s if wanted.stream else self._silence_s + options.whole_s
+
+    async def _read_head(self) -> AnswerHead:
+        try:
+            async with asyncio.timeout(self._first_s):
+                return await self._to_first_token()
+        except TimeoutError:  # it said that it is there, and no more
+            raise ProviderFailed(f"a provider gave no token for {self._first_s:g} s") from None
+
+    async def _to_first_token(self) -> AnswerHead:
+        assert self._answer is not None, "nothing was sent yet"
+        message = await self._answer.get(self._silence_s)
+        if not isinstance(message, Began):
+            raise ProviderError(f"an answer began with {type(message).__name__}")
+        head, num_bytes = self._seal.begun(message) or await self._first_said(), 0
+        self.status = head.status
+        while head.status == 200 and not self._answer.tokens:
+            piece = await self._next(self._silence_s)
+            if piece is None:
+                break
+            num_bytes += len(piece[0])
+            if num_bytes > _MAX_EARLY_BYTES:
+                raise ProviderFailed(f"more than {_MAX_EARLY_BYTES} bytes came before a first token")
+            self._held.append(piece[0])
+        return head
+
+    async def _first_said(self) -> AnswerHead:
+        """Before it there may be empty chunks, of a provider whose engine says nothing yet."""
+        while (piece := await self._next(self._silence_s)) == (b"",):
+            pass
+        return _head_in(piece)
+
+    async def whole(self) -> bytes:
+        """All that is left, of an answer that is no stream. Raises as `pieces`, and for one without end."""
+        joined = bytearray()
+        async for piece in self.pieces():
+            joined += piece
+            if len(joined) > _MAX_WHOLE_BYTES:
+                raise ProviderFailed(f"an answer has more than {_MAX_WHOLE_BYTES} bytes")
+        body = bytes(joined)
+        self._seal.read(body)
+        return body
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """What is left of the body. Raises `ProviderError`; then what came so far is no whole answer."""
+        for piece in self._held:
+            yield piece
+        self._held.clear()
+        while self.outcome is None:
+            found = await self._next(self._options.chunk_s)
+            if found is not None:
+                if self.status != 200:
+                    self._refusal += found[0][: MAX_REFUSAL_BYTES - len(self._refusal)]
+                yield found[0]
+
+    async def _next(self, wait_s: float) -> tuple[bytes] | None:
+        """The next piece, or None at the end."""
+        assert self._answer is not None, "nothing was sent yet"
+        if self.outcome is not None:
+            return None
+        message = await self._answer.get(wait_s)
+        if isinstance(message, Chunk):
+            piece = self._seal.chunk(message)
+            self._said = message.last
+            return (piece,)
+        if not isinstance(message, Done) or not self._said:
+            raise ProviderFailed("an answer ended before its last chunk")
+        self.outcome = Outcome(message.prompt_tokens, message.completion_tokens)
+        return None
+
+    def most_billed(self) -> Outcome:
+        """Return what may be billed for what passed so far."""
+        registration, wanted = self._socket.registration, self._seal.wanted
+        offer = None if registration is None else registration.offers.get(wanted.model)
+        return most_billed(
+            wanted,
+            template_tokens=0 if offer is None else offer.template_tokens,
+            text_bytes=self._seal.text_bytes,
+            refusal=None if self.status == 200 else bytes(self._refusal),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Given so far, as the provider says."""
+        return 0 if self._answer is None else self._answer.tokens
+
+    def close(self) -> None:
+        """Nobody reads it any more; the provider is told, if it is not over."""
+        self._socket.give_up(self._request_id)
+
+
+def _head_in(first: tuple[bytes] | None) -> AnswerHead:
+    if first is None:
+        raise ProviderError("an answer has no head")
+    try:
+        head = msgspec.json.decode(first[0], type=AnswerHead)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise ProviderError("an answer's head is none") from None
+    if not 200 <= head.status <= 599:
+        raise ProviderError(f"an answer has status {head.status}")
+    kind = head.content_type
+    if not (kind.isascii() and kind.isprintable() and len(kind) <= 200):
+        raise ProviderError("an answer has a content type that is none")
+    return head

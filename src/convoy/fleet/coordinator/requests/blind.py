@@ -1,0 +1,73 @@
+"""Requests and answers that pass through the coordinator sealed: it has no key to them."""
+
+from __future__ import annotations
+
+from convoy.crypto.sealed.answer import most_chunk_bytes
+from convoy.errors import SealError
+from convoy.fleet.answer import AnswerHead
+from convoy.fleet.asked import Wanted
+from convoy.fleet.coordinator.providers.connection import Registration
+from convoy.fleet.coordinator.requests.attempt import serve_of
+from convoy.fleet.coordinator.requests.routed_request import Way
+from convoy.fleet.lease import ANSWER_TYPE, Lease, facts_of
+from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, Serve
+from convoy.wire.fleet.records import Timed, encode_record
+
+
+class PassedOn:
+    """A `Seal` of somebody else's."""
+
+    def __init__(self, lease: Lease, wanted: Wanted, sealed: bytes) -> None:
+        self._lease = lease
+        self.wanted = wanted
+        self._sealed = sealed
+        self._began: bytes | None = None
+        self.text_bytes = 0  # at most: what is padded may be text, and so may be the head and the counts
+
+    def serve(self, registration: Registration, request_id: str) -> Serve:
+        """As it came. Raises `SealError` where the provider has another key by now: it would not open."""
+        if registration.request_key != self._lease.request_key or request_id != self._lease.request_id:
+            raise SealError("the provider came back with another key")
+        facts = facts_of(self._lease, self.wanted)
+        return serve_of(facts, self.wanted, self._sealed)
+
+    def begun(self, began: Began) -> AnswerHead:
+        """The answer's own head is sealed: to whoever passes it on, all are alike."""
+        self._began = encode_record(began)
+        return AnswerHead(200, ANSWER_TYPE)
+
+    def chunk(self, chunk: Chunk) -> bytes:
+        """A record; before the first one, that of the beginning."""
+        self.text_bytes += most_chunk_bytes(len(chunk.sealed))
+        before, self._began = self._began or b"", None
+        return before + encode_record(chunk)
+
+    def read(self, body: bytes) -> None:
+        """Nothing: it is sealed, and counted chunk by chunk."""
+
+
+class AsRecords:
+    """A `Form` for proxies. That it is blind is said by the proxy alone."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def headers(self, way: Way, head: AnswerHead) -> dict[str, str]:
+        """Of every sealed answer."""
+        return {
+            "content-type": head.content_type,
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",
+            **way.timing.header(),
+        }
+
+    def broken(self) -> bytes:
+        """Its provider failed."""
+        return encode_record(Failed(self._request_id, "the provider failed", full=False))
+
+    def ending(self, way: Way, head: AnswerHead) -> bytes:  # noqa: ARG002 - a `Form`'s
+        """What was billed, and the times."""
+        way.timing.reach("total_e2e")
+        billed = way.billed
+        done = Done(self._request_id, billed.prompt_tokens, billed.completion_tokens)
+        return encode_record(done) + encode_record(Timed(way.timing.us()))

@@ -1,0 +1,157 @@
+"""The endpoints of those who send their text to the coordinator, which seals it to the provider it picks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from convoy.api.body.intake import Intake, Upload
+from convoy.api.body.read_body import read_body
+from convoy.api.exchange import Exchange
+from convoy.api.keys.repeats import Repeats
+from convoy.api.lifecycle import Lifecycle
+from convoy.api.listen.options import ServeOptions
+from convoy.api.problem import body_for
+from convoy.api.refusals import UnknownModel
+from convoy.errors import Unavailable
+from convoy.fleet.answer import SEALED_HEADER, AnswerHead, is_too_long
+from convoy.fleet.asked import Kind, read_wanted
+from convoy.fleet.coordinator.callers import Consumer
+from convoy.fleet.coordinator.coordinator import Coordinator
+from convoy.fleet.coordinator.requests.attempt import OwnSeal
+from convoy.fleet.coordinator.requests.routed_request import (
+    GONE,
+    Begun,
+    Way,
+    consuming,
+    hold_of,
+    no_provider,
+    pass_on,
+)
+from convoy.fleet.outcomes import outcome_of
+from convoy.fleet.timing import Timing
+
+_BAD_REQUEST = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Consume:
+    """An ASGI endpoint; `api.guard.Guard` turns what it raises into an answer while nothing was sent."""
+
+    coordinator: Coordinator
+    options: ServeOptions
+    lifecycle: Lifecycle
+    intake: Intake
+    repeats: Repeats
+    kind: Kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
+        exchange: Exchange = scope["convoy.exchange"]
+        timing = Timing(parts=self.coordinator.options.traces.is_on)
+        exchange.refusal_headers = timing.header
+        headers = Headers(scope=scope)
+        with self.lifecycle.answering(), self.lifecycle.running(exchange):
+            async with consuming(self.coordinator, headers) as consumer:  # strangers' bodies are not kept
+                upload = self.intake.upload(consumer.account)
+                consumer.at_end.callback(upload.leave)
+                data = await read_body(headers, receive, self.options, upload=upload)
+                upload.keep(data)
+                await exchange.while_connected(
+                    self._run(consumer, upload, data, headers, exchange, timing=timing)
+                )
+
+    async def _run(
+        self,
+        consumer: Consumer,
+        upload: Upload,
+        data: bytes,
+        headers: Headers,
+        exchange: Exchange,
+        *,
+        timing: Timing,
+    ) -> None:
+        account, use = consumer.account, consumer.use
+        mark = self.repeats.check(account, self.kind, data)
+        with timing.measure("parse"):
+            options = self.coordinator.options
+            read = partial(
+                read_wanted,
+                kind=self.kind,
+                account=account,
+                models=options.models,
+                cache_key=options.cache_key,
+            )
+            # A short body takes about as long as a thread's start; a long one would hold up every stream.
+            wanted = await self.intake.read(upload, read) if upload.is_long else read(upload.take())
+            check_known(self.coordinator, wanted.model)
+            hold = hold_of(self.coordinator, account, wanted, data, headers)
+            hold = replace(hold, spends=consumer.grant.spends)
+            use.hold(wanted.prompt_tokens, 0)
+        parent = headers.get("traceparent", "")
+        way = Way(self.coordinator, account, wanted, timing, hold, parent=parent, use=use)
+        await way.reserve()
+        try:
+            await self._serve(way, exchange, mark)
+            exchange.outcome = exchange.outcome or "complete"
+        except BaseException as error:
+            exchange.outcome = outcome_of(exchange.cut or error)
+            raise
+        finally:
+            way.report(exchange.outcome)
+
+    async def _serve(self, way: Way, exchange: Exchange, mark: bytes) -> None:
+        begun: Begun | None = None
+        try:
+            begun = await self._begin(way)
+            if begun.head.status == _BAD_REQUEST and is_too_long(begun.whole or b""):
+                self.repeats.failed(mark)
+            await pass_on(way, exchange, begun, _InClear())
+        finally:
+            await way.end(None if begun is None else begun.attempt)
+
+    async def _begin(self, way: Way) -> Begun:
+        """Tries, until one has its first token; for a whole answer, until one has it all."""
+        while True:
+            await way.place()
+            attempt = await way.send(OwnSeal(way.wanted))
+            try:
+                return await way.first_token(attempt)
+            except GONE as error:
+                way.failed(error)
+                if not way.may_try_again:
+                    raise no_provider(error) from error
+
+
+class _InClear:
+    """As the provider's engine wrote it."""
+
+    def headers(self, way: Way, head: AnswerHead) -> dict[str, str]:
+        return {
+            "content-type": head.content_type,
+            "cache-control": "no-store",
+            "x-accel-buffering": "no",
+            **way.timing.header(),
+            "x-convoy-provider": way.provider,
+            SEALED_HEADER: "by-coordinator",
+        }
+
+    def broken(self) -> bytes:
+        text = "the provider failed before the answer was complete"
+        return b"data: " + msgspec.json.encode(body_for(Unavailable(text, public=text))) + b"\n\n"
+
+    def ending(self, way: Way, head: AnswerHead) -> bytes:
+        if not (way.wanted.stream and head.content_type.startswith("text/event-stream")):
+            return b""
+        return b": timing " + msgspec.json.encode(way.timing.us()) + b"\n\n"
+
+
+def check_known(coordinator: Coordinator, model: str) -> None:
+    """Raises `UnknownModel`."""
+    if not coordinator.is_known(model):
+        raise UnknownModel(
+            f"the model {model[:80]!r} is not served here", param="model", code="model_not_found"
+        )

@@ -1,0 +1,255 @@
+"""The endpoints of proxies: a lease for a request that the coordinator cannot read, and then its sealed body.
+
+What a lease holds, in the ledger and at a provider, is given back where no body comes for it in time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from dataclasses import dataclass, replace
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from convoy.api.body.read_body import read_body
+from convoy.api.exchange import Exchange
+from convoy.api.lifecycle import Lifecycle
+from convoy.api.listen.options import ServeOptions
+from convoy.api.refusals import UnknownPath
+from convoy.crypto.sealed.request import MAX_SEALED_BYTES, most_body_bytes
+from convoy.errors import ProviderError, QueueFull, RequestError
+from convoy.fleet.coordinator.callers import Consumer
+from convoy.fleet.coordinator.coordinator import Coordinator
+from convoy.fleet.coordinator.providers.answering import ProviderFailed
+from convoy.fleet.coordinator.requests.attempt import LEASE_S, Attempt
+from convoy.fleet.coordinator.requests.blind import AsRecords, PassedOn
+from convoy.fleet.coordinator.requests.consume import check_known
+from convoy.fleet.coordinator.requests.routed_request import (
+    GONE,
+    Way,
+    account_of,
+    consuming,
+    hold_of,
+    no_provider,
+    pass_on,
+)
+from convoy.fleet.coordinator.routing.ask import Trusted
+from convoy.fleet.lease import (
+    MAX_LEASE_BYTES,
+    SEALED_TYPE,
+    Lease,
+    Reseal,
+    least_prompt_tokens,
+    read_lease_asked,
+)
+from convoy.fleet.outcomes import outcome_of
+from convoy.fleet.timing import Timing
+from convoy.trust.evidence.level import Level
+
+
+class Leases:
+    """Those whose bodies are awaited; on the event loop's thread."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.coordinator = coordinator
+        self._awaited: dict[str, tuple[Way, Lease, asyncio.TimerHandle]] = {}
+        self._kept: dict[str, contextlib.ExitStack] = {}  # what keeps the coordinator from ending before
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def check_room(self, account: str) -> None:
+        """Raises `QueueFull` for an account that leases and leases."""
+        count = sum(way.account == account for way, _, _ in self._awaited.values())
+        if count >= self.coordinator.options.max_leases:
+            text = f"{count} leases of this account wait for their bodies"
+            raise QueueFull(text, public=text, retry_after_s=self.coordinator.options.lease_use_s)
+
+    async def offer(self, way: Way) -> Lease:
+        """Of a provider that is free for it. Raises as `Coordinator.place`, and where all failed."""
+        while True:
+            await way.place()
+            try:
+                socket = self.coordinator.socket(way.provider)
+            except ProviderError as error:
+                way.failed(error)
+                if not way.may_try_again:
+                    raise no_provider(error) from error
+                continue
+            registration = socket.registration
+            assert registration is not None, "requests go to providers that registered"
+            return Lease(
+                *(f"lease-{secrets.token_hex(16)}", way.try_id, int(time.time()) + LEASE_S),
+                *(registration.name, registration.identity, registration.request_key),
+                *(registration.request_key_expires_s, registration.key_signature, registration.certificate),
+                socket.evidence,
+            )
+
+    def keep(self, way: Way, lease: Lease) -> None:
+        """Until `take`, or until it is too late."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self.coordinator.options.lease_use_s, self._ran_out, lease.lease)
+        self._awaited[lease.lease] = way, lease, timer
+        stack = self._kept[lease.lease] = contextlib.ExitStack()
+        stack.enter_context(self.coordinator.lifecycle.answering(admitted=True))
+        way.is_leased = True
+
+    def is_awaited(self, name: str) -> bool:
+        """Whether a body may come for it."""
+        return name in self._awaited
+
+    def take(self, name: str, account: str) -> tuple[Way, Lease]:
+        """Once. Raises `UnknownPath` for a lease of another account as for none."""
+        way, lease, timer = self._awaited.get(name, (None, None, None))
+        if way is None or lease is None or timer is None or way.account != account:
+            raise UnknownPath("there is no such lease, or it was used, or its time is over")
+        del self._awaited[name]
+        timer.cancel()
+        self._kept.pop(name).close()
+        way.is_leased = False
+        return way, lease
+
+    def _ran_out(self, name: str) -> None:
+        way, _, _ = self._awaited.pop(name)
+        self._kept.pop(name).close()
+        task = asyncio.ensure_future(give_back(way, "lease not used"))
+        self._ending.add(task)  # a loop keeps no task alive that nobody else has
+        task.add_done_callback(self._ending.discard)
+
+
+async def give_back(way: Way, outcome: str) -> None:
+    """What it holds: it was never sent, or failed."""
+    await way.end(None)
+    way.report(outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class MakeLease:
+    """POST /v1/leases."""
+
+    leases: Leases
+    options: ServeOptions
+    lifecycle: Lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
+        exchange: Exchange = scope["convoy.exchange"]
+        parts = self.leases.coordinator.options.traces.is_on
+        timing, headers = Timing(parts=parts), Headers(scope=scope)
+        exchange.refusal_headers = timing.header
+        with self.lifecycle.answering(), self.lifecycle.running(exchange):
+            limits = replace(self.options, max_body_bytes=MAX_LEASE_BYTES)
+            async with consuming(self.leases.coordinator, headers) as consumer:
+                data = await read_body(headers, receive, limits)
+                await exchange.while_connected(self._run(consumer, data, headers, exchange, timing))
+
+    async def _run(
+        self, consumer: Consumer, data: bytes, headers: Headers, exchange: Exchange, timing: Timing
+    ) -> None:
+        account, use = consumer.account, consumer.use
+        coordinator = self.leases.coordinator
+        with timing.measure("parse"):
+            asked = read_lease_asked(data)
+            wanted = asked.wanted(account)
+            check_known(coordinator, wanted.model)
+            hold = hold_of(coordinator, account, wanted, asked.said, headers)
+            hold = replace(hold, spends=consumer.grant.spends)
+            use.hold(wanted.prompt_tokens, 0)
+        self.leases.check_room(account)
+        trusted = Trusted(frozenset(asked.providers), frozenset(asked.operators))
+        way = Way(
+            *(coordinator, account, wanted, timing, hold),
+            trusted=trusted,
+            level=Level.from_text(asked.level),
+            parent=headers.get("traceparent", ""),
+            sealed="end-to-end",
+            use=use,
+        )
+        await way.reserve()
+        way.at_end = consumer.at_end.pop_all()  # the lease has its place until the way is over
+        try:
+            lease = await self.leases.offer(way)
+            self.leases.check_room(account)  # others were made meanwhile
+        except BaseException as error:
+            await give_back(way, outcome_of(error))
+            raise
+        self.leases.keep(way, lease)  # if nobody hears of it, its time runs out
+        await exchange.send_json(200, lease)
+
+
+@dataclass(frozen=True, slots=True)
+class UseLease:
+    """POST /v1/leases/{lease}: the sealed body."""
+
+    leases: Leases
+    options: ServeOptions
+    lifecycle: Lifecycle
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
+        exchange: Exchange = scope["convoy.exchange"]
+        headers, name = Headers(scope=scope), scope["path_params"]["lease"]
+        awaited = self.leases.is_awaited(name)
+        with self.lifecycle.answering(admitted=awaited), self.lifecycle.running(exchange):
+            account = await account_of(self.leases.coordinator, headers)
+            way, lease = self.leases.take(name, account)
+            try:
+                limits = replace(self.options, max_body_bytes=MAX_SEALED_BYTES)
+                sealed = await read_body(headers, receive, limits, SEALED_TYPE)
+                await exchange.while_connected(self._run(way, lease, sealed, exchange))
+            except BaseException as error:
+                exchange.outcome = outcome_of(error)
+                raise
+            finally:
+                if not way.is_leased:
+                    await way.end(None)  # unless it is over already
+                    way.report(exchange.outcome)
+
+    async def _run(self, way: Way, lease: Lease, sealed: bytes, exchange: Exchange) -> None:
+        if len(sealed) > way.wanted.most_prompt_tokens:
+            raise RequestError(
+                f"a sealed body of {len(sealed)} bytes for at most {way.wanted.most_prompt_tokens} tokens"
+            )
+        # who leaves pays for the prompt too, and not for less than what this one must hold
+        least = least_prompt_tokens(len(sealed))
+        way.wanted = replace(
+            way.wanted,
+            prompt_tokens=max(way.wanted.prompt_tokens, least),
+            body_bytes=most_body_bytes(len(sealed)),
+        )
+        attempt: Attempt | None = None
+        try:
+            attempt = await way.send(PassedOn(lease, way.wanted, sealed))
+            begun = await way.first_token(attempt)
+        except GONE as error:
+            if isinstance(error, ProviderFailed) and error.refused:
+                # who seals nonsense must not make a provider look broken to everybody else
+                text = "the provider does not take the sealed body"
+                raise RequestError(f"{text}: {error.message}", code="sealed_body_refused") from error
+            way.failed(error)
+            if not way.may_try_again:
+                raise no_provider(error) from error
+            another = await self.leases.offer(way)
+            self.leases.keep(way, another)
+            exchange.outcome = "resealed"
+            await exchange.send_json(409, Reseal(another))
+            return
+        try:
+            await pass_on(way, exchange, begun, AsRecords(lease.request_id))
+            exchange.outcome = exchange.outcome or "complete"
+        finally:
+            await way.end(begun.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLease:
+    """DELETE /v1/leases/{lease}: it is not wanted, or not trusted."""
+
+    leases: Leases
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
+        exchange: Exchange = scope["convoy.exchange"]
+        account = await account_of(self.leases.coordinator, Headers(scope=scope))
+        way, _ = self.leases.take(scope["path_params"]["lease"], account)
+        with contextlib.suppress(asyncio.CancelledError):
+            await give_back(way, "lease released")
+        await exchange.send_json(200, {})

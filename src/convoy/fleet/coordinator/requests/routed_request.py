@@ -1,0 +1,383 @@
+"""A request's way through the coordinator, whoever sealed it: held for, routed, sent, passed on, settled.
+
+Nothing is written to the client before the first token, so a provider that fails until then is replaced
+unseen. After it a stream that breaks ends with an error, and never as if it were complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.datastructures import Headers
+from starlette.websockets import WebSocketDisconnect
+
+from convoy.api.exchange import Exchange
+from convoy.api.keys.key_use import RequestUse
+from convoy.api.traces import NO_SPAN, Span, Value
+from convoy.crypto.keys import prefixed
+from convoy.errors import (
+    ConfigError,
+    ConvoyError,
+    PeerError,
+    ProviderError,
+    RequestError,
+    SealError,
+    Unavailable,
+)
+from convoy.fleet.answer import AnswerHead, is_of_engine, start
+from convoy.fleet.asked import ModelOptions, Wanted
+from convoy.fleet.books.keys import Scope as KeyScope
+from convoy.fleet.books.ledger import MAX_KEY_CHARS, Bill, Hold
+from convoy.fleet.coordinator.bounds import Outcome
+from convoy.fleet.coordinator.callers import Consumer, caller_of
+from convoy.fleet.coordinator.coordinator import Coordinator
+from convoy.fleet.coordinator.providers.answering import ProviderFailed
+from convoy.fleet.coordinator.requests.attempt import Attempt, Seal
+from convoy.fleet.coordinator.requests.span import begin_span, end_span
+from convoy.fleet.coordinator.routing.ask import Ask, Trusted
+from convoy.fleet.outcomes import outcome_of
+from convoy.fleet.timing import SEGMENTS, Timing
+from convoy.trust.evidence.level import Level
+
+_log = logging.getLogger(__name__)
+
+_REPORT = "request=%s outcome=%s provider=%s " + " ".join(f"{name}_us=%d" for name in SEGMENTS)
+_BODY_LABEL = b"convoy idempotent body v1"
+GONE = (ProviderError, SealError, WebSocketDisconnect, RuntimeError)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An answer that has its first token; ``whole`` is the body of a refusal, or of one that is no stream."""
+
+    attempt: Attempt
+    head: AnswerHead
+    whole: bytes | None
+
+
+@dataclass(slots=True)
+class Way:
+    """A request and where it is. On the event loop's thread."""
+
+    coordinator: Coordinator
+    account: str
+    wanted: Wanted
+    timing: Timing
+    hold: Hold
+    ask: Ask | None = None
+    provider: str = ""
+    tries: int = 0
+    num_failures: int = 0  # of them, but for providers that were merely full
+    is_over: bool = False
+    is_leased: bool = False  # a sealed body is awaited: whoever waits for it ends the way
+    is_broken: bool = False
+    began_s: float = 0.0  # when its first token came
+    level: Level = Level.NONE  # the least that its provider must have proved here
+    trusted: Trusted | None = None  # whom whoever asked would send it to
+    billed: Outcome = field(default_factory=lambda: Outcome(0, 0))
+    parent: str = ""  # a traceparent of whoever asked
+    span: Span = NO_SPAN
+    sealed: str = "by-coordinator"
+    use: RequestUse | None = None  # of its API key
+    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def id(self) -> str:
+        """In the ledger and in logs."""
+        return self.hold.request_id
+
+    @property
+    def may_try_again(self) -> bool:
+        """Whether not too many providers failed it yet."""
+        return self.num_failures < self.coordinator.options.max_attempts
+
+    async def reserve(self) -> None:
+        """Hold its worst-case cost. Raises as `Ledger.reserve`; then nothing is held."""
+        traces = self.coordinator.options.traces
+        self.span = begin_span(traces, self.wanted, self.timing, self.id, self.parent)
+        try:
+            await self._reserve()
+        except BaseException as error:
+            self.report(outcome_of(error))
+            raise
+
+    async def _reserve(self) -> None:
+        with self.timing.measure("reserve"):
+            reserving = asyncio.ensure_future(self.coordinator.clerk.reserve(self.hold))
+            try:
+                await asyncio.shield(reserving)
+            except asyncio.CancelledError:
+                # once begun it is done whatever the client does: what it held is given back
+                with contextlib.suppress(ConvoyError):
+                    await reserving
+                    await self.end(None)
+                raise
+
+    async def place(self) -> None:
+        """Until `provider` is the one that it goes to. Raises as `Coordinator.place`."""
+        coordinator, model = self.coordinator, self.wanted.model
+        began = time.perf_counter()
+        waited = bool(coordinator.waiting(model)) or not coordinator.free_slots(model)
+        try:
+            if self.ask is None:
+                self.ask = self._ask()
+                self.provider = await coordinator.place(self.ask)
+            else:
+                self.provider = await coordinator.place_again(self.ask)
+        finally:
+            self.timing.add("queue_wait" if waited else "route", time.perf_counter() - began)
+        self.tries += 1
+
+    def _ask(self) -> Ask:
+        now_s = time.monotonic()
+        return Ask(
+            number=self.coordinator.next_number(),
+            account=self.account,
+            model=self.wanted.model,
+            prompt_tokens=self.wanted.prompt_tokens,
+            max_tokens=self.wanted.max_tokens,
+            arrived_s=now_s,
+            deadline_s=now_s + self.coordinator.options.queue.max_wait_s,
+            tag=self.wanted.tag,
+            trusted=self.trusted,
+            level=self.level,
+        )
+
+    @property
+    def try_id(self) -> str:
+        """Each try has an id of its own: a provider opens none twice."""
+        return f"{self.id}-{self.tries}"
+
+    async def send(self, seal: Seal) -> Attempt | None:
+        """To its provider; None where that is gone."""
+        try:
+            socket = self.coordinator.socket(self.provider)
+            attempt = Attempt(socket, seal, self.try_id, self.coordinator.options)
+            await attempt.send(self.timing, self.span.traceparent)
+        except GONE as error:
+            _log.debug("not sent request=%s class=%s", self.id, type(error).__name__)
+            return None
+        return attempt
+
+    async def first_token(self, attempt: Attempt | None) -> Begun:
+        """Raises what GONE names: then `failed`, and another try."""
+        if attempt is None:
+            raise ProviderFailed("its provider went before it was sent")
+        try:
+            head = await attempt.head(self.timing)
+            if is_of_engine(head.status):
+                raise ProviderFailed(f"its provider answers {head.status}", full=head.status in {429, 503})
+            self.began_s = time.perf_counter()
+            self.timing.reach("first_token")
+            assert self.ask is not None, "it was placed"
+            self.coordinator.first_token(self.ask)
+            streams = self.wanted.stream and head.status == 200
+            whole = None if streams else await attempt.whole()
+        except BaseException:
+            attempt.close()
+            raise
+        return Begun(attempt, head, whole)
+
+    def failed(self, error: BaseException) -> None:
+        """By its provider: `place` finds another."""
+        text = error.message if isinstance(error, ConvoyError) else "its socket ended"
+        _log.info("provider failed request=%s provider=%s: %s", self.id, self.provider, text)
+        self.coordinator.counts.provider_failed(self.provider)
+        assert self.ask is not None, "what failed was placed"
+        is_full = isinstance(error, ProviderFailed) and error.full
+        # where a slot was taken meanwhile it waits for another, as anything else does, and as long
+        self.num_failures += not is_full or time.monotonic() >= self.ask.deadline_s
+        self.ask = self.coordinator.failed(self.ask)
+
+    async def end(self, attempt: Attempt | None) -> None:
+        """Free its slot and settle, once: before the last byte, so that who has that finds it settled."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if attempt is not None and attempt.outcome is None:
+            attempt.close()
+        self._free(attempt)
+        with self.at_end:
+            bill = self._bill(attempt)
+            # a charge must not be lost because whoever asked went away in the meantime
+            await asyncio.shield(asyncio.ensure_future(self._settle(bill)))
+
+    def _free(self, attempt: Attempt | None) -> None:
+        if self.ask is None:
+            return
+        if attempt is None or attempt.outcome is None or not attempt.tokens:  # a refusal says no rate
+            self.coordinator.abandon(self.ask.number)
+            return
+        self.coordinator.finished(
+            self.ask,
+            first_s=attempt.first_s,
+            output_tokens=max(1, attempt.outcome.completion_tokens),
+            decode_s=time.perf_counter() - self.began_s,
+        )
+
+    def _bill(self, attempt: Attempt | None) -> Bill | None:
+        """A broken answer costs nothing; one that its reader left, what it gave."""
+        wanted = self.wanted
+        if attempt is None or self.is_broken or not (attempt.outcome or attempt.tokens):
+            return None
+        said = attempt.outcome or Outcome(wanted.prompt_tokens, attempt.tokens)
+        self.billed = billed = said.bounded(attempt.most_billed())
+        self.coordinator.counts.claimed(self.provider, said, billed)
+        if self.use is not None:
+            self.use.used(billed.prompt_tokens, 0, billed.completion_tokens)
+        price = self.coordinator.options.models.get(wanted.model, ModelOptions()).price
+        counts = billed.prompt_tokens, billed.completion_tokens
+        return Bill(self.provider, *counts, price.cost(*counts), delivered=attempt.outcome is not None)
+
+    @contextlib.asynccontextmanager
+    async def delivering(self) -> AsyncIterator[None]:
+        """Send the end of an answer that is settled; where that fails, a retry pays only for what is more."""
+        try:
+            yield
+        except BaseException:
+            if self.hold.idempotency_key is not None:
+                noting = asyncio.ensure_future(self.coordinator.clerk.undelivered(self.id))
+                await asyncio.shield(noting)
+            raise
+
+    async def _settle(self, bill: Bill | None) -> None:
+        if bill is None:
+            await self.coordinator.clerk.release(self.id)
+        else:
+            cost_micro = await self.coordinator.clerk.settle(self.id, bill)
+            self.coordinator.counts.billed(
+                self.wanted.model,
+                prompt_tokens=bill.prompt_tokens,
+                completion_tokens=bill.completion_tokens,
+                cost_micro=cost_micro,
+            )
+
+    def report(self, outcome: str) -> None:
+        """One line per request: counts and times, no text."""
+        self.timing.reach("total_e2e")
+        _log.info(_REPORT, self.id, outcome, self.provider or "-", *self.timing.us().values())
+        self.coordinator.counts.request(self.wanted.model, outcome, self.timing)
+        if self.coordinator.options.traces.is_on:
+            self._end_span(outcome)
+
+    def _end_span(self, outcome: str) -> None:
+        values: dict[str, Value] = {
+            "convoy.tries": self.tries,
+            "convoy.provider": self.provider,
+            "convoy.sealed": self.sealed,
+        }
+        end_span(self.span, self.timing, self.billed, values, outcome)
+
+
+class Form(Protocol):
+    """How an answer is written to whoever asked."""
+
+    def headers(self, way: Way, head: AnswerHead) -> dict[str, str]:
+        """Of an answer that begins."""
+        ...
+
+    def broken(self) -> bytes:
+        """The end of one that its provider did not end."""
+        ...
+
+    def ending(self, way: Way, head: AnswerHead) -> bytes:
+        """What follows the last piece, once it is settled."""
+        ...
+
+
+async def pass_on(way: Way, exchange: Exchange, begun: Begun, form: Form) -> None:
+    """The answer to whoever asked, and the end of the way before its last byte."""
+    attempt, head, whole = begun.attempt, begun.head, begun.whole
+    if whole is not None:
+        await way.end(attempt)
+        way.timing.reach(
+            "total_e2e"
+        )  # all of it is here, and its headers are the last to say how long it took
+    headers = form.headers(way, head)
+    if whole is not None:
+        body = whole + form.ending(way, head)
+        async with way.delivering():
+            await exchange.send(start(head.status, {**headers, "content-length": str(len(body))}))
+            await exchange.send({"type": "http.response.body", "body": body})
+        return
+    await exchange.send(start(head.status, headers))
+    try:
+        async for piece in attempt.pieces():
+            if piece:
+                await exchange.send({"type": "http.response.body", "body": piece, "more_body": True})
+    except GONE as error:
+        _log.warning("an answer broke request=%s provider=%s", way.id, way.provider)
+        way.coordinator.counts.provider_failed(way.provider)
+        assert way.ask is not None, "it was placed"
+        way.coordinator.failed(way.ask)
+        way.is_broken = True
+        await way.end(attempt)
+        exchange.outcome = type(error).__name__
+        await exchange.send({"type": "http.response.body", "body": form.broken()})
+        return
+    await way.end(attempt)
+    way.timing.reach("total_e2e")
+    async with way.delivering():
+        await exchange.send({"type": "http.response.body", "body": form.ending(way, head)})
+    exchange.outcome = "complete"
+
+
+def hold_of(coordinator: Coordinator, account: str, wanted: Wanted, said: bytes, headers: Headers) -> Hold:
+    """Return what is held. ``said``: the body, or what stands for it.
+
+    Raises `RequestError` for an Idempotency-Key that is none, or a request that could cost too much.
+    """
+    key = headers.get("idempotency-key")
+    if key is not None and not (1 <= len(key) <= MAX_KEY_CHARS and key.isprintable()):
+        raise RequestError(f"an Idempotency-Key has {len(key)} characters, at most {MAX_KEY_CHARS} may be")
+    price = coordinator.options.models.get(wanted.model, ModelOptions()).price
+    try:
+        amount_micro = price.cost(wanted.most_prompt_tokens, wanted.max_tokens)
+    except ConfigError as error:  # more than any account could have
+        raise RequestError(error.message, param="max_tokens") from None
+    return Hold(
+        request_id=f"fleet-{secrets.token_hex(12)}",
+        account=account,
+        model=wanted.model,
+        amount_micro=amount_micro,
+        body_mac=None if key is None else _mac(coordinator.options.body_key, account, said),
+        idempotency_key=key,
+    )
+
+
+def _mac(key: bytes, account: str, said: bytes) -> bytes:
+    """Return a name for a body that tells nothing of it, nor that two accounts sent the same."""
+    return hmac.digest(key, prefixed(_BODY_LABEL, account.encode(), said), "sha256")
+
+
+async def account_of(coordinator: Coordinator, headers: Headers) -> str:
+    """Whose consumer's key it is. Raises `Unauthenticated` or `Forbidden`."""
+    grant = await caller_of(coordinator.directory, headers, KeyScope.CONSUMER)
+    assert grant.account is not None, "a consumer's key is of an account"
+    return grant.account
+
+
+@contextlib.asynccontextmanager
+async def consuming(coordinator: Coordinator, headers: Headers) -> AsyncIterator[Consumer]:
+    """Around a request for an answer: whose it is. Raises as `account_of`, and `RateLimited`."""
+    grant = await caller_of(coordinator.directory, headers, KeyScope.CONSUMER)
+    assert grant.account is not None, "a consumer's key is of an account"
+    with contextlib.ExitStack() as at_end:
+        use = at_end.enter_context(coordinator.key_uses.of(grant).begin())
+        yield Consumer(grant.account, grant, use, at_end)
+
+
+def no_provider(error: BaseException) -> ConvoyError:
+    """After the last try."""
+    if isinstance(error, PeerError):
+        text = "every provider that was tried failed"
+        return Unavailable(f"{text}: {error.message}", public=text)
+    return Unavailable("every provider that was tried went away", public="every provider went away")

@@ -1,0 +1,29 @@
+"""What of a request's way goes into its span: counts, times, who served it; no account, text or key."""
+
+from __future__ import annotations
+
+from convoy.api.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, STREAM, Span, Traces, Value
+from convoy.fleet.asked import Wanted
+from convoy.fleet.coordinator.bounds import Outcome
+from convoy.fleet.timing import Timing
+
+
+def begin_span(traces: Traces, wanted: Wanted, timing: Timing, request_id: str, parent: str) -> Span:
+    """Of a request whose model is known. ``parent``: what whoever asked sent as traceparent."""
+    span = traces.begin(wanted.kind, wanted.model, parent, timing.age_s)
+    if traces.is_on:
+        span.note({"convoy.request.id": request_id, MAX_TOKENS: wanted.max_tokens, STREAM: wanted.stream})
+    return span
+
+
+def end_span(span: Span, timing: Timing, billed: Outcome, values: dict[str, Value], outcome: str) -> None:
+    """With every segment as an attribute, and each that was spent as a span of its own."""
+    span.note(values)
+    span.note({f"convoy.timing.{name}": us for name, us in timing.us().items()})
+    if billed.completion_tokens:
+        span.note({INPUT_TOKENS: billed.prompt_tokens, OUTPUT_TOKENS: billed.completion_tokens})
+    if first_s := timing.seconds()["first_token"]:
+        span.note({FIRST_S: first_s})
+    for name, start_s, end_s in timing.parts():
+        span.part(name, start_s, end_s)
+    span.end(outcome)

@@ -1,0 +1,323 @@
+"""Who serves what, and when: admission, queues and retries as one decision without sockets or clocks.
+
+A request is sent on where a provider has a free slot, and waits where none has. It is refused for being one
+too many only where its queue is full, or where so many wait that its deadline would pass first. What a
+provider fails before the first token goes to another one, before everything of its account that waits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from convoy.errors import NotReady, QueueFull
+from convoy.fleet.capacity import Capacity, Load
+from convoy.fleet.coordinator.routing.ask import Ask, Owner
+from convoy.fleet.coordinator.routing.policy import FirstToFinish, Policy
+from convoy.fleet.coordinator.routing.providers import Seats
+from convoy.fleet.coordinator.routing.queue import FairQueue
+from convoy.trust.evidence.level import Level
+
+_FIRST_SHUT_S, _MOST_SHUT_S = 0.25, 30.0  # for how long who failed gets nothing, doubled with each failure
+_MAX_FAILURES = 64
+_MEMORY = 0.05  # how much the newest answer's length counts
+_MIN_RETRY_S, _MAX_RETRY_S = 1.0, 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Of each model's queue."""
+
+    max_waiting: int = 1000
+    max_per_account: int = 200
+    max_wait_s: float = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """``ask`` goes to ``provider``."""
+
+    ask: Ask
+    provider: str
+
+
+class _Model:
+    """A model's seats and queue, and how long its answers are."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self.seats = Seats()
+        self.queue = FairQueue(limits.max_waiting, limits.max_per_account)
+        self.mean_output = 0.0
+        self.mean_prompt = 0.0
+
+    def output_tokens(self, ask: Ask) -> float:
+        """How many are expected."""
+        return min(ask.max_tokens, self.mean_output) if self.mean_output else float(ask.max_tokens)
+
+    def learn(self, ask: Ask, output_tokens: int) -> None:
+        first = not self.mean_output
+        self.mean_output += (1.0 if first else _MEMORY) * (max(1, output_tokens) - self.mean_output)
+        self.mean_prompt += (1.0 if first else _MEMORY) * (ask.prompt_tokens - self.mean_prompt)
+
+    def wait_s(self, ask: Ask, ahead: int) -> float:
+        """Until it would have its turn behind ``ahead`` others; infinite where nobody serves."""
+        prompt = self.mean_prompt or ask.prompt_tokens
+        rate = self.seats.served_per_s(prompt, self.mean_output or ask.max_tokens)
+        return (ahead + 1) / rate if rate else math.inf
+
+
+class Dispatcher:
+    """Not thread-safe: one loop owns it, and tells it the time."""
+
+    def __init__(self, limits: QueueLimits | None = None, policy: Policy | None = None) -> None:
+        self._limits = limits or QueueLimits()
+        self._policy = policy or FirstToFinish()
+        self._models: dict[str, _Model] = {}
+        self._running: dict[int, Assignment] = {}
+        self._read: set[int] = set()  # of those that run, whose first token is here
+        self._failures: dict[str, int] = {}  # one after the other, by provider
+
+    # Providers.
+
+    def join(
+        self,
+        provider: str,
+        offers: dict[str, Capacity],
+        level: Level,
+        now_s: float,
+        *,
+        owner: Owner | None = None,
+    ) -> list[Assignment]:
+        """A provider that is ready, by model. What waits may go there at once."""
+        for capacity in offers.values():
+            capacity.check()
+        self._failures.pop(provider, None)
+        for model, capacity in offers.items():
+            self._model(model).seats.add(provider, capacity, level, owner)
+        return [one for model in offers for one in self._place_waiting(model, now_s)]
+
+    def leave(self, provider: str) -> list[Ask]:
+        """It is gone; what ran there is given back, whose first token may or may not have come."""
+        for model in self._models.values():
+            model.seats.remove(provider)  # and `tick` forgets those that nobody has or wants
+        self._failures.pop(provider, None)
+        lost = [one.ask for one in self._running.values() if one.provider == provider]
+        for ask in lost:
+            self._end(ask)
+        return lost
+
+    def drain(self, provider: str) -> None:
+        """It ends what it runs and takes nothing new."""
+        for model in self._models.values():
+            if provider in model.seats:
+                model.seats.set_open(provider, False)
+
+    def set_level(self, provider: str, level: Level, now_s: float) -> list[Assignment]:
+        """What its newest evidence proves. What waits may go there at once, or not any more."""
+        found = []
+        for name, model in self._models.items():
+            if provider in model.seats:
+                model.seats.set_level(provider, level)
+                found += self._place_waiting(name, now_s)
+        return found
+
+    def note_load(self, provider: str, loads: dict[str, Load], now_s: float) -> list[Assignment]:
+        """A heartbeat. One of a model that the provider did not offer is ignored."""
+        found = []
+        for model, load in loads.items():
+            load.check()
+            if model in self._models and provider in self._models[model].seats:
+                self._models[model].seats.note_load(provider, load)
+                found += self._place_waiting(model, now_s)
+        return found
+
+    # Requests.
+
+    def submit(self, ask: Ask, now_s: float) -> Assignment | None:
+        """Where it goes, or None: it waits.
+
+        Raises `QueueFull` with an estimate of when there is room, and `NotReady` where there are providers
+        that take new requests, and none of them could ever take this one.
+        """
+        model = self._model(ask.model)
+        # all that wait could not be placed, so it takes nobody's turn
+        if (assignment := self._place(model, ask, now_s)) is not None:
+            return assignment
+        if model.seats.num_open() and not model.seats.could_ever(ask):
+            raise NotReady(
+                f"none of {model.seats.num_open()} providers of {ask.model} may take this request: level "
+                f"{ask.level.text}, {ask.prompt_tokens} tokens",
+                public="no provider may take this request: see its level and the length of its prompt",
+            )
+        self._refuse_too_many(model, ask, now_s)
+        model.queue.add(ask)
+        return None
+
+    def first_token(self, number: int) -> None:
+        """It has read the prompt."""
+        if (one := self._running.get(number)) is not None and number not in self._read:
+            self._read.add(number)
+            self._models[one.ask.model].seats.has_read(one.provider, one.ask)
+
+    def finished(
+        self, number: int, now_s: float, *, first_s: float, output_tokens: int, decode_s: float
+    ) -> list[Assignment]:
+        """It was answered whole: seconds to its first token and from there on; what may go on instead."""
+        one = self._running.get(number)
+        if one is None:
+            return []
+        model = self._models[one.ask.model]
+        self._failures.pop(one.provider, None)
+        if one.provider in model.seats:
+            running = model.seats.running(one.provider)
+            model.seats.learn(
+                *(one.provider, one.ask),
+                first_s=first_s,
+                output_tokens=output_tokens,
+                decode_s=decode_s,
+                running=running,
+            )
+        model.learn(one.ask, output_tokens)
+        self._end(one.ask)
+        return self._place_waiting(one.ask.model, now_s)
+
+    def failed(self, number: int, now_s: float) -> tuple[Ask | None, list[Assignment]]:
+        """Its provider refused it, failed or fell silent. The ask as it may be submitted `again`."""
+        one = self._running.get(number)
+        if one is None:
+            return None, []
+        self._end(one.ask)
+        count = min(_MAX_FAILURES, self._failures.get(one.provider, 0) + 1)
+        self._failures[one.provider] = count
+        shut_s = min(_MOST_SHUT_S, _FIRST_SHUT_S * 2.0 ** (count - 1))
+        self._models[one.ask.model].seats.close_until(one.provider, now_s + shut_s, shut_s)
+        ask = replace(one.ask, excluded=one.ask.excluded | {one.provider})
+        return ask, self._place_waiting(one.ask.model, now_s)
+
+    def again(self, ask: Ask, now_s: float) -> Assignment | None:
+        """As `submit`, for one that was failed: it has its place in the queue, however full that is."""
+        model = self._model(ask.model)
+        ask = _not_hopeless(model, ask)
+        if (assignment := self._place(model, ask, now_s)) is not None:
+            return assignment
+        model.queue.add(ask, first=True)
+        return None
+
+    def abandon(self, number: int, now_s: float) -> list[Assignment]:
+        """Whoever asked is gone: from the queue, or from the provider where it ran."""
+        for model in self._models.values():
+            if model.queue.remove(number) is not None:
+                return []
+        one = self._running.get(number)
+        if one is None:
+            return []
+        self._end(one.ask)
+        return self._place_waiting(one.ask.model, now_s)
+
+    def tick(self, now_s: float) -> tuple[list[Ask], list[Assignment]]:
+        """Whose deadline is over, and what may go on because a provider may be tried again."""
+        expired = [ask for model in self._models.values() for ask in model.queue.expired(now_s)]
+        placed = [one for name in list(self._models) for one in self._place_waiting(name, now_s)]
+        self._forget_models()
+        return expired, placed
+
+    def _forget_models(self) -> None:
+        """Those that nobody serves and nobody waits for: their names are whatever providers offered."""
+        idle = {name for name, model in self._models.items() if not (len(model.seats) or len(model.queue))}
+        if idle:
+            for name in idle - {one.ask.model for one in self._running.values()}:
+                del self._models[name]
+
+    def next_tick_s(self, now_s: float) -> float | None:
+        """When `tick` has something to do."""
+        times = []
+        for model in self._models.values():
+            if len(model.queue):
+                times += [model.queue.next_deadline_s(), model.seats.reopens_s(now_s)]
+        return min((time for time in times if time is not None), default=None)
+
+    def waiting(self, model: str) -> int:
+        """How many wait for it."""
+        return len(self._models[model].queue) if model in self._models else 0
+
+    def running(self, model: str) -> int:
+        """How many are with a provider."""
+        return sum(one.ask.model == model for one in self._running.values())
+
+    def wait_s(self, ask: Ask) -> float:
+        """How long it would wait, were it queued now; an hour where that is more, or nobody knows."""
+        model = self._model(ask.model)
+        return _retry_s(model.wait_s(ask, model.queue.ahead_of(ask.account)))
+
+    def seats(self, model: str) -> Seats | None:
+        """Of a model, for pictures and metrics."""
+        return self._models[model].seats if model in self._models else None
+
+    def models(self) -> list[str]:
+        """Those that some provider here serves."""
+        return sorted(name for name, model in self._models.items() if len(model.seats))
+
+    def _model(self, name: str) -> _Model:
+        return self._models.setdefault(name, _Model(self._limits))
+
+    def _refuse_too_many(self, model: _Model, ask: Ask, now_s: float) -> None:
+        queue = model.queue
+        wait_s = model.wait_s(ask, queue.ahead_of(ask.account))
+        if queue.is_full(ask.account):
+            why = (
+                f"{len(queue)} requests wait for {ask.model}, {queue.waiting(ask.account)} of them of this "
+                f"account, and at most {queue.max_waiting} and {queue.max_per_account} may"
+            )
+        # until one was answered, sizes are guesses from bytes, which are off by far too much to refuse by
+        elif model.mean_output and model.seats.num_open() and now_s + wait_s > ask.deadline_s:
+            why = (
+                f"it would be this request's turn in about {wait_s:.0f} s, and it may wait "
+                f"{ask.deadline_s - now_s:.0f} s"
+            )
+        else:
+            return
+        one_s = model.wait_s(ask, 0)
+        late_s = max(wait_s - (ask.deadline_s - now_s), one_s)
+        raise QueueFull(why, public=why, retry_after_s=_retry_s(late_s))
+
+    def _place(self, model: _Model, ask: Ask, now_s: float) -> Assignment | None:
+        provider = self._policy.choose(model.seats, ask, model.output_tokens(ask), now_s)
+        if provider is None:
+            return None
+        model.seats.begin(provider, ask)
+        model.queue.started(ask)
+        self._running[ask.number] = assignment = Assignment(ask, provider)
+        return assignment
+
+    def _place_waiting(self, name: str, now_s: float) -> list[Assignment]:
+        model, placed = self._model(name), []
+
+        def place(ask: Ask) -> bool:
+            assignment = self._place(model, _not_hopeless(model, ask), now_s)
+            if assignment is not None:
+                placed.append(assignment)
+            return assignment is not None
+
+        while len(model.queue) and model.seats.free_slots() and model.queue.take(place) is not None:
+            pass
+        return placed
+
+    def _end(self, ask: Ask) -> None:
+        one = self._running.pop(ask.number)
+        model = self._models[ask.model]
+        if ask.number not in self._read:
+            model.seats.has_read(one.provider, ask)
+        self._read.discard(ask.number)
+        model.seats.end(one.provider)
+        model.queue.ended(ask)
+
+
+def _not_hopeless(model: _Model, ask: Ask) -> Ask:
+    """Who failed a request is passed over while another may take it; else any may try once more."""
+    if ask.excluded and model.seats.num_open() and not model.seats.could_ever(ask):
+        return replace(ask, excluded=frozenset())
+    return ask
+
+
+def _retry_s(wait_s: float) -> float:
+    return min(_MAX_RETRY_S, max(_MIN_RETRY_S, wait_s)) if math.isfinite(wait_s) else _MAX_RETRY_S

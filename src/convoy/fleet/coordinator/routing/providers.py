@@ -1,0 +1,290 @@
+"""All providers of one model as columns of numbers: ten thousand are compared in a tenth of a millisecond.
+
+A seat is a provider's place for the model. The coordinator counts what it sent there itself, because a
+heartbeat is old when it comes; what the provider runs for others it knows from the heartbeat alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from convoy.fleet.capacity import Capacity, Load
+from convoy.fleet.coordinator.routing.ask import Ask, Owner, Trusted
+from convoy.trust.evidence.level import Level
+
+Column = npt.NDArray[np.float64]
+
+_GROWTH = 2
+_FIRST_ROOM = 16
+_MAX_TAGS = 4096  # beginnings of prompts that are remembered for a model
+_MAX_SEATS_PER_TAG = 8
+_MEMORY = 0.2  # how much the newest measurement counts
+_LEAST_SCALE, _MOST_SCALE = 1 / 16, 16.0  # what measurements may make of the rates that were offered
+_COLUMNS = (
+    *("slots", "running", "foreign", "alone_s", "slope_s", "prefill_rate", "backlog", "decode_scale"),
+    *("said_scale", "prefill_scale", "penalty_s", "closed_until_s", "level", "max_context", "open"),
+)
+
+
+class Seats:
+    """Columns by seat; a seat keeps its index until `remove`."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, Column] = {name: np.zeros(_FIRST_ROOM) for name in _COLUMNS}
+        self._names: list[str | None] = [None] * _FIRST_ROOM
+        self._index: dict[str, int] = {}
+        self._free = list(range(_FIRST_ROOM - 1, -1, -1))
+        self._tags: OrderedDict[bytes, OrderedDict[int, int]] = OrderedDict()  # seat and tokens, by tag
+        self._owners: dict[int, Owner] = {}
+        self._of_key: dict[bytes, set[int]] = {}  # seats by their provider's key and by their operator's
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._index
+
+    def add(self, name: str, capacity: Capacity, level: Level, owner: Owner | None = None) -> None:
+        """A provider with nothing running; one that is here already is begun anew."""
+        if name in self._index:
+            self.remove(name)
+        if not self._free:
+            self._grow()
+        seat = self._free.pop()
+        self._index[name], self._names[seat] = seat, name
+        if owner is not None:
+            self._owners[seat] = owner
+            for key in _keys_of(owner):
+                self._of_key.setdefault(key, set()).add(seat)
+        alone = capacity.token_s(1)
+        values = {
+            "slots": capacity.slots,
+            "alone_s": alone,
+            "slope_s": (capacity.token_s(capacity.slots) - alone) / max(1, capacity.slots - 1),
+            "prefill_rate": capacity.prefill_rate,
+            "prefill_scale": 1.0,
+            "level": float(level),
+            "max_context": capacity.max_context,
+            "open": 1.0,
+        }
+        for column, array in self._columns.items():
+            array[seat] = values.get(column, 0.0)
+
+    def remove(self, name: str) -> None:
+        """It is gone, or never was."""
+        seat = self._index.pop(name, None)
+        if seat is None:
+            return
+        self._names[seat] = None
+        if (owner := self._owners.pop(seat, None)) is not None:
+            for key in _keys_of(owner):
+                self._of_key[key].discard(seat)
+                if not self._of_key[key]:
+                    del self._of_key[key]
+        self._columns["open"][seat] = self._columns["slots"][seat] = 0.0
+        for seats in self._tags.values():
+            seats.pop(seat, None)
+        self._free.append(seat)
+
+    def note_load(self, name: str, load: Load) -> None:
+        """A heartbeat: what it runs beside what was sent from here, and how much it has to read."""
+        seat, columns = self._index[name], self._columns
+        slots, running = columns["slots"][seat], columns["running"][seat]
+        columns["foreign"][seat] = max(0.0, slots - running - min(load.free_slots, slots))
+        columns["backlog"][seat] = load.queued_tokens
+        said = 0.0
+        if load.decode_rate:
+            said = _bounded(1 / load.decode_rate / self._token_s(seat, load.streams))
+        columns["said_scale"][seat] = said
+
+    def set_open(self, name: str, is_open: bool) -> None:
+        """Whether it takes anything new."""
+        self._columns["open"][self._index[name]] = float(is_open)
+
+    def set_level(self, name: str, level: Level) -> None:
+        """What its newest evidence proves."""
+        self._columns["level"][self._index[name]] = float(level)
+
+    def begin(self, name: str, ask: Ask) -> None:
+        """``ask`` goes there."""
+        seat = self._index[name]
+        self._columns["running"][seat] += 1
+        self._columns["backlog"][seat] += ask.prompt_tokens
+        if ask.tag:
+            seats = self._tags.setdefault(ask.tag, OrderedDict())
+            self._tags.move_to_end(ask.tag)
+            seats[seat] = ask.prompt_tokens
+            seats.move_to_end(seat)
+            if len(seats) > _MAX_SEATS_PER_TAG:
+                seats.popitem(last=False)
+            if len(self._tags) > _MAX_TAGS:
+                self._tags.popitem(last=False)
+
+    def has_read(self, name: str, ask: Ask) -> None:
+        """Its first token is here."""
+        if (seat := self._index.get(name)) is not None:
+            backlog = self._columns["backlog"]
+            backlog[seat] = max(0.0, backlog[seat] - ask.prompt_tokens)
+
+    def end(self, name: str) -> None:
+        """One of those that it ran is over."""
+        if (seat := self._index.get(name)) is not None:
+            running = self._columns["running"]
+            running[seat] = max(0.0, running[seat] - 1)
+
+    def close_until(self, name: str, until_s: float, penalty_s: float) -> None:
+        """It refused or failed: nothing goes there until then, then one at a time until one ends well.
+
+        What it says of its free slots does not count: who refuses everything always has some.
+        """
+        if (seat := self._index.get(name)) is not None:
+            self._columns["closed_until_s"][seat] = until_s
+            self._columns["penalty_s"][seat] = penalty_s
+
+    def learn(
+        self, name: str, ask: Ask, *, first_s: float, output_tokens: int, decode_s: float, running: int
+    ) -> None:
+        """Correct its rates by one request that ended well: seconds to its first token, and from there on."""
+        seat = self._index.get(name)
+        if seat is None:
+            return
+        columns = self._columns
+        columns["penalty_s"][seat] = 0.0
+        expected_first = ask.prompt_tokens / columns["prefill_rate"][seat]
+        self._correct("prefill_scale", seat, first_s, expected_first)
+        self._correct("decode_scale", seat, decode_s, self._token_s(seat, running) * (output_tokens - 1))
+
+    def num_open(self) -> int:
+        """How many take anything new."""
+        return int((self._columns["open"] > 0).sum())
+
+    def free_slots(self) -> int:
+        """Of all seats together."""
+        columns = self._columns
+        free = columns["slots"] - columns["running"] - columns["foreign"]
+        return int(np.maximum(free, 0.0)[columns["open"] > 0].sum())
+
+    def running(self, name: str) -> int:
+        """How many that were sent from here run there."""
+        return int(self._columns["running"][self._index[name]])
+
+    def finish_s(self, ask: Ask, output_tokens: float) -> Column:
+        """When each seat would have given ``output_tokens`` to ``ask``, from now, were it free."""
+        columns = self._columns
+        running = columns["running"] + columns["foreign"]
+        prompt = np.full(len(running), float(ask.prompt_tokens))
+        for seat, tokens in self._tags.get(ask.tag, {}).items() if ask.tag else ():
+            prompt[seat] = max(1.0, prompt[seat] - tokens)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            read_s = (columns["backlog"] + prompt) / columns["prefill_rate"] * columns["prefill_scale"]
+        token_s = (columns["alone_s"] + columns["slope_s"] * running) * self._decode_scale()
+        result: Column = read_s + token_s * output_tokens + columns["penalty_s"]
+        return result
+
+    def allowed(self, ask: Ask, now_s: float) -> npt.NDArray[np.bool_]:
+        """Seats that may and can take ``ask`` at once."""
+        columns = self._columns
+        ok: npt.NDArray[np.bool_] = columns["slots"] - columns["running"] - columns["foreign"] >= 1
+        ok &= (columns["open"] > 0) & (columns["closed_until_s"] <= now_s)
+        ok &= (columns["penalty_s"] == 0) | (columns["running"] == 0)
+        return ok & self._suited(ask)
+
+    def could_ever(self, ask: Ask) -> bool:
+        """Whether any seat may take it once it is free."""
+        return bool((self._suited(ask) & (self._columns["open"] > 0)).any())
+
+    def _suited(self, ask: Ask) -> npt.NDArray[np.bool_]:
+        columns = self._columns
+        ok: npt.NDArray[np.bool_] = columns["level"] >= float(ask.level)
+        ok &= columns["slots"] > 0
+        # how long a prompt is is a guess from its bytes: where it seems too long for all, the longest context
+        # judges, whose engine counts
+        longest = columns["max_context"][ok].max(initial=0.0)
+        ok &= columns["max_context"] >= min(ask.prompt_tokens + 1, longest)
+        for name in ask.excluded:
+            if (seat := self._index.get(name)) is not None:
+                ok[seat] = False
+        if ask.trusted is not None and (seats := self._seats_of(ask.trusted)):
+            trusted = np.zeros(len(ok), dtype=np.bool_)
+            trusted[list(seats)] = True
+            ok &= trusted
+        return ok
+
+    def _seats_of(self, trusted: Trusted) -> set[int]:
+        """Whoever sends to these alone verifies what it is given: this saves it from asking again."""
+        keys = self._of_key
+        found = [keys[b"i" + one] for one in trusted.identities if b"i" + one in keys]
+        found += [keys[b"o" + one] for one in trusted.operators if b"o" + one in keys]
+        return set().union(*found)
+
+    def reopens_s(self, now_s: float) -> float | None:
+        """When the next closed seat may be tried again."""
+        until = self._columns["closed_until_s"]
+        later = until[(until > now_s) & (self._columns["open"] > 0)]
+        return float(later.min()) if len(later) else None
+
+    def served_per_s(self, prompt_tokens: float, output_tokens: float) -> float:
+        """Requests of such a size that all seats together end in a second, with every slot taken."""
+        columns = self._columns
+        taken = (columns["open"] > 0) & (columns["slots"] > 0)
+        if not taken.any():
+            return 0.0
+        slots = columns["slots"][taken]
+        token_s = columns["alone_s"][taken] + columns["slope_s"][taken] * (slots - 1)
+        decode_s = token_s * self._decode_scale()[taken] * output_tokens
+        read_s = prompt_tokens / columns["prefill_rate"][taken] * columns["prefill_scale"][taken]
+        # a provider reads one prompt after the other while it decodes for all
+        return float((1 / np.maximum(read_s, (read_s + decode_s) / slots)).sum())
+
+    def name(self, seat: int) -> str:
+        """Whose it is."""
+        name = self._names[seat]
+        assert name is not None, "a seat that nobody has"
+        return name
+
+    def names(self) -> Collection[str]:
+        """Of all providers here."""
+        return self._index.keys()
+
+    def column(self, name: str) -> Column:
+        """A column as it stands, for policies and pictures; not to be written to."""
+        return self._columns[name]
+
+    def _decode_scale(self) -> Column:
+        """Measured seconds of a token over offered ones: what answers showed here, or the provider's own
+        heartbeats, if those are slower or nothing was answered yet. So what it says makes none look faster
+        than it was.
+        """
+        scale = np.maximum(self._columns["decode_scale"], self._columns["said_scale"])
+        return np.where(scale > 0, scale, 1.0)
+
+    def _token_s(self, seat: int, running: float) -> float:
+        columns = self._columns
+        found: float = columns["alone_s"][seat] + columns["slope_s"][seat] * (max(1.0, running) - 1)
+        return found
+
+    def _correct(self, column: str, seat: int, seen_s: float, offered_s: float) -> None:
+        if offered_s <= 0 or seen_s <= 0:
+            return
+        array = self._columns[column]
+        before = array[seat] or 1.0  # as it was offered
+        array[seat] = before + _MEMORY * (_bounded(seen_s / offered_s) - before)
+
+    def _grow(self) -> None:
+        size = len(self._names)
+        for name, array in self._columns.items():
+            self._columns[name] = np.concatenate((array, np.zeros(size * (_GROWTH - 1))))
+        self._names.extend([None] * (size * (_GROWTH - 1)))
+        self._free.extend(range(size * _GROWTH - 1, size - 1, -1))
+
+
+def _keys_of(owner: Owner) -> list[bytes]:
+    return [b"i" + owner.identity, *([] if owner.operator is None else [b"o" + owner.operator])]
+
+
+def _bounded(scale: float) -> float:
+    return min(_MOST_SCALE, max(_LEAST_SCALE, scale))

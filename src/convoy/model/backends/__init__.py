@@ -1,0 +1,1 @@
+"""Backends: run a stage on this host or on CUDA devices."""

@@ -1,0 +1,1 @@
+"""A stage on CUDA devices: bfloat16 layers, captured decodes and paged K/V pools."""

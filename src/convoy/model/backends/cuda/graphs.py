@@ -1,0 +1,187 @@
+"""Decode as captured graphs, one for each bucket of batch sizes, over static inputs and one memory pool.
+
+A decode of many layers is hundreds of short kernels, and Python starts them more slowly than the device runs
+them; a captured graph is one start. Its shapes are fixed, so a batch is padded to the next bucket, with rows
+that write nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from convoy.model.backends.cuda.batch import (
+    ROW_FIELDS,
+    DeviceBatch,
+    GroupBatch,
+    HostBatch,
+    aligned_sizes,
+    fill,
+)
+from convoy.model.backends.cuda.kernels.attention import HeadShape, Ints, Launch
+from convoy.model.backends.cuda.kernels.sums import DeviceSums
+from convoy.model.backends.cuda.memory.staging import Slot, Staging
+
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+_WARM_UPS = 2  # runs before a capture: kernels are compiled, the libraries take their memory
+
+# what is captured: int32 token ids [T], a hidden state that may be used up, and the batch, to a hidden state
+Run = Callable[[torch.Tensor, torch.Tensor, DeviceBatch], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class GraphShape:
+    """What all graphs of a stage have in common."""
+
+    hidden_size: int
+    max_blocks: int  # of a sequence, in all its tables together
+    heads: tuple[HeadShape, ...]  # by cache group
+    dtype: torch.dtype
+    device: torch.device
+    num_units: int  # multiprocessors
+    sums: DeviceSums | None = None  # of a rank, which runs what the others run
+
+
+class DecodeGraph:
+    """One captured decode. ``memory`` is the pool that it shares with others, of which one runs at a time."""
+
+    def __init__(self, size: int, shape: GraphShape, run: Run, memory: Any) -> None:
+        self.size = size
+        self._shape = shape
+        groups = len(shape.heads)
+        sizes = [size, size, groups * size, groups * size * ROW_FIELDS, size * shape.max_blocks]
+        self._begins = aligned_sizes(sizes)
+        self._ints = torch.zeros(self._begins[-1], dtype=torch.int32, device=shape.device)
+        parts = [self._ints[b : b + n] for b, n in zip(self._begins, sizes, strict=False)]
+        self._tokens, positions, slots, rows, tables = parts
+        slots, rows = slots.view(groups, size), rows.view(groups, size, ROW_FIELDS)
+        slots.fill_(-1)
+        tiles = torch.zeros(size, 2, dtype=torch.int32, device=shape.device)
+        tiles[:, 0] = torch.arange(size, dtype=torch.int32, device=shape.device)
+        launches = [
+            Launch(tiles, heads.decode_rows, heads.num_splits(size, shape.num_units)) for heads in shape.heads
+        ]
+        # kept, because the graph reads it whether or not anybody holds it
+        self._batch = DeviceBatch(
+            positions,
+            tables,
+            tuple(GroupBatch(slots[i], rows[i], (launches[i],)) for i in range(groups)),
+        )
+        self._hidden = torch.zeros(size, shape.hidden_size, dtype=shape.dtype, device=shape.device)
+        self._out = torch.zeros_like(self._hidden)
+        # bytes and rows of the last batch, for graphs of other ranks
+        self._filled: tuple[npt.NDArray[np.uint8], int] = (np.empty(0, np.uint8), 0)
+        self._graph = self._capture(run, memory)
+
+    def fits(self, host: HostBatch) -> bool:
+        """Whether the block tables have room."""
+        return host.tables.size <= self.size * self._shape.max_blocks
+
+    def run(
+        self, host: HostBatch, tokens: Ints | None, hidden: torch.Tensor | None, staging: Staging
+    ) -> torch.Tensor:
+        """A batch of lone tokens, no more than ``size``, from token ids or hidden states [rows, hidden_size].
+
+        Returns [rows, hidden_size], which the next run of this graph overwrites.
+        """
+        self.fill(host, tokens, hidden, staging)
+        if self._shape.sums is not None:
+            self._shape.sums.meet()
+        self.replay()
+        return self.found(len(host.lengths))
+
+    def fill(
+        self, host: HostBatch, tokens: Ints | None, hidden: torch.Tensor | None, staging: Staging
+    ) -> None:
+        """What the next `replay` runs; as `run` has it."""
+        num_rows, padded = len(host.lengths), host.padded(self.size)
+        ids = np.zeros(self.size, np.int32)
+        if tokens is not None:
+            ids[:num_rows] = tokens
+        parts = [ids, padded.positions, padded.slots, padded.rows, padded.tables]
+        used = aligned_sizes([part.size for part in parts])[-1]
+        slot = staging.take(4 * used)
+        fill(slot.memory[: 4 * used].view(torch.int32), parts)
+        self._filled = slot.array[: 4 * used], num_rows
+        self._send(slot, 4 * used)
+        self._take_in(hidden, staging)
+
+    def fill_like(self, other: DecodeGraph, hidden: torch.Tensor | None, staging: Staging) -> None:
+        """With what another rank's was just filled with."""
+        filled, _ = self._filled = other._filled
+        slot = staging.take(len(filled))
+        np.copyto(slot.array[: len(filled)], filled)
+        self._send(slot, len(filled))
+        self._take_in(hidden, staging)
+
+    def _send(self, slot: Slot, num_bytes: int) -> None:
+        staged = slot.memory[:num_bytes].view(torch.int32)
+        self._ints[: len(staged)].copy_(staged, non_blocking=True)
+        slot.done.record(torch.cuda.current_stream(self._shape.device))
+
+    def _take_in(self, hidden: torch.Tensor | None, staging: Staging) -> None:
+        if hidden is not None:
+            self._hidden[: self._filled[1]].copy_(staging.on_card(hidden))
+
+    def replay(self) -> None:
+        """Begin to run it. Ranks are replayed with nothing in between that may wait."""
+        with torch.cuda.device(self._shape.device):
+            self._graph.replay()
+
+    def found(self, num_rows: int) -> torch.Tensor:
+        """What came of so many rows, [num_rows, hidden_size]."""
+        return self._out[:num_rows]
+
+    def _capture(self, run: Run, memory: Any) -> torch.cuda.CUDAGraph:
+        def once() -> None:
+            # the layers use up what they are given, and the input is needed again
+            self._out.copy_(run(self._tokens, self._hidden.clone(), self._batch))
+
+        stream = torch.cuda.Stream(self._shape.device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(self._shape.device))
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                once()
+        torch.cuda.current_stream(self._shape.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        sums = self._shape.sums
+        # other threads may use other devices meanwhile
+        with (
+            nullcontext() if sums is None else sums.captures(),
+            torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"),
+        ):
+            once()
+        return graph
+
+
+class DecodeGraphs:
+    """The graphs of a stage, each captured when a batch first needs it."""
+
+    def __init__(self, shape: GraphShape, run: Run) -> None:
+        self._shape = shape
+        self._run = run
+        self._memory = torch.cuda.graph_pool_handle()
+        self._graphs: dict[int, DecodeGraph] = {}
+
+    def captured(self, num_rows: int) -> DecodeGraph | None:
+        """The graph for so many rows, where it was captured already."""
+        return self._graphs.get(_bucket(num_rows) or 0)
+
+    def find(self, num_rows: int) -> DecodeGraph | None:
+        """The graph for so many rows; None beyond the greatest bucket."""
+        size = _bucket(num_rows)
+        if size is None:
+            return None
+        if size not in self._graphs:
+            self._graphs[size] = DecodeGraph(size, self._shape, self._run, self._memory)
+        return self._graphs[size]
+
+
+def _bucket(num_rows: int) -> int | None:
+    return next((bucket for bucket in BUCKETS if bucket >= num_rows), None)

@@ -1,0 +1,153 @@
+"""Attention of packed rows over a block pool on the device: what a batch is cut into, and the launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from convoy.model.backends.cuda.kernels.language import next_power
+from convoy.model.backends.cuda.kernels.paged import combine_kernel, paged_attention_kernel
+
+LOG2_E = math.log2(math.e)
+_LEAST = 16  # rows, columns and depth of a matrix product in Triton
+_PREFILL_ROWS = 128
+_KEYS = 64  # of one step of the online softmax
+_MAX_SPLITS = 32
+_PROGRAMS_PER_UNIT = 4  # of attention, that a multiprocessor needs to be busy
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What the attention of a layer looks like. ``window`` counts the token itself; None: no window."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    block_size: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def decode_rows(self) -> int:
+        """Rows of a tile of one token."""
+        return next_power(self.group, _LEAST)
+
+    @property
+    def prefill_rows(self) -> int:
+        """Rows of a tile of several tokens."""
+        wide = max(self.head_dim, self.value_dim) > 128
+        return next_power(self.group, _PREFILL_ROWS // 2 if wide else _PREFILL_ROWS)
+
+    def num_splits(self, num_tiles: int, num_units: int) -> int:
+        """Among how many programs the keys of a lone token go, on a device of so many multiprocessors."""
+        wanted = _PROGRAMS_PER_UNIT * num_units // max(1, num_tiles * self.num_kv_heads)
+        return min(_MAX_SPLITS, next_power(wanted + 1) // 2 if wanted else 1)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Tiles of one size. ``tiles`` is int32 [num_tiles, 2], on the device: a row, the first of its tokens."""
+
+    tiles: torch.Tensor
+    block_rows: int
+    num_splits: int
+
+
+@dataclass(frozen=True)
+class Pool:
+    """K [num_blocks, kv_heads, block_size, head_dim] and V [.., value_dim] of one layer."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def cut_tiles(lengths: Ints, shape: HeadShape) -> tuple[Ints, Ints]:
+    """The tiles, [n, 2], of rows of one token, and those of longer rows."""
+    alone = np.flatnonzero(lengths == 1)
+    long = np.flatnonzero(lengths > 1)
+    size = shape.prefill_rows // shape.group
+    counts = -(-lengths[long] // size)
+    steps = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    lone_tiles = np.stack([alone, np.zeros_like(alone)], axis=1)
+    long_tiles = np.stack([np.repeat(long, counts), steps * size], axis=1)
+    return lone_tiles.astype(np.int32), long_tiles.astype(np.int32)
+
+
+def attend(
+    query: torch.Tensor,
+    pool: Pool,
+    shape: HeadShape,
+    *,
+    tables: torch.Tensor,
+    rows: torch.Tensor,
+    launches: tuple[Launch, ...],
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, num_heads * value_dim] of ``query`` [T, >= num_heads * head_dim], whose K and V are in the pool.
+
+    ``tables`` int32 holds all block tables, ``rows`` int32 [num_rows, 5] is as in `gpu.paged`. ``sinks`` is
+    float32 [num_heads], times log2(e). Rows of ``query`` that no tile has come back as they lay in memory.
+    """
+    out = query.new_empty(query.shape[0], shape.num_heads * shape.value_dim)
+    cap = shape.softcap or 1.0
+    for launch in launches:
+        num_tiles, splits = launch.tiles.shape[0], launch.num_splits
+        # not looked at without splits, and without sinks
+        parts, levels = (rows, rows) if splits == 1 else _parts(query, launch, shape)
+        paged_attention_kernel[num_tiles, shape.num_kv_heads, splits](
+            *(out, parts, levels, query, pool.keys, pool.values, tables, rows, launch.tiles),
+            rows if sinks is None else sinks,
+            scale=shape.scale * LOG2_E if shape.softcap is None else shape.scale / cap,
+            cap=cap * LOG2_E,
+            window=shape.window or 0,
+            query_stride=query.stride(0),
+            SUNK=sinks is not None,
+            **_constants(shape, launch),
+        )
+        if splits > 1:
+            combine_kernel[num_tiles, shape.num_heads](
+                *(out, parts, levels, rows, launch.tiles),
+                NUM_HEADS=shape.num_heads,
+                VALUE_DIM=shape.value_dim,
+                VALUE_PAD=next_power(shape.value_dim, _LEAST),
+                SPLITS=splits,
+            )
+    return out
+
+
+def _parts(query: torch.Tensor, launch: Launch, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor]:
+    size = (launch.tiles.shape[0], shape.num_heads, launch.num_splits)
+    parts = query.new_empty(*size, shape.value_dim, dtype=torch.float32)
+    return parts, query.new_empty(*size, 2, dtype=torch.float32)
+
+
+def _constants(shape: HeadShape, launch: Launch) -> dict[str, int]:
+    return {
+        "NUM_KV": shape.num_kv_heads,
+        "GROUP": shape.group,
+        "HEAD_DIM": shape.head_dim,
+        "HEAD_PAD": next_power(shape.head_dim, _LEAST),
+        "VALUE_DIM": shape.value_dim,
+        "VALUE_PAD": next_power(shape.value_dim, _LEAST),
+        "BLOCK_SIZE": shape.block_size,
+        "BLOCK_M": launch.block_rows,
+        "BLOCK_N": _KEYS,
+        "SPLITS": launch.num_splits,
+        "CAPPED": shape.softcap is not None,
+        "WINDOWED": shape.window is not None,
+        "num_warps": 8 if launch.block_rows >= 128 else 4,
+        "num_stages": 2,
+    }

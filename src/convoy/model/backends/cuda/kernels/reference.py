@@ -1,0 +1,68 @@
+"""What the kernels must compute, in plain torch, slowly: the tests compare with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from convoy.model.backends.cuda.kernels.attention import LOG2_E, HeadShape, Pool
+
+
+def attend_slowly(
+    query: torch.Tensor,
+    pool: Pool,
+    shape: HeadShape,
+    rows: Sequence[tuple[int, int, Sequence[int]]],
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, num_heads * value_dim] in float32.
+
+    ``rows`` are (position of the first token, number of tokens, blocks), their tokens one behind the other in
+    ``query`` [T, num_heads * head_dim]; a table that ends early is a ring. ``sinks`` as `attend` takes them.
+    """
+    found, done = [], 0
+    for start, num_tokens, blocks in rows:
+        end = start + num_tokens
+        part = query[done : done + num_tokens].float()
+        part = part.view(num_tokens, shape.num_heads, shape.head_dim).transpose(0, 1)
+        keys = _gather(pool.keys, blocks, end, shape)
+        values = _gather(pool.values, blocks, end, shape)
+        scores = part @ keys.transpose(1, 2) * shape.scale
+        if shape.softcap is not None:
+            scores = shape.softcap * torch.tanh(scores / shape.softcap)
+        positions = torch.arange(start, end, device=query.device)[:, None]
+        key = torch.arange(end, device=query.device)
+        hidden = key > positions
+        if shape.window is not None:
+            hidden |= key <= positions - shape.window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            sink = (sinks.float() / LOG2_E)[:, None, None].expand(-1, num_tokens, 1)
+            scores = torch.cat((scores, sink), dim=-1)
+            values = torch.cat((values, torch.zeros_like(values[:, :1])), dim=1)
+        out = torch.softmax(scores, dim=-1) @ values
+        found.append(out.transpose(0, 1).reshape(num_tokens, -1))
+        done += num_tokens
+    return torch.cat(found)
+
+
+def _gather(blocks: torch.Tensor, table: Sequence[int], end: int, shape: HeadShape) -> torch.Tensor:
+    """[num_heads, end, dim], float32, of the first ``end`` positions."""
+    index = [table[i // shape.block_size % len(table)] for i in range(end)]
+    offsets = torch.arange(end, device=blocks.device) % shape.block_size
+    per_head = blocks[torch.tensor(index, device=blocks.device), :, offsets].float()
+    return per_head.transpose(0, 1).repeat_interleave(shape.group, dim=0)
+
+
+def rotate_slowly(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``x`` [T, heads, head_dim] rotated, float32; ``cos`` and ``sin`` are [T, head_dim / 2]."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def norm_slowly(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over the last dimension, float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()

@@ -1,0 +1,238 @@
+"""Any other decoder on the device: the library's own layers, over our pools and our attention.
+
+As on the host: `loading.load` builds what the stage owns, attention is ours, registered by name, and what a
+family needs beside comes with the loaded modules. The weights pass through the host's memory in float32, a
+layer at a time on to the device. Layers with experts run as they come: what the library does there
+may wait for the device, which a captured graph cannot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from convoy.errors import ModelError
+from convoy.model.backends.cuda.batch import DeviceBatch, GroupBatch
+from convoy.model.backends.cuda.kernels.attention import LOG2_E, attend
+from convoy.model.backends.cuda.kernels.linears import round_linears, rounded_linear
+from convoy.model.backends.cuda.kernels.pointwise import store
+from convoy.model.backends.cuda.kernels.sums import DeviceSums
+from convoy.model.backends.cuda.memory.pools import LayerPool
+from convoy.model.backends.cuda.memory.weights import LoadProgress
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.layers.layer_inputs import takes_shared_kv
+from convoy.model.layers.rope import RopeUse, Rotation, Rotations
+from convoy.model.loading.load import load_modules
+from convoy.model.loading.loaded import LoadedModules
+from convoy.plan.spec.sharding import WHOLE, Shard
+from convoy.wire.messages.control import StageAssignment
+
+ATTENTION_NAME = "convoy_cuda"
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """What the attention of one layer needs in a step."""
+
+    pool: LayerPool
+    group: GroupBatch
+    tables: torch.Tensor
+
+
+def device_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the batch says who sees whom
+    *,
+    scaling: float,
+    batch: Mapping[int, LayerStep],
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write K and V of the step, then attend; shapes and names as in `attention.packed_attention`."""
+    step = batch[module.layer_idx]  # type: ignore[index]
+    pool, group = step.pool.pool, step.group
+    shape = replace(step.pool.shape, scale=float(scaling), softcap=softcap)
+    store(key[0].transpose(0, 1), value[0].transpose(0, 1), pool, shape, group.slots)
+    num_tokens = query.shape[2]
+    queries = query[0].transpose(0, 1).reshape(num_tokens, -1).to(pool.keys.dtype)
+    sinks = None if s_aux is None else s_aux.float() * LOG2_E
+    out = attend(
+        *(queries, pool, shape), tables=step.tables, rows=group.rows, launches=group.launches, sinks=sinks
+    )
+    return out.view(1, num_tokens, shape.num_heads, shape.value_dim), None
+
+
+AttentionInterface.register(ATTENTION_NAME, device_attention)
+
+
+class LibraryDecoder:
+    """What `gpu.decoder.Decoder` is, of modules of the library."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        modules: LoadedModules,
+        device: torch.device,
+        dtype: torch.dtype,
+        bits: int = 0,
+    ) -> None:
+        self._modules = modules
+        self._dtype = dtype
+        self._kv_sources = dict(source.spec.kv_sources)
+        self._shares = takes_shared_kv(modules.layers.values())
+        self.bytes_read = modules.bytes_read
+        _move(modules, device, dtype)
+        if bits:
+            for layer in modules.layers.values():
+                round_linears(layer, bits, source.name)
+            if modules.output is not None:
+                modules.output = rounded_linear(modules.output, 8)
+        self.weight_bytes = modules.weight_bytes
+        self._rotations = _rotations(modules, source.spec.max_context, device, dtype)
+
+    def join(self, sums: DeviceSums) -> None:
+        """What is here are slices, and this the way to the other ranks."""
+        assert self._modules.ranks is not None
+        self._modules.ranks.join(sums)
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether a run does the same whatever the numbers are."""
+        layers = (part for layer in self._modules.layers.values() for part in layer.modules())
+        return self._modules.layer_inputs is None and not any(hasattr(part, "experts") for part in layers)
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether layers need token ids."""
+        return self._modules.layer_inputs is not None
+
+    @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """By their number in the whole model."""
+        return self._modules.layers
+
+    @property
+    def owns_output(self) -> bool:
+        return self._modules.output is not None
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] of int32 token ids [T]."""
+        assert self._modules.embedding is not None
+        rows: torch.Tensor = self._modules.embedding(ids)
+        scale = self._modules.embed_scale
+        return (rows if scale is None else rows.float() * scale).to(self._dtype)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        batch: DeviceBatch,
+        pools: Mapping[int, LayerPool],
+    ) -> torch.Tensor:
+        """[T, hidden_size] behind the last layer."""
+        modules = self._modules
+        steps = {
+            number: LayerStep(pool, batch.groups[pool.group], batch.tables) for number, pool in pools.items()
+        }
+        steps |= {layer: steps[of] for layer, of in self._kv_sources.items() if of in steps}
+        arguments: dict[str, Any] = {"use_cache": False, "batch": steps}
+        if self._shares:
+            arguments["shared_kv_states"] = {}  # filled by the layers whose K and V others may read
+        inputs = {}
+        if modules.layer_inputs is not None and ids is not None:
+            inputs = {n: own.to(self._dtype) for n, own in modules.layer_inputs(ids).items()}
+        turned = {
+            use: (cos.index_select(0, batch.positions)[None], sin.index_select(0, batch.positions)[None])
+            for use, (cos, sin) in self._rotations.items()
+        }
+        x = x[None]
+        for number, layer in modules.layers.items():
+            own = {"per_layer_input": inputs[number]} if number in inputs else {}
+            x = layer(x, position_embeddings=turned[modules.ropes[number]], **arguments, **own)
+        return x[0]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Final norm and `lm_head` of [M, hidden_size]: [M, vocab_size], float32."""
+        norm, head = self._modules.norm, self._modules.output
+        assert norm is not None
+        assert head is not None
+        logits: torch.Tensor = head(norm(x)).float()
+        scale, cap = self._modules.logit_scale, self._modules.logit_cap
+        logits = logits if scale is None else logits * scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def load_library_decoder(
+    source: ModelSource,
+    assignment: StageAssignment,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: LoadProgress | None,
+    bits: int = 0,
+    shard: Shard = WHOLE,
+) -> LibraryDecoder:
+    """``bits``: as `gpu.weights.load_weights` has it. Raises ModelError as `load_modules` does, for K/V that
+    our kernels do not keep, and for experts that are to be rounded.
+    """
+    for group in source.spec.cache_groups:
+        if group.kind != "kv":
+            raise ModelError(
+                f"{source.name}: {group.kind} state does not run on cuda yet", hint="run it on cpu"
+            )
+    modules = load_modules(source, assignment, packed=False, progress=progress, shard=shard)
+    for number, layer in modules.layers.items():
+        _configure(source, number, layer, dtype)
+    return LibraryDecoder(source, modules, device, dtype, bits)
+
+
+def _configure(source: ModelSource, number: int, layer: nn.Module, dtype: torch.dtype) -> None:
+    # the library multiplies experts in groups, where memory is aligned to 16 bytes, in bfloat16
+    experts = [weight for weight in layer.parameters() if weight.dim() == 3]
+    aligned = dtype == torch.bfloat16 and all(size % 8 == 0 for e in experts for size in e.shape[1:])
+    found = False
+    for part in layer.modules():
+        config: Any = getattr(part, "config", None)
+        if config is not None:
+            found = True
+            config._attn_implementation = ATTENTION_NAME
+            config._experts_implementation = "grouped_mm" if aligned else "eager"
+    if not found:
+        raise ModelError(f"{source.name}: layer {number} does not take an attention of ours on cuda")
+
+
+def _move(modules: LoadedModules, device: torch.device, dtype: torch.dtype) -> None:
+    embedding, output = modules.embedding, modules.output
+    tied = embedding is not None and output is not None and _address(embedding) == _address(output)
+    for part in (*modules.layers.values(), embedding, modules.norm, output):
+        if part is not None:
+            part.to(device=device, dtype=dtype)
+    if tied:
+        assert embedding is not None
+        assert output is not None
+        output.weight = embedding.weight
+    if modules.layer_inputs is not None:
+        modules.layer_inputs.to(device=device)
+
+
+def _address(module: nn.Module) -> int:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.data_ptr()
+
+
+def _rotations(
+    modules: LoadedModules, max_context: int, device: torch.device, dtype: torch.dtype
+) -> dict[RopeUse, Rotation]:
+    """cos and sin of all positions, [max_context, width]."""
+    uses: Iterable[RopeUse] = set(modules.ropes.values())
+    found = Rotations(modules.rotary, max_context).look_up(uses, torch.arange(max_context), max_context - 1)
+    return {use: (cos[0].to(device, dtype), sin[0].to(device, dtype)) for use, (cos, sin) in found.items()}

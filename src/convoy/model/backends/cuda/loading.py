@@ -1,0 +1,64 @@
+"""Which layers a stage on a device has: ours, or the library's over our pools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from convoy.errors import PlanError
+from convoy.model.backends.cuda.decoder import Decoder
+from convoy.model.backends.cuda.kernels.rope import make_rotation
+from convoy.model.backends.cuda.memory.weights import LoadProgress, StageWeights, load_weights, why_not_ours
+from convoy.model.backends.cuda.options import CHECK_KERNEL, DeviceOptions
+from convoy.model.backends.cuda.protocol import Model
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.library import LIBRARY
+from convoy.plan.spec.sharding import Shard
+from convoy.wire.messages.control import StageAssignment
+
+if TYPE_CHECKING:
+    from convoy.model.checkpoints.slices import Slices
+
+
+def load_model(
+    source: ModelSource,
+    assignment: StageAssignment,
+    options: DeviceOptions,
+    progress: LoadProgress | None,
+    kept: StageWeights | None,
+    shard: Shard,
+) -> Model:
+    """Raises as `CudaStage.load`; what ``kept`` has is not read again."""
+    try:
+        with torch.cuda.device(options.device), torch.inference_mode():
+            if options.kernel != CHECK_KERNEL and why_not_ours(source) is None:
+                weights = load_weights(
+                    *(source, assignment, options.device, progress, kept, options.bits),
+                    slices=_slices(source, shard),
+                )
+                head_dim = source.spec.cache_groups[0].head_dim
+                return Decoder(weights, make_rotation(source, head_dim, options.device))
+            with LIBRARY:
+                # transformers, which takes seconds, and not before
+                from convoy.model.backends.cuda.library_layers import load_library_decoder
+
+            return load_library_decoder(
+                *(source, assignment, options.device, options.dtype, progress), bits=options.bits, shard=shard
+            )
+    except torch.cuda.OutOfMemoryError as error:
+        layers = f"layers {assignment.start} to {assignment.end - 1}"
+        raise PlanError(
+            f"{source.name}: {layers} do not fit on {options.device}",
+            hint="give this member fewer layers",
+        ) from error
+
+
+def _slices(source: ModelSource, shard: Shard) -> Slices | None:
+    if shard.world_size == 1:
+        return None
+    with LIBRARY:
+        # transformers, which takes seconds, and not before
+        from convoy.model.checkpoints.slices import Slices
+
+    return Slices(source.spec, shard)

@@ -1,0 +1,140 @@
+"""The K/V of a CUDA stage: block tables on the host, and a pool on the device for each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from convoy.model.backends.cuda.kernels.attention import HeadShape, Pool
+from convoy.model.kv.span_kv import SpanKv
+from convoy.plan.spec.cache import CacheGroup
+from convoy.plan.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class LayerPool:
+    """One layer's pool, the cache group whose tables it follows, and what its attention looks like."""
+
+    pool: Pool
+    group: int
+    shape: HeadShape
+
+
+class DevicePools(SpanKv):
+    """On a device, in its dtype."""
+
+    failures = (torch.cuda.OutOfMemoryError,)
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: range,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        block_size: int,
+        require_tags: bool,
+    ) -> None:
+        name, where = str(dtype).removeprefix("torch."), f"on {device}"
+        super().__init__(spec, layers, name, where, block_size=block_size, require_tags=require_tags)
+        self._dtype = dtype
+        self._device = device
+        self.layers: dict[int, LayerPool] = {}
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._spec.cache_groups)
+
+    @property
+    def shapes(self) -> tuple[HeadShape, ...]:
+        """What the attention of each cache group looks like."""
+        return tuple(head_shape(group, self._block_size) for group in self._spec.cache_groups)
+
+    def max_blocks(self, num_blocks: Sequence[int]) -> int:
+        """Of the tables of one sequence, of all groups together, in pools of so many blocks."""
+        most = -(-self._spec.max_context // self._block_size)
+        return sum(min(count, most) for count in num_blocks)
+
+    def _forget_pools(self) -> None:
+        self.layers = {}
+
+    def _make_pools(self, num_blocks: Sequence[int]) -> None:
+        for index, group in enumerate(self._spec.cache_groups):
+            for layer in set(group.layers).intersection(self._layers):
+                shape = self.shapes[index]
+                pool = make_pool(num_blocks[index], shape, self._device, self._dtype)
+                self.layers[layer] = LayerPool(pool, index, shape)
+
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
+        """As `Stage.read_blocks`."""
+        shape = self._check_reading(start, end, blocks)
+        index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        found = []
+        for pool in (self.layers[layer].pool for layer in range(start, end)):
+            both = torch.stack((pool.keys.index_select(0, index), pool.values.index_select(0, index)))
+            found.append(both.transpose(2, 3).float())
+        return torch.stack(found).reshape(shape).to("cpu")
+
+    def write_blocks(
+        self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
+    ) -> None:
+        """As `Stage.write_blocks`."""
+        end = self._begin_writing(start, blocks, tags, kv)
+        index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        for layer in range(start, end):
+            pool = self.layers[layer].pool
+            runs = kv[layer - start].to(self._device, self._dtype).nan_to_num()
+            runs = runs.view(2, len(blocks), self._block_size, *kv.shape[3:]).transpose(2, 3)
+            pool.keys.index_copy_(0, index, runs[0])
+            pool.values.index_copy_(0, index, runs[1])
+
+
+class CarriesKv:
+    """A stage whose K/V is read and written."""
+
+    _kv: DevicePools
+
+    @torch.inference_mode()
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
+        """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
+
+        Raises StepError for what this stage does not have, and for more than `span_kv.MAX_CARRIED_BYTES`.
+        """
+        return self._kv.read_blocks(start, end, blocks)
+
+    @torch.inference_mode()
+    def write_blocks(
+        self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
+    ) -> None:
+        """Fill ``blocks``, which no sequence has, in layers from ``start`` on; ``kv`` as `read_blocks` gives.
+
+        They hold the prefixes of ``tags`` once the last layer here is among them, and no prefix before: so
+        layers come in order. Raises StepError; nothing is changed then.
+        """
+        self._kv.write_blocks(start, blocks, tags, kv)
+
+    def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        """Of what `read_blocks` gives. Raises StepError for more than `span_kv.MAX_CARRIED_BYTES`."""
+        return self._kv.carried_shape(num_layers, num_blocks)
+
+
+def head_shape(group: CacheGroup, block_size: int) -> HeadShape:
+    """With the usual scale, and no cap: where a layer has others, it says so to `attend`."""
+    return HeadShape(
+        group.num_heads,
+        group.num_kv_heads,
+        group.head_dim,
+        group.value_dim,
+        block_size,
+        group.head_dim**-0.5,
+        group.window,
+    )
+
+
+def make_pool(num_blocks: int, shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Pool:
+    """Zeroed, so that what was never written is a number."""
+    size = (num_blocks, shape.num_kv_heads, shape.block_size)
+    keys = torch.zeros(*size, shape.head_dim, dtype=dtype, device=device)
+    return Pool(keys, torch.zeros(*size, shape.value_dim, dtype=dtype, device=device))

@@ -1,0 +1,260 @@
+"""A stage's weights on the device, bfloat16: each layer's tensors as few matrices as its kernels want."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from convoy.errors import ModelError
+from convoy.model.backends.cuda.kernels.rounded import Matrix, RoundedMatrix, round_matrix
+from convoy.model.backends.cuda.memory.synthetic_weights import draw_into
+from convoy.model.checkpoints.checkpoint import map_tensor
+from convoy.model.checkpoints.read import unpack_into
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.synthetic import draw_tensor, drawn_key
+from convoy.model.checkpoints.tied import check_tied
+from convoy.plan.spec.config import ConfigReader
+from convoy.wire.messages.control import StageAssignment
+
+if TYPE_CHECKING:
+    from convoy.model.checkpoints.slices import Slices
+
+DTYPE = torch.bfloat16
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_ACTIVATIONS = frozenset({"silu", "swish"})
+
+LoadProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. ``qkv`` is q, k and v over each other, ``gate_up`` gate and up."""
+
+    input_norm: torch.Tensor
+    qkv: Matrix
+    qkv_bias: torch.Tensor | None
+    head_norms: torch.Tensor | None  # [2, head_dim]: for q and for k
+    out: Matrix
+    out_bias: torch.Tensor | None
+    middle_norm: torch.Tensor
+    gate_up: Matrix
+    gate_up_bias: torch.Tensor | None
+    down: Matrix
+    down_bias: torch.Tensor | None
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Its linears."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds."""
+        found = [getattr(self, field.name) for field in fields(self)]
+        return [tensor for part in found for tensor in tensors_of(part)]
+
+
+@dataclass
+class StageWeights:
+    """What a stage owns; what it does not own is None."""
+
+    layers: dict[int, LayerWeights]  # by their number in the whole model
+    embedding: torch.Tensor | None
+    norm: torch.Tensor | None
+    head: Matrix | None  # lm_head; the embedding itself where they are tied and it is not rounded
+    eps: float
+    bytes_read: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """Resident bytes; a tied matrix counts once."""
+        ends = [tensor for part in (self.embedding, self.norm, self.head) for tensor in tensors_of(part)]
+        held = [tensor for layer in self.layers.values() for tensor in layer.tensors()] + ends
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+
+
+def tensors_of(part: Matrix | None) -> list[torch.Tensor]:
+    """Those that it is held in."""
+    if isinstance(part, RoundedMatrix):
+        return [part.numbers, part.scales]
+    return [] if part is None else [part]
+
+
+def load_weights(
+    source: ModelSource,
+    assignment: StageAssignment,
+    device: torch.device,
+    progress: LoadProgress | None,
+    kept: StageWeights | None = None,
+    bits: int = 0,
+    slices: Slices | None = None,
+) -> StageWeights:
+    """Read or draw just the tensors of the assignment; layers in ``kept`` are used again.
+
+    ``bits``: 8 or 4, to which linears are rounded; 0: they stay in bfloat16. `lm_head` gets 8 in any case.
+    ``slices``: what one rank has of each tensor; None: all.
+
+    For a model that `why_not_ours` says nothing of. Raises ModelError for a span outside the model, and for
+    missing, misshapen or unreadable tensors.
+    """
+    spec = source.spec
+    if not 0 <= assignment.start <= assignment.end <= spec.num_layers:
+        raise ModelError(
+            f"{source.name} has layers 0 to {spec.num_layers - 1}, "
+            f"asked for {assignment.start} to {assignment.end - 1}"
+        )
+    reader = ConfigReader(source.config, source.name)
+    loader = _Loader(source, device, progress, assignment, bits, slices)
+    layers = {} if kept is None else dict(kept.layers)
+    for layer in range(assignment.start, assignment.end):
+        if layer not in layers:
+            layers[layer] = loader.layer(f"model.layers.{layer}.")
+    layers = {layer: layers[layer] for layer in range(assignment.start, assignment.end)}
+    tied = spec.tied_embeddings
+    embedding = loader.whole("model.embed_tokens.weight") if assignment.embed else None
+    norm, head = None, None
+    if assignment.output:
+        check_tied(source)
+        norm = loader.whole("model.norm.weight")
+        head = loader.head(embedding if tied else None, tied=tied)
+    eps = reader.get("rms_norm_eps")
+    return StageWeights(
+        *(layers, embedding, norm, head),
+        eps=float(eps) if isinstance(eps, int | float) else 1e-6,
+        bytes_read=loader.bytes_read,
+    )
+
+
+def why_not_ours(source: ModelSource) -> str | None:
+    """Why `gpu.decoder` does not run this model, whose layers are the library's then; None where it does."""
+    spec = source.spec
+    if spec.family not in FAMILIES:
+        return f"model type {spec.family!r} has other layers"
+    activation = ConfigReader(source.config, source.name).word("hidden_act") or "silu"
+    if activation not in _ACTIVATIONS:
+        return f"the activation is {activation!r}"
+    carried = all(group.is_carried for group in spec.cache_groups)
+    return None if carried else "K and V differ in width"
+
+
+class _Loader:
+    """Fills tensors on the device, and says how far it is."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        device: torch.device,
+        progress: LoadProgress | None,
+        assignment: StageAssignment,
+        bits: int,
+        slices: Slices | None,
+    ) -> None:
+        self._source = source
+        self._slices = slices
+        self._device = device
+        self._bits = bits
+        self._progress = progress
+        wanted = [f"model.layers.{layer}." for layer in range(assignment.start, assignment.end)]
+        wanted += ["model.embed_tokens."] if assignment.embed else []
+        wanted += ["model.norm.", "lm_head."] if assignment.output else []
+        owned = (t for name, t in source.tensors.items() if name.startswith(tuple(wanted)))
+        self._total = sum(stored.num_bytes for stored in owned)
+        self.bytes_read = 0
+
+    def layer(self, prefix: str) -> LayerWeights:
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        qkv = [f"{attention}{name}_proj" for name in "qkv"]
+        gate_up = [f"{mlp}gate_proj", f"{mlp}up_proj"]
+        norms = [f"{attention}q_norm.weight", f"{attention}k_norm.weight"]
+        head_norms = self._joined(norms) if norms[0] in self._source.tensors else None
+        return LayerWeights(
+            input_norm=self.whole(f"{prefix}input_layernorm.weight"),
+            qkv=self._matrix([f"{name}.weight" for name in qkv]),
+            qkv_bias=self._biases(qkv),
+            head_norms=None if head_norms is None else head_norms.view(2, -1),
+            out=self._matrix([f"{attention}o_proj.weight"]),
+            out_bias=self._biases([f"{attention}o_proj"]),
+            middle_norm=self.whole(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self._matrix([f"{name}.weight" for name in gate_up]),
+            gate_up_bias=self._biases(gate_up),
+            down=self._matrix([f"{mlp}down_proj.weight"]),
+            down_bias=self._biases([f"{mlp}down_proj"]),
+        )
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._joined([name])
+
+    def head(self, embedding: torch.Tensor | None, *, tied: bool) -> Matrix:
+        """`lm_head`, which may be the ``embedding``."""
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        whole = self.whole(name) if embedding is None else embedding
+        return round_matrix(whole, 8) if self._bits else whole
+
+    def _matrix(self, names: list[str]) -> Matrix:
+        whole = self._joined(names)
+        return round_matrix(whole, self._bits) if self._bits else whole
+
+    def _biases(self, linears: list[str]) -> torch.Tensor | None:
+        names = [f"{name}.bias" for name in linears]
+        return self._joined(names) if names[0] in self._source.tensors else None
+
+    def _joined(self, names: list[str]) -> torch.Tensor:
+        """The tensors over each other."""
+        shapes = [self._shape(name) for name in names]
+        if len({shape[1:] for shape in shapes}) > 1:
+            listed = ", ".join(str(list(shape)) for shape in shapes)
+            raise ModelError(f"{self._source.name}: {names[0]} and its like have the shapes {listed}")
+        num_rows = sum(shape[0] for shape in shapes)
+        whole = torch.empty(num_rows, *shapes[0][1:], dtype=DTYPE, device=self._device)
+        done = 0
+        for name, shape in zip(names, shapes, strict=True):
+            self._fill(whole[done : done + shape[0]], name)
+            done += shape[0]
+        return whole
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        described = self._source.layout.made.get(name) or self._source.tensors.get(name)
+        if described is None:
+            raise ModelError(
+                f"{self._source.name}: the checkpoint has no tensor {name}",
+                hint="a shard is missing or the directory is of another model",
+            )
+        if self._slices is None:
+            return described.shape
+        return tuple(self._slices.take(name, torch.empty(described.shape, device="meta")).shape)
+
+    def _fill(self, target: torch.Tensor, name: str) -> None:
+        if self._slices is None:
+            self._fill_whole(target, name)
+            return
+        stored = self._source.layout.made.get(name) or self._source.tensors[name]
+        # drawn, or unpacked, a tensor is whole for a moment
+        whole = torch.empty(stored.shape, dtype=DTYPE, device=self._device)
+        self._fill_whole(whole, name)
+        target.copy_(self._slices.take(name, whole))
+
+    def _fill_whole(self, target: torch.Tensor, name: str) -> None:
+        whole = self._source.layout.made.get(name)
+        if whole is None:
+            self._fill_plain(target, name)
+        else:
+            unpack_into(target, self._source, name)
+            self._count(sum(part.num_bytes for part in whole.parts.values()))
+
+    def _fill_plain(self, target: torch.Tensor, name: str) -> None:
+        seed, stored = self._source.seed, self._source.tensors[name]
+        if seed is None:
+            target.copy_(map_tensor(stored))
+        elif len(stored.shape) == 2:
+            draw_into(target, drawn_key(stored, seed), math.sqrt(3 / stored.shape[1]) / 2**31)
+        else:
+            target.copy_(draw_tensor(stored, seed))
+        self._count(stored.num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.bytes_read += num_bytes
+        if self._progress is not None:
+            self._progress(self.bytes_read, self._total)

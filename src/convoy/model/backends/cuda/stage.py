@@ -1,0 +1,397 @@
+"""A stage on a CUDA device: bfloat16 weights and K/V pools there, decode captured, prefill as it comes.
+
+It has the face of `Stage`, which hands over to it. Hidden states leave it as it computes them, in
+bfloat16 on the host; between the last layer and the output of one stage they stay on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+
+from convoy.errors import ModelError, PlanError, StepError
+from convoy.model.backends.cuda.batch import DeviceBatch, describe_rows, on_device
+from convoy.model.backends.cuda.checked import CheckedStep
+from convoy.model.backends.cuda.decoder import Decoder
+from convoy.model.backends.cuda.graphs import DecodeGraph, DecodeGraphs, GraphShape
+from convoy.model.backends.cuda.kernels.sums import DeviceSums
+from convoy.model.backends.cuda.loading import load_model
+from convoy.model.backends.cuda.memory.pending import Pending
+from convoy.model.backends.cuda.memory.pools import CarriesKv, DevicePools
+from convoy.model.backends.cuda.memory.staging import Staging
+from convoy.model.backends.cuda.memory.weights import LoadProgress, StageWeights
+from convoy.model.backends.cuda.options import DTYPES, DeviceOptions
+from convoy.model.backends.cuda.protocol import Model
+from convoy.model.backends.cuda.sampling import PendingDraws, best_tokens, start_draws
+from convoy.model.backends.cuda.working import measure_working
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.device import check_device
+from convoy.model.kv.pools import BlockTable
+from convoy.model.sampling.output_rows import Draw
+from convoy.model.tensors import check_hidden, check_tokens, output_rows
+from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
+from convoy.wire.messages.control import MAX_BATCH, Row, StageAssignment, Step
+
+
+class CudaStage(CarriesKv):
+    """The layers of one member on one device. Not thread-safe: one thread runs its steps, in order.
+
+    Without ``captured``, from the next pools on, decodes run as prefills do, which is slower.
+    """
+
+    overlaps = True
+    num_devices = 1
+
+    def __init__(
+        self,
+        source: ModelSource,
+        assignment: StageAssignment,
+        model: Model,
+        options: DeviceOptions,
+        shard: Shard = WHOLE,
+    ) -> None:
+        spec = rank_spec(source.spec, shard.world_size, shard.experts)
+        self.shard = shard
+        self.assignment = assignment
+        self.hidden_size = spec.hidden_size
+        self.vocab_size = spec.vocab_size
+        self.token_id_layers = spec.token_id_layers
+        self.weight_bytes = model.weight_bytes
+        self.weight_share = share_of(self.weight_bytes, source.spec, assignment, options.kernel)
+        self.bytes_read = model.bytes_read
+        self.options = options
+        self.device = options.device
+        self.captured = options.captured and model.can_capture
+        self._model: Model | None = model
+        self._dtype = options.dtype
+        self._source = (source.digest, source.path)
+        self._spec = spec
+        self._kv = DevicePools(
+            spec,
+            range(assignment.start, assignment.end),
+            *(options.device, options.dtype),
+            block_size=options.block_size,
+            require_tags=options.require_tags,
+        )
+        self._num_units = torch.cuda.get_device_properties(self.device).multi_processor_count
+        # copies and outputs run beside the layers: a lone thread submits steps, and would wait with an output
+        # for the layers of all steps that it began since
+        self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._staging = Staging(self.device)
+        self._outputs = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._graphs: DecodeGraphs | None = None
+        self._working_bytes: int | None = None
+        self._sums: DeviceSums | None = None
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        assignment: StageAssignment,
+        *,
+        device: str,
+        kernel: str,
+        block_size: int,
+        require_tags: bool,
+        captured: bool = True,
+        progress: LoadProgress | None = None,
+        before: object = None,
+        shard: Shard = WHOLE,
+    ) -> CudaStage:
+        """Load the assignment's weights; ``progress`` is called with (loaded, total) bytes. Of a ``shard``
+        there is one rank's slice, which runs once it was joined to the others.
+
+        Raises ModelError for a device that is not there, a kernel that does not run there, and as the loading
+        of `gpu.weights` and `gpu.library_layers` does; PlanError for weights that the device has no room for.
+        """
+        shard = settle(source.spec, shard)
+        chosen = check_device(device)
+        if kernel not in DTYPES:
+            raise ModelError(f"kernel {kernel!r} does not run on {device}, expected {', '.join(DTYPES)}")
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ModelError(f"block size {block_size} is not a power of two, as {device} needs it")
+        options = DeviceOptions(chosen, kernel, block_size, require_tags, captured)
+        kept = before.give_up_weights(source, options, shard) if isinstance(before, CudaStage) else None
+        model = load_model(source, assignment, options, progress, kept, shard)
+        return cls(source, assignment, model, options, shard)
+
+    def join(self, sums: DeviceSums) -> None:
+        """Before anything runs, where this is one rank's slice."""
+        self._sums = sums
+        self._owned.join(sums)
+
+    def forget(self) -> None:
+        """Free the K/V pools and the graphs over them; steps are refused until there are new ones."""
+        self._graphs = None
+        self._kv.forget()
+
+    def give_up(self, source: ModelSource, options: object) -> None:  # noqa: ARG002 - as `Stage` has it
+        """This stage is over, and one on the host has no use for its weights."""
+        self.give_up_weights(source, self.options)
+
+    def give_up_weights(
+        self, source: ModelSource, options: DeviceOptions, shard: Shard = WHOLE
+    ) -> StageWeights | None:
+        """This stage is over: its weights, where one of ``source`` with these options can use them."""
+        self.forget()
+        model, self._model = self._model, None
+        same = (source.digest, source.path) == self._source
+        same &= (options.device, options.bits) == (self.device, self.options.bits) and shard == self.shard
+        return model.weights if same and isinstance(model, Decoder) else None
+
+    def make_pools(self, num_blocks: int | Sequence[int]) -> None:
+        """Forget all sequences and make K/V pools, for each cache group of so many blocks, or all alike.
+
+        Raises StepError, PlanError.
+        """
+        kv = self._kv
+        every = [num_blocks] * kv.num_groups if isinstance(num_blocks, int) else num_blocks
+        self.forget()
+        with torch.cuda.device(self.device):
+            kv.make(every)
+        if self.captured and kv.layers:
+            shape = GraphShape(
+                *(self.hidden_size, kv.max_blocks(every), kv.shapes, self._dtype),
+                *(self.device, self._num_units, self._sums),
+            )
+            self._graphs = DecodeGraphs(shape, self._run_decode)
+
+    def room_bytes(self, offered_bytes: int) -> int:
+        """What is left for K/V of ``offered_bytes``, or of what is free now, beside weights, graphs and what
+        a step needs: that is measured the first time, and K/V is forgotten then. Raises PlanError.
+        """
+        try:
+            with torch.cuda.device(self.device):
+                if self._working_bytes is None:
+                    self._working_bytes = measure_working(self)
+                torch.cuda.empty_cache()
+                free = torch.cuda.mem_get_info(self.device)[0]
+        except torch.cuda.OutOfMemoryError as error:
+            raise PlanError(
+                f"a step does not fit on {self.device} beside {self.weight_bytes} bytes of weights",
+                hint="give this member fewer layers",
+            ) from error
+        return min(offered_bytes - self.weight_bytes, free) - self._working_bytes
+
+    def capture(self, size: int) -> bool:
+        """Capture a decode of so many rows now; False where decodes are not captured."""
+        return self._graphs is not None and self._graphs.find(size) is not None
+
+    @torch.inference_mode()
+    def rehearse(self, num_tokens: int) -> None:
+        """Run layers and output once, over what is in block 0 of every pool."""
+        num_tokens = min(num_tokens, self._spec.max_context)
+        ids = np.zeros(num_tokens, np.int32)
+        x = torch.zeros(num_tokens, self.hidden_size, dtype=self._dtype, device=self.device)
+        if self._kv.layers:
+            blocks = -(-num_tokens // self.options.block_size)
+            table = BlockTable([[0] * blocks for _ in self.block_bytes])
+            rows = [(Row(0, 0, num_tokens, 0), table)]
+            host = describe_rows(rows, self._kv.num_groups, self.options.block_size)
+            batch, tokens = on_device(host, ids, self._kv.shapes, self.device, self._num_units)
+            x = self._finished(self._owned.run(x, tokens, batch, self._kv.layers))
+        if self._owned.owns_output:
+            best_tokens(self._owned.logits(x[:MAX_BATCH].contiguous()))
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """What a block of each cache group takes here."""
+        return self._kv.block_bytes
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether a step's token ids must come here: for the embedding, or for layers that need them."""
+        return self.assignment.embed or self._owned.takes_tokens
+
+    @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """The layers here, by their number in the whole model. A captured decode does not call them."""
+        return self._owned.layers
+
+    @property
+    def model(self) -> Model:
+        """Raises StepError for a stage that is over."""
+        return self._owned
+
+    @property
+    def model_digest(self) -> str:
+        return self._source[0]
+
+    def apply(self, step: Step) -> None:
+        """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""
+        tables = self._kv.tables
+        tables.commit(tables.stage(step))
+
+    def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Apply the step and run its rows: [T, hidden_size] after this stage's layers.
+
+        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` ([T, hidden_size], float32
+        or bfloat16, anywhere). The result is on the host, or, where the output comes next here, on the
+        device. Raises StepError for what makes no sense, before anything is changed.
+        """
+        return self.start(step, hidden, tokens).wait()
+
+    @torch.inference_mode()
+    def start(
+        self,
+        step: Step,
+        hidden: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        *,
+        stays: bool = False,
+        selects: bool = False,
+    ) -> Pending:
+        """As `run`, but without a wait for the device: the next step may start before the result is here.
+
+        What ``stays`` is left on the device; with ``selects`` only rows that go on to an output come.
+        """
+        return self.launch(self.check(step, hidden, tokens), stays=stays, selects=selects)
+
+    def check(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> CheckedStep:
+        """Apply the step: what is left is for `launch`, here or on another rank. Raises StepError."""
+        tables = self._kv.tables
+        staged = tables.stage(step)
+        num_tokens = sum(row.num_tokens for row in step.rows)
+        ids = tokens if self.takes_tokens else None
+        if self.takes_tokens:
+            check_tokens(tokens, num_tokens, self.vocab_size)
+        embeds = self.assignment.embed
+        hidden = None if embeds else check_hidden(hidden, num_tokens, self.hidden_size)
+        tables.commit(staged)
+        runs = self._kv.layers and staged.rows
+        host = describe_rows(staged.rows, self._kv.num_groups, self.options.block_size) if runs else None
+        return CheckedStep(step, host, hidden, ids)
+
+    @torch.inference_mode()
+    def launch(self, checked: CheckedStep, *, stays: bool = False, selects: bool = False) -> Pending:
+        """What `start` does behind `check`."""
+        with torch.cuda.device(self.device):
+            return self._leave(checked.step, self._compute(checked), stays=stays, selects=selects)
+
+    @torch.inference_mode()
+    def fill(self, checked: CheckedStep, like: DecodeGraph | None = None) -> DecodeGraph | None:
+        """A graph with the step's inputs, to be replayed, or those of another rank's ``like`` it.
+
+        None where the step is `launch`'s: it is no decode, or one that was not captured yet.
+        """
+        host = checked.host
+        if self._graphs is None or host is None or not host.is_decode:
+            return None
+        graph = self._graphs.captured(len(host.lengths))
+        if graph is None or not graph.fits(host):
+            return None
+        with torch.cuda.device(self.device):
+            if like is None:
+                graph.fill(host, checked.told, checked.hidden, self._staging)
+            else:
+                graph.fill_like(like, checked.hidden, self._staging)
+        return graph
+
+    @torch.inference_mode()
+    def left(self, graph: DecodeGraph, checked: CheckedStep, *, selects: bool = False) -> Pending:
+        """What `launch` gives, of a graph that `fill` gave and that was replayed."""
+        with torch.cuda.device(self.device):
+            found = graph.found(len(checked.step.rows)).clone()
+            return self._leave(checked.step, found, stays=False, selects=selects)
+
+    def _leave(self, step: Step, found: torch.Tensor, *, stays: bool, selects: bool) -> Pending:
+        # all ranks have the same, and the first of them says it
+        kept = stays or self._goes_on or self.shard.rank > 0
+        found = self.select(step, found) if selects else found
+        return Pending.kept(found) if kept else Pending.copied(found, self._copies)
+
+    def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
+        """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
+        wanted = output_rows(step, hidden.shape[0])
+        if wanted is None:
+            return hidden
+        return hidden.index_select(0, self._staging.on_card(wanted) if hidden.is_cuda else wanted)
+
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size] on the host.
+
+        Of several ranks all are to do this, and the first has them all.
+        """
+        with torch.inference_mode(), torch.cuda.device(self.device):
+            return Pending.copied(self.device_output(hidden).float(), self._copies).wait()
+
+    @torch.inference_mode()
+    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> PendingDraws:
+        """Begin to draw from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError."""
+        with self._beside(hidden):
+            return start_draws(self.device_output(hidden), draws, self._copies, self._staging)
+
+    @torch.inference_mode()
+    def take_part(self, hidden: torch.Tensor) -> None:
+        """In what the first rank draws: give it this one's part of the logits."""
+        with self._beside(hidden):
+            self.device_output(hidden)
+
+    @contextmanager
+    def _beside(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Outputs of ``hidden`` run beside the layers of the next steps."""
+        with torch.cuda.device(self.device):
+            if hidden.is_cuda:
+                self._outputs.wait_stream(torch.cuda.current_stream(hidden.device))
+                hidden.record_stream(self._outputs)
+            with torch.cuda.stream(self._outputs):
+                yield
+
+    @torch.inference_mode()
+    def device_output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits on the device, [M, vocab_size], bfloat16 or float32."""
+        if not self._owned.owns_output:
+            raise StepError("this stage does not own the output")
+        hidden = check_hidden(hidden, hidden.shape[0], self.hidden_size)
+        if not hidden.shape[0]:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        with torch.cuda.device(self.device):
+            logits = self._owned.logits(self._staging.on_card(hidden).to(self._dtype).contiguous())
+            parts = None if self._sums is None else self._sums.gather(logits)
+            return logits if parts is None else torch.cat(parts, dim=-1)[:, : self.vocab_size]
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a hidden state that leaves the layers goes to the output here."""
+        return self.assignment.output and self.assignment.end == self._spec.num_layers
+
+    def _compute(self, checked: CheckedStep) -> torch.Tensor:
+        """[T, hidden_size] on the device, which is the caller's."""
+        host, hidden, ids = checked.host, checked.hidden, checked.ids
+        if host is None:
+            return self._finished(self._enter(hidden, None if ids is None else self._staging.on_card(ids)))
+        tokens = checked.told
+        graph = self._graphs.find(len(host.lengths)) if self._graphs and host.is_decode else None
+        if graph is not None and graph.fits(host):
+            return graph.run(host, tokens, hidden, self._staging).clone()
+        told = np.empty(0, np.int32) if tokens is None else tokens
+        batch, copied = on_device(host, told, self._kv.shapes, self.device, self._num_units)
+        here = None if ids is None else copied
+        return self._finished(self._owned.run(self._enter(hidden, here), here, batch, self._kv.layers))
+
+    def _run_decode(self, ids: torch.Tensor, hidden: torch.Tensor, batch: DeviceBatch) -> torch.Tensor:
+        x = self._owned.embed(ids) if self.assignment.embed else hidden
+        return self._finished(self._owned.run(x, ids, batch, self._kv.layers))
+
+    def _finished(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, behind which the sums of ranks are those of another run."""
+        if self._sums is not None:
+            self._sums.finish()
+        return x
+
+    def _enter(self, hidden: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
+        """What goes into the first layer, in memory of its own."""
+        if hidden is None:
+            assert ids is not None
+            return self._owned.embed(ids)
+        return self._staging.on_card(hidden).to(self._dtype, copy=hidden.is_cuda)
+
+    @property
+    def _owned(self) -> Model:
+        if self._model is None:
+            raise StepError("this stage is over, and another has its weights")
+        return self._model

@@ -1,0 +1,65 @@
+"""What a stage takes of its device beside weights and K/V: captured graphs, and what a step needs.
+
+Measured once, after loading, with pools of one block: an estimate would have to know every library's buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+
+from convoy.model.backends.cuda.graphs import BUCKETS
+
+_log = logging.getLogger(__name__)
+
+REHEARSED_TOKENS = 2048  # of a step; one of more takes more
+
+
+class Rehearsing(Protocol):
+    """What `measure_working` needs of a stage."""
+
+    device: torch.device
+
+    def make_pools(self, num_blocks: int) -> None: ...
+
+    def capture(self, size: int) -> bool:
+        """Capture a decode of so many rows; False where decodes are not captured."""
+
+    def rehearse(self, num_tokens: int) -> None:
+        """Run every part once, of no sequence."""
+
+    def forget(self) -> None: ...
+
+
+def measure_working(stage: Rehearsing) -> int:
+    """Bytes. The stage forgets its K/V. Raises PlanError where not even one block fits."""
+    device = stage.device
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    stage.make_pools(1)
+    reserved = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    stage.rehearse(REHEARSED_TOKENS)
+    torch.cuda.synchronize(device)
+    running = torch.cuda.max_memory_reserved(device) - reserved
+    torch.cuda.empty_cache()
+    graphs = _measure_graphs(stage)
+    stage.forget()
+    torch.cuda.empty_cache()
+    _log.info("a step takes %.0f MB beside the weights, and graphs %.0f MB", running / 1e6, graphs / 1e6)
+    return running + graphs
+
+
+def _measure_graphs(stage: Rehearsing) -> int:
+    """They share one pool, as large as the greatest needs; the driver keeps something of each besides."""
+    reserved, free = torch.cuda.memory_reserved(stage.device), torch.cuda.mem_get_info(stage.device)[0]
+    if not stage.capture(BUCKETS[-1]):
+        return 0
+    torch.cuda.synchronize(stage.device)
+    pool = torch.cuda.memory_reserved(stage.device) - reserved
+    taken = free - torch.cuda.mem_get_info(stage.device)[0]
+    # others on the device take and give as well: of a graph's own, no more than its pool is believed
+    own = min(max(0, taken - pool), max(pool, 1 << 25))
+    return pool + own * len(BUCKETS)

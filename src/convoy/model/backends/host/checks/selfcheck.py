@@ -1,0 +1,287 @@
+"""Prove on this machine, at start-up, that a row's bits do not depend on what runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from convoy.errors import ModelError, SelfCheckError, UsageError
+from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, packed_available, pad_rows, w8a8_available
+from convoy.model.kv.packed import KEY_BLOCK, SAFE_ROWS, HeadShape, describe_group
+from convoy.model.kv.pool import make_pool
+from convoy.model.kv.pools import BlockTable
+from convoy.model.layers.attention import LayerBatch, attend
+from convoy.model.layers.int4 import int4_available
+from convoy.plan.spec.cache import CacheGroup
+from convoy.wire.messages.control import Row
+
+EXACT, PLAIN = "exact-f32", "plain-f32"
+W8A8 = "w8a8"  # exact mode's layers with 8-bit linears, see `model.layers.quantized`
+W4A16 = "w4a16"  # with 4-bit ones, see `model.layers.int4`
+ROUNDED = {W8A8: 8, W4A16: 4}  # bits of a weight
+KERNELS = (EXACT, PLAIN, W8A8, W4A16)
+# (in, out): wide, narrow, odd and tiny; a stage checks its own shapes besides, when it is loaded
+_SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256), (256, 2048))
+_ROW_COUNTS = (LEAST_ROWS, LEAST_ROWS + 1, 17, 64)  # fewer are padded, see `linear.padded_count`
+_CHECK_TOKENS = 281  # enough for every size of tile
+_FEWEST_ROWS = 4
+CHECK_ROWS = 70  # that a stage's layers are run on
+
+
+def check_options(kernel: str, block_size: int) -> None:
+    """Raises ModelError for a kernel that is not known here, and for blocks that no key block is made of."""
+    if kernel not in KERNELS:
+        raise ModelError(
+            f"kernel {kernel!r} is not known, expected {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
+        )
+    if block_size < 1 or KEY_BLOCK % block_size:
+        raise ModelError(f"block size {block_size} does not divide {KEY_BLOCK}")
+
+
+def check_exact(num_threads: int | None = None) -> None:
+    """Raises SelfCheckError naming what differed, unless exact mode holds on 1 and ``num_threads`` threads.
+
+    Takes about a third of a second. It covers a sample of shapes; `check_linears` covers those of a stage.
+    """
+    if not packed_available():
+        raise SelfCheckError("this build of torch has no packed oneDNN linears")
+    threads = sorted({1, num_threads or torch.get_num_threads()})
+    linears = [PackedLinear(_numbers(rows, width), _numbers(rows)) for width, rows in _SHAPES]
+    linears += [
+        PackedLinear(_numbers(105, 40), None, activation) for activation in ("silu", "gelu", "gelu_new")
+    ]
+    with torch.inference_mode(), _threads_restored():
+        for linear in linears:
+            _check_linear(linear, threads)
+        _check_elementwise(threads)
+        for heads in ((4, 2, 8), (4, 1, 64), (3, 3, 20)):
+            _check_attention(_shape(*heads), threads)
+
+
+def check_linears(parts: Iterable[nn.Module]) -> None:
+    """Check one packed linear of each shape in ``parts``, on 1 and the current number of threads.
+
+    Where they do not hold with compiled code, none of them uses it.
+    """
+    linears = [m for part in parts for m in part.modules() if isinstance(m, PackedLinear)]
+    threads = sorted({1, torch.get_num_threads()})
+    with torch.inference_mode(), _threads_restored():
+        shapes = {(m.in_features, m.out_features, m.activation): m for m in linears}.values()
+        try:
+            for linear in shapes:
+                _check_linear(linear, threads)
+        except SelfCheckError:
+            if not any(linear.takes_lone_rows for linear in linears):
+                raise
+            for linear in linears:  # compiled code is no condition of exact mode
+                linear.leave_native()
+            for linear in shapes:
+                _check_linear(linear, threads)
+
+
+def check_heads(groups: Iterable[CacheGroup]) -> None:
+    """Check attention with the heads of these cache groups, on 1 and the current number of threads."""
+    threads = sorted({1, torch.get_num_threads()})
+    known = list(groups)
+    shapes = {_head_shape(group) for group in known if group.attends}
+    # second keys, by which entries are chosen
+    dims = {group.row_elements - group.head_dim for group in known if group.kind == "entries"} - {0}
+    with torch.inference_mode(), _threads_restored():
+        for shape in shapes | {_shape(2, 1, dim) for dim in dims}:
+            _check_attention(shape, threads)
+
+
+def check_rows(
+    run: Callable[[torch.Tensor, torch.Tensor, list[int]], torch.Tensor], hidden_size: int, vocab_size: int
+) -> None:
+    """Check the layers of a stage as a whole, on 1 and the current number of threads.
+
+    ``run`` takes hidden states [n, hidden_size], token ids [n] and the chunks in which to run them, and gives
+    hidden states. For layers that have parts besides linears and heads, such as routers.
+    """
+    threads = sorted({1, torch.get_num_threads()})
+    hidden, tokens = _numbers(CHECK_ROWS, hidden_size), torch.arange(CHECK_ROWS) * 7 % vocab_size
+    expected: torch.Tensor | None = None
+    with torch.inference_mode(), _threads_restored():
+        for count in threads:
+            torch.set_num_threads(count)
+            for chunks in ([CHECK_ROWS], [1, 2, 17, 5, CHECK_ROWS - 25]):
+                found = run(hidden, tokens, chunks)
+                expected = found if expected is None else expected
+                _same(f"running the layers in chunks on {count} threads", expected, found)
+
+
+def least_tile_rows(head_dim: int) -> int:
+    """The fewest rows, 4, 8 or 16, of attention's matmuls that give the bits of more rows on this machine.
+
+    A decode has few rows for each K/V head, and padding them to 16 would be most of its work.
+    """
+    queries, keys, values = (_numbers(6, rows, head_dim) for rows in (2 * SAFE_ROWS, KEY_BLOCK, KEY_BLOCK))
+    least = SAFE_ROWS
+    with torch.inference_mode(), _threads_restored():
+        for count in sorted({1, torch.get_num_threads()}, reverse=True):
+            torch.set_num_threads(count)
+            while least > _FEWEST_ROWS and _rows_agree(queries, keys, values, least // 2):
+                least //= 2
+        return least
+
+
+def choose_kernel(requested: str, num_threads: int | None = None) -> str:
+    """The kernel to run; "auto" is exact mode where it holds; `why_not_exact` says why where it does not.
+
+    Raises SelfCheckError if exact mode was asked for by name and does not hold, UsageError for a wrong name.
+    """
+    if requested not in {"auto", *KERNELS}:
+        known = f"auto, {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
+        raise UsageError(f"kernel {requested!r} is not known, expected {known}")
+    if requested in {EXACT, *ROUNDED}:
+        check_exact(num_threads)
+    if requested in ROUNDED and requested not in _rounded_here():
+        bits = ROUNDED[requested]
+        raise SelfCheckError(f"this build of torch has no {bits}-bit linears", hint='set kernel = "auto"')
+    if requested == "auto":
+        return PLAIN if why_not_exact(num_threads) else EXACT
+    return requested
+
+
+def why_not_exact(num_threads: int | None = None) -> str:
+    """Why exact mode is refused on this machine, or "" if it holds."""
+    try:
+        check_exact(num_threads)
+    except SelfCheckError as error:
+        return error.message
+    return ""
+
+
+def available_kernels(requested: str, num_threads: int | None = None) -> list[str]:
+    """What this machine can run under the wish ``requested``, best first. Raises as `choose_kernel`.
+
+    Rounded linears come last: they are used where the head asks for them by name.
+    """
+    kernel = choose_kernel(requested, num_threads)
+    if requested != "auto" or kernel != EXACT:
+        return [kernel]
+    return [EXACT, PLAIN, *_rounded_here()]
+
+
+def _rounded_here() -> list[str]:
+    """4-bit linears have 8-bit ones beside them."""
+    if not w8a8_available():
+        return []
+    return [W8A8, W4A16] if int4_available() else [W8A8]
+
+
+@contextmanager
+def _threads_restored() -> Iterator[None]:
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _numbers(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(20)
+    return torch.randn(*shape, generator=generator)
+
+
+def _same(what: str, expected: torch.Tensor, found: torch.Tensor) -> None:
+    if not torch.equal(expected, found):
+        raise SelfCheckError(
+            f"exact mode does not hold here: {what} changes a row's bits",
+            hint='set kernel = "plain-f32"; split runs then agree to rounding, not to the bit',
+        )
+
+
+def _check_linear(linear: PackedLinear, threads: list[int]) -> None:
+    x = _numbers(70, linear.in_features)
+    expected: torch.Tensor | None = None
+    for count in threads:
+        torch.set_num_threads(count)
+        whole = linear(x)
+        expected = whole if expected is None else expected
+        name = f"a linear of {linear.in_features} to {linear.out_features} on {count} threads"
+        _same(name, expected, whole)
+        for rows in _ROW_COUNTS:
+            start = 1 + rows % 5
+            _same(f"{name} with {rows} rows", expected[start : start + rows], linear(x[start : start + rows]))
+        _same(f"{name} with a lone row", expected[7:8], linear(pad_rows(x[7:8]))[:1])
+        if linear.activation is None:
+            few = slice(3, 3 + LEAST_ROWS)
+            product = linear.times(x[few], expected[few] - 1)
+            _same(f"{name} times a factor", linear.times(x, expected - 1)[few], product)
+
+
+def _check_elementwise(threads: list[int]) -> None:
+    kernels: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "exp": torch.exp,
+        "tanh": torch.tanh,
+        "rsqrt": lambda t: torch.rsqrt(t * t + 1e-6),
+        "an RMS norm": lambda t: nn.functional.rms_norm(t, (1031,), t.new_ones(1031), 1e-6),
+        "sum": lambda t: t.sum(-1, keepdim=True).expand_as(t),
+    }
+    x = _numbers(67, 1031)
+    for name, kernel in kernels.items():
+        torch.set_num_threads(1)
+        expected = kernel(x)
+        for count in threads:
+            torch.set_num_threads(count)
+            for rows in (67, 33, 5, 2):
+                _same(f"{name} on {count} threads", expected[3 : 3 + rows], kernel(x[3 : 3 + rows].clone()))
+
+
+def _rows_agree(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: int) -> bool:
+    """Whether batched matmuls of ``rows`` rows have the bits of those of twice `SAFE_ROWS`."""
+    shares = torch.bmm(queries, keys.transpose(1, 2))
+    outs = torch.bmm(shares, values)
+    for num in (1, 2, len(queries)):
+        for start in range(0, queries.shape[1] - rows + 1, rows // 2):
+            part = slice(start, start + rows)
+            few = torch.bmm(queries[:num, part].contiguous(), keys[:num].transpose(1, 2))
+            if not torch.equal(few, shares[:num, part]):
+                return False
+            if not torch.equal(torch.bmm(shares[:num, part].contiguous(), values[:num]), outs[:num, part]):
+                return False
+    return True
+
+
+def _head_shape(group: CacheGroup) -> HeadShape:
+    few = min(group.num_kv_heads, 2)  # groups of heads show as much as many
+    shape = _shape(group.num_heads // group.num_kv_heads * few, few, group.head_dim)
+    least = max(shape.least_rows, least_tile_rows(group.value_dim))
+    return replace(shape, value_dim=group.value_dim, latent=group.kind == "latent", least_rows=least)
+
+
+def _shape(num_heads: int, num_kv_heads: int, head_dim: int) -> HeadShape:
+    num_blocks = -(-_CHECK_TOKENS // 16)
+    return HeadShape(num_heads, num_kv_heads, head_dim, 16, num_blocks, least_rows=least_tile_rows(head_dim))
+
+
+def _check_attention(shape: HeadShape, threads: list[int]) -> None:
+    length = _CHECK_TOKENS
+    inputs = [_numbers(length, shape.num_heads, shape.head_dim), _numbers(length, *shape.kv_rows)]
+    torch.set_num_threads(1)
+    expected = _attend_in_chunks(shape, inputs, [length])
+    for count in threads:
+        torch.set_num_threads(count)
+        for chunks in ([length], [1, 6, 60, 1, 64, 19, 130], [length - 5, 1, 3, 1]):
+            found = _attend_in_chunks(shape, inputs, chunks)
+            _same(f"attention in chunks on {count} threads", expected, found)
+
+
+def _attend_in_chunks(shape: HeadShape, inputs: list[torch.Tensor], chunks: list[int]) -> torch.Tensor:
+    blocks = list(range(shape.num_blocks))
+    pool = make_pool(shape)
+    table = BlockTable([blocks[::-1]])
+    outs = []
+    start = 0
+    for num_tokens in chunks:
+        group = describe_group([(Row(0, start, num_tokens, 0), table)], 0, shape)
+        query, kv = (tensor[start : start + num_tokens] for tensor in inputs)
+        outs.append(attend(query, kv, LayerBatch(group, pool)))
+        start += num_tokens
+    return torch.cat(outs)

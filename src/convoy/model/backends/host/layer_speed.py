@@ -1,0 +1,136 @@
+"""What a step's layers take on this host, measured on two of one form: a wide one and a narrow one.
+
+Both are a Llama's, with the same heads and drawn weights, and run as a stage runs them. The narrow one's
+linears are next to nothing: what it takes is Python, the starts of operations, norms and attention. What the
+wide one takes beyond that goes with its linears: reading them for a lone row, multiplying with them for many,
+and what is done with each number that they give.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import torch
+
+from convoy.model.backends.host.stage import Stage, StageOptions
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.synthetic import MIN_VOCABULARY, describe_tensors
+from convoy.plan.spec.cache import dtype_bytes
+from convoy.plan.spec.model import ModelSpec
+from convoy.plan.speed import FEW_ROWS, MANY_ROWS, Speed
+from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
+
+_WIDE, _NARROW = (1024, 2816), (64, 64)  # hidden and between; 45 MB of float32 are more than most caches hold
+_NUM_LAYERS = 3  # of the narrow ones; the first of them runs alone too
+_NUM_WIDE = 2
+_HEADS, _KV_HEADS, _HEAD_DIM = 16, 4, 64
+_CONTEXT = 512  # tokens that decodes look back on, and 256 that a chunk does
+_BLOCK = 16  # tokens
+_LEAST_SHARE = 0.02  # of the longer step: on busy cores it may seem no longer than the shorter one
+_ROUNDS, _MEASURE_S = 3, 0.04  # at least, of each kind of step
+_MOST_S = 3.0  # of all; then once has to do: on busy cores threads wait for each other
+
+
+def measure_layers(kernel: str, num_threads: int | None) -> Speed:
+    """The best of some rounds each, whatever else the machine does. Takes a second or two.
+
+    Raises SelfCheckError where the kernel does not hold on this machine.
+    """
+    narrow, wide = _describe(*_NARROW), _describe(*_WIDE)
+    one, several = (_Probe(narrow, end, kernel, num_threads) for end in (1, _NUM_LAYERS))
+    broad = _Probe(wide, _NUM_WIDE, kernel, num_threads)
+    for probe in (one, several, broad):  # what was loaded takes no part of the time
+        probe.until_s = time.perf_counter() + _MOST_S
+
+    def layer_s(*load: int) -> float:
+        return _beyond_s(several.best_s(*load), one.best_s(*load)) / (_NUM_LAYERS - 1)
+
+    own = {load: layer_s(*load) for load in ((1, 1, 0), (FEW_ROWS, 1, 0), (1, MANY_ROWS, 0))}
+    # two wide layers against two narrow ones
+    linears = {
+        load: _beyond_s(broad.best_s(*load), one.best_s(*load) + own[load]) / _NUM_WIDE for load in own
+    }
+    looking_s = _beyond_s(layer_s(FEW_ROWS, 1, _CONTEXT), own[FEW_ROWS, 1, 0])
+    chunk_s = _beyond_s(layer_s(1, MANY_ROWS, MANY_ROWS), own[1, MANY_ROWS, 0])
+    parts = [source.spec.layers[0].each for source in (wide, narrow)]
+    num_bytes, elements = parts[0].num_bytes(kernel) - parts[1].num_bytes(kernel), parts[0].elements
+    elements -= parts[1].elements
+    kv_bytes = FEW_ROWS * _CONTEXT * 2 * _KV_HEADS * _HEAD_DIM * dtype_bytes(kernel)
+    attended = 2 * MANY_ROWS * MANY_ROWS * _HEADS * 2 * _HEAD_DIM
+    return Speed(
+        read_bytes_per_s=num_bytes / linears[1, 1, 0],
+        flop_per_s=2 * MANY_ROWS * elements / linears[1, MANY_ROWS, 0],
+        few_flop_per_s=2 * FEW_ROWS * elements / linears[FEW_ROWS, 1, 0],
+        cache_bytes_per_s=kv_bytes / looking_s,
+        attention_flop_per_s=attended / chunk_s,
+        layer_s=own[1, 1, 0],
+        row_s=_beyond_s(own[1, MANY_ROWS, 0], own[1, 1, 0]) / (MANY_ROWS - 1),
+        step_s=_beyond_s(one.best_s(1, 1, 0), own[1, 1, 0]),
+    )
+
+
+def _beyond_s(longer_s: float, shorter_s: float) -> float:
+    """What ``longer_s`` takes more, which is never nothing: rates are divided by it."""
+    return max(longer_s - shorter_s, _LEAST_SHARE * longer_s)
+
+
+def _describe(hidden_size: int, between: int) -> ModelSource:
+    config = {
+        "model_type": "llama",
+        "hidden_size": hidden_size,
+        "intermediate_size": between,
+        "num_hidden_layers": _NUM_LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _KV_HEADS,
+        "head_dim": _HEAD_DIM,
+        "vocab_size": MIN_VOCABULARY,
+        "max_position_embeddings": 2 * _CONTEXT,
+        "tie_word_embeddings": True,
+    }
+    name = f"probe-{hidden_size}"
+    spec = ModelSpec.from_config(config, name)
+    return ModelSource(name, Path(), config, spec, name, describe_tensors(config, spec), seed=0)
+
+
+class _Probe:
+    """The first layers of a model, and what steps of them take."""
+
+    def __init__(self, source: ModelSource, num_layers: int, kernel: str, num_threads: int | None) -> None:
+        options = StageOptions(kernel, _BLOCK, num_threads=num_threads, require_tags=False)
+        assignment = StageAssignment("probe", 0, num_layers, embed=True, output=False)
+        self._stage = Stage.load(source, assignment, options)
+        self._numbers, self._sequences = itertools.count(), itertools.count()
+        self.until_s = 0.0
+        self._best: dict[tuple[int, int, int], float] = {}
+
+    def best_s(self, num_rows: int, num_tokens: int, context: int) -> float:
+        """The shortest of some steps of ``num_rows`` rows of ``num_tokens`` behind ``context`` tokens."""
+        load = num_rows, num_tokens, context
+        if load not in self._best:
+            self._best[load] = self._measure(*load)
+        return self._best[load]
+
+    def _measure(self, num_rows: int, num_tokens: int, context: int) -> float:
+        blocks = -(-(context + num_tokens) // _BLOCK)
+        self._stage.make_pools(num_rows * blocks)
+        sequences = [next(self._sequences) for _ in range(num_rows)]
+        grants = [
+            BlockGrant(sequence, 0, list(range(index * blocks, (index + 1) * blocks)))
+            for index, sequence in enumerate(sequences)
+        ]
+        known = [Row(sequence, 0, context, 0) for sequence in sequences] if context else []
+        self._stage.apply(Step(next(self._numbers), [], grants, known, b""))  # zeros are as good as K/V
+        tokens = torch.zeros(num_rows * num_tokens, dtype=torch.int64)
+        rows = [Row(sequence, context, num_tokens, 1) for sequence in sequences]
+        self._stage.run(Step(next(self._numbers), [], [], rows, b""), None, tokens)  # threads and caches wake
+        best, count, enough_s = float("inf"), 0, time.perf_counter() + _MEASURE_S
+        while not count or (
+            time.perf_counter() < self.until_s and (count < _ROUNDS or time.perf_counter() < enough_s)
+        ):
+            step = Step(next(self._numbers), [], [], rows, b"")
+            began_s = time.perf_counter()
+            self._stage.run(step, None, tokens)
+            best, count = min(best, time.perf_counter() - began_s), count + 1
+        return best

@@ -1,0 +1,69 @@
+"""How fast this machine reads weights and multiplies: what `rates.rates` predicts from, in under a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from convoy.model.device import HOST, check_device
+from convoy.model.library import importing
+from convoy.plan.speed import Speed
+
+_READ_SHAPE = (32768, 8192)  # a matrix that is more than a cache holds
+_WIDTH, _ROWS = 8192, 2048
+_MEASURE_S = 0.12
+
+
+def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOST) -> Speed:
+    """The best of some rounds: whatever else the machine does only makes them longer.
+
+    On a host of layers as a stage runs them under ``kernel``, see `host.layer_speed`; on a CUDA device of
+    products alone, a lone row's and a prefill's: decodes are captured there, and their starts cost little.
+    Threads are those that a stage would have. Raises ModelError for a device that is not here, SelfCheckError
+    for a kernel that does not run here.
+    """
+    if device == HOST:
+        with importing():
+            from convoy.model.backends.host.layer_speed import measure_layers  # transformers, and not before
+
+        with _threads(num_threads):
+            return measure_layers(kernel, num_threads)
+    return _measure_products(check_device(device))
+
+
+@torch.inference_mode()
+def _measure_products(device: torch.device) -> Speed:
+    weight = torch.full(_READ_SHAPE, 0.5, device=device, dtype=torch.bfloat16)
+    row = torch.ones(1, _READ_SHAPE[1], device=device, dtype=torch.bfloat16)
+    read_s = _best_s(lambda: nn.functional.linear(row, weight), device)
+    num_bytes = weight.numel() * weight.element_size()
+    square = torch.full((_WIDTH, _WIDTH), 0.5, device=device, dtype=torch.bfloat16)
+    x = torch.ones(_ROWS, _WIDTH, device=device, dtype=torch.bfloat16)
+    product_s = _best_s(lambda: nn.functional.linear(x, square), device)
+    return Speed(num_bytes / read_s, 2 * _ROWS * _WIDTH * _WIDTH / product_s)
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    best, until_s, count = float("inf"), time.perf_counter() + _MEASURE_S, 0
+    while count < 3 or time.perf_counter() < until_s:
+        began_s = time.perf_counter()
+        work()
+        torch.cuda.synchronize(device)
+        best, count = min(best, time.perf_counter() - began_s), count + 1
+    return max(best, 1e-9)
+
+
+@contextmanager
+def _threads(num_threads: int | None) -> Iterator[None]:
+    """Those that there were, afterwards."""
+    before = torch.get_num_threads()
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

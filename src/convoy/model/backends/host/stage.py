@@ -1,0 +1,397 @@
+"""A stage: consecutive layers of a model, with embedding and output where owned, run one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from convoy.errors import StepError
+from convoy.model.backends.host.checks.layers_check import checked_layers
+from convoy.model.backends.host.checks.selfcheck import (
+    EXACT,
+    PLAIN,
+    ROUNDED,
+    check_heads,
+    check_linears,
+    check_options,
+)
+from convoy.model.backends.host.checks.trial import Trial
+from convoy.model.backends.host.native_layers import NativeLayers
+from convoy.model.backends.host.stage_kv import StageKv
+from convoy.model.backends.on_device import load_on_device
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.collective import Collective
+from convoy.model.kernels.linear import LEAST_ROWS, PackedLinear, pad_rows
+from convoy.model.kernels.pages import ask_huge_pages, lay_together
+from convoy.model.kv.pools import StagedStep
+from convoy.model.layers.layer_inputs import takes_shared_kv
+from convoy.model.layers.rope import Rotations
+from convoy.model.library import importing
+from convoy.model.parallel.ranks import Ranks
+from convoy.model.sampling.output_rows import Draw, Drawing, draw_all
+from convoy.model.tensors import check_tokens, select_rows, take_hidden
+from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
+from convoy.wire.messages.control import StageAssignment, Step
+
+if TYPE_CHECKING:
+    from convoy.model.checkpoints.reading import LoadProgress
+    from convoy.model.loading.loaded import LoadedModules
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """How a stage computes. ``num_threads`` is set for the whole process, at load; None leaves torch's.
+
+    ``device``: cpu, or CUDA devices behind commas; decodes there are captured as graphs unless ``captured``
+    is off, which is slower. Without ``require_tags`` it takes rows that name no prefix, from whoever runs one
+    stage by itself.
+    """
+
+    kernel: str = EXACT
+    block_size: int = 16  # tokens
+    device: str = "cpu"
+    captured: bool = True
+    num_threads: int | None = None
+    require_tags: bool = True
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A result that is here; one of a device (`gpu.pending.Pending`) has the same face."""
+
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        return self.tensor
+
+
+class Stage:
+    """The layers of one member. Not thread-safe: one thread runs its steps, in order.
+
+    In exact mode a row's bits depend on its own sequence alone: not on the rows beside it, chunks, threads,
+    cuts or a replay.
+    """
+
+    overlaps = False  # whether `start` returns before the result is there, as on a device
+    num_devices = 1
+
+    def __init__(
+        self,
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        modules: LoadedModules,
+        shard: Shard = WHOLE,
+    ) -> None:
+        spec = rank_spec(source.spec, shard.world_size, shard.experts)
+        self.assignment = assignment
+        self.options = options
+        self.hidden_size = spec.num_streams * spec.hidden_size  # of what crosses a boundary for each token
+        self.vocab_size = spec.vocab_size
+        self.token_id_layers = spec.token_id_layers
+        self.weight_bytes = modules.weight_bytes
+        self.step_bytes = modules.step_bytes
+        self.bytes_read = modules.bytes_read
+        self.shard = shard
+        self.weight_share = share_of(self.weight_bytes, source.spec, assignment, options.kernel)
+        self._source = (source.digest, source.path)
+        self._modules = modules
+        self._ranks = modules.ranks
+        self._takes_lone_rows = modules.takes_lone_rows
+        self._shares = takes_shared_kv(modules.layers.values())
+        self._native: NativeLayers | None = None  # all of them, for rows of one token
+        self._rotations = Rotations(modules.rotary, spec.max_context)
+        self._spec = spec
+        self._kv = StageKv(
+            spec,
+            assignment.start,
+            assignment.end,
+            block_size=options.block_size,
+            require_tags=options.require_tags,
+        )
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        assignment: StageAssignment,
+        options: StageOptions,
+        progress: LoadProgress | None = None,
+        *,
+        before: Stage | None = None,
+        shard: Shard | None = None,
+    ) -> Stage:
+        """Load the assignment's weights, in float32; ``progress`` is called with (loaded, total) bytes.
+
+        ``before`` is the stage that this one takes the place of: what both own is not read again. It is over
+        then, also where this raises. With a ``shard`` of several ranks it is one rank's slice of the stage,
+        and runs once it was joined to the others.
+
+        Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError,
+        also for layers that do not run, PlanError for ranks that cannot share these layers, and
+        SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
+        """
+        shard = settle(source.spec, shard)
+        if options.device != "cpu":
+            on_device = partial(load_on_device, source, assignment, options, progress)
+            return cast("Stage", on_device(before=before, shard=shard))
+        with importing():
+            from convoy.model.loading.load import (
+                load_modules,  # transformers, which takes seconds, and not before
+            )
+            from convoy.model.loading.loaded import LoadedModules
+
+        check_options(options.kernel, options.block_size)
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
+        kept = None if before is None else before.give_up(source, options, shard)
+        packed, bits = options.kernel != PLAIN, ROUNDED.get(options.kernel)
+        finish = None if bits is None else partial(LoadedModules.quantize, bits=bits)
+        work: dict[str, Any] = {"packed": packed, "progress": progress, "finish": finish, "shard": shard}
+        modules = load_modules(source, assignment, kept=kept, **work)
+        if packed and modules.bytes_read:
+            lay_together(modules.linears)
+            ask_huge_pages(weight for linear in modules.linears for weight in linear.packed)
+            check_linears(modules.parts())
+        stage = cls(source, assignment, options, modules, shard)
+        if packed and modules.bytes_read:
+            check_heads(stage._spec.cache_groups)
+            if not modules.is_ours:
+                stage._trial.prove()
+        if modules.bytes_read:
+            stage._trial.once()
+        if packed:
+            stage._native = checked_layers(modules.layers, modules.ropes, stage._spec.cache_groups)
+        return stage
+
+    def forget(self) -> None:
+        """Free the K/V pools; steps are refused until there are new ones."""
+        self._kv.forget()
+
+    def join(self, collective: Collective) -> None:
+        """Before `run`, where this is one rank's slice. Raises ModelError for another rank's collective."""
+        (self._ranks or Ranks(self.shard)).join(collective)
+
+    def give_up(
+        self, source: ModelSource, options: StageOptions, shard: Shard = WHOLE
+    ) -> LoadedModules | None:
+        """This stage is over: its modules, where one with these options can use them."""
+        self.forget()
+        if self._ranks is not None:
+            self._ranks.leave()
+        modules, self._native = self._modules, None
+        self._modules = modules.free()
+        same = (source.digest, source.path) == self._source and options.kernel == self.options.kernel
+        return modules if same and shard == self.shard else None
+
+    def make_pools(self, num_blocks: int | Sequence[int]) -> None:
+        """Forget all sequences and make K/V pools, for each cache group of so many blocks, or all alike.
+
+        Raises StepError, PlanError.
+        """
+        every = [num_blocks] * len(self.block_bytes) if isinstance(num_blocks, int) else num_blocks
+        self._kv.make(every)
+
+    def room_bytes(self, offered_bytes: int) -> int:
+        """What is left for K/V of ``offered_bytes`` of memory."""
+        return offered_bytes - self.weight_bytes
+
+    @property
+    def block_bytes(self) -> tuple[int, ...]:
+        """What a block of each cache group takes here."""
+        return self._kv.block_bytes
+
+    @property
+    def model_digest(self) -> str:
+        return self._source[0]
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether a step's token ids must come here: for the embedding, or for layers that need them."""
+        mine = self.assignment
+        return mine.embed or self._spec.needs_token_ids(mine.start, mine.end)
+
+    @property
+    def layers(self) -> Mapping[int, nn.Module]:
+        """The layers here, by their number in the whole model."""
+        return self._modules.layers
+
+    @property
+    def linears(self) -> Sequence[PackedLinear]:
+        """Of the layers, and `lm_head` last; without exact mode's layers none."""
+        return self._modules.linears
+
+    def apply(self, step: Step) -> None:
+        """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""
+        tables = self._kv.tables
+        tables.commit(tables.stage(step))
+
+    @torch.inference_mode()
+    def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Apply the step and run its rows: [T, hidden_size] after this stage's layers.
+
+        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` ([T, hidden_size], float32
+        or bfloat16), and ``tokens`` too where layers need them. Raises StepError for what makes no sense,
+        before anything is changed.
+        """
+        tables = self._kv.tables
+        # a thread that has not computed yet takes over the process's thread count when it is asked for it
+        torch.get_num_threads()
+        staged = tables.stage(step)
+        num_tokens = sum(row.num_tokens for row in step.rows)
+        if self.takes_tokens:
+            check_tokens(tokens, num_tokens, self.vocab_size)
+        if self._ranks is not None:
+            self._ranks.begin(num_tokens)
+        looks_up = self.assignment.embed
+        x = self._embed(tokens) if looks_up else take_hidden(hidden, num_tokens, self.hidden_size)
+        tables.commit(staged)
+        if not num_tokens or not self._modules.layers:
+            return x
+        return self._run_layers(self._padded(x), staged, tokens)[:num_tokens]
+
+    def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
+        """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
+        return select_rows(step, hidden)
+
+    @torch.inference_mode()
+    def output(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size].
+
+        Of several ranks all are to do this; rank 0 has the logits then, the others their part of them.
+        """
+        part = self.output_part(hidden)
+        if self._ranks is None or not part.shape[0]:
+            return part
+        return self._ranks.gather(part, self.vocab_size)
+
+    @torch.inference_mode()
+    def output_part(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits of this rank's part of the vocabulary, which is as wide on every rank."""
+        norm, head = self._modules.norm, self._modules.output
+        if norm is None or head is None:
+            raise StepError("this stage does not own the output")
+        hidden = take_hidden(hidden, hidden.shape[0], self.hidden_size)
+        if not hidden.shape[0]:
+            return torch.empty(0, self._spec.vocabulary_rows)
+        num_rows = hidden.shape[0]
+        logits: torch.Tensor = head(norm(self._padded(hidden)))
+        scale, cap = self._modules.logit_scale, self._modules.logit_cap
+        if scale is not None:
+            logits = logits * scale
+        if cap is not None:
+            logits = (logits / cap).tanh_().mul_(cap)
+        return logits[:num_rows]
+
+    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> Drawing:
+        """Draw from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError for others."""
+        return Drawing(draw_all(self.output(hidden).numpy(), draws))
+
+    def start(
+        self,
+        step: Step,
+        hidden: torch.Tensor | None,
+        tokens: torch.Tensor | None,
+        *,
+        selects: bool = False,
+    ) -> Computed:
+        """As `run`; a device would not be waited for. With ``selects`` only rows for an output come."""
+        out = self.run(step, hidden, tokens)
+        return Computed(self.select(step, out) if selects else out)
+
+    @torch.inference_mode()
+    def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
+        """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
+
+        Raises StepError for what this stage does not have, for more than `span_kv.MAX_CARRIED_BYTES`, and
+        where not all layers keep all of their K/V alike.
+        """
+        return self._kv.read_blocks(start, end, blocks)
+
+    @torch.inference_mode()
+    def write_blocks(
+        self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
+    ) -> None:
+        """Fill ``blocks``, which no sequence has, in layers from ``start`` on; ``kv`` as `read_blocks` gives.
+
+        They hold the prefixes of ``tags`` once the last layer here is among them, and no prefix before: so
+        layers come in order. Raises StepError; nothing is changed then.
+        """
+        self._kv.write_blocks(start, blocks, tags, kv)
+
+    def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        """Of what `read_blocks` gives. Raises StepError for more than `span_kv.MAX_CARRIED_BYTES`."""
+        return self._kv.carried_shape(num_layers, num_blocks)
+
+    def _embed(self, tokens: torch.Tensor | None) -> torch.Tensor:
+        if self._modules.embedding is None:
+            raise StepError("this stage does not own the embedding")
+        rows: torch.Tensor = self._modules.embedding(tokens)
+        scale = self._modules.embed_scale
+        rows = rows.to(torch.float32).repeat(1, self._spec.num_streams)
+        return rows if scale is None else rows * scale
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        if self.options.kernel == PLAIN:
+            return x
+        return pad_rows(x, self.least_rows)
+
+    @property
+    def least_rows(self) -> int:
+        """Rows that the layers get at least: by torch's operators, a lone row would have other bits."""
+        if self._takes_lone_rows:
+            return 1
+        # rounded linears are quickest for few rows; a lone row's norm may be split between threads
+        return 2 if self.options.kernel in ROUNDED else LEAST_ROWS
+
+    def _run_layers(
+        self, x: torch.Tensor, staged: StagedStep, tokens: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        modules = self._modules
+        positions: list[int] = []
+        for row, _ in staged.rows:
+            positions.extend(range(row.start, row.start + row.num_tokens))
+        positions.extend(positions[-1:] * (x.shape[0] - len(positions)))
+        ropes = self._rotations.look_up(
+            modules.ropes.values(), torch.tensor(positions, dtype=torch.int64), max(positions)
+        )
+        batch = self._kv.describe(staged.rows, self._rotations)
+        if self._native is not None:
+            rotations = {number: ropes[modules.ropes[number]] for number in modules.layers}
+            found = self._native.run(x, rotations, batch)
+            if found is not None:
+                return found
+        batch |= {layer: batch[of] for layer, of in self._spec.kv_sources.items() if of in batch}
+        arguments: dict[str, Any] = {"use_cache": False, "batch": batch}
+        if self._shares:
+            arguments["shared_kv_states"] = {}  # filled by the layers whose K and V others read
+        inputs = {}
+        if modules.layer_inputs is not None and tokens is not None:
+            inputs = modules.layer_inputs(self._padded(tokens))
+        x = x[None]
+        ids = None if tokens is None or self._spec.layer_input_size else self._padded(tokens)
+        for number, layer in modules.layers.items():
+            own: dict[str, Any] = {"per_layer_input": inputs[number]} if number in inputs else {}
+            if ids is not None and number in self.token_id_layers:
+                own["input_ids"] = ids
+            x = layer(x, position_embeddings=ropes[modules.ropes[number]], **arguments, **own)
+        return x[0]
+
+    @property
+    def _trial(self) -> Trial:
+        """Its layers, and the output where that is here; it leaves no pools behind."""
+        return Trial(
+            self._spec,
+            self.hidden_size,
+            self.options.block_size,
+            self.make_pools,
+            self.forget,
+            lambda x, staged, tokens: self._run_layers(self._padded(x), staged, tokens) if self.layers else x,
+            self.output_part if self.assignment.output else None,
+        )

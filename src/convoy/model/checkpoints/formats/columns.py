@@ -1,0 +1,188 @@
+"""GPTQ and AWQ: matrices stored [inputs, outputs], in groups of inputs, with a scale and a zero per output.
+
+GPTQ packs eight inputs in a word (of four bits) and its zeros, less one, along the outputs; AWQ packs both
+along the outputs, in an order of its own. ``(number - zero) * scale``, turned into [outputs, inputs].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.formats.unpacking import (
+    FLOATS,
+    Index,
+    Parts,
+    StoredLayout,
+    Unpacking,
+    part_of,
+    require,
+    require_rank,
+    row_slices,
+)
+from convoy.plan.spec.quantization import Quantization
+
+if TYPE_CHECKING:
+    import torch
+
+_WORD = 32
+_MAX_GROUP = 1 << 16
+_IN_ORDER = tuple(range(8))
+# at which of the word's eight places an output stands
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True)
+class TurnedColumns(Unpacking):
+    """[outputs, inputs] from ``weight``, ``zeros``, ``scales`` and, where groups are no runs, ``places``."""
+
+    bits: int
+    group_size: int
+    packs_inputs: bool  # in ``weight``; zeros are packed along the outputs in any case
+    order: tuple[int, ...] = _IN_ORDER
+    zero_offset: int = 0  # to add to what is stored
+
+    def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Some inputs at a time, of all outputs."""
+        import torch
+
+        num_outputs, num_inputs = self.shape
+        scales = parts["scales"].to(torch.float32)
+        zeros = self._along_outputs(parts["zeros"]) + self.zero_offset
+        # an eight-bit zero of 255 that stands for 256, and a four-bit 15 for 16, come out as 0
+        zeros = zeros.bitwise_and((1 << self.bits) - 1).to(torch.float32)
+        groups = self._groups(parts, scales.shape[0])
+        per_word = _WORD // self.bits
+        for inputs in row_slices(num_inputs, num_outputs, per_word):
+            if self.packs_inputs:
+                words = parts["weight"][inputs.start // per_word : -(-inputs.stop // per_word)]
+                codes = self._shifted(words.unsqueeze(1), (1, per_word, 1)).flatten(0, 1)
+            else:
+                codes = self._along_outputs(parts["weight"][inputs])
+            of_group = groups[inputs]
+            values = (codes.to(torch.float32) - zeros[of_group]) * scales[of_group]
+            yield (slice(None), inputs), values.T
+
+    def _along_outputs(self, words: torch.Tensor) -> torch.Tensor:
+        """[n, words] to [n, outputs]."""
+        return self._shifted(words.unsqueeze(-1), (1, 1, _WORD // self.bits)).flatten(1)
+
+    def _shifted(self, words: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
+        import torch
+
+        places = self.order if self.bits == 4 else range(_WORD // self.bits)
+        shifts = torch.tensor([self.bits * place for place in places], dtype=torch.int32, device=words.device)
+        return (words >> shifts.view(shape)).bitwise_and((1 << self.bits) - 1)
+
+    def _groups(self, parts: Parts, num_groups: int) -> torch.Tensor:
+        """The group of each input."""
+        import torch
+
+        places = parts.get("places")
+        if places is None:
+            return torch.arange(self.shape[1], device=parts["scales"].device) // self.group_size
+        places = places.to(torch.int64)
+        if int(places.min()) < 0 or int(places.max()) >= num_groups:
+            stored = self.parts["places"]
+            raise ModelError(
+                f"{stored.path}: {stored.name} names groups {int(places.min())} to {int(places.max())}, "
+                f"expected 0 to {num_groups - 1}"
+            )
+        return places
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """What is the same for all matrices of a checkpoint."""
+
+    bits: int
+    group_size: int | None  # None: all inputs are one group
+    packs_inputs: bool
+    order: tuple[int, ...] = _IN_ORDER
+    zero_offset: int = 0
+
+
+def describe_gptq(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
+    """Raises ModelError for settings or tensors that do not fit together, naming them."""
+    settings = quantization.settings
+    version = settings.get("checkpoint_format", "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise quantization.wrong("checkpoint_format", "gptq or gptq_v2")
+    if settings.get("dynamic"):
+        raise quantization.wrong("dynamic", "the same for all modules")
+    bits, group_size = _bits(quantization, (2, 4, 8)), _group_size(quantization)
+    offset = 1 if version == "gptq" else 0  # the first version stores every zero less one
+    return _layout(tensors, _Packing(bits, group_size, packs_inputs=True, zero_offset=offset))
+
+
+def describe_awq(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
+    """Raises ModelError for settings or tensors that do not fit together, naming them."""
+    if str(quantization.settings.get("version", "gemm")).lower() != "gemm":
+        raise quantization.wrong("version", "gemm")
+    bits, group_size = _bits(quantization, (4,)), _group_size(quantization)
+    return _layout(tensors, _Packing(bits, group_size, packs_inputs=False, order=_AWQ_ORDER))
+
+
+def _layout(tensors: Mapping[str, StoredTensor], packing: _Packing) -> StoredLayout:
+    modules = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
+    return StoredLayout({f"{module}.weight": _turned(module, tensors, packing) for module in modules})
+
+
+def _turned(module: str, tensors: Mapping[str, StoredTensor], packing: _Packing) -> TurnedColumns:
+    weight = require_rank(require(tensors[f"{module}.qweight"], ("I32", "U32")), 2)
+    per_word = _WORD // packing.bits
+    num_inputs, num_outputs = weight.shape
+    if packing.packs_inputs:
+        num_inputs *= per_word
+    else:
+        num_outputs *= per_word
+    group_size = packing.group_size or num_inputs
+    if num_inputs % group_size:
+        raise ModelError(
+            f"{weight.path}: {weight.name} has {num_inputs} inputs, expected a multiple of the "
+            f"group_size {group_size}"
+        )
+    if num_outputs % per_word:
+        raise ModelError(
+            f"{weight.path}: {weight.name} has {num_outputs} outputs, expected a multiple of {per_word}"
+        )
+    num_groups = num_inputs // group_size
+    zeros = part_of(tensors, f"{module}.qzeros", weight.name)
+    scales = part_of(tensors, f"{module}.scales", weight.name)
+    parts = {
+        "weight": weight,
+        "zeros": require(zeros, ("I32", "U32"), (num_groups, num_outputs // per_word)),
+        "scales": require(scales, FLOATS, (num_groups, num_outputs)),
+    }
+    places = tensors.get(f"{module}.g_idx")
+    if places is not None:
+        parts["places"] = require(places, ("I32", "I64"), (num_inputs,))
+    return TurnedColumns(
+        f"{module}.weight",
+        (num_outputs, num_inputs),
+        parts,
+        packing.bits,
+        group_size,
+        packing.packs_inputs,
+        packing.order,
+        packing.zero_offset,
+    )
+
+
+def _bits(quantization: Quantization, known: tuple[int, ...]) -> int:
+    key = "bits" if "bits" in quantization.settings else "w_bit"
+    bits = quantization.reader.count(key, most=_WORD)
+    if bits not in known:
+        raise quantization.wrong(key, f"one of {', '.join(map(str, known))}")
+    return bits
+
+
+def _group_size(quantization: Quantization) -> int | None:
+    """None: all inputs are one group."""
+    key = "group_size" if "group_size" in quantization.settings else "q_group_size"
+    if quantization.settings.get(key) == -1:
+        return None
+    return quantization.reader.count(key, most=_MAX_GROUP)

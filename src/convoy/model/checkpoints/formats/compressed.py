@@ -1,0 +1,184 @@
+"""What llm-compressor writes (`compressed-tensors`): packed whole numbers, bytes, or eight-bit floats.
+
+``X.weight_packed`` holds numbers from 0 on, which stand for themselves less half their range, in int32 words
+along a row; ``X.weight_zero_point`` the same down the columns. Unpacked ones keep the name ``X.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.formats.fp8 import of_activations, scaled_floats
+from convoy.model.checkpoints.formats.grid import GridScaled
+from convoy.model.checkpoints.formats.unpacking import (
+    FLOATS,
+    StoredLayout,
+    Unpacking,
+    part_of,
+    require,
+    require_rank,
+)
+from convoy.plan.spec.config import ConfigReader
+from convoy.plan.spec.quantization import Quantization
+
+_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "naive-quantized",
+    "float-quantized",
+    "dense",
+    "mixed-precision",
+)
+_BITS = (4, 8)
+_MAX_GROUP = 1 << 16
+_PACKED = "_packed"
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The settings of a group of modules."""
+
+    kind: str  # "int" or "float"
+    bits: int
+    strategy: str  # "tensor", "channel", "group" or "block"
+    group_size: int | None
+    block: tuple[int, int] | None
+
+    def tile(self, num_rows: int, width: int) -> tuple[int, int]:
+        """Rows and inputs that share a scale."""
+        if self.strategy == "block" and self.block is not None:
+            return self.block
+        if self.strategy == "group" and self.group_size is not None:
+            return 1, self.group_size
+        return (1 if self.strategy == "channel" else num_rows), width
+
+
+def describe_compressed(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
+    """Raises ModelError for settings or tensors that do not fit together, naming them."""
+    if quantization.settings.get("format", "dense") not in _FORMATS:
+        raise quantization.wrong("format", f"one of {', '.join(_FORMATS)}")
+    sparsity = quantization.settings.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise quantization.wrong("sparsity_config", "no sparsity")
+    groups = _groups(quantization)
+    made: dict[str, Unpacking] = {}
+    shapes: set[str] = set()
+    for name, scales in tensors.items():
+        module = name.removesuffix(".weight_scale")
+        if module == name:
+            continue
+        weights = _weights_of(quantization, groups, module)
+        if f"{module}.weight{_PACKED}" in tensors:
+            made[f"{module}.weight"] = _packed(module, tensors, weights)
+            shapes.add(f"{module}.weight_shape")  # what it says follows from the others
+        elif part_of(tensors, f"{module}.weight", name).dtype == "I8":
+            made[f"{module}.weight"] = _bytes(module, tensors, weights)
+        else:
+            block = weights.block if weights.strategy == "block" else None
+            made[f"{module}.weight"] = scaled_floats(f"{module}.weight", tensors, block)
+        del scales
+    return StoredLayout(made, of_activations(tensors) | (shapes & tensors.keys()))
+
+
+def _packed(module: str, tensors: Mapping[str, StoredTensor], weights: _Weights) -> Unpacking:
+    weight = require_rank(require(tensors[f"{module}.weight{_PACKED}"], ("I32",)), 2)
+    per_word = 32 // weights.bits
+    num_rows, num_words = weight.shape
+    width = num_words * per_word
+    tile = weights.tile(num_rows, width)
+    grid = (-(-num_rows // tile[0]), width // tile[1])
+    scales = tensors[f"{module}.weight_scale"]
+    if width % tile[1]:
+        raise ModelError(
+            f"{weight.path}: {weight.name} has rows of {width} numbers, expected a multiple of the "
+            f"group_size {tile[1]}"
+        )
+    parts = {"weight": weight, "scales": _scales(scales, grid)}
+    zeros = tensors.get(f"{module}.weight_zero_point")
+    if zeros is not None:
+        packed_down = (-(-grid[0] // per_word), grid[1])
+        is_packed = zeros.dtype == "I32"
+        parts["zeros"] = require(zeros, ("I32", "I8"), packed_down if is_packed else grid)
+    places = tensors.get(f"{module}.weight_g_idx")
+    if places is not None:
+        parts["places"] = require(places, ("I32", "I64"), (width,))
+    return GridScaled(f"{module}.weight", (num_rows, width), parts, tile, weights.bits)
+
+
+def _bytes(module: str, tensors: Mapping[str, StoredTensor], weights: _Weights) -> Unpacking:
+    weight = require_rank(tensors[f"{module}.weight"], 2)
+    num_rows, width = weight.shape
+    tile = weights.tile(num_rows, width)
+    grid = (-(-num_rows // tile[0]), -(-width // tile[1]))
+    parts = {"weight": weight, "scales": _scales(tensors[f"{module}.weight_scale"], grid)}
+    zeros = tensors.get(f"{module}.weight_zero_point")
+    if zeros is not None:
+        parts["zeros"] = require(zeros, ("I8",), grid, *_flat(grid))
+    places = tensors.get(f"{module}.weight_g_idx")
+    if places is not None:
+        parts["places"] = require(places, ("I32", "I64"), (width,))
+    return GridScaled(f"{module}.weight", weight.shape, parts, tile)
+
+
+def _scales(scales: StoredTensor, grid: tuple[int, int]) -> StoredTensor:
+    return require(scales, FLOATS, grid, *_flat(grid))
+
+
+def _flat(grid: tuple[int, int]) -> list[tuple[int, ...]]:
+    """How else a grid of one column may be stored."""
+    return [*([(grid[0],)] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
+
+
+def _groups(quantization: Quantization) -> dict[tuple[str, ...], _Weights]:
+    """Settings by the targets that they are for."""
+    listed = quantization.settings.get("config_groups")
+    if not isinstance(listed, Mapping) or not listed:
+        raise quantization.wrong("config_groups", "an object with a group")
+    found = {}
+    for name, group in listed.items():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        targets = group.get("targets") if isinstance(group, Mapping) else None
+        if not isinstance(weights, Mapping) or not isinstance(targets, list):
+            raise quantization.wrong("config_groups", f"weights and targets in {name}")
+        found[tuple(map(str, targets))] = _read_weights(quantization, weights)
+    return found
+
+
+def _read_weights(quantization: Quantization, settings: Mapping[str, object]) -> _Weights:
+    reader = ConfigReader(settings, quantization.model)
+    kind = reader.word("type") or "int"
+    bits = reader.count("num_bits", most=32)
+    if kind not in {"int", "float"} or bits not in (_BITS if kind == "int" else (8,)):
+        raise reader.wrong("num_bits", bits, "whole numbers of 4 or 8 bits, or floats of 8")
+    group_size = (
+        None if settings.get("group_size") == -1 else reader.optional_count("group_size", most=_MAX_GROUP)
+    )
+    strategy = reader.word("strategy") or ("group" if group_size else "tensor")
+    block = settings.get("block_structure")
+    tile = None
+    if isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block):
+        tile = (block[0], block[1])
+    known = {"tensor": True, "channel": True, "group": group_size is not None, "block": tile is not None}
+    if not known.get(strategy, False):
+        raise reader.wrong(
+            "strategy", strategy, "tensor, channel, group with a group_size, or block with its sizes"
+        )
+    return _Weights(kind, bits, strategy, group_size, tile)
+
+
+def _weights_of(
+    quantization: Quantization, groups: Mapping[tuple[str, ...], _Weights], module: str
+) -> _Weights:
+    """The one setting that there is, or that of the group which names the module."""
+    if len(set(groups.values())) == 1:
+        return next(iter(groups.values()))
+    for targets, weights in groups.items():
+        if any(module == one or module.endswith(f".{one}") for one in targets):
+            return weights
+    general = [weights for targets, weights in groups.items() if "Linear" in targets]
+    if len(general) != 1 or any(one.startswith("re:") for targets in groups for one in targets):
+        raise quantization.wrong("config_groups", f"one group for {module}, by its name or as Linear")
+    return general[0]

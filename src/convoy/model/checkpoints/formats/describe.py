@@ -1,0 +1,35 @@
+"""Which stored tensors of a checkpoint make which of the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.formats.columns import describe_awq, describe_gptq
+from convoy.model.checkpoints.formats.compressed import describe_compressed
+from convoy.model.checkpoints.formats.fp8 import describe_fp8
+from convoy.model.checkpoints.formats.mlx import describe_mlx
+from convoy.model.checkpoints.formats.mxfp4 import describe_mxfp4
+from convoy.model.checkpoints.formats.unpacking import StoredLayout
+from convoy.plan.spec.config import ConfigReader
+from convoy.plan.spec.quantization import MLX, Quantization, read_quantization
+
+_DESCRIBE: dict[str, Callable[[Quantization, Mapping[str, StoredTensor]], StoredLayout]] = {
+    MLX: describe_mlx,
+    "mxfp4": describe_mxfp4,
+    "fp8": describe_fp8,
+    "fbgemm_fp8": describe_fp8,
+    "compressed-tensors": describe_compressed,
+    "gptq": describe_gptq,
+    "awq": describe_awq,
+}
+
+
+def describe_stored(
+    config: Mapping[str, object], tensors: Mapping[str, StoredTensor], model: str
+) -> StoredLayout:
+    """From the headers alone. Raises ModelError for what is unknown or does not fit, by file and tensor."""
+    quantization = read_quantization(ConfigReader(config, model))
+    if quantization is None:
+        return StoredLayout()
+    return _DESCRIBE[quantization.method](quantization, tensors)

@@ -1,0 +1,68 @@
+"""Eight-bit floats: with a scale for each square (DeepSeek, Qwen), for each row, or for the whole matrix.
+
+``NAME`` in float8_e4m3fn beside ``NAME_scale_inv``, which in spite of its name is what to multiply by, or
+``NAME_scale``. What belongs to activations is not used: these stay as they are here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.formats.grid import GridScaled
+from convoy.model.checkpoints.formats.unpacking import (
+    FLOATS,
+    StoredLayout,
+    Unpacking,
+    part_of,
+    require,
+    require_rank,
+)
+from convoy.plan.spec.quantization import Quantization
+
+_FLOAT8 = ("F8_E4M3", "F8_E5M2")
+_MAX_BLOCK = 1 << 16
+_OF_ACTIVATIONS = (
+    *(".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale"),
+    *(".input_scale_ub", ".input_zero_point", ".output_zero_point"),
+)
+
+
+def describe_fp8(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
+    """Raises ModelError for settings or tensors that do not fit together, naming them."""
+    block = _block(quantization)
+    made = {name: scaled_floats(name, tensors, block) for name, t in tensors.items() if t.dtype in _FLOAT8}
+    return StoredLayout(made, of_activations(tensors))
+
+
+def of_activations(tensors: Mapping[str, StoredTensor]) -> frozenset[str]:
+    """What is stored for activations."""
+    return frozenset(name for name in tensors if name.endswith(_OF_ACTIVATIONS))
+
+
+def scaled_floats(name: str, tensors: Mapping[str, StoredTensor], block: tuple[int, int] | None) -> Unpacking:
+    """Raises ModelError where scales are missing, or of another shape than ``block`` makes them."""
+    weight = require_rank(tensors[name], 2, 3)
+    inverse = f"{name}_scale_inv"
+    scales = tensors[inverse] if inverse in tensors else part_of(tensors, f"{name}_scale", name)
+    *lead, num_rows, width = weight.shape
+    tile = block
+    if tile is not None:
+        grid = (*lead, -(-num_rows // tile[0]), -(-width // tile[1]))
+        require(scales, (*FLOATS, "F8_E8M0"), grid)
+    else:
+        per_row, alike = (*lead, num_rows, 1), (*lead, 1, 1)
+        require(scales, FLOATS, per_row, per_row[:-1], alike, *([] if lead else [(1,), ()]))
+        tile = (1 if math.prod(scales.shape) == math.prod(per_row) else num_rows, width)
+    return GridScaled(name, weight.shape, {"weight": weight, "scales": scales}, tile)
+
+
+def _block(quantization: Quantization) -> tuple[int, int] | None:
+    found = quantization.settings.get("weight_block_size")
+    if found is None:
+        return None
+    sizes = list(found) if isinstance(found, list | tuple) else []
+    if len(sizes) != 2 or not all(type(size) is int and 1 <= size <= _MAX_BLOCK for size in sizes):
+        raise quantization.wrong("weight_block_size", f"two whole numbers from 1 to {_MAX_BLOCK}")
+    return sizes[0], sizes[1]

@@ -1,0 +1,241 @@
+"""GGUF: one file with settings, tokeniser and weights, as llama.cpp has them, read as the library's model.
+
+Names and settings are translated for the architectures below. llama.cpp rotates neighbours where the library
+rotates halves, so rows of Llama's q and k stand in another order. Values are unpacked by the `gguf` package.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.formats.gguf_header import TYPES, GgufHeader, read_gguf
+from convoy.model.checkpoints.formats.unpacking import Index, Parts, StoredLayout, Unpacking, row_slices
+from convoy.plan.spec.config import is_above_0
+
+if TYPE_CHECKING:
+    import torch
+
+_SETTINGS = {
+    "context_length": "max_position_embeddings",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "embedding_length": "hidden_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+_ENDS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_PARTS = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # the library has the same words
+_TURNED = {"llama": {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}}
+_LAYER = re.compile(r"blk\.([0-9]{1,6})\.([a-z_]+)\.(weight|bias)", re.ASCII)
+_FACTORS = "rope_freqs.weight"
+_PLAIN = {"F32", "F16", "BF16"}
+# What Llama 3.1 to 3.3 have; a file says of it only the factors that follow
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class GgufRows(Unpacking):
+    """``stored`` as bytes [rows, bytes of a row]; ``turned_heads`` have their halves' rows in turn."""
+
+    kind: int  # ggml's number of the type
+    turned_heads: int | None = None
+
+    def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Rows, of whole heads where these are turned."""
+        import torch
+
+        package = gguf_package()
+        num_rows, width = self.shape
+        head_rows = num_rows // self.turned_heads if self.turned_heads else 1
+        for rows in row_slices(num_rows, width, head_rows):
+            packed = parts["stored"][rows].cpu().numpy()
+            found = package.quants.dequantize(packed, package.GGMLQuantizationType(self.kind))
+            values = torch.from_numpy(found)
+            if self.turned_heads:
+                values = values.view(-1, head_rows // 2, 2, width).transpose(1, 2).reshape(-1, width)
+            yield (rows,), values
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A file's model in the library's words."""
+
+    config: dict[str, object]
+    tensors: dict[str, StoredTensor]
+    layout: StoredLayout
+
+
+def open_gguf(path: Path) -> GgufModel:
+    """From the header alone. Raises ModelError for an architecture or a tensor that is not supported."""
+    header = read_gguf(path)
+    architecture = header.settings.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"{path}: a GGUF file of the architecture {architecture!r} is not read",
+            hint=f"known: {', '.join(ARCHITECTURES)}; or use the model's safetensors",
+        )
+    config = _config(path, header, str(architecture))
+    tensors: dict[str, StoredTensor] = {}
+    made: dict[str, Unpacking] = {}
+    for stored in header.tensors.values():
+        if stored.name == _FACTORS:
+            continue
+        name, heads = _translated(stored, str(architecture), config)
+        tensors[name] = replace(stored, name=name)
+        if heads is not None or stored.dtype not in _PLAIN:
+            made[name] = _rows(tensors[name], heads)
+    return GgufModel(config, tensors, StoredLayout(made))
+
+
+def gguf_package() -> Any:
+    """The package that unpacks. Raises ModelError where it is not installed."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ModelError(
+            "weights in a GGUF file need the package gguf", hint='pip install "convoy-llm[gguf]"'
+        ) from error
+    return gguf
+
+
+def _rows(stored: StoredTensor, heads: int | None) -> GgufRows:
+    kind = next(number for number, (name, _, _) in TYPES.items() if name == stored.dtype)
+    if len(stored.shape) != 2 or stored.shape[0] % (2 * (heads or 1)) * (heads or 0):
+        raise ModelError(
+            f"{stored.path}: {stored.name} is {stored.dtype} of shape {list(stored.shape)}, expected a matrix"
+            + (f" for {heads} heads" if heads else "")
+        )
+    row_bytes = stored.num_bytes // stored.shape[0]
+    packed = replace(stored, dtype="U8", shape=(stored.shape[0], row_bytes))
+    return GgufRows(stored.name, stored.shape, {"stored": packed}, kind, heads)
+
+
+def _translated(
+    stored: StoredTensor, architecture: str, config: Mapping[str, object]
+) -> tuple[str, int | None]:
+    """The library's name, and the heads whose rows are turned."""
+    if stored.name in _ENDS:
+        return _ENDS[stored.name], None
+    match = _LAYER.fullmatch(stored.name)
+    if match is None or match[2] not in _PARTS:
+        raise ModelError(f"{stored.path}: {stored.name} is no tensor that a {architecture} has here")
+    turned = _TURNED.get(architecture, {}).get(match[2])
+    heads = config.get(turned) if turned else None
+    return f"model.layers.{match[1]}.{_PARTS[match[2]]}.{match[3]}", heads if isinstance(heads, int) else None
+
+
+def _config(path: Path, header: GgufHeader, architecture: str) -> dict[str, object]:
+    settings = header.settings
+    config: dict[str, object] = {"model_type": architecture, "hidden_act": "silu"}
+    for theirs, ours in _SETTINGS.items():
+        value = settings.get(f"{architecture}.{theirs}")
+        if value is not None:
+            config[ours] = value
+    tokens = settings.get("#tokenizer.ggml.tokens")
+    embedding = header.tensors.get("token_embd.weight")
+    if "vocab_size" not in config:
+        config["vocab_size"] = embedding.shape[0] if embedding is not None else tokens
+    config["tie_word_embeddings"] = "output.weight" not in header.tensors
+    config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["dtype"] = "float32"
+    for word in ("bos", "eos"):
+        config[f"{word}_token_id"] = settings.get(f"tokenizer.ggml.{word}_token_id")
+    config["rope_parameters"] = _rope(path, header, architecture)
+    _require_whole_turns(path, settings, architecture, config)
+    return config
+
+
+def _rope(path: Path, header: GgufHeader, architecture: str) -> dict[str, object]:
+    settings = header.settings
+    theta = settings.get(f"{architecture}.rope.freq_base", 10_000.0)
+    # powers of 1 are all alike
+    if not isinstance(theta, float) or not is_above_0(theta) or theta == 1:
+        raise ModelError(
+            f"{path}: {architecture}.rope.freq_base is {theta!r}, expected a float above 0 other than 1"
+        )
+    kind = settings.get(f"{architecture}.rope.scaling.type", "none")
+    if kind == "linear":
+        factor = settings.get(f"{architecture}.rope.scaling.factor")
+        if not is_above_0(factor):
+            raise ModelError(
+                f"{path}: {architecture}.rope.scaling.factor is {factor!r}, expected a number above 0"
+            )
+        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    if kind != "none":
+        raise ModelError(f"{path}: {architecture}.rope.scaling.type is {kind!r}, expected none or linear")
+    stored = header.tensors.get(_FACTORS)
+    if stored is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    return _llama_3(stored, theta)
+
+
+def _require_whole_turns(
+    path: Path, settings: Mapping[str, object], architecture: str, config: Mapping[str, object]
+) -> None:
+    """Raises ModelError where part of a head is turned, or by frequencies in words that are not read here."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    head = config.get("head_dim") or (
+        hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+    )
+    turned = settings.get(f"{architecture}.rope.dimension_count", head)
+    if turned != head:
+        raise ModelError(
+            f"{path}: {architecture}.rope.dimension_count is {turned!r}, expected a whole head of {head}"
+        )
+    scale = settings.get(f"{architecture}.rope.scale_linear", 1.0)
+    if scale != 1.0:
+        raise ModelError(
+            f"{path}: {architecture}.rope.scale_linear is {scale!r}, expected none or 1.0",
+            hint="convert the model again: today's files have rope.scaling.* instead",
+        )
+
+
+def _llama_3(stored: StoredTensor, theta: float) -> dict[str, object]:
+    """The setting that the factors of the frequencies come from. Raises ModelError if none of Llama 3's."""
+    import numpy as np
+
+    from convoy.model.checkpoints.checkpoint import map_tensor
+
+    if stored.dtype not in _PLAIN or len(stored.shape) != 1 or not stored.num_bytes:
+        raise ModelError(
+            f"{stored.path}: {stored.name} is {stored.dtype} of shape {list(stored.shape)}, expected a "
+            "number for each frequency"
+        )
+    found = map_tensor(stored).double().numpy()
+    if not (np.isfinite(found).all() and (found > 0).all()):
+        raise ModelError(f"{stored.path}: {stored.name} has numbers that are not above 0, or not finite")
+    factor = float(found.max())
+    lengths = 2 * np.pi * theta ** (np.arange(len(found)) / len(found))
+    low, high = _LLAMA_3["low_freq_factor"], _LLAMA_3["high_freq_factor"]
+    turns = _LLAMA_3["original_max_position_embeddings"] / lengths
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - share) / factor + share)
+    if not np.allclose(found, expected, rtol=1e-3):
+        raise ModelError(f"{stored.path}: {stored.name} has frequencies that no Llama 3 has")
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA_3}

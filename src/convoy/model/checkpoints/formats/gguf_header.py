@@ -1,0 +1,167 @@
+"""The header of a GGUF file: its settings and where its tensors lie, every length checked against the file.
+
+The format is described in ggml's docs/gguf.md. Tokens of a vocabulary are passed over, not read.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor
+
+# ggml's number of a type: its name, how many numbers stand together, and in how many bytes
+TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18),
+    23: ("IQ4_XS", 256, 136),
+    30: ("BF16", 1, 2),
+}
+_VERSIONS = (2, 3)
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_KEY_BYTES = 1 << 16
+_MAX_ENTRIES = 1 << 20
+_MAX_DIMENSIONS = 4
+_MAX_READ = 1 << 10  # longer arrays are passed over
+_ALIGNMENT = 32
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """``settings``: numbers, words and short lists; of a long list its length stands under ``#KEY``."""
+
+    settings: dict[str, object]
+    tensors: dict[str, StoredTensor]  # by GGUF's names, shapes with the longest stride first
+
+
+def read_gguf(path: Path) -> GgufHeader:
+    """Raises ModelError for a file that is truncated, no GGUF, or has a type of tensor that is not known."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reading(path, data).header()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ModelError(f"{path} cannot be read: {(reason or 'unreadable').lower()}") from error
+
+
+class _Reading:
+    """Values one after the other."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self._path = path
+        self._data = data
+        self._at = 0
+
+    def header(self) -> GgufHeader:
+        magic, version = self._take(4), self._number("I")
+        if magic != b"GGUF" or version not in _VERSIONS:
+            raise ModelError(f"{self._path} is no GGUF file of version 2 or 3")
+        num_tensors, num_settings = self._count(_MAX_ENTRIES), self._count(_MAX_ENTRIES)
+        settings: dict[str, object] = {}
+        for _ in range(num_settings):
+            key = self._word()
+            kind = self._number("I")
+            value = self._value(kind)
+            settings[f"#{key}" if isinstance(value, _Passed) else key] = (
+                value.length if isinstance(value, _Passed) else value
+            )
+        described = [self._tensor() for _ in range(num_tensors)]
+        alignment = settings.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
+            raise ModelError(f"{self._path}: general.alignment is {alignment!r}, expected 1 to {1 << 20}")
+        base = -(-self._at // alignment) * alignment
+        return GgufHeader(settings, {t.name: self._placed(t, base) for t in described})
+
+    def _tensor(self) -> StoredTensor:
+        name = self._word()
+        shape = tuple(self._number("Q") for _ in range(self._count(_MAX_DIMENSIONS, "I")))[::-1]
+        kind, offset = self._number("I"), self._number("Q")
+        if kind not in TYPES:
+            raise ModelError(
+                f"{self._path}: {name} has ggml's type {kind}, expected one of "
+                f"{', '.join(known for known, _, _ in TYPES.values())}"
+            )
+        dtype, block, block_bytes = TYPES[kind]
+        if not shape or 0 in shape or shape[-1] % block:
+            raise ModelError(
+                f"{self._path}: {name} is {dtype} of shape {list(shape)}, expected rows of whole {block}"
+            )
+        return StoredTensor(name, self._path, dtype, shape, offset, math.prod(shape) // block * block_bytes)
+
+    def _placed(self, tensor: StoredTensor, base: int) -> StoredTensor:
+        end, size = base + tensor.offset + tensor.num_bytes, len(self._data)
+        if end > size:
+            raise ModelError(
+                f"{self._path} is truncated: it has {size} bytes, and {tensor.name} ends at {end}"
+            )
+        offset = base + tensor.offset
+        return StoredTensor(tensor.name, tensor.path, tensor.dtype, tensor.shape, offset, tensor.num_bytes)
+
+    def _value(self, kind: int) -> object:
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._array()
+        raise ModelError(f"{self._path}: a setting has the type {kind}, which GGUF does not have")
+
+    def _array(self) -> object:
+        kind, length = self._number("I"), self._number("Q")
+        if kind in _NUMBERS and length > _MAX_READ:
+            self._take(struct.calcsize(f"<{_NUMBERS[kind]}") * length)
+            return _Passed(length)
+        if length > len(self._data) or kind == _ARRAY:
+            raise ModelError(f"{self._path}: a setting has {length} values of the type {kind}")
+        if length <= _MAX_READ:
+            return [self._value(kind) for _ in range(length)]
+        for _ in range(length):
+            self._take(self._number("Q"))
+        return _Passed(length)
+
+    def _word(self) -> str:
+        return str(self._take(self._count(_MAX_KEY_BYTES)), "utf-8", "replace")
+
+    def _text(self) -> str:
+        return str(self._take(self._number("Q")), "utf-8", "replace")
+
+    def _count(self, most: int, form: str = "Q") -> int:
+        found = self._number(form)
+        if found > most:
+            raise ModelError(f"{self._path} is no GGUF file: a length of {found}, expected at most {most}")
+        return found
+
+    def _number(self, form: str) -> int:
+        (found,) = struct.unpack(f"<{form}", self._take(struct.calcsize(f"<{form}")))
+        return found  # type: ignore[no-any-return]
+
+    def _take(self, num_bytes: int) -> bytes:
+        end = self._at + num_bytes
+        if end > len(self._data):
+            raise ModelError(f"{self._path} is truncated: its header goes on behind its end")
+        found = self._data[self._at : end]
+        self._at = end
+        return found
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """A list that was passed over."""
+
+    length: int

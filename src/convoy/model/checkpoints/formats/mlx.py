@@ -1,0 +1,155 @@
+"""MLX's affine quantisation: groups along a row, each with a scale and a bias: ``scale * code + bias``.
+
+As `mlx.core.quantize` packs it and `mlx_lm.convert` names it: ``weight`` in uint32 words beside ``scales``
+and ``biases``; settings for all layers in config.json, and others for single ones under their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.formats.unpacking import (
+    FLOATS,
+    Index,
+    Parts,
+    StoredLayout,
+    Unpacking,
+    part_of,
+    require,
+    require_rank,
+    row_slices,
+)
+from convoy.plan.spec.quantization import Quantization
+
+if TYPE_CHECKING:
+    import torch
+
+_BITS = (2, 3, 4, 5, 6, 8)
+_MAX_GROUP = 1 << 16
+_LOOKED_UP = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# `mlx_lm` stacks experts under this name, where checkpoints for transformers have them one by one
+_STACKS = ".switch_mlp."
+
+
+@dataclass(frozen=True)
+class AffineRows(Unpacking):
+    """Rows of codes; leading dimensions are experts."""
+
+    bits: int
+    group_size: int
+
+    def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Rows, expert by expert."""
+        import torch
+
+        from convoy.model.checkpoints.formats.bits import stream_codes
+
+        weight, scales, biases = (parts[role] for role in ("weight", "scales", "biases"))
+        num_rows, width = self.shape[-2:]
+        for lead in _leads(self.shape):
+            for rows in row_slices(num_rows, width):
+                place: Index = (*lead, rows)
+                codes = stream_codes(weight[place], self.bits).to(torch.float32)
+                values = codes.view(*codes.shape[:-1], -1, self.group_size)
+                values *= scales[place].to(torch.float32).unsqueeze(-1)
+                values += biases[place].to(torch.float32).unsqueeze(-1)
+                yield place, values.flatten(-2)
+
+
+@dataclass(frozen=True)
+class JoinedRows(Unpacking):
+    """Several tensors over each other, along the rows."""
+
+    wholes: tuple[Unpacking, ...]
+
+    def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Those of each, in turn."""
+        start = 0
+        for number, whole in enumerate(self.wholes):
+            own = {role: parts[f"{number}.{role}"] for role in whole.parts}
+            for index, values in whole.pieces(own):
+                rows = index[-1]
+                assert isinstance(rows, slice)
+                yield (*index[:-1], slice(rows.start + start, rows.stop + start)), values
+            start += whole.shape[-2]
+
+
+def describe_mlx(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
+    """Raises ModelError for settings or tensors that do not fit together, naming them."""
+    made = [
+        _affine(quantization, tensors, name.removesuffix(".scales"))
+        for name in tensors
+        if name.endswith(".scales")
+    ]
+    return StoredLayout({whole.name: whole for whole in _with_stacks(made)})
+
+
+def _affine(quantization: Quantization, tensors: Mapping[str, StoredTensor], module: str) -> AffineRows:
+    bits, group_size = _settings(quantization, module)
+    scales = require_rank(require(tensors[f"{module}.scales"], FLOATS), 2, 3)
+    weight = part_of(tensors, f"{module}.weight", scales.name)
+    biases = part_of(tensors, f"{module}.biases", scales.name)
+    width = scales.shape[-1] * group_size
+    if width * bits % 32:
+        raise ModelError(
+            f"{weight.path}: {weight.name} has rows of {width} numbers of {bits} bits, expected whole words"
+        )
+    require(weight, ("U32",), (*scales.shape[:-1], width * bits // 32))
+    require(biases, (scales.dtype,), scales.shape)
+    return AffineRows(
+        weight.name,
+        (*scales.shape[:-1], width),
+        {"weight": weight, "scales": scales, "biases": biases},
+        bits,
+        group_size,
+        # what is looked up is rounded as MLX rounds it; matrices are multiplied as they are
+        dtype=_LOOKED_UP[scales.dtype] if module.endswith("embed_tokens") else "float32",
+    )
+
+
+def _settings(quantization: Quantization, module: str) -> tuple[int, int]:
+    """Bits and group size of one module."""
+    own = quantization.settings.get(module)
+    if isinstance(own, Mapping):
+        quantization = replace(quantization, settings=own, key=f"{quantization.key}.{module}")
+    mode = quantization.settings.get("mode", "affine")
+    if mode != "affine":
+        raise quantization.wrong("mode", "affine")
+    bits = quantization.reader.count("bits", most=32)
+    if bits not in _BITS:
+        raise quantization.wrong("bits", f"one of {', '.join(map(str, _BITS))}")
+    return bits, quantization.reader.count("group_size", most=_MAX_GROUP)
+
+
+def _with_stacks(made: list[AffineRows]) -> Iterator[Unpacking]:
+    """Stacked experts by the names that the library has for them."""
+    stacks = {whole.name: whole for whole in made if _STACKS in whole.name}
+    yield from (whole for whole in made if whole.name not in stacks)
+    for name, whole in stacks.items():
+        prefix, _, rest = name.partition(_STACKS)
+        if rest == "down_proj.weight":
+            yield replace(whole, name=f"{prefix}.experts.down_proj")
+        elif rest == "gate_proj.weight":
+            up = stacks.get(f"{prefix}{_STACKS}up_proj.weight")
+            if up is None or up.shape != whole.shape:
+                raise ModelError(
+                    f"{whole.parts['weight'].path}: {name} has no up_proj of its shape beside it"
+                )
+            yield _joined(f"{prefix}.experts.gate_up_proj", (whole, up))
+
+
+def _joined(name: str, wholes: tuple[Unpacking, ...]) -> JoinedRows:
+    parts = {f"{i}.{role}": part for i, one in enumerate(wholes) for role, part in one.parts.items()}
+    *lead, _, width = wholes[0].shape
+    return JoinedRows(name, (*lead, sum(one.shape[-2] for one in wholes), width), parts, wholes)
+
+
+def _leads(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    if len(shape) == 2:
+        yield ()
+    else:
+        yield from ((number,) for number in range(shape[0]))

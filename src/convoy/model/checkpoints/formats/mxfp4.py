@@ -1,0 +1,74 @@
+"""MXFP4: blocks of 32 four-bit floats along a row, each with a power of two (OCP Microscaling Formats 1.0).
+
+As GPT-OSS stores its experts: ``NAME_blocks`` [experts, rows, blocks, 16 bytes] beside ``NAME_scales``; the
+library's ``NAME`` is [experts, inputs, rows], so what is unpacked is turned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.formats.unpacking import (
+    Index,
+    Parts,
+    StoredLayout,
+    Unpacking,
+    part_of,
+    require,
+    require_rank,
+    row_slices,
+)
+from convoy.plan.spec.quantization import Quantization
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK = 32
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1; the highest bit is the sign
+_EXPONENT_BIAS = 127
+_NOT_A_NUMBER = 255  # as an exponent
+
+
+@dataclass(frozen=True)
+class TurnedFloats(Unpacking):
+    """[experts, inputs, rows] from blocks along the inputs."""
+
+    def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
+        """Some rows of an expert at a time."""
+        import torch
+
+        blocks, scales = parts["blocks"], parts["scales"]
+        values = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], device=blocks.device)
+        num_experts, width, num_rows = self.shape
+        for expert in range(num_experts):
+            for rows in row_slices(num_rows, width):
+                packed, exponents = blocks[expert, rows], scales[expert, rows]
+                if bool((exponents == _NOT_A_NUMBER).any()):
+                    stored = self.parts["scales"]
+                    raise ModelError(f"{stored.path}: {stored.name} holds a scale that is no number")
+                codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+                found = values[codes.to(torch.int64)]
+                found = torch.ldexp(found, exponents.to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS)
+                yield (expert, slice(None), rows), found.flatten(1).T
+
+
+def describe_mxfp4(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
+    """Raises ModelError for tensors that do not fit together, naming them."""
+    del quantization  # which modules it was not done to shows in what is stored
+    made = {}
+    for name, blocks in tensors.items():
+        if not name.endswith("_blocks"):
+            continue
+        whole = name.removesuffix("_blocks")
+        require_rank(require(blocks, ("U8",)), 4)
+        num_experts, num_rows, num_blocks, num_bytes = blocks.shape
+        require(blocks, ("U8",), (num_experts, num_rows, num_blocks, _BLOCK // 2))
+        scales = part_of(tensors, f"{whole}_scales", name)
+        require(scales, ("U8", "F8_E8M0"), blocks.shape[:-1])
+        shape = (num_experts, num_blocks * 2 * num_bytes, num_rows)
+        made[whole] = TurnedFloats(whole, shape, {"blocks": blocks, "scales": scales})
+    return StoredLayout(made)

@@ -1,0 +1,233 @@
+"""A model by its name on the Hugging Face hub: one commit of it on this disk, weights and text files alone.
+
+    FOLDER/models--org--name/snapshots/<commit>/config.json, model-00001-of-00002.safetensors, ...
+                                                *.part       on its way: a later run goes on from its end
+
+Which files are had is decided here: those of `FILES`, and the safetensors that the index
+names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from convoy.errors import HubUnreachable, ModelError
+from convoy.model.checkpoints.checkpoint import INDEX, SINGLE, file_bytes, index_files
+from convoy.model.checkpoints.hub.stream import HubCommit, hub_errors
+from convoy.model.checkpoints.manifest import FILES, MAX_FILE_BYTES
+from convoy.model.checkpoints.store.parts import Part, PartFile, alone_in, is_whole, require_room
+from convoy.model.library import LIBRARY
+
+HubProgress = Callable[[str, int, int], None]  # file, bytes that are here, bytes in all
+
+FOLDER = "hub"  # of a cache
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+_REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}"
+_FORM = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>{_REVISION}))?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_SHA = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_MAX_PIN_BYTES = 1 << 20
+_UNSAID = -1
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """``org/name[@revision]``; a revision is a branch, a tag or a commit."""
+
+    repo: str
+    revision: str = "main"
+
+    @classmethod
+    def parse(cls, text: str) -> HubName | None:
+        """None for what can be no name on the hub, and for a directory that is here."""
+        match = _FORM.fullmatch(text)
+        if match is None or ".." in text or Path(text).exists():
+            return None
+        return cls(match["repo"], match["revision"] or "main")
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file as the hub lists it; ``digest`` is its SHA-256, or empty: the hub knows that of large files.
+
+    ``num_bytes`` is -1 where the hub does not say it.
+    """
+
+    num_bytes: int
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """What a revision was when somebody last looked: a commit, and the files that could be read of it."""
+
+    commit: str
+    files: Mapping[str, HubFile] = field(default_factory=dict)
+
+
+class Hub:
+    """``folder`` is private to this user; ``endpoint`` None is the hub that `huggingface_hub` is set to."""
+
+    def __init__(self, folder: Path, endpoint: str | None = None) -> None:
+        self._folder = folder
+        self._endpoint = endpoint
+        self.offline: str | None = None  # why a commit that was pinned earlier is used unasked
+
+    def download(self, name: HubName, progress: HubProgress | None = None) -> tuple[str, Path]:
+        """The commit, and the directory that holds it whole. What is here already is not fetched again.
+
+        Raises ModelError naming the repository, and the file where one cannot be had or is not what the hub
+        lists. What ``progress`` raises ends it; a later call goes on where this one was.
+        """
+        pinned = self._pin(name)
+        directory = self.directory(name, pinned.commit)
+        fetch = _Download(name, HubCommit(name.repo, pinned.commit, self._endpoint), directory, progress)
+        with alone_in(directory, lambda: None):
+            fetch.all(_parts(name, pinned, directory, [f for f in (*FILES, INDEX) if f in pinned.files]))
+            if "config.json" not in pinned.files:
+                raise ModelError(f"{name} has no config.json", hint="is it a model for `transformers`?")
+            fetch.all(_parts(name, pinned, directory, self._shards(name, pinned, directory)))
+        return pinned.commit, directory
+
+    def directory(self, name: HubName, commit: str) -> Path:
+        """Where that commit's files lie, or would."""
+        return self._folder / f"models--{name.repo.replace('/', '--')}" / "snapshots" / commit
+
+    def _pin(self, name: HubName) -> Pinned:
+        """The commit that a revision is now; where nobody can say, what it was the last time."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with LIBRARY:
+            from huggingface_hub import HfApi  # a second, and nothing of it before a name asks for it
+
+        remembered = self._folder / f"{hashlib.sha256(str(name).encode()).hexdigest()[:32]}.json"
+        try:
+            with hub_errors(str(name)):
+                info = HfApi(endpoint=self._endpoint).model_info(
+                    name.repo, revision=name.revision, files_metadata=True
+                )
+        except HubUnreachable as error:
+            known = _remembered(remembered)
+            if known is None:
+                raise HubUnreachable(
+                    f"the model {error.message}",
+                    hint="give a directory, or try again; a peer needs no --model if its head has the files",
+                ) from error
+            self.offline = f"the hub cannot be reached; {name} was {known.commit[:12]} the last time"
+            return known
+        except json.JSONDecodeError as error:
+            raise ModelError(f"what answers for {name} is no hub: it speaks no JSON") from error
+        except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
+            # the library takes what came for what a hub says
+            raise ModelError(f"what answers for {name} is no hub: it describes no model") from error
+        if not isinstance(info.sha, str) or _COMMIT.fullmatch(info.sha) is None:
+            raise ModelError(f"the hub names no commit for {name}")
+        pinned = Pinned(info.sha, _listed(info.siblings or ()))
+        remembered.write_text(json.dumps(asdict(pinned)))
+        return pinned
+
+    def _shards(self, name: HubName, pinned: Pinned, directory: Path) -> list[str]:
+        shards = index_files(directory / INDEX) if INDEX in pinned.files else [SINGLE]
+        lacking = next((shard for shard in shards if shard not in pinned.files), None)
+        if lacking is not None:
+            raise ModelError(
+                f"{name} has no {lacking}",
+                hint="only safetensors are read: look for a conversion of the model",
+            )
+        return shards
+
+
+def commit_of(directory: Path) -> str:
+    """``org/name@commit``, where that is what lies in a hub's cache there; empty for any other directory."""
+    kind, _, repo = directory.parent.parent.name.partition("--")
+    name = f"{repo.replace('--', '/', 1)}@{directory.name}"
+    is_commit = (
+        kind == "models" and directory.parent.name == "snapshots" and _COMMIT.fullmatch(directory.name)
+    )
+    return name if is_commit and _FORM.fullmatch(name) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Download:
+    """Of files of one commit into ``directory``."""
+
+    name: HubName
+    commit: HubCommit
+    directory: Path
+    progress: HubProgress | None
+
+    def all(self, parts: Iterable[Part]) -> None:
+        missing = [part for part in parts if not is_whole(part)]
+        require_room(self.directory, missing)
+        for part in missing:
+            self._file(part)
+
+    def _file(self, part: Part) -> None:
+        with ExitStack() as stack:
+            file = stack.enter_context(PartFile(part, lambda _num_bytes: self._tell(part, 0)))
+            resumed = file.resumed
+            for chunk in self.commit.stream(part.name, file.num_bytes, part.num_bytes):
+                file.write(chunk)
+                self._tell(part, file.num_bytes)
+            found = file.found
+            if file.finish():
+                return
+        if resumed:  # what was left of an earlier run may have been another's, or of a machine that crashed
+            self._file(part)
+            return
+        raise ModelError(
+            f"{part.name} of {self.name} came with the digest {found[:12]}, expected {part.digest[:12]}",
+            hint="it was removed: start again to fetch it anew",
+        )
+
+    def _tell(self, part: Part, num_bytes: int) -> None:
+        if self.progress is not None:
+            self.progress(part.name, num_bytes, part.num_bytes)
+
+
+def _parts(name: HubName, pinned: Pinned, directory: Path, files: Iterable[str]) -> list[Part]:
+    parts = []
+    for file in files:
+        listed = pinned.files[file]
+        if listed.num_bytes < 0:  # as much as came would pass for all of it
+            raise ModelError(f"the hub says no size of {file} of {name}, so nobody can tell when it is whole")
+        if listed.num_bytes > MAX_FILE_BYTES and not file.endswith(".safetensors"):
+            raise ModelError(
+                f"{file} of {name} has {listed.num_bytes} bytes, expected at most {MAX_FILE_BYTES}"
+            )
+        parts.append(Part(file, directory / file, listed.num_bytes, listed.digest))
+    return parts
+
+
+def _listed(siblings: Iterable[Any]) -> dict[str, HubFile]:
+    """The files that could be read, by names that lie in no folder."""
+    found = {}
+    for sibling in siblings:
+        file = str(sibling.rfilename)
+        if file in FILES or file == INDEX or (file.endswith(".safetensors") and Path(file).name == file):
+            lfs = getattr(sibling, "lfs", None)
+            sha = str(getattr(lfs, "sha256", "") or "")
+            size = sibling.size if type(sibling.size) is int and sibling.size >= 0 else _UNSAID
+            found[file] = HubFile(size, sha if _SHA.fullmatch(sha) else "")
+    return found
+
+
+def _remembered(path: Path) -> Pinned | None:
+    try:
+        said = json.loads(file_bytes(path, _MAX_PIN_BYTES))
+        files = {
+            str(name): HubFile(int(f["num_bytes"]), str(f["digest"])) for name, f in said["files"].items()
+        }
+        pinned = Pinned(str(said["commit"]), files)
+    except (ModelError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return pinned if _COMMIT.fullmatch(pinned.commit) else None

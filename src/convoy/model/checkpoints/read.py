@@ -1,0 +1,35 @@
+"""A tensor of the model, from whatever its checkpoint stores: as it is, drawn, or unpacked piece by piece."""
+
+from __future__ import annotations
+
+import torch
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import map_tensor
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.synthetic import draw_tensor
+
+
+def read_tensor(source: ModelSource, name: str) -> torch.Tensor:
+    """Tensor ``name`` of the model: mapped where it is stored as it is, else in memory of its own.
+
+    Raises ModelError naming file and tensor.
+    """
+    whole = source.layout.made.get(name)
+    if whole is not None:
+        out = torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
+        unpack_into(out, source, name)
+        return out
+    stored = source.tensors[name]
+    return map_tensor(stored) if source.seed is None else draw_tensor(stored, source.seed)
+
+
+def unpack_into(out: torch.Tensor, source: ModelSource, name: str) -> None:
+    """Unpack a quantised tensor into memory of its shape, on the device where that is."""
+    whole = source.layout.made[name]
+    if tuple(out.shape) != whole.shape:
+        raise ModelError(f"{source.name}: {name} has shape {list(whole.shape)}, expected {list(out.shape)}")
+    parts = {role: map_tensor(part).to(out.device) for role, part in whole.parts.items()}
+    with torch.no_grad():
+        for index, values in whole.pieces(parts):
+            out[index].copy_(values)

@@ -1,0 +1,102 @@
+"""Reading what a stage owns of a model, a portion at a time: each tensor once, and no other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor
+from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES, decoder_name, owned_tensors
+from convoy.model.checkpoints.read import read_tensor
+from convoy.model.checkpoints.slices import Slices
+from convoy.model.checkpoints.source import ModelSource
+from convoy.plan.spec.sharding import WHOLE, Shard
+
+LoadProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is to be read: all that a stage owns, what it lacks of that, or a portion of either."""
+
+    layers: frozenset[int]
+    embed: bool
+    output: bool
+
+
+class Reading:
+    """Reads what a stage owns, a portion at a time, and says how far it is."""
+
+    def __init__(
+        self,
+        source: ModelSource,
+        part: Part,
+        progress: LoadProgress | None,
+        shard: Shard = WHOLE,
+    ) -> None:
+        self.num_bytes = 0  # read so far that the stage needs
+        self.shard = shard
+        self._slices = None if shard == WHOLE else Slices(source.spec, shard)
+        self._source = source
+        self._progress = progress
+        self._num_layers = len(part.layers)
+        self._total = sum(map(self._share, self._owned(part)))
+
+    def read(self, part: Part) -> dict[str, torch.Tensor]:
+        """The portion's tensors by their names in the decoder, unpacked."""
+        state: dict[str, torch.Tensor] = {}
+        for stored in self._owned(part):
+            name = self._source.layout.whole(stored.name)
+            own = self._own_name(name)
+            if own is not None and own not in state:
+                state[own] = self._slice(stored, name)
+            self.num_bytes += self._share(stored)
+            if self._progress is not None:
+                self._progress(self.num_bytes, self._total)
+        return state
+
+    def _own_name(self, name: str) -> str | None:
+        known = decoder_name(name)
+        return known if self._slices is None else self._slices.name(known)
+
+    def _slice(self, stored: StoredTensor, name: str) -> torch.Tensor:
+        """Of what is mapped from a file, only the slice's pages are ever looked at."""
+        whole = read_tensor(self._source, name)
+        if self._slices is None:
+            return whole
+        with named(stored):
+            return self._slices.take(decoder_name(name), whole)
+
+    def _owned(self, part: Part) -> list[StoredTensor]:
+        return owned_tensors(self._source, part.layers, embed=part.embed, output=part.output)
+
+    def _share(self, stored: StoredTensor) -> int:
+        """Of what all layers share, each has its part; a rank its slice of what is stored as it is."""
+        whole = self._source.layout.whole(stored.name)
+        if self._slices is not None:
+            if self._own_name(whole) is None:
+                return 0
+            if whole == stored.name and stored.num_bytes:
+                with named(stored):
+                    empty = torch.empty(stored.shape, device="meta")
+                    own = self._slices.take(decoder_name(whole), empty)
+                return self._of_layers(stored) * own.numel() // empty.numel()
+        return self._of_layers(stored)
+
+    def _of_layers(self, stored: StoredTensor) -> int:
+        if decoder_name(stored.name).startswith(LAYER_INPUT_NAMES[:2]):
+            return stored.num_bytes * self._num_layers // self._source.spec.num_layers
+        return stored.num_bytes
+
+
+@contextlib.contextmanager
+def named(stored: StoredTensor) -> Iterator[None]:
+    """What is wrong with a slice of a tensor is wrong in its file."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{stored.path}: {error.message}", hint=error.hint) from error

@@ -1,0 +1,178 @@
+"""Which slice of each tensor a rank has, and the configuration of a model that is made of such slices.
+
+The library's own plan for its layers says which linears are split by outputs ("colwise") and which by inputs
+("rowwise"). It says nothing for some, GPT-OSS among them, and gathers where q, k and v are one matrix; there
+our own table speaks. A slice that does not fit the narrowed model is refused when that is built.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from convoy.errors import ModelError
+from convoy.plan.spec.model import ModelSpec
+from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
+
+_SPLIT = ("colwise", "rowwise", "packed_colwise")
+_OWN = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "sinks"), "colwise"),
+    **dict.fromkeys(("q_b_proj", "kv_b_proj"), "colwise"),  # of latents
+    **dict.fromkeys(("o_proj", "down_proj", "w2"), "rowwise"),
+    "gate_up_proj": "packed_colwise",
+    "qkv_proj": "joined",
+}
+_BY_TOKEN = ("model.embed_tokens.", "model.embed_tokens_per_layer.", "lm_head.")
+_KEYS = ("k_proj", "v_proj")
+_WIDE_EXPERTS = {"gpt_oss", "mixtral", "olmoe"}  # whose intermediate_size is that of their experts
+_TRANSPOSED = {"gpt_oss"}  # stacks of experts [experts, inputs, outputs], gate and up in turn
+_LAYER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
+_EXPERT = re.compile(r"\.experts\.([0-9]+)\.", re.ASCII)
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+_KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
+
+
+def narrow_config(config: Any, spec: ModelSpec, shard: Shard) -> None:
+    """Make a configuration of the library's that of one rank's slices; heads keep their size."""
+    size = shard.world_size
+    of_layers = config.to_dict().get("per_layer_config")  # Gemma 4's full layers have other K/V heads
+    if of_layers:
+        config.per_layer_config = None
+    if getattr(config, "head_dim", None) is None:
+        config.head_dim = spec.head_dim  # which it would take from the number of heads
+    of_experts = {"intermediate_size" if spec.family in _WIDE_EXPERTS else "moe_intermediate_size"}
+    widths = set(_WIDTHS) - (of_experts if shard.experts == "whole" else set())
+    for name in ("num_attention_heads", *widths):
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, getattr(config, name) // size)
+    for name in _KV_HEADS:
+        if isinstance(getattr(config, name, None), int):
+            setattr(config, name, kv_heads_of(getattr(config, name), size))
+    config.vocab_size = -(-spec.vocab_size // size)
+    config.pad_token_id = None  # which may lie outside of the part
+    if any(getattr(config, name, None) and getattr(config, name) % 4 for name in widths):
+        config._experts_implementation = "eager"  # grouped matmuls want rows of 16 bytes
+    if of_layers:
+        config.per_layer_config = {
+            layer: {
+                name: kv_heads_of(value, size) if name in _KV_HEADS else value
+                for name, value in values.items()
+            }
+            for layer, values in of_layers.items()
+        }
+
+
+class Slices:
+    """What a rank has of each tensor of a model, by its name in the decoder."""
+
+    def __init__(self, spec: ModelSpec, shard: Shard) -> None:
+        self.shard = shard
+        self._spec = spec
+        plan: dict[str, str] = transformers.CONFIG_MAPPING[spec.family].base_model_tp_plan or {}
+        self._plan = plan
+
+    def name(self, name: str) -> str | None:
+        """What the tensor is called in the narrowed model; None: it is another rank's."""
+        expert = _EXPERT.search(name)
+        if self.shard.experts == "split" or expert is None:
+            return name
+        number = int(expert[1]) - self._own_experts(name).start
+        if not 0 <= number < len(self._own_experts(name)):
+            return None
+        return f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
+
+    def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The rank's slice of ``tensor``, a view where that is one. Raises ModelError for what has none."""
+        if name.startswith(_BY_TOKEN):
+            return self._rows_of_vocabulary(tensor)
+        style, leaf = self._style(name)
+        if style and ".experts." in name and self.shard.experts == "whole":
+            own = self._own_experts(name)
+            return tensor if _EXPERT.search(name) else tensor[own.start : own.stop]
+        if not style or (style == "rowwise" and name.endswith("bias")):
+            return torch.zeros_like(tensor) if style and self.shard.rank else tensor
+        if style == "joined":
+            return self._joined(name, tensor)
+        if leaf in _KEYS:
+            return self._of_keys(name, tensor, self._heads(name)[1])
+        return self._by_width(name, tensor, style)
+
+    def _by_width(self, name: str, tensor: torch.Tensor, style: str) -> torch.Tensor:
+        dim = self._dimension(style, name, tensor)
+        if style == "packed_colwise" and not self._turned(name):
+            halves = tensor.chunk(2, dim)
+            return torch.cat([self._share(name, half, dim) for half in halves], dim)
+        return self._share(name, tensor, dim)
+
+    def _style(self, name: str) -> tuple[str, str]:
+        module = re.sub(r"(\.weight|\.bias|_bias)\Z", "", name)
+        leaf = module.rpartition(".")[2]
+        if not _LAYER.match(name):
+            return "", leaf
+        style = self._plan.get(_LAYER.sub("layers.*.", module), "")
+        return (style if style in _SPLIT else _OWN.get(leaf, "")), leaf
+
+    def _turned(self, name: str) -> bool:
+        return self._spec.family in _TRANSPOSED and ".experts." in name
+
+    def _dimension(self, style: str, name: str, tensor: torch.Tensor) -> int:
+        is_bias = name.endswith("bias")
+        if self._turned(name):
+            return -1 if style != "rowwise" else 1
+        if style == "rowwise":
+            return -1
+        return -2 if tensor.ndim > 1 and not is_bias else -1
+
+    def _heads(self, name: str) -> tuple[int, int]:
+        layer = _LAYER.match(name)
+        number = -1 if layer is None else int(layer[1])
+        group = next((group for group in self._spec.cache_groups if number in group.layers), None)
+        if group is None:
+            raise ModelError(f"{self._spec.name}: {name} is of no layer with heads")
+        return group.num_heads, group.num_kv_heads
+
+    def _joined(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Of queries, keys and values, one behind the other."""
+        queries, keys = self._heads(name)
+        if tensor.shape[0] % (queries + 2 * keys):
+            raise self._no_slice(name, tensor)
+        size = tensor.shape[0] // (queries + 2 * keys)
+        query, key, value = torch.split(tensor, [queries * size, keys * size, keys * size])
+        parts = [self._of_keys(name, part, keys) for part in (key, value)]
+        return torch.cat([self._share(name, query, 0), *parts])
+
+    def _of_keys(self, name: str, tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Of K or V, which several ranks may have where there are fewer heads than ranks."""
+        if tensor.shape[0] % num_heads:
+            raise self._no_slice(name, tensor)
+        size = tensor.shape[0] // num_heads
+        first, count = first_kv_head(num_heads, self.shard), kv_heads_of(num_heads, self.shard.world_size)
+        return tensor.narrow(0, first * size, count * size)
+
+    def _share(self, name: str, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        if tensor.shape[dim] % self.shard.world_size:
+            raise self._no_slice(name, tensor)
+        size = tensor.shape[dim] // self.shard.world_size
+        return tensor.narrow(dim, self.shard.rank * size, size)
+
+    def _rows_of_vocabulary(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts have as many rows, the last ones of the last rank zeros."""
+        count = -(-tensor.shape[0] // self.shard.world_size)
+        own = tensor[self.shard.rank * count : (self.shard.rank + 1) * count]
+        missing = count - own.shape[0]
+        return nn.functional.pad(own, (0, 0) * (own.ndim - 1) + (0, missing)) if missing else own
+
+    def _own_experts(self, name: str) -> range:
+        layer = _LAYER.match(name)
+        count = 0 if layer is None else self._spec.layers[int(layer[1])].num_experts
+        count //= self.shard.world_size
+        return range(self.shard.rank * count, (self.shard.rank + 1) * count)
+
+    def _no_slice(self, name: str, tensor: torch.Tensor) -> ModelError:
+        return ModelError(
+            f"{name} has shape {list(tensor.shape)}, which {self.shard.world_size} ranks cannot share alike"
+        )

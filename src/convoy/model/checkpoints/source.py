@@ -1,0 +1,136 @@
+"""Where a model comes from: a bundled one by name, a Hugging Face directory, or a seed and no file at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor, file_bytes, read_headers
+from convoy.model.checkpoints.coherence import check_tensors
+from convoy.model.checkpoints.formats.describe import describe_stored
+from convoy.model.checkpoints.formats.gguf import open_gguf
+from convoy.model.checkpoints.formats.unpacking import StoredLayout
+from convoy.model.checkpoints.synthetic import CONFIGS, PREFIX, Synthetic, describe_tensors, is_synthetic_name
+from convoy.plan.spec.config import ConfigReader
+from convoy.plan.spec.family import read_family
+from convoy.plan.spec.model import ModelSpec
+
+BUNDLED = ("demo", "demo-mini")
+_BUNDLED_DIRECTORY = Path(__file__).resolve().parents[2] / "models"
+_MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on this machine, described but not loaded.
+
+    ``digest`` is the hex SHA-256 over the configuration and the names, dtypes and shapes of all tensors:
+    members that differ in it have different models. It does not cover the weights' values, unless these come
+    from a ``seed``; a `Manifest` does. ``path`` is then what `resolve` takes again, and no file's.
+    ``tensors`` are as they are stored; ``layout`` says what quantised ones make.
+    """
+
+    name: str
+    path: Path
+    config: Mapping[str, object]
+    spec: ModelSpec
+    digest: str
+    tensors: Mapping[str, StoredTensor]
+    seed: int | None = None  # where the weights are drawn, not read
+    layout: StoredLayout = field(default_factory=StoredLayout)
+
+    @classmethod
+    def resolve(cls, name_or_path: str) -> ModelSource:
+        """Find a bundled model by name, a directory by path, or what ``synthetic:`` stands before.
+
+        Raises ModelError for a directory that is not there, has no config.json or no weights, or holds a type
+        of model that is not supported.
+        """
+        synthetic = Synthetic.parse(name_or_path)
+        if synthetic is not None:
+            return cls._drawn(synthetic)
+        directory = Path(name_or_path).expanduser()
+        name = _name_of(directory.resolve())
+        if name_or_path in BUNDLED:
+            directory, name = _BUNDLED_DIRECTORY / name_or_path, name_or_path
+        if directory.suffix == ".gguf" and directory.is_file():
+            return cls._of_gguf(directory.resolve())
+        if not directory.is_dir():
+            raise ModelError(
+                f"no model at {name_or_path}",
+                hint=f"give a Hugging Face directory, or a bundled model: {', '.join(BUNDLED)}"
+                f" (for measurements {PREFIX}{next(iter(CONFIGS))})",
+            )
+        config = read_config(directory / "config.json")
+        read_family(ConfigReader(config, name))  # a type that is not supported, before missing weights
+        return cls.described(name, directory.resolve(), config, read_headers(directory))
+
+    @classmethod
+    def described(
+        cls, name: str, path: Path, config: Mapping[str, object], tensors: Mapping[str, StoredTensor]
+    ) -> ModelSource:
+        """A model whose stored tensors are known, wherever they lie. Raises ModelError as `resolve` does."""
+        layout = describe_stored(config, tensors, name)
+        spec = ModelSpec.from_config(config, name, layout.shapes(tensors))
+        check_tensors(config, spec.num_layers, tensors, layout)
+        return cls(name, path, config, spec, digest_of(config, tensors), tensors, layout=layout)
+
+    @classmethod
+    def _of_gguf(cls, path: Path) -> ModelSource:
+        model = open_gguf(path)
+        spec = ModelSpec.from_config(model.config, path.stem, model.layout.shapes(model.tensors))
+        digest = digest_of(model.config, model.tensors)
+        return cls(path.stem, path, model.config, spec, digest, model.tensors, layout=model.layout)
+
+    @property
+    def is_one_file(self) -> bool:
+        """Whether ``path`` is a file that holds all there is, its configuration too."""
+        return self.path.suffix == ".gguf" and self.seed is None
+
+    @classmethod
+    def _drawn(cls, synthetic: Synthetic) -> ModelSource:
+        config, name = synthetic.config(), synthetic.name
+        spec = ModelSpec.from_config(config, name)
+        tensors = describe_tensors(config, spec)
+        return cls(name, synthetic.path, config, spec, synthetic.digest(config), tensors, synthetic.seed)
+
+
+def _name_of(directory: Path) -> str:
+    """A directory's own name; of a commit in a cache of the hub's, that which the hub has for it."""
+    kind, _, repo = directory.parent.parent.name.partition("--")
+    if kind == "models" and repo and directory.parent.name == "snapshots":
+        return repo.replace("--", "/", 1)
+    return directory.name
+
+
+def needs_no_files(name: str) -> bool:
+    """Whether a name alone is enough on any machine, so that a head may say it to its peers."""
+    return name in BUNDLED or is_synthetic_name(name)
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """A config.json. Raises ModelError for one that is not there, too long or no object."""
+    if not path.exists():
+        raise ModelError(
+            f"{path.parent} has no config.json",
+            hint="give the directory itself of a Hugging Face model, with config.json, tokenizer.json and "
+            "*.safetensors in it",
+        )
+    try:
+        config = json.loads(file_bytes(path, _MAX_CONFIG_BYTES))
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds a {type(config).__name__}, expected an object")
+    return config
+
+
+def digest_of(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) -> str:
+    """Hex SHA-256 over the configuration and what the tensors are, without their values."""
+    described = [[t.name, t.dtype, list(t.shape)] for t in sorted(tensors.values(), key=lambda t: t.name)]
+    text = json.dumps([dict(config), described], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

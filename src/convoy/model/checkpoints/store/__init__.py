@@ -1,0 +1,1 @@
+"""Parts of a model on this disk: received, digested and verified."""

@@ -1,0 +1,201 @@
+"""Models without files: real dimensions, and weights drawn from a seed.
+
+A tensor's values depend on its name, its shape and the seed alone, so every member draws the same ones for
+whatever it owns. Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) gives integers
+that are the same on every machine and in every release of NumPy; they become numbers by one rounding and one
+multiplication, which are too. A normal distribution would need a logarithm, which is not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor, file_bytes
+from convoy.plan.spec.config import ConfigReader
+from convoy.plan.spec.family import read_family
+from convoy.plan.spec.heads import read_heads
+from convoy.plan.spec.model import ModelSpec
+from convoy.plan.spec.tensors import layer_tensors
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIX = "synthetic:"
+MIN_VOCABULARY = 260  # each byte, and the four control tokens of `model.text.synthetic_text`
+_FORM = re.compile(r"synthetic:(?P<of>.+?)(@(?P<seed>[0-9]{1,18}))?", re.ASCII | re.DOTALL)
+_MAX_CONFIG_BYTES = 16 << 20
+_METHOD = "convoy-synthetic-1"  # changes whenever the values do
+_BLOCK = 1 << 20  # 64-bit draws at once, two numbers each
+_VARIED = 0.1  # biases, and norms around 1: enough that one left out is seen
+
+CONFIGS: Mapping[str, Mapping[str, object]] = {
+    "llama-250m": {
+        "model_type": "llama",
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8704,  # 8,192 and room for an answer
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    },
+    # for CUDA: 16 GB in bfloat16, which only a device draws in a reasonable time
+    "llama-3-8b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """What ``synthetic:NAME`` or ``synthetic:CONFIG.json`` says, either with ``@SEED`` behind it."""
+
+    of: str
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Synthetic | None:
+        """None for what is no synthetic model at all. Raises ModelError where nothing follows the colon."""
+        if not text.startswith(PREFIX):
+            return None
+        match = _FORM.fullmatch(text)
+        if match is None:
+            raise ModelError(f"{PREFIX} names no model", hint=_known())
+        return cls(match["of"], int(match["seed"] or 0))
+
+    @property
+    def has_name(self) -> bool:
+        """Whether it is in the table here, so that no file is needed for it."""
+        return self.of in CONFIGS
+
+    @property
+    def name(self) -> str:
+        """What others call it: a file without its folder."""
+        return self._spelled(self.of if self.has_name else Path(self.of).name)
+
+    @property
+    def path(self) -> Path:
+        """What finds it again from any folder of this machine; not a file's path."""
+        of = self.of if self.has_name else str(Path(self.of).expanduser().resolve())
+        return Path(self._spelled(of))
+
+    def config(self) -> dict[str, object]:
+        """Raises ModelError for a name that is neither known nor a readable JSON object."""
+        if self.has_name:
+            return dict(CONFIGS[self.of])
+        path = Path(self.of).expanduser()
+        if not path.is_file():
+            raise ModelError(f"no synthetic model {self.of}", hint=_known())
+        try:
+            config = json.loads(file_bytes(path, _MAX_CONFIG_BYTES))
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{path} is not JSON") from error
+        if not isinstance(config, dict):
+            raise ModelError(f"{path} holds a {type(config).__name__}, expected an object")
+        return config
+
+    def digest(self, config: Mapping[str, object]) -> str:
+        """Hex SHA-256 over all that the weights come from."""
+        text = json.dumps([_METHOD, self.seed, dict(config)], sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _spelled(self, of: str) -> str:
+        return f"{PREFIX}{of}@{self.seed}" if self.seed else f"{PREFIX}{of}"
+
+
+def is_synthetic_name(text: str) -> bool:
+    """Whether it is a known synthetic model, with any seed: all that another member may name to us."""
+    match = _FORM.fullmatch(text)
+    return match is not None and match["of"] in CONFIGS
+
+
+def describe_tensors(config: Mapping[str, object], spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Every tensor that a checkpoint of this configuration would have, float32.
+
+    Raises ModelError for a configuration that cannot be drawn.
+    """
+    if config.get("text_config") is not None:
+        raise ModelError(f"{spec.name}: config.json has a text_config, expected a plain decoder's")
+    if spec.vocab_size < MIN_VOCABULARY:
+        raise ModelError(
+            f"{spec.name}: config.json says vocab_size = {spec.vocab_size}, "
+            f"expected at least {MIN_VOCABULARY}: a token for each byte and {MIN_VOCABULARY - 256} for turns"
+        )
+    if spec.num_streams > 1:
+        raise ModelError(
+            f"{spec.name}: {spec.family} has tables of experts by token id, which cannot be drawn",
+            hint="use a directory with its weights",
+        )
+    width = spec.hidden_size
+    shapes = {"model.embed_tokens.weight": (spec.vocab_size, width), "model.norm.weight": (width,)}
+    if not spec.tied_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, width)
+    reader = ConfigReader(config, spec.name)
+    family = read_family(reader)
+    reader = reader.with_defaults(family.defaults)
+    for number, heads in enumerate(read_heads(reader, family, spec.num_layers, width)):
+        for suffix, shape in layer_tensors(reader, family, number, heads, width):
+            shapes[f"model.layers.{number}.{suffix}"] = shape
+    nowhere = Path()
+    return {
+        name: StoredTensor(name, nowhere, "F32", shape, 0, 4 * math.prod(shape))
+        for name, shape in shapes.items()
+    }
+
+
+def drawn_key(described: StoredTensor, seed: int) -> int:
+    """The 128 bits that the tensor's numbers come from."""
+    material = hashlib.sha256(f"{_METHOD}/{seed}/{described.name}".encode()).digest()
+    return int.from_bytes(material[:16], "little")
+
+
+def draw_tensor(described: StoredTensor, seed: int) -> torch.Tensor:
+    """The tensor's values, float32: uniform, of variance 1 / inputs for a matrix, so that no layer fades."""
+    import numpy as np
+    import torch  # not before weights are drawn, as in `model.checkpoints.checkpoint`
+
+    source = np.random.Philox(key=drawn_key(described, seed))
+    shape, count = described.shape, math.prod(described.shape)
+    spread = math.sqrt(3 / shape[1]) if len(shape) == 2 else _VARIED
+    values = np.empty(count, np.float32)
+    for start in range(0, count, 2 * _BLOCK):
+        end = min(start + 2 * _BLOCK, count)
+        draws = source.random_raw((end - start + 1) // 2).astype("<u8", copy=False)
+        values[start:end] = draws.view("<i4")[: end - start]
+    values *= np.float32(spread / 2**31)
+    if described.name.endswith("norm.weight"):
+        values += np.float32(1)
+    return torch.from_numpy(values).view(shape)
+
+
+def describe_values(described: StoredTensor, seed: int) -> str:
+    """Hex SHA-256 over all that the tensor's values come from: as good as one over them, and no work."""
+    text = json.dumps([_METHOD, seed, described.name, described.dtype, list(described.shape)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _known() -> str:
+    return f"give {PREFIX}NAME or {PREFIX}CONFIG.json; names: {', '.join(CONFIGS)}"

@@ -1,0 +1,65 @@
+"""Tied embeddings: whether the output that a checkpoint stores all the same is the embedding.
+
+config.json says that one matrix is both. A file may have a second one: it is not read where the flag is set,
+so that one with other values would never be heard, and every logit would be another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.checkpoint import StoredTensor, map_tensor
+from convoy.model.checkpoints.owned import decoder_name
+from convoy.model.checkpoints.source import ModelSource
+
+_EMBEDDING, _OUTPUT = "model.embed_tokens.", "lm_head."
+
+
+def check_tied(source: ModelSource) -> None:
+    """For who loads the output: compares the bytes of both in their files.
+
+    Raises ModelError naming file, tensor and key where they differ, and for a file that cannot be read.
+    """
+    _check(source, _same_bytes)
+
+
+def check_tied_digests(source: ModelSource, digests: Mapping[str, str]) -> None:
+    """For who knows the ``digests`` of all tensors, by name, and may have no bytes of these two.
+
+    Raises ModelError as `check_tied`.
+    """
+    _check(source, lambda one, other: digests[one.name] == digests[other.name])
+
+
+def _check(source: ModelSource, is_same: Callable[[StoredTensor, StoredTensor], bool]) -> None:
+    if not source.spec.tied_embeddings or source.seed is not None:
+        return
+    stored = {decoder_name(tensor.name): tensor for tensor in source.tensors.values()}
+    for name, output in stored.items():
+        # by part, as quantised matrices have several; what the embedding has not is another form of it
+        embedding = stored.get(_EMBEDDING + name.removeprefix(_OUTPUT)) if name.startswith(_OUTPUT) else None
+        if embedding is None:
+            continue
+        if (output.dtype, output.shape) != (embedding.dtype, embedding.shape):
+            differs = f"is {output.dtype} of shape {list(output.shape)}, not as {embedding.name}"
+        elif not is_same(output, embedding):
+            differs = f"has other values than {embedding.name}"
+        else:
+            continue
+        raise ModelError(
+            f"{output.path}: {output.name} {differs}, and config.json says tie_word_embeddings = true, "
+            "by which they are one",
+            hint="set tie_word_embeddings to false in config.json if the model has an output of its own; "
+            f"else save it without {output.name}",
+        )
+
+
+def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    # what came from a peer lies under its digest, and of these two only the embedding came
+    if (one.path, one.offset) == (other.path, other.offset):
+        return True
+    import torch
+
+    views = [map_tensor(tensor).flatten().view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*views)

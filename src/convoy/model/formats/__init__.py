@@ -1,1 +1,0 @@
-"""Checkpoints whose weights are quantised: what they store, and how it is unpacked."""

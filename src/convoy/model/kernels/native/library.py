@@ -1,0 +1,132 @@
+"""The compiled functions, called with torch's tensors and on torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, c_float, c_int, c_int64, c_void_p
+from typing import Any
+
+import torch  # noqa: F401 - brings the OpenMP whose threads are used
+
+from convoy.errors import SelfCheckError
+from convoy.model.kernels.native.build import built_library
+
+_THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+class F32Linear(ctypes.Structure):
+    """As in `kernels.c`."""
+
+    _fields_ = (
+        *(("weight", c_void_p * 2), ("inputs", c_int64 * 2), ("run", c_int64 * 2)),
+        *(("bias", c_void_p), ("outputs", c_int64)),
+    )
+
+
+class I8Linear(ctypes.Structure):
+    """As in `kernels.c`."""
+
+    _fields_ = (
+        *(("weight", c_void_p), ("scale", c_void_p), ("start", c_void_p), ("bias", c_void_p)),
+        *(("inputs", c_int64), ("outputs", c_int64)),
+    )
+
+
+class Heads(ctypes.Structure):
+    """As in `kernels.c`."""
+
+    _fields_ = tuple((name, c_int64) for name in ("num_heads", "kv_heads", "dim", "rotary_dim", "block_size"))
+
+
+class Chunk(ctypes.Structure):
+    """As in `kernels.c`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query_rows", "kv_runs", "bag_pairs", "bag_starts", "hidden")),
+        *((name, c_int64) for name in ("num_tiles", "num_pairs", "num_masked", "longest")),
+    )
+
+
+class Linear(ctypes.Structure):
+    """As in `kernels.c`: one of both."""
+
+    _fields_ = (("f32", POINTER(F32Linear)), ("i8", POINTER(I8Linear)))
+
+
+class Layer(ctypes.Structure):
+    """As in `kernels.c`."""
+
+    _fields_ = (
+        ("norms", c_void_p * 4),
+        *((name, Linear) for name in ("qkv", "out", "gate", "up", "down")),
+        *(("eps", c_float * 4), ("hidden", c_int64), ("between", c_int64)),
+    )
+
+
+class Work(ctypes.Structure):
+    """As in `kernels.c`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "normed", "heads", "turned", "mixed", "both", "raised")),
+        *((name, c_void_p) for name in ("shares", "cos", "sin", "write_rows")),
+        *(("of", POINTER(Heads)), ("chunks", POINTER(Chunk))),
+        *((name, c_int64) for name in ("num_chunks", "rows", "tokens", "threads")),
+    )
+
+
+_LINEAR = [c_void_p, c_int64, c_void_p, c_int64, c_int64]  # x, stride, y, rows, threads
+_ARGUMENTS: dict[str, list[Any]] = {
+    "convoy_init": [c_void_p] * 3,
+    "convoy_f32_linear": [POINTER(F32Linear), *_LINEAR],
+    "convoy_i8_linear": [POINTER(I8Linear), *_LINEAR],
+    "convoy_i8_size": [c_int64, c_int64],
+    "convoy_i8_pack": [c_void_p, c_int64, c_int64, c_void_p, c_void_p],
+    "convoy_norm": [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64],
+    "convoy_turn": [POINTER(Heads), *[c_void_p] * 6, c_int64],
+    "convoy_scores": [POINTER(Heads), POINTER(Chunk), *[c_void_p] * 3, c_int64],
+    "convoy_mix": [POINTER(Heads), POINTER(Chunk), *[c_void_p] * 3, c_int64],
+    "convoy_layer_scores": [POINTER(Layer), POINTER(Layer), POINTER(Work), c_void_p],
+    "convoy_layer_mix": [POINTER(Layer), POINTER(Work), c_void_p],
+}
+_RESULTS: dict[str, Any] = {"convoy_i8_size": c_int64} | dict.fromkeys(
+    ("convoy_i8_linear", "convoy_layer_scores", "convoy_layer_mix"), c_int
+)
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """The compiled functions, or None: `why_no_native` says why."""
+    try:
+        return _load()
+    except SelfCheckError:
+        return None
+
+
+def why_no_native() -> str:
+    """Why nothing is compiled here, or ""."""
+    try:
+        _load()
+    except SelfCheckError as error:
+        return error.message
+    return ""
+
+
+def _load() -> ctypes.CDLL:
+    """Raises SelfCheckError."""
+    try:
+        own = ctypes.CDLL(None)
+        threads = [ctypes.cast(getattr(own, name), c_void_p) for name in _THREADS]
+    except (AttributeError, OSError) as error:
+        raise SelfCheckError(
+            "this build of torch runs on no GNU OpenMP, whose threads could be shared"
+        ) from error
+    try:
+        library = ctypes.CDLL(str(built_library()))
+    except OSError as error:
+        raise SelfCheckError(f"what was compiled cannot be loaded: {error}") from error
+    for name, arguments in _ARGUMENTS.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, _RESULTS.get(name)
+    library.convoy_init(*threads)
+    return library

@@ -1,0 +1,164 @@
+"""Pages of 2 MiB under packed weights: a decode reads all of them, and looks up fewer addresses.
+
+oneDNN's own allocations do not ask for such pages, and those of a few MiB each begin anywhere, so that few
+whole pages lie inside one. Side by side they make one long run, which is asked for at once. Linux alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from convoy.model.kernels.freed import large_apart
+from convoy.model.kernels.linear import PackedLinear
+
+_PAGE = 2 << 20
+_GAP = 1 << 16  # bytes of an allocator between neighbours
+_SMALL_PAGE, _HEADER = 4096, 16  # what an allocator keeps in front of what it gives
+_MOST_MOVED = 32 << 20  # larger ones have few pages that are not their own
+_MOST_ROOMS = 4
+_PRIVATE, _NO_REPLACE = 0x4022, 0x100000  # MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE; MAP_FIXED_NOREPLACE
+_ADVISE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE; MADV_COLLAPSE does it now, since Linux 6.1
+
+
+def ask_huge_pages(weights: Iterable[torch.Tensor]) -> int:
+    """Ask for large pages under these packed weights of oneDNN, and say for how many bytes.
+
+    A wish: where the system refuses, nothing changes. Contents and addresses stay.
+    """
+    pointer = getattr(torch.ops.mkldnn, "data_ptr", None)
+    if sys.platform != "linux" or pointer is None:
+        return 0
+    madvise = ctypes.CDLL(None).madvise
+    asked = 0
+    for start, end in whole_pages((pointer(weight), 4 * weight.numel()) for weight in weights):
+        for advice in (_ADVISE, _COLLAPSE):
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
+        asked += end - start
+    return asked
+
+
+def whole_pages(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The whole large pages, as runs [start, end), of (address, size) that lie side by side or nearly so."""
+    runs: list[tuple[int, int]] = []
+    for address, size in sorted(places):
+        if runs and address - runs[-1][1] <= _GAP:
+            runs[-1] = (runs[-1][0], address + size)
+        else:
+            runs.append((address, address + size))
+    inside = [(-(-start // _PAGE) * _PAGE, end // _PAGE * _PAGE) for start, end in runs]
+    return [(start, end) for start, end in inside if start < end]
+
+
+def lay_together(linears: Iterable[PackedLinear]) -> int:
+    """Copy packed weights of a few MiB each to where they lie side by side; how many bytes now do.
+
+    What is freed while a model loads leaves gaps of all sizes, and the next matrix goes into one: half of it
+    may then share its large pages with nobody, and is read at two thirds of the rate. One matrix at a time is
+    there twice. A wish, as above: whoever maps memory meanwhile may get between.
+    """
+    if sys.platform != "linux" or getattr(torch.ops.mkldnn, "data_ptr", None) is None:
+        return 0
+    small = [linear for linear in linears if linear.packed and all(map(_is_small, linear.packed))]
+    moved = 0
+    with large_apart():
+        for _ in range(_MOST_ROOMS):
+            done = _move(small)
+            moved += sum(_bytes_of(part) for linear in small[:done] for part in linear.packed)
+            small = small[done:]
+    return moved
+
+
+def _move(linears: Sequence[PackedLinear]) -> int:
+    """How many went into one room: fewer where somebody else mapped memory into it."""
+    sizes = [_bytes_of(part) for linear in linears for part in linear.packed]
+    if not sizes:
+        return 0
+    room, done = _Room(sum(sizes) + _GAP * len(sizes), min(sizes)), 0
+    for linear in linears:
+        if not room.open():
+            break
+        copies = [part.clone() for part in linear.packed]
+        room.close(min(torch.ops.mkldnn.data_ptr(part) for part in copies))
+        linear.repack(copies)
+        done += 1
+    room.leave()
+    return done
+
+
+class _Room:
+    """Addresses that are kept free for what is to lie side by side.
+
+    The system maps into the highest gap that is large enough, from above: so gaps above these are closed, to
+    anybody, while the room is open. Nothing of it takes memory.
+    """
+
+    def __init__(self, num_bytes: int, least: int) -> None:
+        """``least``: bytes of the smallest thing that is to be put here."""
+        library = ctypes.CDLL(None, use_errno=True)
+        self._map, self._unmap = library.mmap, library.munmap
+        self._map.restype = ctypes.c_void_p
+        self._map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        self._unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self._least, self._size = _whole(least), _whole(num_bytes)
+        self._closed: list[tuple[int, int]] = []
+        self._start = self._keep(0, self._size)
+        self._end = self._start + self._size
+
+    def open(self) -> bool:
+        """Give the addresses that are left; False where none are, or they are somebody else's by now."""
+        if not self._start or self._end - self._start < self._least:
+            return False
+        self._close_above()
+        self._unmap(self._start, self._end - self._start)
+        return True
+
+    def close(self, lowest: int) -> None:
+        """Keep what is below ``lowest``, the address of what was put there last."""
+        if self._start <= lowest < self._end:
+            self._end = (lowest - _HEADER) // _SMALL_PAGE * _SMALL_PAGE
+        kept = self._keep(self._start, self._end - self._start)
+        self._start = kept if kept == self._start else 0
+
+    def leave(self) -> None:
+        """All other gaps are gaps again."""
+        for start, num_bytes in self._closed:
+            self._unmap(start, num_bytes)
+        if self._start:
+            self._unmap(self._start, self._end - self._start)
+
+    def _close_above(self) -> None:
+        size = self._size
+        while True:
+            found = self._keep(0, size)
+            if found > self._end:
+                self._closed.append((found, size))
+                continue
+            if found:
+                self._unmap(found, size)
+            if size == self._least:
+                return
+            size = max(self._least, _whole(size // 2))
+
+    def _keep(self, start: int, num_bytes: int) -> int:
+        """Where it is, or 0."""
+        if num_bytes <= 0:
+            return 0
+        flags = _PRIVATE | (_NO_REPLACE if start else 0)
+        found = self._map(start or None, num_bytes, 0, flags, -1, 0)
+        return 0 if found in {None, ctypes.c_void_p(-1).value} else int(found)
+
+
+def _whole(num_bytes: int) -> int:
+    return -(-num_bytes // _SMALL_PAGE) * _SMALL_PAGE
+
+
+def _is_small(packed: torch.Tensor) -> bool:
+    return _PAGE // 2 <= _bytes_of(packed) <= _MOST_MOVED
+
+
+def _bytes_of(packed: torch.Tensor) -> int:
+    return int(torch.ops.mkldnn._nbytes(packed))

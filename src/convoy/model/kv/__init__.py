@@ -1,0 +1,1 @@
+"""Block tables and pools of a stage, and the description of a batch over them."""

@@ -1,0 +1,126 @@
+"""What the K/V of a stage is wherever it lies: tables of every cache group, and checks of what is carried.
+
+`stage_kv.StageKv` keeps its pools on the host, `gpu.pools.DevicePools` on a device.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from convoy.errors import PlanError, StepError
+from convoy.model.kv.pools import BlockTables, GroupBlocks
+from convoy.plan.spec.model import ModelSpec
+
+MAX_CARRIED_BYTES = 64 * 1024 * 1024  # of K/V that is read or written at once
+
+
+class SpanKv(ABC):
+    """Of ``layers``. Tables are kept of all groups alike: a step says the same to every stage.
+
+    ``failures`` are what making pools raises where there is no room for them ``where``.
+    """
+
+    failures: tuple[type[Exception], ...] = ()
+
+    def __init__(
+        self, spec: ModelSpec, layers: range, dtype: str, where: str, *, block_size: int, require_tags: bool
+    ) -> None:
+        self.block_bytes = tuple(
+            group.block_bytes(layers.start, layers.stop, block_size, dtype) for group in spec.cache_groups
+        )
+        self._spec = spec
+        self._layers = layers
+        self._where = where
+        self._block_size = block_size
+        self._require_tags = require_tags
+        self._tables: BlockTables | None = None
+
+    @abstractmethod
+    def _make_pools(self, num_blocks: Sequence[int]) -> None:
+        """Zeroed pools of so many blocks for each group that has layers here."""
+
+    @abstractmethod
+    def _forget_pools(self) -> None:
+        """Free them."""
+
+    @property
+    def tables(self) -> BlockTables:
+        """Raises StepError where there are no pools."""
+        if self._tables is None:
+            raise StepError("a step came before the pools were made")
+        return self._tables
+
+    def forget(self) -> None:
+        """Free the pools; steps are refused until there are new ones."""
+        self._tables = None
+        self._forget_pools()
+
+    def make(self, num_blocks: Sequence[int]) -> None:
+        """Forget all sequences; pools of so many blocks for each group. Raises StepError, PlanError."""
+        groups = self._spec.cache_groups
+        if len(num_blocks) != len(groups):
+            raise StepError(f"{len(num_blocks)} counts of blocks came for {len(groups)} cache groups")
+        if min(num_blocks) < 1:
+            raise StepError(f"pools of {min(num_blocks)} blocks make no sense, expected at least 1")
+        self.forget()
+        tables = BlockTables(
+            [
+                GroupBlocks(count, group.window, group.kind == "recurrent", group.stride)
+                for group, count in zip(groups, num_blocks, strict=True)
+            ],
+            block_size=self._block_size,
+            max_context=self._spec.max_context,
+            require_tags=self._require_tags,
+        )
+        try:
+            self._make_pools(num_blocks)
+        except self.failures as error:
+            self.forget()
+            sizes = (f"{count} of {size}" for count, size in zip(num_blocks, self.block_bytes, strict=True))
+            raise PlanError(
+                f"K/V blocks do not fit {self._where}: {' and '.join(sizes)} bytes",
+                hint="lower num_blocks or memory_gb",
+            ) from error
+        self._tables = tables
+
+    # Blocks of a session, which are carried only where one block is all there is of some positions.
+
+    def carried_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+        """Of K/V that is carried. Raises StepError for more than MAX_CARRIED_BYTES."""
+        group = self._spec.cache_groups[0]
+        if not group.is_carried:
+            raise StepError("K/V is carried where a block is K and V of one width, and here it is not")
+        shape = (num_layers, 2, num_blocks * self._block_size, group.num_kv_heads, group.head_dim)
+        if 4 * math.prod(shape) > MAX_CARRIED_BYTES:
+            raise StepError(f"{num_blocks} blocks of {num_layers} layers are over {MAX_CARRIED_BYTES} bytes")
+        return shape
+
+    def _check_reading(self, start: int, end: int, blocks: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what is read."""
+        self.tables.check_carried(blocks)
+        self._check_layers(start, end, f"layers [{start}, {end}) are asked for")
+        return self.carried_shape(end - start, len(blocks))
+
+    def _begin_writing(
+        self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
+    ) -> int:
+        """The end of the layers that ``kv`` is of; the tables know of it then."""
+        end = start + (kv.shape[0] if kv.dim() else 0)
+        tables = self.tables
+        self._check_layers(start, end, f"K/V of layers [{start}, {end}) came")
+        expected = self.carried_shape(end - start, len(blocks))
+        if kv.shape != expected or kv.dtype != torch.float32:
+            raise StepError(
+                f"K/V came as {kv.dtype} of shape {list(kv.shape)}, expected float32 of {list(expected)}"
+            )
+        tables.fill(blocks, tags, whole=end == self._layers.stop)
+        return end
+
+    def _check_layers(self, start: int, end: int, what: str) -> None:
+        mine = self._layers
+        if not mine.start <= start < end <= mine.stop:
+            raise StepError(f"{what}, and this stage has [{mine.start}, {mine.stop})")

@@ -1,0 +1,148 @@
+"""Attention over packed rows and block pools, of fixed shape, for CPU.
+
+For every (tile, key block) pair: scores = Q K^T as one batched matmul; the greatest score of a query over all
+its blocks (exact in any order); exp; then per block the sums and P V, added up over a query's blocks in
+order. That is softmax with its sums split at fixed places (after FlashAttention, Dao et al. 2022, with the
+true maximum instead of a running one), so a query's bits depend on its own keys alone, not on chunk, batch or
+threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy.model.kernels.native.attention import NativeGroup
+from convoy.model.kv.packed import KEY_BLOCK, GroupBatch, TileChunk
+from convoy.model.kv.pool import ApartPool, KvPool
+
+ATTENTION_NAME = "convoy_packed"
+
+
+@dataclass(frozen=True)
+class LayerBatch:
+    """What one layer's attention needs in a step."""
+
+    group: GroupBatch
+    pool: KvPool | ApartPool
+    native: NativeGroup | None = None  # the same batch for compiled code
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - the library passes it; here the batch says who sees whom
+    *,
+    scaling: float,
+    batch: Mapping[int, LayerBatch],
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write K and V of the step, then attend. `loading.load` gives it to transformers as `ATTENTION_NAME`.
+
+    ``query`` is [1, heads, T, head_dim], ``key`` [1, kv_heads, T, head_dim], ``value`` [1, kv_heads, T,
+    value_dim]; the result is [1, T, heads, value_dim]. ``batch`` is keyed by layer index; ``s_aux`` and
+    ``softcap`` are the library's names for sinks and cap.
+    """
+    layer = batch[module.layer_idx]  # type: ignore[index]
+    kv = torch.cat((key[0], value[0]), dim=0 if layer.group.shape.is_joined else -1).transpose(0, 1)
+    scaled = (query[0] * scaling).transpose(0, 1)
+    return attend(scaled, kv, layer, sinks=s_aux, cap=softcap)[None], None
+
+
+def attend(
+    query: torch.Tensor,
+    kv: torch.Tensor,
+    layer: LayerBatch,
+    *,
+    sinks: torch.Tensor | None = None,
+    cap: float | None = None,
+) -> torch.Tensor:
+    """Scaled queries [T, heads, head_dim], and K then V, to [T, heads, value_dim].
+
+    K and V are [T, 2 * kv_heads, head_dim]; where they differ in width [T, kv_heads, head_dim + value_dim],
+    of a latent [T, 1, head_dim]: `HeadShape.kv_rows`. T may exceed the batch's tokens by padding rows: they
+    are not written, and come back as zeros. ``sinks``: for each head the score of a key that is always there
+    and has no value. ``cap``: what scores are bent to stay below, by tanh.
+    """
+    group, shape = layer.group, layer.group.shape
+    num_rows, tokens = query.shape[0], group.num_tokens
+    layer.pool.write(group.write_rows, kv[:tokens].reshape(-1, shape.kv_rows[1]))
+    rows = query.reshape(-1, shape.group * shape.head_dim)
+    outs = [_attend_chunk(rows, layer, chunk, sinks, cap) for chunk in group.chunks]
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    if group.output_rows is not None:
+        out = out.index_select(0, group.output_rows)
+    if num_rows > tokens:
+        out = nn.functional.pad(out, (0, 0, 0, (num_rows - tokens) * shape.num_kv_heads))
+    return out.contiguous().view(num_rows, shape.num_heads, shape.out_dim)
+
+
+def _attend_chunk(
+    rows: torch.Tensor, layer: LayerBatch, chunk: TileChunk, sinks: torch.Tensor | None, cap: float | None
+) -> torch.Tensor:
+    """[tiles * tile_tokens, group * value_dim]"""
+    shape = layer.group.shape
+    num_pairs, num_tiles = chunk.pair_tile.shape[0], chunk.tile_pairs.shape[0]
+    used = chunk.tile_tokens * shape.group
+    tile_rows = shape.tile_rows(chunk.tile_tokens)
+    queries = rows.index_select(0, chunk.query_rows).view(-1, used, shape.head_dim)
+    if used < tile_rows:
+        queries = nn.functional.pad(queries, (0, 0, 0, tile_rows - used))
+    if num_tiles == 1:
+        queries = queries.expand(num_pairs, -1, -1)
+    else:
+        queries = queries.index_select(0, chunk.pair_tile)
+    keys, values = layer.pool.gather(chunk.kv_runs, KEY_BLOCK)
+    scores = torch.bmm(queries, keys.transpose(1, 2))
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
+    _hide(scores[: chunk.hidden.shape[0], :used], chunk.hidden)
+    greatest = scores.amax(-1)
+    single = chunk.tile_pairs.shape[1] == 1
+    if not single:
+        flat = greatest.index_select(0, chunk.tile_pairs.view(-1))
+        greatest = flat.view(*chunk.tile_pairs.shape, -1).amax(1).index_select(0, chunk.pair_tile)
+    sink_scores = None if sinks is None else _tile_sinks(sinks, layer, chunk)
+    if sink_scores is not None:
+        greatest = torch.maximum(greatest, sink_scores.index_select(0, chunk.pair_tile))
+    shares = scores.sub_(greatest.unsqueeze(-1)).exp_()
+    sums = shares.sum(-1)
+    out = torch.bmm(shares, values)
+    if not single:
+        sums, out = _add_blocks(sums, chunk), _add_blocks(out.view(num_pairs, -1), chunk)
+    elif num_tiles > 1:
+        order = chunk.tile_pairs.view(-1)
+        sums, out = sums.index_select(0, order), out.index_select(0, order)
+    if sink_scores is not None:
+        sums = sums + (sink_scores - greatest.index_select(0, chunk.tile_pairs[:, 0])).exp_()
+    out = out.view(-1, tile_rows, shape.out_dim) / sums.unsqueeze(-1)
+    return out[:, :used].reshape(-1, shape.group * shape.out_dim)
+
+
+def _tile_sinks(sinks: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> torch.Tensor:
+    """[tiles, rows of a matmul]: the sink of each row's head; padded rows have some."""
+    shape = layer.group.shape
+    tile_heads = chunk.query_rows.view(-1, chunk.tile_tokens)[:, 0] % shape.num_kv_heads
+    of_tile = sinks.view(shape.num_kv_heads, shape.group).index_select(0, tile_heads)
+    rows = of_tile.repeat(1, chunk.tile_tokens)
+    return nn.functional.pad(rows, (0, shape.tile_rows(chunk.tile_tokens) - rows.shape[1]))
+
+
+def _hide(scores: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Scores [pairs, tile_tokens * group, keys] of ``hidden`` keys become -inf."""
+    num_pairs, num_tokens, _, num_keys = hidden.shape
+    group = scores.shape[1] // num_tokens
+    scores.view(num_pairs, num_tokens, group, num_keys).masked_fill_(hidden, float("-inf"))
+
+
+def _add_blocks(parts: torch.Tensor, chunk: TileChunk) -> torch.Tensor:
+    """Add each tile's blocks in order: an embedding bag adds the rows of a bag one after the other."""
+    return torch.embedding_bag(parts, chunk.bag_pairs, chunk.bag_starts, False, 0)[0]

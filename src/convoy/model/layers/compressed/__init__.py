@@ -1,0 +1,1 @@
+"""DeepSeek V4's compressed attention: its layer, its batch and its pools."""

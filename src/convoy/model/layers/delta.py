@@ -1,0 +1,203 @@
+"""The gated delta net of Qwen3.5, over slots: in the place of the library's, whose cache is not ours.
+
+A head's state S [keys, values] starts at zero. A token with query q, key k, value v, decay g and share b does
+S <- e^g S, then S <- S + k (b (v - S^T k))^T, and gives S^T q (Yang et al., "Gated Delta Networks", 2024,
+arXiv:2412.06464). A tile of tokens is done in matmuls: what each token writes solves a small triangular
+system (the UT transform of Yang et al., 2024, arXiv:2406.06484, section 3).
+
+Here tiles lie at fixed positions and are always computed whole, with zeros for the tokens that did not come
+yet, and everything else is done element by element or row by row. So a row's bits depend on its own sequence
+alone, not on chunks or on the rows beside it, as far as a matmul's bits do not depend on how many of the same
+shape run together: `selfcheck` proves it on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy.errors import ModelError
+from convoy.model.kernels.linear import PackedLinear
+from convoy.model.kv.delta_batch import DeltaBatch, DeltaLayer, DeltaPool
+from convoy.model.layers.experts import exact_sigmoid
+from convoy.plan.spec.cache import STATE_TILE
+
+DELTA = {"Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}  # of the library's layers, those of this form
+_L2_EPS = 1e-6  # the library's
+_STEEP = 20.0  # from here on softplus(x) is x
+
+
+class GatedDeltaNet(nn.Module):
+    """Of the library's weights, with one linear for queries, keys, values, shares and decays."""
+
+    def __init__(self, net: Any, *, packed: bool) -> None:
+        super().__init__()
+        if net.activation != "silu":
+            raise ModelError(f"a delta net with the activation {net.activation!r} is not supported")
+        self.layer_idx: int = net.layer_idx
+        joined = [net.in_proj_qkv.weight, net.in_proj_b.weight, net.in_proj_a.weight]
+        self.inputs = _linear(torch.cat(joined), packed=packed)
+        self.gate = _linear(net.in_proj_z.weight, packed=packed, activation="silu")
+        self.out = _linear(net.out_proj.weight, packed=packed)
+        self._packed = packed
+        self._eps = float(net.layer_norm_epsilon)
+        self.taps = _constant(net.conv1d.weight[:, 0].T)  # [taps, mixed_width]
+        self.dt_bias, self.norm = _constant(net.dt_bias), _constant(net.norm.weight)
+        self.A_log = _constant(net.A_log)
+
+    def forward(self, hidden_states: torch.Tensor, batch: Mapping[int, DeltaLayer], **_: Any) -> torch.Tensor:
+        """[1, T, hidden]; T may exceed the batch's tokens by padding rows, which come back as zeros."""
+        x, layer = hidden_states[0], batch[self.layer_idx]
+        shape, num_tokens = layer.batch.shape, layer.batch.num_tokens
+        widths = [shape.mixed_width, shape.num_heads, shape.num_heads]
+        mixed, share, step = torch.split(self.inputs(x)[:num_tokens], widths, dim=-1)
+        mixed = _convolve(mixed, self.taps, layer)
+        # queries and keys together, so that there is more than one row to norm
+        turned, value = torch.split(mixed, [2 * shape.key_width, shape.value_width], dim=-1)
+        turned = _unit(turned.reshape(num_tokens, -1, shape.key_dim)).view(num_tokens, -1)
+        decay = _softplus(step + self.dt_bias).mul_(self.A_log.exp().neg_())
+        tokens = torch.cat((turned, value, exact_sigmoid(share), decay), dim=-1)
+        found = _run(tokens, layer)
+        found = nn.functional.pad(found, (0, 0, 0, len(x) - num_tokens)).view(len(x), -1, shape.value_dim)
+        found = nn.functional.rms_norm(found, found.shape[-1:], self.norm, self._eps)
+        gate = self.gate(x) if self._packed else _silu(self.gate(x))
+        out: torch.Tensor = self.out(found.view(len(x), -1).mul_(gate))
+        return out[None]
+
+
+def _convolve(mixed: torch.Tensor, taps: torch.Tensor, layer: DeltaLayer) -> torch.Tensor:
+    """Each row behind its past, convolved channel by channel; what is past for the next row is kept."""
+    batch, pool = layer.batch, layer.pool
+    wide = mixed.new_empty(batch.num_wide, mixed.shape[1])
+    wide.index_copy_(0, batch.token_wide, mixed)
+    wide.index_copy_(0, batch.past_wide, pool.past.index_select(0, batch.past_slots))
+    if len(batch.no_past):
+        wide.index_fill_(0, batch.no_past, 0.0)
+    pool.past.index_copy_(0, batch.past_slots, wide.index_select(0, batch.next_wide))
+    num_out = batch.num_wide - len(taps) + 1
+    total = wide[:num_out] * taps[0]
+    for tap in range(1, len(taps)):
+        total.add_(wide[tap : tap + num_out] * taps[tap])
+    return _silu(total.index_select(0, batch.token_wide - (len(taps) - 1)))
+
+
+def _run(tokens: torch.Tensor, layer: DeltaLayer) -> torch.Tensor:
+    """Queries, then what each token adds to the state, [T, ..], to what the states give, [T, value_width]."""
+    batch, pool = layer.batch, layer.pool
+    shape = batch.shape
+    tiles = tokens.new_zeros(batch.num_tiles * STATE_TILE, tokens.shape[1])
+    tiles.index_copy_(0, batch.token_places, tokens)
+    kept = tiles[:, shape.key_width :]
+    if len(batch.old_places):
+        kept.index_copy_(0, batch.old_places, pool.kept.index_select(0, batch.old_slots))
+    if len(batch.kept_tokens):
+        added = tokens[:, shape.key_width :].index_select(0, batch.kept_tokens)
+        pool.kept.index_copy_(0, batch.kept_slots, added)
+    found = _scan(_Tiles(tiles, batch), batch, pool).transpose(1, 2)
+    return found.reshape(-1, shape.value_width).index_select(0, batch.token_places)
+
+
+class _Tiles:
+    """What of all tiles does not depend on the states; each is [tiles, heads, ..]."""
+
+    def __init__(self, tiles: torch.Tensor, batch: DeltaBatch) -> None:
+        shape = batch.shape
+        widths = [shape.key_width, shape.key_width, shape.value_width, shape.num_heads, shape.num_heads]
+        query, key, value, share, decay = (
+            part.reshape(batch.num_tiles, STATE_TILE, heads, -1).transpose(1, 2)
+            for part, heads in zip(
+                torch.split(tiles, widths, dim=-1),
+                [shape.num_key_heads] * 2 + [shape.num_heads] * 3,
+                strict=True,
+            )
+        )
+        # decays are logarithms: those from j + 1 to i together are the difference of two sums
+        sums = decay[..., 0].contiguous().cumsum(-1)[..., None]  # [tiles, heads, tokens, 1]
+        between = (sums - sums.transpose(-1, -2)).masked_fill_(_LATER, float("-inf")).exp_()
+        grown, rest = sums.exp(), (sums[..., -1:, :] - sums).exp_()
+        products = torch.bmm(
+            torch.cat((query, key), dim=2).flatten(0, 1), key.flatten(0, 1).transpose(1, 2)
+        ).view(batch.num_tiles, shape.num_key_heads, 2 * STATE_TILE, STATE_TILE)
+        repeat = shape.num_heads // shape.num_key_heads
+        query, key, products = (part.repeat_interleave(repeat, dim=1) for part in (query, key, products))
+        seen, known = torch.split(products.mul_(torch.cat((between, between), dim=2)), STATE_TILE, dim=2)
+        inverse = _inverse((known * share).flatten(0, 1), batch.num_filled)
+        solved = torch.bmm(inverse, torch.cat((value, key * grown), dim=-1).mul_(share).flatten(0, 1))
+        solved = solved.view(batch.num_tiles, shape.num_heads, STATE_TILE, -1)
+        self.seen = seen.contiguous()
+        self.written, reading = torch.split(solved, [shape.value_dim, shape.key_dim], dim=-1)
+        self.readers = torch.cat((query * grown, reading), dim=2)
+        self.writers = (key * rest).transpose(2, 3).contiguous()
+        self.left = grown[:, :, -1:]
+
+
+def _scan(tiles: _Tiles, batch: DeltaBatch, pool: DeltaPool) -> torch.Tensor:
+    """Each row's tiles one after the other, all rows at once: [tiles, heads, tokens, value_dim]."""
+    # in place: to gather the states of a batch of decodes would cost more than to use them
+    states = [pool.states[slot] for slot in batch.slots]
+    for state, begins in zip(states, batch.begins, strict=True):
+        if begins:
+            state.zero_()
+    found = torch.empty_like(tiles.written)
+    for scan in batch.scans:
+        part = slice(scan.first_tile, scan.first_tile + scan.num_rows)
+        readers = tiles.readers[part]
+        read = readers.new_empty(*readers.shape[:3], batch.shape.value_dim)
+        for row in range(scan.num_rows):
+            torch.bmm(readers[row], states[row], out=read[row])
+        written = tiles.written[part] - read[:, :, STATE_TILE:]
+        seen = torch.bmm(tiles.seen[part].flatten(0, 1), written.flatten(0, 1))
+        torch.add(seen.view_as(written), read[:, :, :STATE_TILE], out=found[part])
+        for row in range(scan.num_whole):
+            tile = scan.first_tile + row
+            states[row].mul_(tiles.left[tile]).add_(torch.bmm(tiles.writers[tile], written[row]))
+    return found
+
+
+def _inverse(below: torch.Tensor, num_filled: int) -> torch.Tensor:
+    """(I + L)^-1 for the part L of [n, tokens, tokens] below the diagonal, by substitution.
+
+    Element by element, so that no order of sums is left to chance. Rows from ``num_filled`` on are zero.
+    """
+    inverse = torch.eye(STATE_TILE).expand(below.shape).contiguous()
+    for row in range(num_filled - 1):
+        part = below[:, row + 1 : num_filled, row : row + 1] * inverse[:, row : row + 1, : row + 1]
+        inverse[:, row + 1 : num_filled, : row + 1].sub_(part)
+    return inverse
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    """[T, heads, dim] of length 1, queries times dim^-0.5: x / sqrt(sum(x^2) + eps) as a norm by the mean."""
+    size = x.shape[-1]
+    normed = nn.functional.rms_norm(x, (size,), None, _L2_EPS / size)
+    num_queries = x.shape[1] // 2
+    normed[:, :num_queries].mul_(1 / size)
+    normed[:, num_queries:].mul_(size**-0.5)
+    return normed
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return exact_sigmoid(x).mul_(x)
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > _STEEP, x, x.clamp(max=_STEEP).exp_().log1p_())
+
+
+def _linear(weight: torch.Tensor, *, packed: bool, activation: str | None = None) -> nn.Module:
+    """A plain one leaves the activation to the caller."""
+    if packed:
+        return PackedLinear(weight, None, activation)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = _constant(weight)
+    return linear
+
+
+def _constant(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach().contiguous(), requires_grad=False)
+
+
+_LATER = torch.ones(STATE_TILE, STATE_TILE, dtype=torch.bool).triu(1)  # keys that a query does not see

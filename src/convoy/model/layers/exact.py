@@ -1,0 +1,250 @@
+"""A decoder layer's parts in exact form: the library's layer stays, its linears, norms and MLP are replaced.
+
+Besides fixing the order of sums, this saves calls: at one token a step, a small layer is mostly overhead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy.errors import ModelError
+from convoy.model.kernels.linear import PackedLinear
+from convoy.model.kernels.native.norm import native_norm, norm_holds
+from convoy.model.kv.pool import KvPool
+from convoy.model.layers.attention import LayerBatch, attend
+from convoy.model.layers.experts import (
+    GATED_SHARE,
+    ROUTERS,
+    ExactExperts,
+    ExactRouter,
+    GatedShare,
+    activation_name,
+    exact_sigmoid,
+    is_experts,
+)
+from convoy.model.layers.rope import HeadSpread
+
+# Linears for q, k and v, norms of each head's q and k or none, halves of the rotary part of a head turned,
+# sinks or none, and no more than that.
+_PLAIN_ATTENTION = {
+    f"{family}Attention"
+    for family in (
+        *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe"),
+        *("Phi3", "Gemma3", "GptOss", "Arcee", "Gemma", "Granite", "Mixtral", "SeedOss"),
+    )
+}
+# The same, with a gate beside each head's query, for what the head gives
+_GATED_ATTENTION = {"Qwen3_5Attention", "Qwen3_5MoeAttention"}
+# Each row over its root mean square, times the weight
+_PLAIN_NORM = {
+    f"{family}RMSNorm"
+    for family in (
+        *("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe"),
+        *("Phi3", "Gemma4", "GptOss", "DeepseekV3", "Apertus", "Arcee", "Ernie4_5", "Glm", "Glm4", "Glm4Moe"),
+        *("DeepseekV4", "Granite", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Qwen2Moe", "SeedOss", "SmolLM3"),
+    )
+}
+# The same, times one more than the weight
+_OFFSET_NORM = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
+
+
+class RowNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight; for two or more rows, no row's mean is split between threads."""
+
+    def __init__(self, weight: torch.Tensor | None, eps: float) -> None:
+        super().__init__()
+        self.weight = None if weight is None else nn.Parameter(weight.detach(), requires_grad=False)
+        self.eps = float(eps)
+
+    @property
+    def takes_lone_rows(self) -> bool:
+        """Whether a lone row has the bits that it has beside others."""
+        return self.weight is not None and norm_holds(len(self.weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., size] to the same shape."""
+        # a stage on a device may have this one too
+        if x.dtype == torch.float32 and x.device.type == "cpu" and norm_holds(x.shape[-1]):
+            return native_norm(x.contiguous(), self.weight, self.eps)
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class ExactNorm(RowNorm):
+    """A norm of the library as `RowNorm`."""
+
+    def __init__(self, norm: Any) -> None:
+        weight: torch.Tensor | None = getattr(norm, "weight", None)  # some only normalise
+        if weight is not None and type(norm).__name__ in _OFFSET_NORM:
+            weight = 1.0 + weight.detach().to(torch.float32)
+        super().__init__(weight, getattr(norm, "variance_epsilon", None) or norm.eps)
+
+
+class ExactMlp(nn.Module):
+    """down(activation(gate(x)) * up(x)) with the activation and the product inside the linears."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        activation = activation_name(mlp.config)
+        if hasattr(mlp, "gate_up_proj"):
+            joined = mlp.gate_up_proj
+            gate, up = joined.weight.chunk(2)
+            gate_bias, up_bias = (None, None) if joined.bias is None else joined.bias.chunk(2)
+            self.gate, self.up = PackedLinear(gate, gate_bias, activation), PackedLinear(up, up_bias)
+        else:
+            self.gate, self.up = _pack(mlp.gate_proj, activation), _pack(mlp.up_proj)
+        self.down = _pack(mlp.down_proj)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., rows, hidden] to the same shape."""
+        down: torch.Tensor = self.down(self.up.times(x, self.gate(x)))
+        return down
+
+
+class ExactAttention(nn.Module):
+    """Attention with one linear for q, k and v and one rotation over all heads."""
+
+    def __init__(self, attention: Any, rotary_dim: int) -> None:
+        super().__init__()
+        self.layer_idx: int = attention.layer_idx
+        self.rotary_dim = rotary_dim
+        self._head_dim: int = attention.head_dim
+        if rotary_dim > self._head_dim:
+            raise ModelError(
+                f"layer {self.layer_idx} turns {rotary_dim} dimensions of heads of {self._head_dim}",
+                hint="partial_rotary_factor in config.json is at most 1",
+            )
+        self.qkv, self._num_heads = _joined_qkv(attention)
+        self.gate = _pack(_query_part(attention, 1)) if _is_gated(attention) else None
+        self._num_kv_heads = (self.qkv.out_features // self._head_dim - self._num_heads) // 2
+        self._scaling = float(attention.scaling)
+        self.out = _pack(attention.o_proj)
+        self.q_norm = ExactNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.k_norm = ExactNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.sinks: torch.Tensor | None = getattr(attention, "sinks", None)
+
+    @property
+    def spread(self) -> HeadSpread:
+        """How its rotations must be laid out."""
+        return HeadSpread(self._num_heads, self._num_kv_heads, self._head_dim, self._scaling)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        batch: Mapping[int, LayerBatch],
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """[1, T, hidden]; ``position_embeddings`` as `rope.spread_over_heads` makes them."""
+        cos, sin = position_embeddings
+        heads = self.qkv(hidden_states[0]).view(hidden_states.shape[1], -1, self._head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            ends = self._num_heads, self._num_heads + self._num_kv_heads
+            parts = (
+                self.q_norm(heads[:, : ends[0]]),
+                self.k_norm(heads[:, ends[0] : ends[1]]),
+                heads[:, ends[1] :],
+            )
+            heads = torch.cat(parts, dim=1)
+        layer = batch[self.layer_idx]
+        if layer.native is not None and self.sinks is None and isinstance(layer.pool, KvPool):
+            out = layer.native.attend(heads, cos, sin, self.rotary_dim, layer.pool).view(1, len(heads), -1)
+        else:
+            out = self._attend(heads, cos, sin, layer).view(1, len(heads), -1)
+        if self.gate is not None:
+            out = exact_sigmoid(self.gate(hidden_states)).mul_(out)
+        return self.out(out), None
+
+    def _attend(
+        self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layer: LayerBatch
+    ) -> torch.Tensor:
+        turned = heads * cos
+        turned.add_(self._rolled(heads).mul_(sin))
+        query, kv = turned[:, : self._num_heads], turned[:, self._num_heads :]
+        return attend(query, kv, layer, sinks=self.sinks)
+
+    def _rolled(self, heads: torch.Tensor) -> torch.Tensor:
+        """With the halves of the rotary part exchanged."""
+        half, end = self.rotary_dim // 2, self.rotary_dim
+        if end == self._head_dim:
+            return torch.roll(heads, half, -1)
+        return torch.cat((heads[..., half:end], heads[..., :half], heads[..., end:]), dim=-1)
+
+
+def make_layer_exact(layer: nn.Module, rotary_dim: int) -> ExactAttention | None:
+    """Replace a layer's parts in place, freeing the originals; its attention, where that is ours now.
+
+    ``rotary_dim``: how much of a head is turned. Raises ModelError for what has no exact form.
+    """
+    attention: ExactAttention | None = None
+    for name, part in list(layer.named_modules()):
+        if type(part).__name__ in _PLAIN_ATTENTION | _GATED_ATTENTION:
+            attention = ExactAttention(part, rotary_dim)
+            layer.set_submodule(name, attention)
+        elif _is_mlp(part):
+            layer.set_submodule(name, ExactMlp(part))
+        elif type(part).__name__ in GATED_SHARE:
+            layer.set_submodule(name, GatedShare(part))
+        elif is_experts(part):
+            layer.set_submodule(name, ExactExperts(part))
+        elif type(part).__name__ in ROUTERS:
+            layer.set_submodule(name, ExactRouter(part))
+    gate = getattr(layer, "per_layer_input_gate", None)  # of Gemma 4, with the layer's own activation
+    if isinstance(gate, nn.Linear):
+        layer.per_layer_input_gate = _pack(gate, activation_name(layer.config))
+        layer.act_fn = nn.Identity()
+    for name, part in list(layer.named_modules()):
+        if isinstance(part, nn.Linear):
+            layer.set_submodule(name, _pack(part))
+        elif _is_norm(part):
+            layer.set_submodule(name, ExactNorm(part))
+    return attention
+
+
+def make_norm_exact(norm: nn.Module) -> nn.Module:
+    """The final norm in exact form, where it has one."""
+    return ExactNorm(norm) if _is_norm(norm) else norm
+
+
+def _is_mlp(part: Any) -> bool:
+    names = ("gate_up_proj",) if hasattr(part, "gate_up_proj") else ("gate_proj", "up_proj")
+    return all(isinstance(getattr(part, name, None), nn.Linear) for name in (*names, "down_proj"))
+
+
+def _is_norm(part: nn.Module) -> bool:
+    return type(part).__name__ in _PLAIN_NORM | _OFFSET_NORM
+
+
+def _joined_qkv(attention: Any) -> tuple[PackedLinear, int]:
+    """One linear for q, k and v, and the number of query heads."""
+    if hasattr(attention, "qkv_proj"):
+        joined = attention.qkv_proj
+        return _pack(joined), attention.o_proj.in_features // attention.head_dim
+    query = _query_part(attention, 0) if _is_gated(attention) else attention.q_proj
+    parts = [query, attention.k_proj, attention.v_proj]
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    num_heads = parts[0].out_features // attention.head_dim
+    return PackedLinear(torch.cat([part.weight for part in parts]), bias), num_heads
+
+
+def _is_gated(attention: nn.Module) -> bool:
+    return type(attention).__name__ in _GATED_ATTENTION
+
+
+def _query_part(attention: Any, part: int) -> nn.Linear:
+    """Of a linear that makes each head's query (0) and behind it the head's gate (1)."""
+    both = attention.q_proj
+    weight = both.weight.unflatten(0, (-1, 2, attention.head_dim))[:, part].flatten(0, 1)
+    linear = nn.Linear(both.in_features, len(weight), bias=both.bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if both.bias is not None:
+        bias = both.bias.unflatten(0, (-1, 2, attention.head_dim))[:, part].flatten()
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
+
+
+def _pack(linear: nn.Linear, activation: str | None = None) -> PackedLinear:
+    return PackedLinear(linear.weight, linear.bias, activation)

@@ -1,0 +1,242 @@
+"""A mixture of experts in exact form: no row's bits depend on which experts the rows beside it go to.
+
+An expert's rows are gathered and padded as a stage's are, and a row's experts are added in the order in which
+its router ranked them: the library adds them in the order of their numbers, which comes to the same but for
+rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy.errors import ModelError
+from convoy.model.kernels.activation import ACTIVATIONS
+from convoy.model.kernels.linear import PackedLinear, pad_rows
+
+Routing = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor
+]  # logits [T, experts], weights and numbers [T, chosen]
+
+
+class ExactExperts(nn.Module):
+    """All experts of a layer: three packed linears each, where the library has two stacks of matrices."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(_expert(experts, number) for number in range(experts.num_experts))
+
+    def forward(self, hidden: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """[T, hidden], and the numbers and weights of each row's experts, [T, chosen], to [T, hidden]."""
+        num_rows, num_chosen = numbers.shape
+        flat = numbers.reshape(-1)
+        places = torch.argsort(flat, stable=True)
+        outs = hidden.new_empty(num_rows * num_chosen, hidden.shape[1])
+        start = 0
+        for number, count in enumerate(torch.bincount(flat, minlength=len(self.experts)).tolist()):
+            if count:
+                mine = places[start : start + count]
+                rows = pad_rows(hidden.index_select(0, mine // num_chosen))
+                outs.index_copy_(0, mine, self.experts[number](rows)[:count])
+                start += count
+        weighted = outs.view(num_rows, num_chosen, -1) * weights.unsqueeze(-1)
+        return add_columns(weighted)
+
+
+class _GatedExpert(nn.Module):
+    """down(activation(gate(x)) * up(x))"""
+
+    def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] to the same shape."""
+        out: torch.Tensor = self.down(self.up.times(x, self.gate(x)))
+        return out
+
+
+class _ClampedExpert(_GatedExpert):
+    """down((up + 1) * gate * sigmoid(alpha * gate)), gate and up clamped before: GPT-OSS's."""
+
+    def __init__(
+        self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, *, alpha: float, limit: float
+    ) -> None:
+        super().__init__(gate, up, down)
+        self._alpha, self._limit = alpha, limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] to the same shape."""
+        gate = self.gate(x).clamp_(max=self._limit)
+        up = self.up(x).clamp_(min=-self._limit, max=self._limit)
+        gate = gate * exact_sigmoid(gate * self._alpha)
+        out: torch.Tensor = self.down((up + 1).mul_(gate))
+        return out
+
+
+class _LimitedExpert(_GatedExpert):
+    """down(silu(gate) * up), gate and up clamped before: DeepSeek V4's."""
+
+    def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, *, limit: float) -> None:
+        super().__init__(gate, up, down)
+        self._limit = limit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden] to the same shape."""
+        gate = self.gate(x).clamp_(max=self._limit)
+        up = self.up(x).clamp_(min=-self._limit, max=self._limit)
+        out: torch.Tensor = self.down(up.mul_(gate * exact_sigmoid(gate)))
+        return out
+
+
+class ExactRouter(nn.Module):
+    """Scores every expert for each row and chooses the best, with the scoring of the library's own router."""
+
+    def __init__(self, router: Any) -> None:
+        super().__init__()
+        self.linear = PackedLinear(router.weight, getattr(router, "bias", None))
+        self._choose = ROUTERS[type(router).__name__]
+        correction = getattr(router, "e_score_correction_bias", None)
+        if correction is not None:
+            self.e_score_correction_bias = nn.Buffer(correction.detach().clone())
+        self.top_k = int(router.top_k)
+        self.norm_topk_prob = bool(getattr(router, "norm_topk_prob", True))
+        self.num_group = int(getattr(router, "num_group", None) or 1)
+        self.topk_group = int(getattr(router, "topk_group", None) or 1)
+        self.routed_scaling_factor = float(getattr(router, "routed_scaling_factor", 1.0))
+
+    def forward(self, hidden: torch.Tensor) -> Routing:
+        """[..., hidden], any shape."""
+        logits = self.linear(hidden.reshape(-1, hidden.shape[-1]))
+        return (logits, *self._choose(self, logits))
+
+
+class GatedShare(nn.Module):
+    """Routed experts, and one for every row, of which a gate lets through a part: Qwen2-MoE's."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.gate, self.experts = block.gate, block.experts
+        self.shared_expert, self.shared_expert_gate = block.shared_expert, block.shared_expert_gate
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, T, hidden] to the same shape."""
+        rows = hidden[0]
+        shared = self.shared_expert(rows) * exact_sigmoid(self.shared_expert_gate(rows))
+        _, weights, numbers = self.gate(rows)
+        total: torch.Tensor = self.experts(rows, numbers, weights) + shared
+        return total[None]
+
+
+def add_columns(x: torch.Tensor) -> torch.Tensor:
+    """[rows, columns, ...] added over the columns, one after the other."""
+    columns = x.unbind(1)
+    total = columns[0]
+    for number, column in enumerate(columns[1:]):
+        total = total.add_(column) if number else total + column
+    return total
+
+
+def exact_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """ATen's own takes a vector path or a scalar path by the element's place; its exp has one for all."""
+    return x.neg().exp_().add_(1).reciprocal_()
+
+
+def _choose_of_all(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best of a softmax over all experts."""
+    weights, numbers = torch.topk(torch.softmax(logits, dim=-1), router.top_k, dim=-1)
+    return (weights / add_columns(weights)[:, None] if router.norm_topk_prob else weights), numbers
+
+
+def _choose_then_weigh(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A softmax over the best."""
+    best, numbers = torch.topk(logits, router.top_k, dim=-1)
+    shares = (best - best[:, :1]).exp_()
+    return shares / add_columns(shares)[:, None], numbers
+
+
+def _choose_by_group(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best of the best groups of experts, a group being as good as its two best (DeepSeek V3)."""
+    scores = exact_sigmoid(logits)
+    rated = scores + router.e_score_correction_bias
+    groups = rated.view(rated.shape[0], router.num_group, -1)
+    of_group = add_columns(groups.topk(2, dim=-1)[0].transpose(1, 2))
+    kept = torch.topk(of_group, router.topk_group, dim=-1)[1]
+    mask = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, kept, False)
+    rated = groups.masked_fill(mask[..., None], float("-inf")).view_as(rated)
+    numbers = torch.topk(rated, router.top_k, dim=-1)[1]
+    weights = scores.gather(1, numbers)
+    if router.norm_topk_prob:
+        weights = weights / (add_columns(weights)[:, None] + 1e-20)
+    return weights * router.routed_scaling_factor, numbers
+
+
+ROUTERS: dict[str, Callable[[ExactRouter, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    **dict.fromkeys(
+        (
+            *("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "MixtralTopKRouter", "OlmoeTopKRouter"),
+            "Qwen3_5MoeTopKRouter",
+        ),
+        _choose_of_all,
+    ),
+    "GptOssTopKRouter": _choose_then_weigh,
+    **dict.fromkeys(("DeepseekV3TopkRouter", "Glm4MoeTopkRouter"), _choose_by_group),
+}
+
+
+_LIMITED_EXPERTS = {"DeepseekV4Experts"}
+GATED_SHARE = {"Qwen2MoeSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock"}
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it is what the library calls experts: stacked matrices of all of them."""
+    return hasattr(module, "is_transposed") and hasattr(module, "num_experts")
+
+
+def activation_name(config: Any) -> str:
+    """The activation of a model's MLPs. Raises ModelError where it has no fused form."""
+    name = str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))
+    if name not in ACTIVATIONS:
+        raise ModelError(f"the activation {name!r} has no exact form here", hint='set kernel = "plain-f32"')
+    return name
+
+
+def _expert(experts: Any, number: int) -> nn.Module:
+    """Expert ``number`` by itself, with matrices [outputs, inputs] whichever way the stacks have them."""
+    if not experts.has_gate or experts.has_post_expert_norm:
+        raise _no_exact_form(experts)
+    joined, down = experts.gate_up_proj[number], experts.down_proj[number]
+    if experts.is_transposed:
+        joined, down = joined.T, down.T
+    joined_bias = experts.gate_up_proj_bias[number] if experts.has_bias else None
+    down_bias = experts.down_proj_bias[number] if experts.has_bias else None
+    own_gate = type(experts)._apply_gate.__qualname__.startswith(type(experts).__name__)
+    activation = None if own_gate else activation_name(experts.config)
+    gate_rows, up_rows = _halves(joined.shape[0], joined=experts.is_concatenated)
+    gate = PackedLinear(
+        joined[gate_rows], None if joined_bias is None else joined_bias[gate_rows], activation
+    )
+    up = PackedLinear(joined[up_rows], None if joined_bias is None else joined_bias[up_rows])
+    out = PackedLinear(down, down_bias)
+    if not own_gate:
+        return _GatedExpert(gate, up, out)
+    if type(experts).__name__ in _LIMITED_EXPERTS:
+        return _LimitedExpert(gate, up, out, limit=float(experts.limit))
+    if not (hasattr(experts, "alpha") and hasattr(experts, "limit")):
+        raise _no_exact_form(experts)
+    return _ClampedExpert(gate, up, out, alpha=float(experts.alpha), limit=float(experts.limit))
+
+
+def _no_exact_form(experts: nn.Module) -> ModelError:
+    return ModelError(
+        f"the experts of {type(experts).__name__} have no exact form here", hint='set kernel = "plain-f32"'
+    )
+
+
+def _halves(num_rows: int, *, joined: bool) -> tuple[slice, slice]:
+    """The rows of gate and of up: one behind the other, or in turn."""
+    half = num_rows // 2
+    return (slice(half), slice(half, None)) if joined else (slice(0, None, 2), slice(1, None, 2))

@@ -1,0 +1,1 @@
+"""Build the layers that a stage owns as the library's modules, and load their weights."""

@@ -1,0 +1,174 @@
+"""The model's own class from `transformers`, made of a config.json that may say anything.
+
+The library checks little of what it reads: a value that it did not foresee ends in whatever Python raises.
+All of that is the model's fault and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AttentionInterface
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES, decoder_name
+from convoy.model.checkpoints.reading import Part
+from convoy.model.checkpoints.slices import narrow_config
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.layers.attention import ATTENTION_NAME, packed_attention
+from convoy.model.library import FAILURES, FOREIGN, LIBRARY, quiet, reason
+from convoy.model.loading.withheld import Withheld
+from convoy.model.parallel.experts import keep_own_experts
+from convoy.plan.spec.sharding import Shard
+
+_State = dict[str, torch.Tensor]  # by the names that a model's own tensors have
+_AS_READ: dict[str, Any] = {
+    "dtype": torch.float32,
+    "attn_implementation": ATTENTION_NAME,
+    "output_loading_info": True,
+    "ignore_mismatched_sizes": True,
+    "local_files_only": True,
+}
+AttentionInterface.register(ATTENTION_NAME, packed_attention)
+
+
+def _read_config(source: ModelSource) -> Any:
+    if source.seed is not None or source.is_one_file:
+        return transformers.CONFIG_MAPPING[source.spec.family].from_dict(dict(source.config))
+    return transformers.AutoConfig.from_pretrained(
+        str(source.path), local_files_only=True, trust_remote_code=False
+    )
+
+
+def decoder_config(source: ModelSource, part: Part, shard: Shard) -> Any:
+    """The library's configuration of a rank's slice of ``part``. Raises ModelError for what it cannot be."""
+    try:
+        with LIBRARY:
+            config = _read_config(source).get_text_config()
+    except (*FAILURES, StrictDataclassError) as error:
+        raise ModelError(f"{source.name}: config.json is not accepted: {reason(error)}") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # what is read is unpacked
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(f"{source.name}: model type {source.spec.family!r} has no decoder in transformers")
+    _check_rope(source, getattr(config, "rope_parameters", None) or {})
+    _check_padding(source, config)
+    if shard.world_size > 1:
+        narrow_config(config, source.spec, shard)
+    if not part.output:
+        # the library would look for an lm_head to tie
+        config.tie_word_embeddings = False
+    return config
+
+
+def _check_rope(source: ModelSource, parameters: dict[str, Any]) -> None:
+    """Refuse frequencies that change with the length of the batch: a position would not have one value."""
+    of_types = [value for value in parameters.values() if isinstance(value, dict)]
+    for rope in of_types or [parameters]:
+        kind = rope.get("rope_type")
+        # this one changes once, beyond the context for which the model was made
+        original = rope.get("original_max_position_embeddings") or 0
+        steady = kind == "longrope" and source.spec.max_context <= original
+        if kind in ("dynamic", "longrope") and not steady:
+            raise ModelError(f"{source.name}: rope type {kind!r} is not supported")
+
+
+def _check_padding(source: ModelSource, config: Any) -> None:
+    """Most families' embeddings mark this row: nobody looks it up here, and yet it has to be there."""
+    padding, rows = getattr(config, "pad_token_id", None), source.spec.vocab_size
+    if isinstance(padding, int) and not -rows <= padding < rows:
+        raise ModelError(
+            f"{source.name}: config.json says pad_token_id = {padding}, expected one of {rows} tokens",
+            hint="set it to null, or to a token of the vocabulary",
+        )
+
+
+def build_decoder(
+    source: ModelSource, part: Part, config: Any, state: _State, shard: Shard, *, withheld: Withheld
+) -> nn.Module:
+    """The model of ``config`` with the tensors of ``state`` in it, and no more of it than ``part``; what is
+    ``withheld`` stands in it as it is stored.
+
+    Raises ModelError for tensors that are missing, misshapen or too many, and for a configuration that the
+    library can make no model of.
+    """
+    model = _build(source, part, config, state, shard, withheld=withheld)
+    withheld.give_back(model, state)
+    _check_biases(source, model, state)
+    return model
+
+
+def _build(
+    source: ModelSource, part: Part, config: Any, state: _State, shard: Shard, *, withheld: Withheld
+) -> nn.Module:
+    looks_up = source.spec.layer_input_size > 0 and bool(part.layers)
+    keep_embedding = part.embed or looks_up or (part.output and source.spec.tied_embeddings)
+
+    class OwnedPart(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]):  # type: ignore[misc]
+        """The model's own class without what this stage does not own: those modules never get memory."""
+
+        _keys_to_ignore_on_load_unexpected = [".*"]  # noqa: RUF012 - the library's own form
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for layer in range(len(self.model.layers)):
+                if layer not in part.layers:
+                    self.model.layers[layer] = nn.Identity()
+            keep_own_experts(self, shard)
+            for name in LAYER_INPUT_NAMES:
+                if hasattr(self, "model") and hasattr(self.model, name.removeprefix("model.")):
+                    self.set_submodule(name, nn.Identity())
+            if not keep_embedding:
+                self.model.embed_tokens = nn.Identity()
+            if not part.output:
+                self.model.norm, self.model.hc_head, self.lm_head = (nn.Identity() for _ in range(3))
+            withheld.take(self)
+
+    with LIBRARY, quiet():
+        try:
+            model, report = OwnedPart.from_pretrained(None, config=config, state_dict=state, **_AS_READ)
+        except FAILURES as error:
+            why = f"{source.name} cannot be built from its config.json: {reason(error)}"
+            raise ModelError(why, hint=FOREIGN) from error
+    _check_report(source, report)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _check_report(source: ModelSource, report: dict[str, Any]) -> None:
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        stored = next((t for t in source.tensors.values() if decoder_name(t.name) == name), None)
+        place = source.name if stored is None else stored.path
+        raise ModelError(f"{place}: {name} has shape {list(found)}, expected {list(expected)}")
+    missing = sorted(report["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"{source.path}: the checkpoint has no tensor {missing[0]}{more}",
+            hint="a shard is missing or the directory is of another model",
+        )
+
+
+def _check_biases(source: ModelSource, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a bias that config.json denies: without it the model would run, and say something else."""
+    for name, tensor in state.items():
+        module = name.removesuffix(".bias")
+        # GPTQ's writers store zeros for linears that have none
+        if module == name or not tensor.any():
+            continue
+        try:
+            linear = model.get_submodule(module)
+        except AttributeError:
+            continue  # nothing of the decoder's
+        if isinstance(linear, nn.Linear) and linear.bias is None:
+            stored = next((t for t in source.tensors.values() if decoder_name(t.name) == name), None)
+            raise ModelError(
+                f"{source.name if stored is None else stored.path}: {name} is a bias, and by config.json "
+                f"{module} has none",
+                hint=FOREIGN,
+            )

@@ -1,0 +1,259 @@
+"""Load the part of a model that a stage owns, as the model's own modules from `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy.errors import ModelError
+from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES
+from convoy.model.checkpoints.reading import LoadProgress, Part, Reading
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.checkpoints.tied import check_tied
+from convoy.model.kernels.freed import large_apart
+from convoy.model.layers.delta import DELTA, GatedDeltaNet
+from convoy.model.layers.exact import RowNorm, make_layer_exact, make_norm_exact
+from convoy.model.layers.latent import LATENT, LatentAttention
+from convoy.model.layers.layer_inputs import LayerInputs
+from convoy.model.layers.rope import RopeUse
+from convoy.model.layers.streams import STREAMS, StreamJoin, StreamLayer
+from convoy.model.loading.decoder import build_decoder, decoder_config
+from convoy.model.loading.loaded import LoadedModules
+from convoy.model.loading.share import join_parts
+from convoy.model.loading.withheld import Withheld
+from convoy.model.parallel.ranks import Ranks
+from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec
+from convoy.wire.messages.control import StageAssignment
+
+_PORTION_BYTES = 128 << 20  # of float32; less than a layer of most models, so that one is built at a time
+
+
+def load_modules(
+    source: ModelSource,
+    assignment: StageAssignment,
+    *,
+    packed: bool,
+    progress: LoadProgress | None,
+    kept: LoadedModules | None = None,
+    finish: Callable[[LoadedModules], None] | None = None,
+    shard: Shard = WHOLE,
+) -> LoadedModules:
+    """Read just the tensors of the assignment and build its modules in float32.
+
+    ``packed`` gives exact mode's layers, which ``finish`` may turn into others: a few layers at a time, so
+    that what was read stands beside what stays for those few alone. Of ``kept``, loaded earlier from the
+    same source in the same form, what is owned still is used again, and the rest freed first. Of a
+    ``shard`` there is one rank's slice. Raises ModelError for a span outside the model, and for missing,
+    misshapen or unreadable tensors, naming them.
+    """
+    if not 0 <= assignment.start <= assignment.end <= source.spec.num_layers:
+        raise ModelError(
+            f"{source.name} has layers 0 to {source.spec.num_layers - 1}, "
+            f"asked for {assignment.start} to {assignment.end - 1}"
+        )
+    kept = _usable(kept, assignment)
+    part = _lacking(assignment, kept)
+    if kept is not None and not (part.layers or part.embed or part.output):
+        kept.bytes_read = 0
+        return kept
+    if part.output:
+        check_tied(source)
+    whole, source = source, replace(source, spec=rank_spec(source.spec, shard.world_size, shard.experts))
+    reading = Reading(whole, part, progress, shard)
+    ranks = Ranks(shard) if kept is None or kept.ranks is None else kept.ranks
+    loaded = kept
+    with large_apart():
+        for portion in _portions(source, part):
+            fresh = _load_portion(source, portion, reading, packed=packed)
+            if finish is not None:
+                finish(fresh)
+            fresh.settle(packed=packed)
+            if shard.world_size > 1:
+                join_parts(fresh, ranks)
+            loaded = fresh if loaded is None else _joined(loaded, fresh)
+    assert loaded is not None
+    loaded.bytes_read = reading.num_bytes
+    return loaded
+
+
+def _usable(kept: LoadedModules | None, assignment: StageAssignment) -> LoadedModules | None:
+    if kept is None or kept.layer_inputs is not None:
+        return None  # these inputs are made for all layers of a stage at once
+    kept.narrow(assignment)
+    return kept
+
+
+def _portions(source: ModelSource, part: Part) -> Iterator[Part]:
+    """What is built at a time: the ends, then as few layers as are worth it."""
+    if source.spec.layer_input_size and part.layers:
+        yield part  # what these layers take beside is made for all of them at once
+        return
+    if part.output and part.embed and not source.spec.tied_embeddings:
+        # what stays of it may be a quarter of what is read, so it comes while nothing else is there
+        yield Part(frozenset(), embed=False, output=True)
+        yield Part(frozenset(), embed=True, output=False)
+    elif part.embed or part.output or not part.layers:
+        yield replace(part, layers=frozenset())
+    layers: set[int] = set()
+    for layer in sorted(part.layers):
+        layers.add(layer)
+        if sum(source.spec.layer_bytes(one, "float32") for one in layers) >= _PORTION_BYTES:
+            yield Part(frozenset(layers), embed=False, output=False)
+            layers = set()
+    if layers:
+        yield Part(frozenset(layers), embed=False, output=False)
+
+
+def _load_portion(source: ModelSource, part: Part, reading: Reading, *, packed: bool) -> LoadedModules:
+    config = decoder_config(source, part, reading.shard)
+    state = reading.read(part)
+    beside = {name: state.pop(name) for name in list(state) if name.startswith(LAYER_INPUT_NAMES)}
+    # rounding and packing want what is stored; nothing else of a portion is as large
+    withheld = Withheld(state if packed and part.output else {})
+    model = build_decoder(source, part, config, state, reading.shard, withheld=withheld)
+    del state
+    return _take_modules(source, model, beside, embed=part.embed, packed=packed)
+
+
+def _lacking(assignment: StageAssignment, kept: LoadedModules | None) -> Part:
+    layers = frozenset(range(assignment.start, assignment.end))
+    if kept is None:
+        return Part(layers, assignment.embed, assignment.output)
+    ends = kept.embedding is None and kept.output is None
+    return Part(layers - kept.layers.keys(), assignment.embed and ends, assignment.output and ends)
+
+
+def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:
+    layers = kept.layers | fresh.layers
+    looked_up = kept if fresh.embedding is None else fresh
+    output = kept if fresh.output is None else fresh
+    return replace(
+        fresh,
+        embedding=looked_up.embedding,
+        embed_scale=looked_up.embed_scale,
+        layers={layer: layers[layer] for layer in sorted(layers)},
+        norm=output.norm,
+        output=output.output,
+        ropes=kept.ropes | fresh.ropes,
+    )
+
+
+def _take_modules(
+    source: ModelSource, model: Any, beside: dict[str, torch.Tensor], *, embed: bool, packed: bool
+) -> LoadedModules:
+    """Take the owned modules out of the model, packing and freeing them one by one."""
+    decoder, output, config = model.model, model.lm_head, model.config
+    layers = {i: layer for i, layer in enumerate(decoder.layers) if not isinstance(layer, nn.Identity)}
+    _check_heads(source, layers)
+    ropes = {i: _make_layer(layers, i, decoder.rotary_emb, config, packed=packed) for i in list(layers)}
+    embedding: Any = getattr(decoder.embed_tokens, "weight", None)
+    scale, norm = _embed_scale(decoder, config), _final_norm(decoder, packed=packed)
+    if isinstance(output, nn.Identity):
+        norm = output = None
+    elif packed:
+        norm = make_norm_exact(norm)  # `lm_head` follows once it is known whether it is rounded
+    lookup = _lookup(embedding) if embed or beside else None
+    return LoadedModules(
+        embedding=lookup if embed else None,
+        layers=layers,
+        norm=norm,
+        output=output,
+        rotary=decoder.rotary_emb,
+        ropes=ropes,
+        embed_scale=scale,
+        logit_scale=_logit_scale(config),
+        logit_cap=getattr(config, "final_logit_softcapping", None),
+        layer_inputs=_layer_inputs(config, beside, lookup, scale, layers, packed=packed),
+        bytes_read=0,
+    )
+
+
+def _final_norm(decoder: Any, *, packed: bool) -> Any:
+    """With what makes one hidden state of several, where there are several."""
+    norm = decoder.norm
+    head = getattr(decoder, "hc_head", None)
+    return norm if head is None or isinstance(norm, nn.Identity) else StreamJoin(head, norm, packed=packed)
+
+
+def _embed_scale(decoder: Any, config: Any) -> float | None:
+    """Gemma's embedding has it, Granite's configuration."""
+    scale: float | None = getattr(decoder.embed_tokens, "scalar_embed_scale", None)
+    return getattr(config, "embedding_multiplier", None) if scale is None else scale
+
+
+def _logit_scale(config: Any) -> float | None:
+    """Cohere multiplies its logits, Granite divides them."""
+    scaling = getattr(config, "logits_scaling", None)
+    scale: float | None = getattr(config, "logit_scale", None)
+    return scale if scaling is None else 1 / float(scaling)
+
+
+def _check_heads(source: ModelSource, layers: Mapping[int, nn.Module]) -> None:
+    """Refuse a model whose layers have other heads than were planned: its K/V would not fit its pools."""
+    for group in source.spec.cache_groups:
+        for number in set(group.layers) & layers.keys():
+            attention: Any = getattr(layers[number], "self_attn", None)
+            if group.kind != "kv" or attention is None:
+                continue
+            found = (attention.head_dim, attention.num_key_value_groups)
+            expected = (group.head_dim, group.num_heads // group.num_kv_heads)
+            if found != expected:
+                raise ModelError(
+                    f"{source.name}: layer {number} has heads of {found[0]}, {found[1]} to a K/V head, "
+                    f"expected {expected[0]} and {expected[1]}"
+                )
+
+
+def _make_layer(
+    layers: dict[int, nn.Module], number: int, rotary: Any, config: Any, *, packed: bool
+) -> RopeUse:
+    """Which rotation layer ``number`` takes; it is made exact if ``packed``."""
+    layer: Any = layers[number]
+    if type(layer).__name__ in STREAMS:
+        layers[number] = StreamLayer(layer, packed=packed)
+        return RopeUse(layer.self_attn.rope_layer_type)
+    for name, part in list(layer.named_modules()):
+        if type(part).__name__ in LATENT:
+            layer.set_submodule(name, LatentAttention(part))
+        elif type(part).__name__ in DELTA:
+            layer.set_submodule(name, GatedDeltaNet(part, packed=packed))
+    by_type = isinstance(getattr(rotary, "rope_type", None), dict)
+    layer_type = str(config.layer_types[number]) if by_type else None
+    if not packed:
+        return RopeUse(layer_type)
+    frequencies = getattr(rotary, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+    attention = make_layer_exact(layer, 2 * frequencies.numel())
+    return RopeUse(layer_type, None if attention is None else attention.spread)
+
+
+def _layer_inputs(
+    config: Any,
+    beside: dict[str, torch.Tensor],
+    embedding: nn.Embedding | None,
+    embed_scale: float | None,
+    layers: Iterable[int],
+    *,
+    packed: bool,
+) -> LayerInputs | None:
+    if not beside or embedding is None:
+        return None
+    table, projection, norm = (beside[f"{name}.weight"] for name in LAYER_INPUT_NAMES)
+    width = config.hidden_size_per_layer_input
+    parts = {layer: slice(layer * width, (layer + 1) * width) for layer in layers}
+    return LayerInputs(
+        embedding,
+        1.0 if embed_scale is None else embed_scale,
+        RowNorm(norm.to(torch.float32), config.rms_norm_eps),
+        {layer: table[:, part].to(torch.float32).contiguous() for layer, part in parts.items()},
+        {layer: projection[part] for layer, part in parts.items()},
+        packed=packed,
+    )
+
+
+def _lookup(weight: torch.Tensor) -> nn.Embedding:
+    module: nn.Embedding = nn.Embedding.from_pretrained(weight.detach())  # type: ignore[no-untyped-call]
+    return module

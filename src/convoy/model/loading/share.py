@@ -1,0 +1,55 @@
+"""Modules that were made of a rank's slices, joined with the other ranks' at the places where it counts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from convoy.errors import ModelError
+from convoy.model.layers.experts import ExactExperts, is_experts
+from convoy.model.parallel.experts import OwnExperts
+from convoy.model.parallel.ranks import PartialSum, Ranks
+from convoy.model.parallel.vocabulary import RankInputs, VocabularyPart
+
+if TYPE_CHECKING:
+    from convoy.model.loading.loaded import LoadedModules
+
+# Linears whose inputs are shared out, in the library's layers and in ours
+_LAST = {"o_proj", "out", "down_proj", "down"}
+
+
+def join_parts(modules: LoadedModules, ranks: Ranks) -> None:
+    """Make the sums of freshly loaded layers whole, and the embedding's rows; ``ranks`` is kept with them."""
+    for number, layer in modules.layers.items():
+        if _join_layer(layer, ranks) < 2:
+            raise ModelError(f"layer {number} has no attention and MLP whose sums ranks could share")
+    if isinstance(modules.embedding, nn.Embedding):
+        modules.embedding = VocabularyPart(modules.embedding, ranks)
+    if modules.layer_inputs is not None:
+        embedding = modules.embedding or VocabularyPart(modules.layer_inputs.embedding, ranks)
+        modules.layer_inputs = RankInputs(modules.layer_inputs, embedding, ranks)
+    modules.ranks = ranks
+
+
+def _join_layer(layer: nn.Module, ranks: Ranks) -> int:
+    """How many sums were joined."""
+    joined: list[str] = []
+    for name, part in list(layer.named_modules()):
+        if any(name.startswith(f"{above}.") for above in joined):
+            continue  # what an expert gives is part of a sum already
+        if is_experts(part) or isinstance(part, ExactExperts):
+            layer.set_submodule(name, PartialSum(_own(part, ranks), ranks))
+        elif name.rpartition(".")[2] in _LAST:
+            layer.set_submodule(name, PartialSum(part, ranks))
+        else:
+            continue
+        joined.append(name)
+    return len(joined)
+
+
+def _own(experts: Any, ranks: Ranks) -> nn.Module:
+    if ranks.shard.experts == "split":
+        return experts  # type: ignore[no-any-return]
+    count = len(experts.experts) if isinstance(experts, ExactExperts) else experts.num_experts
+    return OwnExperts(experts, ranks.shard.rank * count, count)

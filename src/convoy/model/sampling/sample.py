@@ -1,0 +1,202 @@
+"""Drawing a token from logits: the same logits, parameters, choice and position give the same token, always.
+
+The random number of a token is a hash of (seed, choice index, position), so neither the batch around a row,
+nor the plan, nor a replay after a loss can change a text. It picks by inverse CDF in float64 over the
+candidates in ascending id order.
+
+The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; tokens that may
+not be drawn; temperature; min-p; top-k; top-p. Log-probabilities are of the raw distribution, before all of
+these, as vLLM's by default.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from convoy.errors import StepError
+from convoy.model.sampling.params import SamplingParams
+
+Logits = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.intp]
+
+_CUTS = (1024, 16384)  # candidates that top-p sorts before it resorts to the whole vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token; ``logprob`` and ``top`` (best first, ties to the lower id) are of the raw distribution.
+
+    ``logprob`` is nan where none was asked for: it costs a pass over the vocabulary. ``rank`` of a prompt's
+    token counts from 1, the best; 0 for a token that was drawn.
+    """
+
+    token_id: int
+    logprob: float = math.nan
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+
+
+def sample(
+    logits: Logits,
+    params: SamplingParams,
+    *,
+    choice: int,
+    position: int,
+    prompt_ids: Sequence[int],
+    generated_ids: Sequence[int],
+    allowed: Sequence[int] = (),
+    banned: Sequence[int] = (),
+) -> Sampled:
+    """Draw the token at ``position`` of choice ``choice`` from ``logits``, [vocab] float32 (never changed).
+
+    Only an ``allowed`` token is drawn, any if there are none, and no ``banned`` one. Raises StepError where a
+    logit is not finite or no token is left, RequestError where a biased token is not in the vocabulary.
+    """
+    check_finite(logits)
+    shaped = _reshape(logits, params, prompt_ids, generated_ids) if params.reshapes else logits
+    if allowed or banned:
+        shaped = _restrict(shaped, allowed, banned)
+    if params.greedy:
+        token_id = int(shaped.argmax())
+    else:
+        token_id = _draw(shaped, params, uniform(params.seed, choice, position))
+    if params.logprobs is None:
+        return Sampled(token_id)
+    return _score(logits, token_id, params.logprobs)
+
+
+def prompt_logprob(logits: Logits, token_id: int, num_top: int) -> Sampled:
+    """Score a prompt's token by the ``logits``, [vocab], that foretell it; StepError as in `sample`."""
+    check_finite(logits)
+    scored = _score(logits, token_id, num_top)
+    return replace(scored, rank=_rank(logits, token_id))
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The random number in (0, 1) of one token.
+
+    52 bits of SHA-256 over a label and the three numbers as little-endian 64-bit words, centred in their
+    interval: a counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
+    whose output no library version can change.
+    """
+    # one bit more and the half would round away, the greatest number to 1 itself
+    words = struct.pack("<QQQ", seed % 2**64, choice, position)
+    digest = hashlib.sha256(b"convoy sampling v1" + words).digest()
+    return ((int.from_bytes(digest[:8], "little") >> 12) + 0.5) * 2.0**-52
+
+
+def check_finite(logits: Logits) -> None:
+    """StepError if any logit is NaN or infinite: there is no honest way to draw from those."""
+    # a sum meets every NaN and infinity in one cheap pass; only a suspicious one is looked into
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(logits.sum())
+    if math.isfinite(total):
+        return
+    num_bad = int(logits.size - np.isfinite(logits).sum())
+    if num_bad:
+        raise StepError(f"{num_bad} of {logits.size} logits are not finite, expected none")
+
+
+def _reshape(
+    logits: Logits, params: SamplingParams, prompt_ids: Sequence[int], generated_ids: Sequence[int]
+) -> Logits:
+    shaped = logits.copy()
+    if params.repetition_penalty != 1:
+        seen = np.unique(np.concatenate([_as_ids(prompt_ids), _as_ids(generated_ids)]))
+        values = shaped[seen]
+        penalty = np.float32(params.repetition_penalty)
+        shaped[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if generated_ids and (params.frequency_penalty or params.presence_penalty):
+        said, counts = np.unique(_as_ids(generated_ids), return_counts=True)
+        shaped[said] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
+    if params.logit_bias:
+        params.check_vocabulary(len(shaped))
+        biased = _as_ids(list(params.logit_bias))
+        shaped[biased] += np.fromiter(params.logit_bias.values(), np.float32, len(biased))
+    check_finite(shaped)
+    return shaped
+
+
+def _restrict(logits: Logits, allowed: Sequence[int], banned: Sequence[int]) -> Logits:
+    ids = _as_ids([*allowed, *banned])
+    if int(ids.min()) < 0 or int(ids.max()) >= len(logits):
+        raise StepError(f"a restricted token is outside the vocabulary of {len(logits)}")
+    restricted = logits.copy()
+    if allowed:
+        kept = _as_ids(allowed)
+        restricted = np.full_like(logits, -np.inf)
+        restricted[kept] = logits[kept]
+    restricted[_as_ids(banned)] = -np.inf
+    if not np.isfinite(restricted).any():
+        raise StepError(f"none of {len(logits)} tokens may be drawn, expected at least one")
+    return restricted
+
+
+def _rank(logits: Logits, token_id: int) -> int:
+    """Return the place of a token among all, from 1; of equal logits the lowest id comes first."""
+    value = logits[token_id]
+    num_better = int(np.count_nonzero(logits > value))
+    return 1 + num_better + int(np.count_nonzero(logits[:token_id] == value))
+
+
+def _as_ids(ids: Sequence[int]) -> Ids:
+    return np.asarray(ids, dtype=np.intp)
+
+
+def _draw(logits: Logits, params: SamplingParams, random: float) -> int:
+    candidates = None if params.top_k < 1 else best_ids(logits, params.top_k)
+    kept = logits if candidates is None else logits[candidates]
+    # at the smallest temperatures a quotient may overflow to -inf, whose weight is 0 as it should be
+    with np.errstate(over="ignore", under="ignore"):
+        scaled = (kept.astype(np.float64) - float(kept.max())) / params.temperature
+        weights = np.exp(scaled)
+    # the best token's weight is 1, so min-p bounds the weight itself (and commutes with top-k)
+    weights[weights < params.min_p] = 0.0
+    if params.top_p < 1:
+        weights[~_nucleus(kept, weights, params.top_p)] = 0.0
+    cumulative = weights.cumsum()
+    index = int(np.searchsorted(cumulative, random * cumulative[-1], side="right"))
+    return index if candidates is None else int(candidates[index])
+
+
+def best_ids(values: Logits, count: int) -> Ids:
+    """The ``count`` ids with the greatest values, ascending by id; of equal values the lowest ids."""
+    if count >= len(values):
+        return np.arange(len(values), dtype=np.intp)
+    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    above = np.flatnonzero(values > threshold)
+    level = np.flatnonzero(values == threshold)[: count - len(above)]
+    return np.sort(np.concatenate([above, level]))
+
+
+def _nucleus(logits: Logits, weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.bool_]:
+    """Mask of the fewest best tokens that hold ``top_p`` of the weight, the one that crosses included."""
+    needed = top_p * float(weights.sum())
+    mask = np.zeros(len(weights), dtype=np.bool_)
+    for count in (*_CUTS, len(logits)):
+        ids = best_ids(logits, count)
+        order = ids[np.argsort(-logits[ids], kind="stable")]  # stable over ascending ids: ties to the lowest
+        cumulative = weights[order].cumsum()
+        if cumulative[-1] >= needed or len(ids) == len(logits):
+            break
+    num_kept = int(np.searchsorted(cumulative, needed, side="left")) + 1
+    mask[order[:num_kept]] = True
+    return mask
+
+
+def _score(logits: Logits, token_id: int, num_top: int) -> Sampled:
+    peak = float(logits.max())
+    log_total = peak + math.log(float(np.exp(logits - np.float32(peak)).sum(dtype=np.float64)))
+    top: tuple[tuple[int, float], ...] = ()
+    if num_top > 0:
+        ids = best_ids(logits, num_top)
+        order = ids[np.argsort(-logits[ids], kind="stable")]
+        top = tuple((int(best), float(logits[best]) - log_total) for best in order)
+    return Sampled(token_id, float(logits[token_id]) - log_total, top)

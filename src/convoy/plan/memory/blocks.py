@@ -1,0 +1,102 @@
+"""How many K/V blocks of each cache group every member has room for, beside its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from convoy.plan.spec.cache import CacheGroup
+
+
+@dataclass(frozen=True)
+class BlockDemand:
+    """What a head would have: room for ``max_batch`` sequences of ``max_context`` tokens, or less.
+
+    ``num_blocks``, if not 0, is how many it asks of each group, and no table is longer.
+    """
+
+    block_size: int  # tokens
+    max_context: int  # tokens
+    max_batch: int  # sequences
+    max_row_tokens: int
+    num_blocks: int = 0
+
+    @property
+    def most(self) -> int:
+        """Blocks of a group that keeps every token."""
+        return self.num_blocks or self.max_batch * -(-self.max_context // self.block_size)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a member has beside its weights, and what a block of each cache group takes of that there."""
+
+    num_bytes: int
+    block_bytes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class BlockChoice:
+    """``num_blocks`` by cache group; ``most`` is the largest, and ``tightest`` the member that sets it."""
+
+    num_blocks: tuple[int, ...]
+    most: int
+    tightest: str
+
+
+def choose_blocks(
+    groups: Sequence[CacheGroup], rooms: Mapping[str, Room], demand: BlockDemand
+) -> BlockChoice:
+    """The counts that fit all members, by name; 0 where one block of each group is too much for one of them.
+
+    Rings are worth their memory only to sequences that run at once. So there are rings for a full batch,
+    unless they would take more than half of a member's room from groups that keep every token: then for
+    fewer, but for one at least.
+    """
+    pools = _Pools(groups, demand)
+    num_rings = demand.max_batch
+    if None in pools.rings:
+        fitting = (_largest(num_rings, partial(pools.rings_fit, room)) for room in rooms.values())
+        num_rings = max(1, min(fitting))
+    most = {name: _largest(demand.most, partial(pools.fit, room, num_rings)) for name, room in rooms.items()}
+    tightest = min(most, key=lambda name: most[name])
+    return BlockChoice(tuple(pools.counts(num_rings, most[tightest])), most[tightest], tightest)
+
+
+class _Pools:
+    """What pools with rings for so many sequences, and at most so many blocks each, come to."""
+
+    def __init__(self, groups: Sequence[CacheGroup], demand: BlockDemand) -> None:
+        self._most, self._max_batch = demand.most, demand.max_batch
+        self._strides = [group.stride for group in groups]
+        self.rings = [group.ring_blocks(demand.block_size, demand.max_row_tokens) for group in groups]
+
+    def counts(self, num_rings: int, most: int) -> list[int]:
+        pairs = zip(self.rings, self._strides, strict=True)
+        return [
+            self._spread(most, stride) if ring is None else min(most, num_rings * ring)
+            for ring, stride in pairs
+        ]
+
+    def _spread(self, most: int, stride: int) -> int:
+        """Of rows for ``stride`` tokens each fewer do; a sequence's last block may be all but empty."""
+        return most if stride == 1 else min(most, -(-most // stride) + self._max_batch)
+
+    def rings_fit(self, room: Room, num_rings: int) -> bool:
+        """In half of the room."""
+        pairs = zip(self.rings, self.counts(num_rings, self._most), room.block_bytes, strict=True)
+        return 2 * sum(count * size for ring, count, size in pairs if ring is not None) <= room.num_bytes
+
+    def fit(self, room: Room, num_rings: int, most: int) -> bool:
+        pairs = zip(self.counts(num_rings, most), room.block_bytes, strict=True)
+        return sum(count * size for count, size in pairs) <= room.num_bytes
+
+
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number from 1 to ``limit`` that fits, as all smaller ones then do; 0 if none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

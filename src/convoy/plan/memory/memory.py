@@ -1,0 +1,110 @@
+"""Whether a stage fits its member, in numbers that a person can compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from convoy.errors import PlanError
+from convoy.plan.offer import MemberOffer
+from convoy.plan.partition import consecutive
+from convoy.plan.span import Span, layers_text
+from convoy.plan.spec.model import ModelSpec
+from convoy.plan.spec.sharding import rank_spec
+
+Offers = Mapping[str, MemberOffer]  # of members, or of ranks together, by name
+
+MEMORY_SHARE = (
+    0.8  # of what is free: the rest is for the system and for what a step needs, `plan.memory.working`
+)
+RESERVE_TOKENS = 16  # one block: a stage without room for that cannot run a token
+
+
+def stage_bytes(spec: ModelSpec, span: Span, dtype: str, world_size: int = 1) -> int:
+    """The least a member must have: the stage's weights, or a rank's, and K/V for one block."""
+    own = rank_spec(spec, world_size)
+    weights = own.weight_bytes(span.start, span.end, embed=span.embed, output=span.output, dtype=dtype)
+    return weights + own.kv_bytes(span.start, span.end, RESERVE_TOKENS, dtype)
+
+
+def check_memory(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> None:
+    """Raise PlanError naming each stage that does not fit, with what it needs and what its member has."""
+    refusals = []
+    for index, (name, span) in enumerate(owners):
+        needed, offer = _needed(spec, span, offers[name]), offers[name]
+        if needed > offer.memory_bytes:
+            need, have = _apart(needed, offer.memory_bytes)
+            layers = layers_text(span.start, span.end)
+            if offer.world_size == 1:
+                refusals.append(f"stage {index} on {name} needs {need} for {layers} but has {have}")
+                continue
+            least = min(offer.each, key=lambda rank: rank.memory_bytes).name
+            refusals.append(
+                f"stage {index} on {offer.label} needs {need} on each rank for its part of {layers} "
+                f"but {least} has {have}"
+            )
+    if refusals:
+        raise PlanError("; ".join(refusals), hint="add a member, or move layers to one with more memory")
+
+
+def fits(spec: ModelSpec, owners: Sequence[tuple[str, Span]], offers: Offers) -> bool:
+    """Whether `check_memory` would pass."""
+    return all(_needed(spec, span, offers[name]) <= offers[name].memory_bytes for name, span in owners)
+
+
+def _needed(spec: ModelSpec, span: Span, offer: MemberOffer) -> int:
+    return stage_bytes(spec, span, offer.kernel, offer.world_size)
+
+
+def relieve(
+    spec: ModelSpec,
+    owners: Sequence[tuple[str, Span]],
+    offers: Offers,
+    allowed: Callable[[Sequence[tuple[str, Span]]], bool] = lambda _owners: True,
+) -> list[tuple[str, Span]]:
+    """Shift layers, one at a time, from stages that do not fit to the member with most room left.
+
+    Embedding and output weigh on two members only, so shares by memory alone may overfill those while
+    others have room. ``allowed`` says which shifts may be made; one that may not goes to the member with
+    next most room. Returns consecutive owners of the same layers; they may still not fit.
+    """
+    current = list(owners)
+    for _ in range(spec.num_layers):
+        room = [offers[name].memory_bytes - _needed(spec, span, offers[name]) for name, span in current]
+        fullest = room.index(min(room))
+        if room[fullest] >= 0 or current[fullest][1].end - current[fullest][1].start == 1:
+            break
+        by_room = sorted((i for i in range(len(room)) if room[i] > 0), key=lambda i: -room[i])
+        shifted = (_shift(current, fullest, roomy) for roomy in by_room)
+        better = next((owners for owners in shifted if allowed(owners)), None)
+        if better is None:
+            break
+        current = better
+    return current
+
+
+def _shift(owners: Sequence[tuple[str, Span]], giver: int, taker: int) -> list[tuple[str, Span]]:
+    """One layer more for one and less for the other; those between them move along."""
+    counts = [span.end - span.start for _, span in owners]
+    counts[giver] -= 1
+    counts[taker] += 1
+    return [
+        (member, Span(start, end, span.output))
+        for (member, span), (start, end) in zip(owners, consecutive(counts, owners[0][1].start), strict=True)
+    ]
+
+
+def format_bytes(num_bytes: int, digits: int = 1) -> str:
+    """Decimal units, as disks and ``design.md`` have them: ``9.1 GB``, ``48.0 MB``, ``512 B``."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.{digits}f} {unit}"
+    return f"{num_bytes} B"
+
+
+def _apart(needed: int, offered: int) -> tuple[str, str]:
+    """Both numbers with as many digits as it takes to tell them apart."""
+    for digits in range(1, 12):
+        need, have = format_bytes(needed, digits), format_bytes(offered, digits)
+        if need != have:
+            return need, have
+    return f"{needed} B", f"{offered} B"

@@ -1,0 +1,1 @@
+"""Choose which member owns which layers, under a policy, or say why none can."""

@@ -1,0 +1,149 @@
+"""Who comes after whom, and where the cuts are: members that share a run of layers, under a policy's rules.
+
+Rules leave each member one run of layers, `rules.room`. Taking the least that each member must have, one
+layer, this is scheduling unit jobs between a release time and a deadline, which earliest deadline first
+solves (Jackson 1955; Horn 1974); a member is stretched over layers that the next one may not have yet. Then
+each cut moves as near to the wanted one as the rules let it. Wanted is, between equal members, that stages
+take the same time (`plan.cost`); otherwise layers in proportion to memory.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from convoy.plan.cost import balanced, equals, layer_costs, output_cost
+from convoy.plan.offer import MemberOffer
+from convoy.plan.partition import consecutive, shares
+from convoy.plan.placement.rules import room
+from convoy.plan.span import Span
+from convoy.plan.spec.model import ModelSpec
+from convoy.trust.evidence.policy import PlacementRule
+
+Run = tuple[int, int]  # layers [start, end)
+Owners = list[tuple[str, Span]]
+
+
+class OutputOwner(enum.Enum):
+    """Who owns the output among those who share a run of layers."""
+
+    HEAD = "the head"
+    LAST = "whoever gets the last layers"
+    ELSEWHERE = "a member with a span"
+
+
+@dataclass(frozen=True)
+class Rest:
+    """Layers [start, end) that are to be shared, and whose the output is."""
+
+    start: int
+    end: int
+    output: OutputOwner = OutputOwner.HEAD
+
+    @property
+    def run(self) -> Run:
+        return self.start, self.end
+
+
+def arrangements(
+    spec: ModelSpec, members: Sequence[MemberOffer], rest: Rest, rules: Sequence[PlacementRule]
+) -> Iterator[Owners]:
+    """Ways to give each of ``members`` a part of ``rest``, the most natural first; none where no way exists.
+
+    The first is always the given order where the rules allow it. A head among the members stays first or
+    last, as it was given. Raises PlanError as `shares` does.
+    """
+    rooms = {member.name: room(spec.num_layers, rules, member) for member in members}
+    tried = set()
+    for order in _orders(members, rest.run, rooms):
+        names = tuple(member.name for member in order)
+        if names in tried:
+            continue
+        tried.add(names)
+        cuts = _cuts(wanted_runs(spec, order, rest), [rooms[name] for name in names])
+        if cuts is not None:
+            yield owners_of(order, list(itertools.pairwise(cuts)), rest.output)
+
+
+def wanted_runs(spec: ModelSpec, order: Sequence[MemberOffer], rest: Rest) -> list[Run]:
+    """The parts that these members would have without rules. Raises PlanError as `shares` does."""
+    counts = shares(rest.end - rest.start, [member.share_bytes for member in order])
+    if equals(order):
+        owners = owners_of(order, consecutive(counts, rest.start), rest.output)
+        extras = [output_cost(spec) if span.output else 0 for _, span in owners]
+        counts = balanced(layer_costs(spec)[rest.start : rest.end], extras)
+    return consecutive(counts, rest.start)
+
+
+def owners_of(order: Sequence[MemberOffer], runs: Sequence[Run], output: OutputOwner) -> Owners:
+    """Spans of these runs, with the output where it belongs."""
+    last = order[-1].name
+    mine = [
+        member.head if output is OutputOwner.HEAD else output is OutputOwner.LAST and member.name == last
+        for member in order
+    ]
+    return [(member.name, Span(*run, owned)) for member, run, owned in zip(order, runs, mine, strict=True)]
+
+
+def _orders(members: Sequence[MemberOffer], run: Run, rooms: dict[str, Run]) -> Iterator[list[MemberOffer]]:
+    """The given order, then one by deadlines for each kind of member that may open and may close the run."""
+    yield list(members)
+    openers = [m for m in _ends(members, members[0], rooms) if rooms[m.name][0] <= run[0]]
+    closers = [m for m in _ends(members, members[-1], rooms) if rooms[m.name][1] >= run[1]]
+    for closer, opener in itertools.product(closers, openers):
+        if closer is not opener:
+            middle = [m for m in members if m is not opener and m is not closer]
+            yield [opener, *_by_deadline(middle, run[0] + 1, rooms), closer]
+
+
+def _ends(members: Sequence[MemberOffer], given: MemberOffer, rooms: dict[str, Run]) -> list[MemberOffer]:
+    """One of each kind that may stand where ``given`` stands: itself first; itself alone if it is the head,
+    and never the head in another's place.
+    """
+    if given.head:
+        return [given]
+    kinds: dict[Run, list[MemberOffer]] = {}
+    for member in [given, *members]:
+        if not member.head:
+            kinds.setdefault(rooms[member.name], []).append(member)
+    # Two of a kind, because one of them may be taken for the other end.
+    return [member for same in kinds.values() for member in dict.fromkeys(same[:3])]
+
+
+def _by_deadline(members: list[MemberOffer], at: int, rooms: dict[str, Run]) -> list[MemberOffer]:
+    """Earliest deadline first among those whose layers have begun; equals stay as they were given."""
+    waiting, order = list(members), []
+    while waiting:
+        begun = [m for m in waiting if rooms[m.name][0] <= at]
+        if not begun:
+            at = min(rooms[m.name][0] for m in waiting)
+            continue
+        chosen = min(begun, key=lambda m: rooms[m.name][1])
+        waiting.remove(chosen)
+        order.append(chosen)
+        at += 1
+    return order
+
+
+def _cuts(wanted: Sequence[Run], rooms: Sequence[Run]) -> list[int] | None:
+    """The cuts nearest to the wanted ones at which each run lies in its room, or None where there are none.
+
+    Cuts ascend by at least one and lie between bounds that do the same, so clamping keeps them apart.
+    """
+    start, end = wanted[0][0], wanted[-1][1]
+    if rooms[0][0] > start or rooms[-1][1] < end:
+        return None
+    lowest, highest = [start], [end]
+    for begin, _ in rooms[1:]:
+        lowest.append(max(begin, lowest[-1] + 1))
+    for _, limit in reversed(rooms[:-1]):
+        highest.append(min(limit, highest[-1] - 1))
+    highest.reverse()  # of the cut before each run but the first, and of the end
+    inner = []
+    for (cut, _), low, high in zip(wanted[1:], lowest[1:], highest[:-1], strict=True):
+        if low > high:
+            return None
+        inner.append(min(max(cut, low), high))
+    return [start, *inner, end]

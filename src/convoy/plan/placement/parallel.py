@@ -1,0 +1,107 @@
+"""How members share a model: alone, in a pipeline, or several on every layer; and why.
+
+After the lineage's rule, with two changes: whoever asked for tensor parallelism gets it or an error, and left
+to itself a cluster takes it only where the predicted step is faster, and never under a kernel that promises
+the same bits over every cut: partial sums are added in another order than one process adds them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from convoy.errors import PlanError
+from convoy.plan.spec.kernels import STEADY
+
+Asked = Literal["auto", "pipeline", "tensor", "single"]
+Mode = Literal["single", "pipeline", "tensor"]
+ASKED: tuple[Asked, ...] = ("auto", "pipeline", "tensor", "single")
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedSteps:
+    """Seconds of one sequence's decode step, see `plan.rates.rates`."""
+
+    pipeline_s: float
+    tensor_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelFacts:
+    """What the choice depends on.
+
+    ``world_size``: of the largest group of ranks that the members make. Reasons against tensor parallelism
+    are None where there is none: ``model``, it has no plan or its heads do not divide; ``room``, a rank's
+    slice fits no member, or a rule forbids it; ``collective``, it did not come up. ``steps`` None: nothing to
+    predict from.
+    """
+
+    num_members: int
+    world_size: int
+    kernel: str
+    model: str | None = None
+    room: str | None = None
+    collective: str | None = None
+    steps: PredictedSteps | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``reason`` is for people: one clause, lower case."""
+
+    mode: Mode
+    reason: str
+
+
+def choose_parallel(asked: Asked, facts: ParallelFacts) -> Choice:
+    """The first row that applies, see docs/tensor-parallel.md.
+
+    Raises PlanError where tensor parallelism was asked for and cannot be: it is never replaced in silence.
+    """
+    if facts.num_members < 2:
+        return Choice("single", "there is one member, so nobody to share layers with")
+    if asked in ("single", "pipeline"):
+        return Choice(asked, f"asked for: {asked}")
+    against = why_not_tensor(facts)
+    if asked == "tensor":
+        if against is not None:
+            raise PlanError(
+                f"tensor parallelism was asked for, and cannot be: {against}",
+                hint="with --parallel auto or pipeline the members hold whole layers, one after the other",
+            )
+        return Choice("tensor", "asked for: tensor")
+    if against is None:
+        against = _why_not_by_itself(facts)
+    if against is not None:
+        return Choice("pipeline", against)
+    assert facts.steps is not None
+    return Choice("tensor", f"predicted faster: {_compared(facts.steps)}")
+
+
+def why_not_tensor(facts: ParallelFacts) -> str | None:
+    """What makes it impossible; None where nothing does."""
+    if facts.model is not None:
+        return facts.model
+    if facts.world_size < 2:
+        return f"the {facts.num_members} members make no group of 2 ranks"
+    return facts.room or (
+        None if facts.collective is None else f"the collective did not come up: {facts.collective}"
+    )
+
+
+def _why_not_by_itself(facts: ParallelFacts) -> str | None:
+    """What speaks against it where nobody asked for it, though it can be."""
+    if facts.kernel in STEADY:
+        return (
+            f"{facts.kernel} promises the same bits over every cut, which ranks of a stage do not have "
+            "(--parallel tensor takes them all the same)"
+        )
+    if facts.steps is None:
+        return "nothing was measured to predict a step of tensor parallelism from"
+    if facts.steps.tensor_s >= facts.steps.pipeline_s:
+        return f"predicted faster than tensor parallelism: {_compared(facts.steps)}"
+    return None
+
+
+def _compared(steps: PredictedSteps) -> str:
+    return f"a step takes {steps.tensor_s * 1e3:.1f} ms as tensor, {steps.pipeline_s * 1e3:.1f} as pipeline"

@@ -1,0 +1,134 @@
+"""The placements that members could have, by mode, and the one that is chosen of them.
+
+What is impossible is kept with its reason: whoever asked for it gets that as an error, and everybody else
+sees it beside the choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from convoy.errors import ConvoyError, PlanError, SpanError
+from convoy.plan.offer import MemberOffer
+from convoy.plan.placement.grouping import best_world_size, in_groups, is_grouped
+from convoy.plan.placement.parallel import (
+    Asked,
+    Choice,
+    Mode,
+    ParallelFacts,
+    PredictedSteps,
+    choose_parallel,
+    why_not_tensor,
+)
+from convoy.plan.placement.placement import Placement, place
+from convoy.plan.spec.kernels import STEADY
+from convoy.plan.spec.model import ModelSpec
+from convoy.trust.evidence.policy import PlacementRule
+
+Predict = Callable[[Placement], float | None]  # seconds of one sequence's decode step; None: not measured
+_WHOLE = "the spans give members whole layers; joined names, alpha+beta=0:9, share them"
+
+
+@dataclass(frozen=True)
+class Ways:
+    """``refused`` has why a mode cannot be. ``facts`` lack what is measured."""
+
+    spec: ModelSpec
+    placements: dict[Mode, Placement]
+    refused: dict[Mode, ConvoyError]
+    facts: ParallelFacts
+    is_grouped: bool  # by spans of a person, so nothing else is meant
+
+    @property
+    def why(self) -> str | None:
+        """Why no ranks share layers, where that was tried in vain."""
+        refused = self.refused.get("tensor")
+        return None if refused is None else refused.message
+
+    def attempt(self, mode: Mode, make: Callable[[], Placement]) -> None:
+        """Keep what comes of it, or why nothing does."""
+        try:
+            self.placements[mode] = make()
+        except (PlanError, SpanError) as error:
+            self.refused[mode] = error
+
+    def of(self, mode: Mode) -> Placement:
+        """Raises why not."""
+        if mode in self.placements:
+            return self.placements[mode]
+        raise self.refused[mode]
+
+
+def find_ways(
+    spec: ModelSpec,
+    members: Sequence[MemberOffer],
+    spans: Mapping[str, str] | None = None,
+    rules: Sequence[PlacementRule] = (),
+    *,
+    ranks: int | None = None,
+    fewer: bool = False,
+) -> Ways:
+    """What `place` makes of these members in each mode.
+
+    ``ranks``: of each stage, or at most so many with ``fewer``; None: as many as can be.
+    """
+    ways = Ways(spec, {}, {}, ParallelFacts(len(members), 1, _kernel(members)), is_grouped(spans))
+    alone = [member for member in members if member.head]
+    ways.attempt("single", lambda: place(spec, alone, spans if len(members) == 1 else None, rules))
+    if ways.is_grouped:
+        ways.attempt("tensor", lambda: place(spec, members, spans, rules))
+        ways.refused["pipeline"] = SpanError(
+            "spans are for several ranks each", hint="use --parallel tensor or auto"
+        )
+        return dataclasses.replace(ways, facts=dataclasses.replace(ways.facts, world_size=2, room=ways.why))
+    ways.attempt("pipeline", lambda: place(spec, members, spans, rules))
+    try:
+        world_size = best_world_size(spec, len(members), ranks, fewer=fewer)
+    except PlanError as error:
+        return dataclasses.replace(ways, facts=dataclasses.replace(ways.facts, model=error.message))
+    if not spans and len(members) > 1:
+        ways.attempt("tensor", lambda: place(spec, in_groups(members, world_size), None, rules))
+    facts = dataclasses.replace(ways.facts, world_size=world_size, room=_WHOLE if spans else ways.why)
+    return dataclasses.replace(ways, facts=facts)
+
+
+def _kernel(members: Sequence[MemberOffer]) -> str:
+    """The one whose promise binds the plan."""
+    return next((member.kernel for member in members if member.kernel in STEADY), members[0].kernel)
+
+
+def choose_way(
+    asked: Asked, ways: Ways, *, predict: Predict | None = None, collective: str | None = None
+) -> Placement:
+    """With the reason. ``predict`` is called only where the prediction decides.
+
+    ``collective``: why it did not come up, where it was tried.
+    Raises PlanError or SpanError where what was asked for, or chosen, cannot be.
+    """
+    if ways.is_grouped and ways.facts.num_members > 1:
+        if asked in ("single", "pipeline"):
+            raise SpanError(
+                f"{asked} was asked for, and a span is for several ranks",
+                hint="leave --parallel out, or give each member a span of its own",
+            )
+        if asked == "auto":
+            choose_parallel("tensor", dataclasses.replace(ways.facts, collective=collective))
+            return _given(ways, Choice("tensor", "asked for: a span is for several ranks"))
+    facts = dataclasses.replace(ways.facts, collective=collective)
+    if asked == "auto" and predict is not None and _depends(ways, facts):
+        pipeline_s, tensor_s = predict(ways.of("pipeline")), predict(ways.of("tensor"))
+        if pipeline_s is not None and tensor_s is not None:
+            facts = dataclasses.replace(facts, steps=PredictedSteps(pipeline_s, tensor_s))
+    return _given(ways, choose_parallel(asked, facts))
+
+
+def _given(ways: Ways, choice: Choice) -> Placement:
+    return dataclasses.replace(ways.of(choice.mode), reason=choice.reason)
+
+
+def _depends(ways: Ways, facts: ParallelFacts) -> bool:
+    """Whether it is the prediction that decides."""
+    possible = facts.num_members > 1 and why_not_tensor(facts) is None and facts.kernel not in STEADY
+    return possible and {"pipeline", "tensor"} <= ways.placements.keys()

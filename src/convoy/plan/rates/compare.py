@@ -1,0 +1,81 @@
+"""Predicted rates of every way to share a model among the same members, and where tensor parallelism pays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from convoy.plan.placement.placement import Placement
+from convoy.plan.placement.ways import Ways
+from convoy.plan.rates.rates import (
+    Links,
+    Load,
+    RatesReport,
+    Workload,
+    all_reduce_s,
+    num_all_reduces,
+    predict,
+    summing_s,
+)
+from convoy.plan.speed import Speed
+
+
+class TensorReport(msgspec.Struct, frozen=True):
+    """What ranks that share layers pay for a decode step of one sequence, and what they save by it.
+
+    ``crossover_s``: they are faster than the pipeline where an all-reduce takes less than that; below 0
+    nowhere.
+    """
+
+    world_size: int
+    num_all_reduces: int  # of a step
+    all_reduce_bytes: int
+    all_reduce_s: float
+    paid_s: float
+    saved_s: float  # of what a step of the pipeline takes
+    crossover_s: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """By mode: rates, and why there are none."""
+
+    rates: dict[str, RatesReport]
+    refused: dict[str, str]
+    tensor: TensorReport | None
+
+
+def compare(ways: Ways, speeds: Mapping[str, Speed], links: Links, workload: Workload) -> Compared:
+    """``speeds`` has every member. One that is alone has no other modes."""
+    placements = ways.placements
+    rates = {mode: predict(placement, speeds, links, workload) for mode, placement in placements.items()}
+    tensor = None
+    if "tensor" in rates and "pipeline" in rates:
+        saved_s = rates["pipeline"].decode.step_s - rates["tensor"].decode.step_s
+        tensor = _tensor(placements["tensor"], links, workload, saved_s)
+    refused = {str(mode): error.message for mode, error in ways.refused.items()}
+    if ways.facts.model is not None:
+        refused.setdefault("tensor", ways.facts.model)
+    return Compared({str(mode): rate for mode, rate in rates.items()}, refused, tensor)
+
+
+def _tensor(placement: Placement, links: Links, workload: Workload, faster_s: float) -> TensorReport:
+    """``faster_s``: by how much its step is shorter than the pipeline's, all-reduces included."""
+    spec, load = placement.spec, Load(1, workload.context)
+    shared = [stage for stage in placement.stages if stage.world_size > 1]
+    count = sum(num_all_reduces(stage) for stage in shared)
+    each_s = max(all_reduce_s(stage.holders, links, 4 * spec.hidden_size) for stage in shared)
+    paid_s = sum(summing_s(spec, stage, links, load) for stage in shared)
+    saved_s = faster_s + paid_s
+    gathering_s = paid_s - count * each_s
+    return TensorReport(
+        world_size=max(stage.world_size for stage in shared),
+        num_all_reduces=count,
+        all_reduce_bytes=4 * spec.hidden_size,
+        all_reduce_s=each_s,
+        paid_s=paid_s,
+        saved_s=saved_s,
+        crossover_s=(saved_s - gathering_s) / count,
+    )

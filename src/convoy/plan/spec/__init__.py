@@ -1,0 +1,1 @@
+"""A model's dimensions from its config.json: family, heads, tensors, cache groups and quantisation."""

@@ -1,0 +1,71 @@
+"""The kernels as a plan knows them: in which form a stage under each holds weights and K/V.
+
+A form's word is the kernel's, or a dtype's where all is simply held in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from convoy.errors import ModelError
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Form:
+    """``dtype``: of K/V, and of all weights that are in no linear or not rounded.
+
+    ``packed``: linears are laid out for the kernel, and cannot be looked up by row. ``bits``: of a rounded
+    weight, 0 where they are not rounded; then there is a scale of ``scale_bytes`` for each ``group`` of
+    weights that are multiplied into one output, or for all of them where it is 0. A matrix whose outputs are
+    no multiple of ``outputs``, or whose inputs are none of ``group``, is rounded as ``otherwise`` says, and
+    so is `lm_head`.
+    """
+
+    dtype: str
+    packed: bool = False
+    bits: int = 0
+    group: int = 0
+    scale_bytes: int = 4
+    outputs: int = 1
+    otherwise: str = ""  # another form's word
+
+    def linear_bytes(self, outputs: int, inputs: int, *, head: bool = False) -> int:
+        """Of a matrix of [outputs, inputs], without a bias; ``head``: it is `lm_head`."""
+        if not self.bits:
+            return outputs * inputs * DTYPE_BYTES[self.dtype]
+        if self.otherwise and (head or outputs % self.outputs or inputs % self.group):
+            return form_of(self.otherwise).linear_bytes(outputs, inputs)
+        groups = -(-inputs // self.group) if self.group else 1
+        return outputs * (-(-inputs * self.bits // 8) + groups * self.scale_bytes)
+
+
+FORMS: dict[str, Form] = {
+    **{dtype: Form(dtype) for dtype in DTYPE_BYTES},
+    "exact-f32": Form("float32", packed=True),
+    "plain-f32": Form("float32"),
+    "w8a8": Form("float32", packed=True, bits=8),
+    # as `model.layers.int4` does it: a scale and a middle in bfloat16
+    "w4a16": Form("float32", packed=True, bits=4, group=32, scale_bytes=4, outputs=16, otherwise="w8a8"),
+    "cuda-bf16": Form("bfloat16"),
+    "cuda-int8": Form("bfloat16", packed=True, bits=8),
+    # as `model.backends.cuda.kernels.rounded` does it: a scale and a least value in bfloat16
+    "cuda-int4": Form("bfloat16", packed=True, bits=4, group=64, scale_bytes=4, otherwise="cuda-int8"),
+}
+
+
+# where a row's bits depend on its own sequence alone, and so on no cut between layers
+STEADY = frozenset({"exact-f32", "w8a8", "w4a16"})
+
+
+def on_device(kernel: str) -> bool:
+    """Whether stages run it on CUDA."""
+    return kernel.startswith("cuda-")
+
+
+def form_of(word: str) -> Form:
+    """ModelError for a kernel or dtype that no stage holds weights in."""
+    if word not in FORMS:
+        raise ModelError(f"{word!r} is no dtype and no kernel, expected one of {', '.join(sorted(FORMS))}")
+    return FORMS[word]

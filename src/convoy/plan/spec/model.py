@@ -1,0 +1,236 @@
+"""What a plan must know about a model, read from its `config.json` alone: no weights are opened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from convoy.errors import ModelError
+from convoy.plan.spec.cache import CacheGroup, dtype_bytes
+from convoy.plan.spec.config import ConfigReader
+from convoy.plan.spec.family import MAX_LAYERS, MAX_VOCABULARY, MAX_WIDTH, Family, read_family
+from convoy.plan.spec.heads import LayerHeads, cache_groups, forbidden_cuts, read_heads
+from convoy.plan.spec.kernels import DTYPE_BYTES, form_of
+from convoy.plan.spec.rotary import check_rotary, max_context
+from convoy.plan.spec.tensors import layer_tensors, per_layer_input, read_streams
+from convoy.plan.spec.weights import LayerWeights, Shape, layer_weights
+
+# a norm's least divisor by the families' words, and Granite's divisor
+_ABOVE_0 = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "hc_eps", "logits_scaling")
+_MAX_ROUNDS = 1000  # of DeepSeek V4's streams, in every layer and step
+_LAYER_TENSOR = re.compile(r"model\.layers\.([0-9]{1,6})\.", re.ASCII)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model's shape. Byte counts take the dtype in which a stage holds the weights, not the one on disk."""
+
+    name: str
+    family: str  # config.json's model_type: "llama"
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_context: int  # tokens
+    tied_embeddings: bool  # the output reuses the embedding matrix, so both owners need it
+    stored_dtype: str  # of the checkpoint, as config.json claims; "float32" where it does not
+    layers: tuple[LayerWeights, ...]
+    cache_groups: tuple[CacheGroup, ...]
+    can_rewind: bool = True  # rows may write over the last positions: not so where state is recurrent
+    num_streams: int = 1  # hidden states that cross a boundary for each token
+    joining_elements: int = 0  # weight elements that make one of them, where the output is
+    token_id_layers: frozenset[int] = field(default_factory=frozenset)  # layers that need token ids
+    layer_input_size: int = 0  # of the input of its own that each of these layers makes from token ids
+    forbidden_cuts: Mapping[int, str] = field(
+        default_factory=dict
+    )  # first layer after the cut -> why not there
+    experts_per_token: int = 0  # in each layer that has any
+    kv_sources: Mapping[int, int] = field(default_factory=dict)  # layer without K/V -> whose it reads
+    num_ranks: int = (
+        1  # that share a stage; weights and heads are those of one of them (`plan.spec.sharding`)
+    )
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, object], name: str, shapes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> ModelSpec:
+        """Read a parsed `config.json`; ``name`` is what errors call the model.
+
+        ``shapes`` are those of the checkpoint's tensors: of some families a layer's weight is only known from
+        them. Raises ModelError for an unsupported type, and for a missing, absurd or contradictory value.
+        """
+        reader = ConfigReader(config, name)
+        family = read_family(reader)
+        reader = reader.with_defaults(family.defaults)
+        num_layers = reader.count("num_hidden_layers", most=MAX_LAYERS)
+        hidden_size = reader.count("hidden_size", most=MAX_WIDTH)
+        heads = read_heads(reader, family, num_layers, hidden_size)
+        input_size, _ = per_layer_input(reader, family)
+        streams = read_streams(reader, family, num_layers, hidden_size)
+        check_rotary(reader)
+        _check_scales(reader)
+        layers = _read_layers(reader, family, heads, hidden_size, shapes)
+        return cls(
+            name=name,
+            family=family.model_type,
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            vocab_size=reader.count("vocab_size", most=MAX_VOCABULARY),
+            max_context=max_context(reader),
+            tied_embeddings=reader.flag("tie_word_embeddings"),
+            stored_dtype=_stored_dtype(reader),
+            layers=layers,
+            experts_per_token=_experts_per_token(reader, layers),
+            cache_groups=cache_groups(heads),
+            can_rewind=not family.recurrent,
+            num_streams=streams.num,
+            joining_elements=streams.joining_elements,
+            token_id_layers=frozenset(range(num_layers)) if input_size else streams.hashed,
+            layer_input_size=input_size,
+            forbidden_cuts=forbidden_cuts(heads),
+            kv_sources={i: layer.kv_source for i, layer in enumerate(heads) if layer.kv_source is not None},
+        )
+
+    @property
+    def num_heads(self) -> int:
+        """Of the first cache group; others may differ."""
+        return self.cache_groups[0].num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the first cache group; others may differ."""
+        return self.cache_groups[0].num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Of the first cache group; others may differ."""
+        return self.cache_groups[0].head_dim
+
+    def layer_bytes(self, layer: int, dtype: str) -> int:
+        """Weight bytes of one layer."""
+        return self.layers[layer].num_bytes(dtype)
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Of the embedding and of `lm_head`, as many as any rank has."""
+        return -(-self.vocab_size // self.num_ranks)
+
+    def embed_bytes(self, dtype: str) -> int:
+        """Bytes of the embedding matrix, [vocab_size, hidden_size]."""
+        return self.vocabulary_rows * self.hidden_size * dtype_bytes(dtype)
+
+    def output_bytes(self, dtype: str) -> int:
+        """Bytes of the final norm and `lm_head`, and of what joins several streams before them.
+
+        By itself; see `weight_bytes` for tied embeddings.
+        """
+        beside = self.hidden_size + self.joining_elements
+        return form_of(dtype).linear_bytes(
+            self.vocabulary_rows, self.hidden_size, head=True
+        ) + beside * dtype_bytes(dtype)
+
+    def weight_bytes(self, start: int, end: int, *, embed: bool, output: bool, dtype: str) -> int:
+        """Weight bytes of layers [start, end) with what else is owned.
+
+        ``dtype`` is one, or a kernel, which says more (`plan.spec.kernels`). A tied matrix counts once where
+        embedding and output sit together, else at each of them. A packed one cannot be looked up by row: then
+        the embedding lies beside it, in the dtype of the file, or of a device. Layers that make an input of
+        token ids need the embedding with them, and a norm.
+        """
+        total = sum(layer.num_bytes(dtype) for layer in self.layers[start:end])
+        if self.needs_embedding(start, end):
+            embed = True
+            total += self.layer_input_size * dtype_bytes(dtype)
+        if output:
+            total += self.output_bytes(dtype)
+        if embed and output and self.tied_embeddings:
+            form = form_of(dtype)
+            held = self.stored_dtype if form.dtype == "float32" else form.dtype
+            return total + (self.embed_bytes(held) if form.packed else 0)
+        return total + (self.embed_bytes(dtype) if embed else 0)
+
+    def kv_token_bytes(self, start: int, end: int, dtype: str) -> int:
+        """K/V bytes of one token over layers [start, end), while it is inside every window."""
+        return sum(group.token_bytes(start, end, dtype) for group in self.cache_groups)
+
+    def kv_bytes(self, start: int, end: int, num_tokens: int, dtype: str) -> int:
+        """K/V bytes of a sequence of ``num_tokens`` over layers [start, end); windows keep their window."""
+        return sum(group.sequence_bytes(start, end, num_tokens, dtype) for group in self.cache_groups)
+
+    def boundary_bytes(self, dtype: str) -> int:
+        """Bytes that one token takes on every hop: [num_streams, hidden_size]."""
+        return self.num_streams * self.hidden_size * dtype_bytes(dtype)
+
+    def needs_token_ids(self, start: int, end: int) -> bool:
+        """Whether a stage of layers [start, end) needs token ids, embedding apart."""
+        return any(start <= layer < end for layer in self.token_id_layers)
+
+    def needs_embedding(self, start: int, end: int) -> bool:
+        """Whether its layers look token ids up in the embedding."""
+        return self.layer_input_size > 0 and self.needs_token_ids(start, end)
+
+
+def _stored_dtype(reader: ConfigReader) -> str:
+    for key in ("dtype", "torch_dtype"):
+        stored = reader.word(key)
+        if stored is None:
+            continue
+        if stored not in DTYPE_BYTES:
+            raise reader.wrong(key, stored, f"one of {', '.join(sorted(DTYPE_BYTES))}")
+        return stored
+    return "float32"
+
+
+def _check_scales(reader: ConfigReader) -> None:
+    """Raises ModelError for what a norm adds or logits are divided by, if that is no number above 0, and for
+    rounds that would take for ever.
+    """
+    for key in _ABOVE_0:
+        reader.optional_above_0(key)
+    reader.optional_count("hc_sinkhorn_iters", most=_MAX_ROUNDS)
+
+
+def _read_layers(
+    reader: ConfigReader,
+    family: Family,
+    heads: Sequence[LayerHeads],
+    hidden_size: int,
+    shapes: Mapping[str, Shape] | None,
+) -> tuple[LayerWeights, ...]:
+    if family.counted:
+        tensors = _counted_tensors(reader.model, family, len(heads), shapes)
+    else:
+        tensors = [
+            [*layer_tensors(reader, family, number, layer, hidden_size)] for number, layer in enumerate(heads)
+        ]
+    streams = read_streams(reader, family, len(heads), hidden_size)
+    input_size, vocabulary = per_layer_input(reader, family)
+    projection = [("per_layer_projection.weight", (input_size, hidden_size))] if input_size else []
+    return tuple(
+        layer_weights(
+            [*own, *projection], hidden_size, looked_up=input_size * vocabulary + streams.table_of(i)
+        )
+        for i, own in enumerate(tensors)
+    )
+
+
+def _counted_tensors(
+    name: str, family: Family, num_layers: int, shapes: Mapping[str, Shape] | None
+) -> list[list[tuple[str, Shape]]]:
+    if shapes is None:
+        raise ModelError(f"{name}: a model of type {family.model_type} is planned from its weight files")
+    tensors: list[list[tuple[str, Shape]]] = [[] for _ in range(num_layers)]
+    for tensor, shape in shapes.items():
+        match = _LAYER_TENSOR.match(tensor)
+        # layers beyond the last belong to a drafter; frequencies are made anew
+        if match and int(match[1]) < num_layers and not tensor.endswith("rotary_emb.inv_freq"):
+            tensors[int(match[1])].append((tensor[match.end() :], shape))
+    return tensors
+
+
+def _experts_per_token(reader: ConfigReader, layers: Sequence[LayerWeights]) -> int:
+    """The library has three words for it; where none is written, all experts are taken to be used."""
+    most = max((layer.num_experts for layer in layers), default=0)
+    words = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token")
+    written = [word for word in words if reader.has(word)]
+    return reader.count(written[0], most=most) if most and written else most

@@ -1,0 +1,229 @@
+"""Ranks that share every layer of a stage: whether a model can be split so, and what one rank then has.
+
+Heads and the widths between two linears are shared out alike; the vocabulary in parts of one size, the last
+of them filled up, and other tables by token id likewise; norms, routers and latents are the same on all
+ranks. Where there are fewer K/V heads than ranks, several ranks have the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from convoy.errors import PlanError
+from convoy.plan.span import Span
+from convoy.plan.spec.cache import CacheGroup
+from convoy.plan.spec.model import ModelSpec
+from convoy.plan.spec.weights import LayerWeights, Matrix, Part
+from convoy.wire.messages.control import StageAssignment
+
+Experts = Literal["auto", "split", "whole"]
+
+# Families whose layers are no linears by outputs and by inputs with heads between them, and why
+_UNFIT = {
+    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), "its norms go over the queries of all heads at once"),
+    "cohere": "its norms have a weight for each head",
+}
+# Whose experts for all rows take their width from the others'
+_ALIKE = {"glm4_moe", "deepseek_v3"}
+_UNFIT_KINDS = {
+    "recurrent": "its layers keep recurrent state",
+    "entries": "its heads look at compressed entries",
+    "pending": "its heads look at compressed entries",
+}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a stage. ``experts``: each of them split over the ranks, or shared out whole.
+
+    Left to itself they are split, so that every rank has as much to do for each token; and whole where their
+    width does not divide, and their number does.
+    """
+
+    rank: int
+    world_size: int
+    experts: Experts = "auto"
+
+
+WHOLE = Shard(0, 1)
+
+
+def check_sharding(spec: ModelSpec, world_size: int, experts: Experts = "auto") -> None:
+    """Raises PlanError, with the reason and both numbers, where so many ranks cannot share a layer."""
+    if world_size < 1:
+        raise PlanError(f"a stage of {world_size} ranks, expected 1 or more")
+    if world_size == 1:
+        return
+    if spec.num_ranks != 1:
+        raise PlanError(f"{spec.name} is split over {spec.num_ranks} ranks already")
+    _check_family(spec)
+    for group in spec.cache_groups:
+        _check_heads(spec, group, world_size)
+    experts = _settled(spec, world_size, experts)
+    for number, layer in enumerate(spec.layers):
+        _check_layer(spec, number, layer, world_size, experts)
+    if experts == "whole":
+        _check_experts(spec)
+
+
+def rank_spec(spec: ModelSpec, world_size: int, experts: Experts = "auto") -> ModelSpec:
+    """The model as one of the ranks has it, weights and heads alike. Raises PlanError as `check_sharding`."""
+    check_sharding(spec, world_size, experts)
+    if world_size == 1:
+        return spec
+    experts = _settled(spec, world_size, experts)
+    groups = tuple(
+        replace(
+            group,
+            num_heads=group.num_heads // world_size,
+            num_kv_heads=kv_heads_of(group.num_kv_heads, world_size),
+        )
+        for group in spec.cache_groups
+    )
+    layers = []
+    for number, layer in enumerate(spec.layers):
+        heads = _heads_of(spec, number)
+        each = _of_rank(layer.each, heads, world_size)
+        if experts == "whole":
+            own = _own_experts(layer.experts, world_size)
+        else:
+            own = _of_rank(layer.experts, heads, world_size)
+        # of a table by token ids some rows
+        width = max(1, spec.layer_input_size)
+        looked_up = -(-layer.looked_up // width // world_size) * width
+        layers.append(replace(layer, each=each, experts=own, looked_up=looked_up))
+    return replace(spec, cache_groups=groups, layers=tuple(layers), num_ranks=world_size)
+
+
+def rank_bytes(spec: ModelSpec, span: Span, form: str, world_size: int, experts: Experts = "auto") -> int:
+    """Weight bytes of one rank of a stage, with what every rank has; ``form``: a kernel or a dtype."""
+    own = rank_spec(spec, world_size, experts)
+    return own.weight_bytes(span.start, span.end, embed=span.embed, output=span.output, dtype=form)
+
+
+def settle(spec: ModelSpec, shard: Shard | None) -> Shard:
+    """The same with what was left to itself decided; a whole stage for one rank, or for None."""
+    if shard is None or shard.world_size == 1:
+        return WHOLE
+    return replace(shard, experts=_settled(spec, shard.world_size, shard.experts))
+
+
+def share_of(num_bytes: int, spec: ModelSpec, stage: StageAssignment, form: str) -> float:
+    """Of a whole stage's weight bytes so many; 1 where it has none."""
+    ends = {"embed": stage.embed, "output": stage.output}
+    whole = spec.weight_bytes(stage.start, stage.end, **ends, dtype=form)
+    return num_bytes / whole if whole else 1.0
+
+
+def kv_heads_of(num_kv_heads: int, world_size: int) -> int:
+    """How many of so many K/V heads a rank has."""
+    return max(1, num_kv_heads // world_size)
+
+
+def first_kv_head(num_kv_heads: int, shard: Shard) -> int:
+    """The first of them, which several ranks have where there are fewer heads than ranks."""
+    return shard.rank * num_kv_heads // shard.world_size
+
+
+def _settled(spec: ModelSpec, world_size: int, experts: Experts) -> Experts:
+    if experts != "auto":
+        return experts
+    widths = {_width(matrix) for layer in spec.layers for matrix in layer.experts.linears}
+    counts = {layer.num_experts for layer in spec.layers}
+    if spec.family in _ALIKE or not any(width % world_size for width in widths):
+        return "split"
+    return "split" if any(count % world_size for count in counts) else "whole"
+
+
+def _width(matrix: Matrix) -> int:
+    """What ranks share of it; 0 where that is nothing, or heads."""
+    return {"outputs": matrix.outputs, "inputs": matrix.inputs}.get(matrix.split, 0)
+
+
+def _check_family(spec: ModelSpec) -> None:
+    reason = _UNFIT.get(spec.family)
+    if reason is None and spec.num_streams > 1:
+        reason = "several hidden states go from layer to layer"
+    for group in spec.cache_groups:
+        reason = reason or _UNFIT_KINDS.get(group.kind)
+    if reason is not None:
+        raise PlanError(
+            f"the layers of {spec.name} cannot be shared by ranks: {reason}",
+            hint="hold whole layers on each member: --parallel pipeline",
+        )
+
+
+def _check_heads(spec: ModelSpec, group: CacheGroup, world_size: int) -> None:
+    if group.num_heads % world_size:
+        raise PlanError(
+            f"{spec.name} has {group.num_heads} heads in layers of {group.name}, which {world_size} ranks "
+            "cannot share alike"
+        )
+    if group.num_kv_heads % world_size and world_size % group.num_kv_heads:
+        raise PlanError(
+            f"{spec.name} has {group.num_kv_heads} K/V heads in layers of {group.name}, which {world_size} "
+            "ranks can neither share alike nor repeat alike"
+        )
+
+
+def _check_experts(spec: ModelSpec) -> None:
+    if not any(layer.num_experts for layer in spec.layers):
+        raise PlanError(f"{spec.name} has no experts to share out whole")
+    if spec.family in _ALIKE:
+        raise PlanError(
+            f"the experts of {spec.name} cannot be shared out whole: one for all rows is as wide as they are"
+        )
+
+
+def _check_layer(
+    spec: ModelSpec, number: int, layer: LayerWeights, world_size: int, experts: Experts
+) -> None:
+    if experts == "whole" and layer.num_experts % world_size:
+        raise PlanError(
+            f"layer {number} of {spec.name} has {layer.num_experts} experts, which {world_size} ranks cannot "
+            "share out alike"
+        )
+    split = layer.each.linears if experts == "whole" else (*layer.each.linears, *layer.experts.linears)
+    for matrix in split:
+        width = _width(matrix)
+        if width % world_size:
+            raise PlanError(
+                f"layer {number} of {spec.name} has linears {width} wide, which {world_size} ranks cannot "
+                "share alike"
+            )
+
+
+def _heads_of(spec: ModelSpec, layer: int) -> tuple[int, int]:
+    """Heads and K/V heads of a layer, its own or those that it reads."""
+    own = spec.kv_sources.get(layer, layer)
+    group = next(group for group in spec.cache_groups if own in group.layers)
+    return group.num_heads, group.num_kv_heads
+
+
+def _of_rank(part: Part, heads: tuple[int, int], world_size: int) -> Part:
+    linears = tuple(_slice_of(matrix, heads, world_size) for matrix in part.linears)
+    split = part.others_split // world_size
+    keys = part.others_keys // heads[1] * kv_heads_of(heads[1], world_size)
+    others = part.others - part.others_split - part.others_keys + split + keys
+    return Part(linears, others, split, keys)
+
+
+def _own_experts(part: Part, world_size: int) -> Part:
+    linears = tuple(replace(matrix, count=matrix.count // world_size) for matrix in part.linears)
+    return Part(linears, part.others // world_size)
+
+
+def _slice_of(matrix: Matrix, heads: tuple[int, int], world_size: int) -> Matrix:
+    if matrix.split == "inputs":
+        return replace(matrix, inputs=matrix.inputs // world_size)
+    if not matrix.split:
+        return matrix
+    queries, keys = heads
+    own = queries // world_size, kv_heads_of(keys, world_size)
+    outputs = {
+        "outputs": matrix.outputs // world_size,
+        "keys": matrix.outputs // keys * own[1],
+        "joined": matrix.outputs // (queries + 2 * keys) * (own[0] + 2 * own[1]),
+    }[matrix.split]
+    return replace(matrix, outputs=outputs)

@@ -1,0 +1,153 @@
+"""What a decoder layer's weights come to: all of them in memory, and those that a token passes.
+
+They differ where there are experts: a token takes few of them, and a batch some more.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from convoy.plan.spec.kernels import DTYPE_BYTES, form_of
+
+Shape = tuple[int, ...]
+# scores of experts, which `layers.quantized` does not round; MLA's expansion and what each group of DeepSeek
+# V4's heads gives, which are in no linear there
+_ROUTER = re.compile(r"(mlp|block_sparse_moe|feed_forward)\.(gate|router)\.weight\Z")
+_NO_LINEAR = ("kv_b_proj.weight", "o_a_proj.weight", "conv1d.weight", "table.weight")
+_EXPERT = re.compile(r"\bexperts\.([0-9]+)\.")
+_STACK = re.compile(r"\bexperts\.[a-z_]+\Z")
+
+Use = Literal["each", "expert", "looked up"]
+# How ranks share a matrix: by its outputs or by its inputs; "keys", by the outputs of K/V heads, of which
+# several ranks may have the same; "joined", those of queries, keys and values; "" not at all
+Split = Literal["", "outputs", "inputs", "keys", "joined"]
+_SPLITS: dict[str, Split] = {
+    **dict.fromkeys(("q_proj", "gate_proj", "up_proj", "gate_up_proj", "w1", "w3", "sinks"), "outputs"),
+    **dict.fromkeys(("q_b_proj", "kv_b_proj"), "outputs"),  # of latents
+    **dict.fromkeys(("o_proj", "down_proj", "w2"), "inputs"),
+    **dict.fromkeys(("k_proj", "v_proj"), "keys"),
+    "qkv_proj": "joined",
+}
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """``count`` linears of [outputs, inputs] that a kernel may round."""
+
+    outputs: int
+    inputs: int
+    count: int = 1
+    split: Split = ""
+
+    @property
+    def elements(self) -> int:
+        return self.outputs * self.inputs * self.count
+
+
+@dataclass(frozen=True)
+class Part:
+    """Linears, and elements of all else: norms, biases, routers."""
+
+    linears: tuple[Matrix, ...] = ()
+    others: int = 0
+    # of them those that ranks share as the outputs of a matrix, and as those of K/V heads
+    others_split: int = 0
+    others_keys: int = 0
+
+    @property
+    def elements(self) -> int:
+        return sum(matrix.elements for matrix in self.linears) + self.others
+
+    def num_bytes(self, word: str) -> int:
+        """As a kernel (`plan.spec.kernels`) holds them."""
+        form = form_of(word)
+        linears = sum(m.count * form.linear_bytes(m.outputs, m.inputs) for m in self.linears)
+        return linears + self.others * DTYPE_BYTES[form.dtype]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's, by use: passed by every token, by a token's experts alone, or looked up by token id."""
+
+    each: Part
+    experts: Part = Part()  # of all experts together
+    num_experts: int = 0
+    looked_up: int = 0  # elements of tables, of which a token reads a row
+
+    @property
+    def elements(self) -> int:
+        return self.each.elements + self.experts.elements + self.looked_up
+
+    def num_bytes(self, word: str) -> int:
+        """Held in memory under a kernel."""
+        tables = self.looked_up * DTYPE_BYTES[form_of(word).dtype]
+        return self.each.num_bytes(word) + self.experts.num_bytes(word) + tables
+
+    def used_elements(self, chosen: int) -> float:
+        """That one token is multiplied with, where it goes to ``chosen`` of the experts."""
+        return self.each.elements + self.experts.elements * self.chosen_share(chosen)
+
+    def reached_share(self, chosen: int, num_tokens: float) -> float:
+        """Of the experts those that any of so many tokens goes to, where each chooses by itself."""
+        return 1 - math.pow(1 - self.chosen_share(chosen), num_tokens)
+
+    def chosen_share(self, chosen: int) -> float:
+        """Of the experts those that one token goes to."""
+        return min(1.0, chosen / self.num_experts) if self.num_experts else 0.0
+
+
+def layer_weights(
+    tensors: Iterable[tuple[str, Shape]], hidden_size: int, *, looked_up: int = 0
+) -> LayerWeights:
+    """From names and shapes behind ``model.layers.N.``, whether experts are stacked or one by one."""
+    linears: dict[Use, Counter[tuple[int, int, Split]]] = {"each": Counter(), "expert": Counter()}
+    others: Counter[Use] = Counter()
+    shared: Counter[tuple[Use, Split]] = Counter()
+    numbers: set[int] = set()
+    for name, shape in tensors:
+        alone = _EXPERT.search(name)
+        if alone:
+            numbers.add(int(alone[1]))
+        stacked = _STACK.search(name) is not None and len(shape) >= 2
+        if stacked:
+            numbers.update(range(shape[0]))
+        use: Use = "expert" if alone or stacked else "each"
+        if stacked and len(shape) == 3:
+            linears[use].update(_of_stack(name, shape, hidden_size))
+        elif len(shape) == 2 and name.endswith(".weight") and not _stays(name):
+            linears[use][shape[0], shape[1], split_of(name)] += 1
+        else:
+            others[use] += math.prod(shape)
+            shared[use, split_of(name)] += math.prod(shape)
+    each, experts = (
+        Part(
+            tuple(Matrix(*key[:2], count, key[2]) for key, count in sorted(linears[use].items())),
+            others[use],
+            *(shared[use, "outputs"], shared[use, "keys"]),
+        )
+        for use in ("each", "expert")
+    )
+    return LayerWeights(each, experts, len(numbers), looked_up)
+
+
+def split_of(name: str) -> Split:
+    """How ranks share a tensor of a layer; a bias as its matrix, which is not at all for one by inputs."""
+    leaf = name.removesuffix(".weight").removesuffix(".bias").removesuffix("_bias").rpartition(".")[2]
+    return _SPLITS.get(leaf, "")
+
+
+def _stays(name: str) -> bool:
+    return _ROUTER.search(name) is not None or name.endswith(_NO_LINEAR)
+
+
+def _of_stack(name: str, shape: Shape, hidden_size: int) -> Counter[tuple[int, int, Split]]:
+    """A stack has a matrix for each expert, whichever way round; of gate and up it has two."""
+    count, between = shape[0], math.prod(shape[1:]) // hidden_size
+    if "gate_up" in name:
+        return Counter({(between // 2, hidden_size, split_of(name)): 2 * count})
+    return Counter({(hidden_size, between, split_of(name)): count})

@@ -1,0 +1,1 @@
+"""A link: handshake, sealed frames in both directions, liveness and replacement of connections."""

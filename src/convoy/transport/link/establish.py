@@ -1,0 +1,218 @@
+"""The inner handshake over two streams, and the link that comes of it.
+
+The other end sees one error for every cause: an END frame that says the same whatever happened. The cause
+stays here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import NoReturn
+
+from convoy.crypto.cipher import local_ciphers
+from convoy.crypto.claims import (
+    LINK_ID_BYTES,
+    NO_LINK,
+    PROTOCOL_VERSION,
+    Context,
+    check_roster,
+    claimed_version,
+    incompatible_version,
+)
+from convoy.crypto.handshake import Initiator, Responder, Secrets
+from convoy.crypto.seal import make_sealing
+from convoy.errors import ConvoyError, HandshakeError, HandshakeLate, LinkBroken
+from convoy.transport.link.facts import LinkFacts
+from convoy.transport.link.link import Link
+from convoy.transport.member import LocalMember, Member
+from convoy.transport.options import LinkOptions
+from convoy.transport.streams.stream import Stream, recv_exactly
+from convoy.wire.frame import HANDSHAKE_PREAMBLE_BYTES, decode_preamble, encode_handshake
+from convoy.wire.messages.control import FrameType
+
+TO_LISTENER = 0
+TO_DIALLER = 1
+
+_OPENING = struct.Struct(f">B{LINK_ID_BYTES}s")
+_END = struct.Struct(">HQ32s")
+
+
+def send_opening(stream: Stream, direction: int, link_id: bytes) -> None:
+    """The first bytes on each connection: which link it is of, and which way it will carry frames."""
+    stream.send_all(encode_handshake(FrameType.OPENING, _OPENING.pack(direction, link_id)))
+
+
+def receive_opening(stream: Stream) -> tuple[int, bytes]:
+    """Direction and link id. Raises `HandshakeError` or `FrameError`."""
+    kind, payload = _receive_frame(stream)
+    if kind is not FrameType.OPENING or len(payload) != _OPENING.size:
+        raise HandshakeError(f"a connection began with {kind.name} of {len(payload)} bytes, expected OPENING")
+    direction, link_id = _OPENING.unpack(payload)
+    if direction not in (TO_LISTENER, TO_DIALLER):
+        raise HandshakeError(f"a connection claims direction {direction}, expected 0 or 1")
+    return direction, link_id
+
+
+def establish_initiator(
+    me: LocalMember,
+    peer: Member,
+    link_id: bytes,
+    streams: tuple[Stream, Stream],
+    options: LinkOptions,
+    *,
+    version: int = PROTOCOL_VERSION,
+    replaces: bytes = NO_LINK,
+) -> Link:
+    """The dialling end, over (outgoing, incoming) whose deadline is set.
+
+    Closes both and raises if it fails. ``replaces``: the id of the standing link that this one is to replace.
+    """
+    context = _context(me, me.member, peer, link_id, version, replaces=replaces)
+    try:
+        with Initiator(context, me.identity.sign, options.ciphers or local_ciphers()) as handshake:
+            streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_1, handshake.create_1()))
+            handshake.consume_2(_expect(FrameType.HANDSHAKE_2, streams[1], context, peer.name))
+            message_3, secrets = handshake.create_3()
+            streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_3, message_3))
+            return _link(peer, context, streams, secrets, options)
+    except ConvoyError as error:
+        raise _refuse(streams, context, peer.name, error) from error
+    except BaseException:
+        _close(streams)
+        raise
+
+
+def establish_responder(
+    me: LocalMember,
+    peer: Member,
+    link_id: bytes,
+    streams: tuple[Stream, Stream],
+    options: LinkOptions,
+    *,
+    version: int = PROTOCOL_VERSION,
+) -> Link:
+    """The listening end; ``peer`` is whom the pinned TLS certificate names.
+
+    Closes both and raises if it fails.
+    """
+    context = _context(me, peer, me.member, link_id, version)
+    try:
+        with Responder(context, me.identity.sign, options.ciphers or local_ciphers()) as handshake:
+            handshake.consume_1(_expect(FrameType.HANDSHAKE_1, streams[1], context, peer.name))
+            streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_2, handshake.create_2()))
+            secrets = handshake.consume_3(_expect(FrameType.HANDSHAKE_3, streams[1], context, peer.name))
+            return _link(peer, context, streams, secrets, options)
+    except ConvoyError as error:
+        raise _refuse(streams, context, peer.name, error) from error
+    except BaseException:
+        _close(streams)
+        raise
+
+
+def _context(
+    me: LocalMember,
+    initiator: Member,
+    responder: Member,
+    link_id: bytes,
+    version: int,
+    *,
+    replaces: bytes = NO_LINK,
+) -> Context:
+    roster = me.roster
+    return Context(
+        initiator.party,
+        responder.party,
+        link_id,
+        roster.cluster_id,
+        roster.epoch,
+        roster.digest,
+        version,
+        replaces,
+    )
+
+
+def _link(
+    peer: Member,
+    context: Context,
+    streams: tuple[Stream, Stream],
+    secrets: Secrets,
+    options: LinkOptions,
+) -> Link:
+    if secrets.peer_epoch == context.roster_epoch:  # otherwise only a roster crosses, before the deadline
+        for stream in streams:
+            stream.set_deadline(None)
+    sealing = make_sealing(secrets, options.key_limits)
+    facts = LinkFacts(
+        member=peer,
+        link_id=context.link_id,
+        binding=secrets.binding,
+        replaces=secrets.replaces,
+        cipher=secrets.cipher.title,
+        cluster_id=context.cluster_id,
+        epoch=context.roster_epoch,
+        peer_epoch=secrets.peer_epoch,
+    )
+    return Link(
+        facts=facts,
+        streams=streams,
+        sealing=sealing,
+        options=options,
+        read_end=lambda payload: _read_end(payload, context, peer.name),
+    )
+
+
+def _receive_frame(stream: Stream) -> tuple[FrameType, bytes]:
+    preamble = recv_exactly(stream, HANDSHAKE_PREAMBLE_BYTES)
+    if len(preamble) < HANDSHAKE_PREAMBLE_BYTES:
+        raise HandshakeError("the other end closed the connection during the handshake")
+    kind, length = decode_preamble(preamble)
+    payload = recv_exactly(stream, length)
+    if len(payload) < length:
+        raise HandshakeError("the other end closed the connection inside a handshake message")
+    return kind, bytes(payload)
+
+
+def _expect(kind: FrameType, stream: Stream, context: Context, peer: str) -> bytes:
+    got, payload = _receive_frame(stream)
+    if got is FrameType.HANDSHAKE_END:
+        _read_end(payload, context, peer)
+    if got is not kind:
+        raise HandshakeError(f"{peer} sent {got.name}, expected {kind.name}")
+    return payload
+
+
+def _read_end(payload: bytes, context: Context, peer: str) -> NoReturn:
+    """Raise what END lets us know: another version, another roster, or just that the peer refused."""
+    version = claimed_version(payload)
+    if version != context.version:
+        raise incompatible_version(peer, version, context.version)
+    if len(payload) == _END.size:
+        _, epoch, digest = _END.unpack(payload)
+        check_roster(context, peer, epoch, digest)
+    raise HandshakeError(f"{peer} refused the handshake", hint=f"the reason stands in the log of {peer}")
+
+
+def _refuse(streams: tuple[Stream, Stream], context: Context, peer: str, error: ConvoyError) -> ConvoyError:
+    """Tell the other end that it is over, but not why; close; and return the error for this end's caller.
+
+    Within the deadline of the handshake: once that has passed, nothing is said.
+    """
+    end = _END.pack(context.version, context.roster_epoch, context.roster_digest)
+    with contextlib.suppress(LinkBroken):  # gone already; the caller has the cause
+        streams[0].send_all(encode_handshake(FrameType.HANDSHAKE_END, end))
+    _close(streams)
+    if isinstance(error, LinkBroken):
+        return broke_off(peer, error)
+    return type(error)(error.message, hint=error.hint)
+
+
+def broke_off(peer: str, error: LinkBroken) -> HandshakeError:
+    """What a handshake comes to whose link ended. A silence may be a busy machine's; an end is an answer."""
+    kind = HandshakeLate if isinstance(error.__context__, TimeoutError) else HandshakeError
+    return kind(f"the handshake with {peer} broke off: {error.message}")
+
+
+def _close(streams: tuple[Stream, Stream]) -> None:
+    for stream in streams:
+        stream.close()

@@ -1,0 +1,136 @@
+"""What links delivered and their owner has not looked at: bounded by items and bytes, one share per link.
+
+A link that floods fills its own share, and then its receiver thread waits, which holds its peer back; the
+other links' shares stay theirs.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from typing import Generic, TypeVar
+
+from convoy.transport.link.incoming import Received, ReceivedTensor
+from convoy.wire.messages.control import Drawn, Message, Plan, ReadBlocks, Step, WriteBlocks
+from convoy.wire.messages.fetch import Held, Piece, Prepare
+from convoy.wire.messages.ranks import RankStep
+
+T = TypeVar("T")
+
+# As CPython has them, with what lists and objects cost around them.
+_OBJECT_BYTES = 256
+_NUMBER_BYTES = 40
+
+
+class Inbox(Generic[T]):
+    """Items in the order they came. Many threads put, one gets.
+
+    By default a head's 64 steps in flight have room, each with its hidden state, and what else it says.
+
+    An item larger than ``max_bytes`` finds its place once its link has nothing else here: it was checked
+    against its own limit when it came.
+    """
+
+    def __init__(self, *, max_items: int = 160, max_bytes: int = 32 * 1024 * 1024) -> None:
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._items: deque[tuple[object, T, int]] = deque()
+        self._held: dict[object, tuple[int, int]] = {}  # items and bytes of each link; none is left at 0
+        self._closed = False
+
+    def put(self, link: object, item: T, num_bytes: int) -> None:
+        """Blocks while the share of ``link`` is full; after `close` the item is dropped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_room(link, num_bytes))
+            self._append(link, item, num_bytes)
+
+    def put_last(self, link: object, item: T) -> None:
+        """Never blocks: for what comes at most once of each link, such as its end."""
+        with self._changed:
+            self._append(link, item, 0)
+
+    def get(self, timeout_s: float | None = None) -> T:
+        """The oldest item. Raises `queue.Empty` after the time."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._items:
+                left_s = None if until_s is None else until_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise queue.Empty
+                self._changed.wait(left_s)
+            link, item, num_bytes = self._items.popleft()
+            items, held = self._held.pop(link)
+            if items > 1:
+                self._held[link] = (items - 1, held - num_bytes)
+            self._changed.notify_all()
+            return item
+
+    def held_bytes(self, link: object) -> int:
+        """What waits here of ``link``."""
+        with self._changed:
+            return self._held.get(link, (0, 0))[1]
+
+    def close(self, *last: T) -> None:
+        """Nobody will look for more than ``last``: free everything else, and let every ``put`` go.
+
+        The first call counts: what it left is for whoever still looks.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            self._items.clear()
+            self._held.clear()
+            for item in last:
+                self._append(None, item, 0)
+            self._closed = True
+            self._changed.notify_all()
+
+    def _has_room(self, link: object, num_bytes: int) -> bool:
+        items, held = self._held.get(link, (0, 0))
+        return items == 0 or (items < self._max_items and held + num_bytes <= self._max_bytes)
+
+    def _append(self, link: object, item: T, num_bytes: int) -> None:
+        if self._closed:
+            return
+        items, held = self._held.get(link, (0, 0))
+        self._held[link] = (items + 1, held + num_bytes)
+        self._items.append((link, item, num_bytes))
+        self._changed.notify_all()
+
+
+def weight_of(received: Received) -> int:
+    """About the bytes of memory that ``received`` holds.
+
+    Objects weigh many times their bytes on the wire.
+    """
+    if isinstance(received, ReceivedTensor):
+        return received.tensor.nbytes + _OBJECT_BYTES
+    return weight_of_message(received.message)
+
+
+def weight_of_message(message: Message) -> int:
+    """About the bytes of memory that ``message`` holds."""
+    match message:
+        case RankStep(step=step) | (Step() as step):
+            num_objects = 1 + len(step.rows) + len(step.grants)
+            num_numbers = len(step.released) + sum(len(grant.blocks) for grant in step.grants)
+            num_bytes = sum(len(row.tags) for row in step.rows) + sum(len(g.shared) for g in step.grants)
+            num_bytes += len(step.tokens)
+            for draw in step.draws:
+                num_objects += 1 + len(draw.logit_bias)
+                num_bytes += len(draw.prompt) + len(draw.generated) + len(draw.allowed) + len(draw.banned)
+            return num_objects * _OBJECT_BYTES + num_numbers * _NUMBER_BYTES + num_bytes
+        case Drawn(answers=answers):
+            num_objects = 1 + sum(1 + len(answer.top) for answer in answers)
+            return num_objects * _OBJECT_BYTES + sum(len(answer.logits) for answer in answers)
+        case ReadBlocks(blocks=blocks) | WriteBlocks(blocks=blocks):
+            return 16 * _OBJECT_BYTES + len(blocks) * _NUMBER_BYTES
+        case Piece(data=data) | Held(tensors=data):
+            return _OBJECT_BYTES + len(data)
+        case Prepare(plan=Plan(stages=stages)) | Plan(stages=stages):
+            return (1 + len(stages) + sum(len(stage.ranks) for stage in stages)) * _OBJECT_BYTES
+        case _:
+            return 16 * _OBJECT_BYTES

@@ -1,0 +1,324 @@
+"""The receiving half of a link: one buffer, frames opened in order, tensors opened into the memory where they
+will stay.
+
+Every limit is checked on the header, before anything is allocated; nothing that a frame says is believed
+before it opened. What is longer than a record says its size in a frame of its own, and its memory is taken
+from a budget once that frame has opened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+
+from convoy.crypto.cipher import TAG_BYTES
+from convoy.crypto.seal import FrameOpener
+from convoy.errors import FrameError, LinkBroken, SealError
+from convoy.transport.link.key_usage import Wear
+from convoy.transport.options import LinkOptions
+from convoy.transport.streams.stream import Stream
+from convoy.wire.codec import decode_message
+from convoy.wire.frame import (
+    HANDSHAKE_MAGIC,
+    HANDSHAKE_PREAMBLE_BYTES,
+    HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    RECORD_BYTES,
+    FrameHeader,
+    decode_header,
+    decode_preamble,
+    decode_size,
+)
+from convoy.wire.messages.control import TENSOR_TYPES, FrameType, Message
+from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, decode_descriptor
+
+_BUFFER_BYTES = 2 * (HEADER_BYTES + RECORD_BYTES + TAG_BYTES)
+LINK_TYPES = frozenset({FrameType.PING, FrameType.PONG, FrameType.BYE, FrameType.SWITCH, FrameType.ROSTER})
+
+
+class ReceivedMessage(NamedTuple):
+    """A message and the plan generation and step that its header names."""
+
+    generation: int
+    step: int
+    message: Message
+
+
+class ReceivedTensor(NamedTuple):
+    """A hidden state for the layer ``boundary``, or K/V from there on; its memory is the receiver's."""
+
+    generation: int
+    step: int
+    boundary: int
+    tensor: WireTensor
+    kind: FrameType = FrameType.HIDDEN
+
+
+Received = ReceivedMessage | ReceivedTensor
+ReadEnd = Callable[[bytes], NoReturn]
+
+
+class Patience:
+    """How long this end has waited for the peer: written by the receiver, judged by the link's watch.
+
+    Attributes are set whole, so no lock is needed; reading one too early or late moves a verdict by a moment.
+    """
+
+    def __init__(self) -> None:
+        self.since_s: float | None = None  # None: the receiver is busy here, and waits for nobody
+        self.busy_s: float | None = None  # since when the receiver is busy here, and reads nothing
+        self.over = False
+        self._whole: tuple[float, float, str] | None = None
+
+    def begin(self) -> None:
+        """Something came, or the receiver is back from where it was busy."""
+        self.since_s = time.monotonic()
+        self.busy_s = None
+
+    def suspend(self) -> None:
+        """The receiver is busy here."""
+        self.since_s = None
+        self.busy_s = time.monotonic()
+
+    def whole_by(self, within_s: float | None, what: str = "") -> None:
+        """``what`` has to be whole within this time, however its bytes are spread over it."""
+        self._whole = None if within_s is None else (time.monotonic() + within_s, within_s, what)
+
+    def verdict(self, now_s: float, gone_after_s: float) -> str | None:
+        """What the peer has done wrong, or None."""
+        whole, since_s = self._whole, self.since_s
+        if whole is not None and now_s > whole[0]:
+            return f"{whole[2]} did not come whole within {whole[1]:.3g} s"
+        if since_s is not None and now_s - since_s > gone_after_s:
+            return f"nothing came for {gone_after_s:.3g} s"
+        return None
+
+
+class Incoming:
+    """Owns one stream's receiving direction and its opener. For one thread.
+
+    ``read_end`` raises for the payload of a HANDSHAKE_END that comes in place of the first frame.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        opener: FrameOpener,
+        cluster: bytes,
+        options: LinkOptions,
+        read_end: ReadEnd,
+        *,
+        on_worn: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._stream = stream
+        self._opener = opener
+        self._cluster = cluster
+        self._options = options
+        self._read_end = read_end
+        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = 0
+        self._end = 0
+        self.num_frames = 0
+        self.num_bytes = 0
+        self.patience = Patience()
+        self._wear = Wear(options, on_worn)
+
+    def receive(self, allowed: frozenset[FrameType]) -> Received:
+        """The next message or whole tensor.
+
+        Raises `LinkBroken`, `FrameError` or `SealError`, and for the first frame `HandshakeError` or
+        `Incompatible`; all of them end the link.
+        """
+        self.patience.begin()
+        header = self._next_header(allowed)
+        if header.type in TENSOR_TYPES:
+            tensor = self._tensor(header)
+            return ReceivedTensor(header.generation, header.step, header.boundary, tensor, header.type)
+        is_whole = header.last or MAX_PAYLOAD_BYTES[header.type] > RECORD_BYTES
+        if not is_whole or header.record != 0 or header.boundary != 0:
+            raise FrameError(f"a {header.type.name} has flags, boundary or record of a tensor")
+        payload = _memory(header.length - TAG_BYTES)
+        self._open(header, payload)
+        message = decode_message(header.type, payload) if header.last else self._long(header, payload)
+        return ReceivedMessage(header.generation, header.step, message)
+
+    @property
+    def stream(self) -> Stream:
+        """The connection."""
+        return self._stream
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something was received that `receive` has not looked at."""
+        return self._start != self._end
+
+    def retire(self) -> None:
+        """SWITCH was this connection's last frame: close it. Raises `FrameError` if something follows."""
+        if self._start != self._end:
+            raise FrameError(f"{self._end - self._start} bytes follow SWITCH, which ends its connection")
+        self._stream.close()
+        self.wipe()
+
+    def succeed(self, before: Incoming, on_worn: Callable[[], None]) -> None:
+        """Count on from the connection that this one replaces, for the link that it is now of."""
+        self.num_frames += before.num_frames
+        self.num_bytes += before.num_bytes
+        self._wear.on_worn = on_worn
+
+    def wipe(self) -> None:
+        """Only for the thread that receives, or once nobody does."""
+        self._opener.wipe()
+
+    def discard_until_end(self) -> None:
+        """Read and drop, so that what the other end still has in flight does not turn its goodbye into a
+        reset.
+        """
+        while self._stream.recv_into(self._view) > 0:
+            pass
+
+    def _tensor(self, header: FrameHeader) -> WireTensor:
+        if header.record != 0:
+            raise FrameError(f"a tensor begins with record {header.record}, expected 0")
+        first = _memory(header.length - TAG_BYTES)
+        self._open(header, first)
+        dtype, shape, nbytes = decode_descriptor(first, max_tensor_bytes(header.type, self._options))
+        single = DESCRIPTOR_BYTES + nbytes <= RECORD_BYTES
+        if header.last != single or len(first) != DESCRIPTOR_BYTES + (nbytes if single else 0):
+            raise FrameError(f"the first record of a tensor of {nbytes} bytes has {len(first)} bytes")
+        if single:
+            return WireTensor(dtype, shape, first[DESCRIPTOR_BYTES:])
+        what = f"a tensor of {nbytes} bytes"
+        with self._taken(nbytes, what):
+            return WireTensor(dtype, shape, self._records(header, nbytes, what))
+
+    def _long(self, first: FrameHeader, payload: memoryview) -> Message:
+        """A message over one record; ``payload`` is its first frame's."""
+        nbytes = decode_size(first.type, payload)
+        what = f"a {first.type.name} of {nbytes} bytes"
+        with self._taken(2 * nbytes, what):  # once as it comes, and once as what it says
+            return decode_message(first.type, self._records(first, nbytes, what))
+
+    def _records(self, first: FrameHeader, nbytes: int, what: str) -> memoryview:
+        options, patience = self._options, self.patience
+        try:
+            patience.whole_by(options.stall_timeout_s + nbytes / options.floor_bytes_per_s, what)
+            data = _memory(nbytes)
+            for record, start in enumerate(range(0, nbytes, RECORD_BYTES), start=1):
+                end = min(start + RECORD_BYTES, nbytes)
+                self._record(first, record, data[start:end], last=end == nbytes)
+                patience.begin()
+            return data
+        finally:
+            patience.whole_by(None)
+
+    @contextmanager
+    def _taken(self, nbytes: int, what: str) -> Iterator[None]:
+        """While ``what`` is not whole, its memory counts in the budget."""
+        budget, patience = self._options.memory_budget, self.patience
+        patience.suspend()
+        # Half of what the sender has: then it is this end that says what was wrong.
+        if not budget.take(nbytes, self._options.stall_timeout_s / 2, lambda: patience.over):
+            raise LinkBroken(
+                f"no memory for {what}: {budget.taken_bytes} of {budget.max_bytes} bytes are taken by what "
+                "has not come whole"
+            )
+        patience.begin()
+        try:
+            yield
+        finally:
+            budget.give(nbytes)
+
+    def _record(self, first: FrameHeader, record: int, out: memoryview, *, last: bool) -> None:
+        header = self._next_header(frozenset({first.type}))
+        same = (header.boundary, header.generation, header.step) == (
+            first.boundary,
+            first.generation,
+            first.step,
+        )
+        if (
+            not same
+            or header.record != record
+            or header.last != last
+            or header.length != len(out) + TAG_BYTES
+        ):
+            raise FrameError(
+                f"record {header.record} of a {_noun(first.type)} does not continue it, expected {record}"
+            )
+        self._open(header, out)
+
+    def _next_header(self, allowed: frozenset[FrameType]) -> FrameHeader:
+        if self._end - self._start < HEADER_BYTES:
+            self._fill(HEADER_BYTES)
+        if self.num_frames == 0:
+            self._raise_if_refused()
+        header = decode_header(self._view, self._start)
+        if header.type not in allowed:
+            raise FrameError(f"the peer sent {header.type.name}, which it may not send here")
+        if header.cluster != self._cluster or header.tensor != 0:
+            raise SealError(
+                f"frame {header.sequence} is of another cluster, or of a tensor that nobody knows"
+            )
+        return header
+
+    def _raise_if_refused(self) -> None:
+        """The end that dialled sends M3 and knows no more: a listener that refuses M3 answers it with END.
+
+        No sealed frame begins with the magic, and END is longer than a header, so there was enough to read.
+        """
+        if self._view[self._start : self._start + len(HANDSHAKE_MAGIC)] != HANDSHAKE_MAGIC:
+            return
+        kind, length = decode_preamble(self._view[self._start : self._start + HANDSHAKE_PREAMBLE_BYTES])
+        if kind is not FrameType.HANDSHAKE_END:
+            raise FrameError(f"the peer sent {kind.name} after the handshake")
+        self._fill(HANDSHAKE_PREAMBLE_BYTES + length)
+        start = self._start + HANDSHAKE_PREAMBLE_BYTES
+        self._read_end(bytes(self._view[start : start + length]))
+
+    def _open(self, header: FrameHeader, out: memoryview) -> None:
+        size = HEADER_BYTES + header.length
+        self._fill(size)
+        body = self._start + HEADER_BYTES
+        end = self._start + size
+        self._opener.open_into(header.sequence, self._view[self._start : body], self._view[body:end], out)
+        self.num_frames += 1
+        self.num_bytes += header.length
+        self._start = end
+        if self._start == self._end:
+            self._start = self._end = 0
+
+    def _fill(self, num_bytes: int) -> None:
+        """At least ``num_bytes`` from ``_start`` on, in one piece; no frame is longer than the buffer."""
+        if self._end - self._start >= num_bytes:
+            return
+        if self._start + num_bytes > len(self._view):
+            self._make_room()
+        while self._end - self._start < num_bytes:
+            got = self._stream.recv_into(self._view[self._end :])
+            if got == 0:
+                where = "inside a frame" if self._end > self._start else "without saying goodbye"
+                raise LinkBroken(f"the other end closed the link {where}")
+            self._end += got
+            self._wear.add(1)  # one call gives bytes of one TLS record at most, so this never counts too few
+
+    def _make_room(self) -> None:
+        rest = bytes(self._view[self._start : self._end])
+        self._start, self._end = 0, len(rest)
+        self._view[: len(rest)] = rest
+
+
+def max_tensor_bytes(kind: FrameType, options: LinkOptions) -> int:
+    """The largest tensor of a frame type. Parts of sums come in pieces of a record, of which few are kept."""
+    return RECORD_BYTES - DESCRIPTOR_BYTES if kind is FrameType.PARTIAL else options.max_tensor_bytes
+
+
+def _noun(kind: FrameType) -> str:
+    return "tensor" if kind in TENSOR_TYPES else kind.name
+
+
+def _memory(num_bytes: int) -> memoryview:
+    # Not a bytearray: that would be zeroed first, which costs as much as opening into it.
+    return np.empty(num_bytes, dtype=np.uint8).data

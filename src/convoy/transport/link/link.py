@@ -1,0 +1,405 @@
+"""A sealed link to one other member: messages and tensors in order, or an error that says why not.
+
+Inside stand two halves that share nothing but the end: `Outgoing` and `Incoming`, each with its own
+connection, key and counter.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from convoy.crypto.seal import FrameOpener, FrameSealer
+from convoy.errors import ConvoyError, FrameTooLong, LinkBroken, LinkClosed, PeerUnreachable
+from convoy.transport.link.facts import LinkFacts
+from convoy.transport.link.incoming import (
+    LINK_TYPES,
+    Incoming,
+    ReadEnd,
+    Received,
+    ReceivedMessage,
+    ReceivedTensor,
+    max_tensor_bytes,
+)
+from convoy.transport.link.outgoing import Outgoing, Parcel, message_parcel
+from convoy.transport.link.pings import Pings
+from convoy.transport.link.reader import Reader
+from convoy.transport.link.replacement import Connections, Replacement
+from convoy.transport.options import LinkOptions
+from convoy.transport.streams.stream import Stream
+from convoy.wire.codec import encode_message, frame_type_of
+from convoy.wire.frame import cluster_tag
+from convoy.wire.messages.control import (
+    TENSOR_TYPES,
+    Bye,
+    FrameType,
+    Message,
+    Ping,
+    Pong,
+    RosterUpdate,
+    Switch,
+)
+from convoy.wire.tensor import WireTensor
+
+__all__ = ["Link", "LinkOptions", "Received", "ReceivedMessage", "ReceivedTensor"]
+
+_log = logging.getLogger(__name__)
+
+Deliver = Callable[["Link", Received], None]
+Ended = Callable[["Link", ConvoyError], None]
+
+_MAX_REASON = 200
+_HELD_S = 0.25
+
+
+class Link:
+    """One pair of members.
+
+    Made by `dial`, a `Listener` or `memory_link_pair`; call ``start`` before anything else. ``link_id`` (16
+    bytes) is public; ``binding`` (32 bytes) is known to the two ends of this handshake alone; ``replaces`` is
+    the id of the link that the dialler wants this one to replace, or zeros.
+    """
+
+    def __init__(
+        self,
+        *,
+        facts: LinkFacts,
+        streams: tuple[Stream, Stream],
+        sealing: tuple[FrameSealer, FrameOpener],
+        options: LinkOptions,
+        read_end: ReadEnd,
+    ) -> None:
+        self.facts = facts
+        self.peer = peer = facts.member.name
+        self.link_id = facts.link_id
+        self.binding = facts.binding
+        self.replaces = facts.replaces
+        self.cipher = facts.cipher
+        self.on_roster: Callable[[Link, bytes], None] = lambda _link, _signed: None
+        self.on_over: Callable[[], None] = lambda: None
+        self._options = options
+        self._streams: tuple[Stream, ...] = streams
+        cluster = cluster_tag(facts.cluster_id)
+        self._replacement = Replacement(peer, options, self._commit)
+        worn = self._replacement.begin
+        self._outgoing = Outgoing(streams[0], sealing[0], cluster, options, self._end, on_worn=worn)
+        self._incoming = Incoming(streams[1], sealing[1], cluster, options, read_end, on_worn=worn)
+        self.reader = Reader(lambda: self._incoming, self._is_ours, self._is_going)
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._error: ConvoyError | None = None
+        self._closing: LinkClosed | None = None
+        self._pings = Pings(peer, self._outgoing)
+        self._threads: list[threading.Thread] = []
+        self.sent_hops = self.received_hops = 0  # hidden states
+
+    @property
+    def sent_sealed_bytes(self) -> int:
+        return self._outgoing.num_bytes
+
+    @property
+    def received_sealed_bytes(self) -> int:
+        return self._incoming.num_bytes
+
+    @property
+    def sent_frames(self) -> int:
+        return self._outgoing.num_frames
+
+    @property
+    def received_frames(self) -> int:
+        return self._incoming.num_frames
+
+    @property
+    def is_over(self) -> bool:
+        return self._error is not None
+
+    @property
+    def heard_s(self) -> float:
+        """When the last frame came (``time.monotonic``); now, while one is being worked on."""
+        since_s = self._incoming.patience.since_s
+        return time.monotonic() if since_s is None else since_s
+
+    def start(self, deliver: Deliver, ended: Ended, allowed: frozenset[FrameType]) -> None:
+        """Begin to receive. ``deliver`` runs on the receiver thread, and by blocking holds the peer back.
+
+        ``ended`` is called exactly once, last, on the same thread: with `LinkClosed` after ``close`` here,
+        otherwise with what broke the link. ``allowed``: the frame types that this peer may send; any other
+        ends the link.
+        """
+        receive = threading.Thread(
+            target=self._receive, args=(deliver, ended, allowed | LINK_TYPES), name=f"receive {self.peer}"
+        )
+        self._threads = [
+            receive,
+            threading.Thread(target=self._outgoing.run, name=f"send {self.peer}"),
+            threading.Thread(target=self._watch, name=f"watch {self.peer}"),
+        ]
+        for thread in self._threads:
+            thread.daemon = True
+            thread.start()
+
+    def send(self, message: Message, *, generation: int = 0, step: int = 0) -> None:
+        """Send in order; blocks while the queue is full.
+
+        Raises `LinkBroken`, `LinkClosed` or `FrameTooLong`.
+        """
+        _check_position(generation, step, 0)
+        self._outgoing.send(message_parcel(frame_type_of(message), encode_message(message), generation, step))
+
+    def post(self, message: Message) -> bool:
+        """Queue for the sender thread, and never wait for the peer: False if there is no room.
+
+        Raises what `send` raises.
+        """
+        parcel = message_parcel(frame_type_of(message), encode_message(message), 0, 0)
+        return self._outgoing.post(parcel, 0.0)
+
+    def send_tensor(
+        self,
+        tensor: WireTensor,
+        *,
+        generation: int,
+        step: int,
+        boundary: int,
+        kind: FrameType = FrameType.HIDDEN,
+        until_s: float | None = None,
+    ) -> bool:
+        """Send a hidden state that goes into layer ``boundary``, or another tensor of `TENSOR_TYPES`.
+
+        Its memory must not change afterwards: it may be queued. With ``until_s`` it is, and False says that
+        there was no room before that (``time.monotonic``). Raises `FrameTooLong` over the kind's limit, and
+        what `send` raises.
+        """
+        _check_position(generation, step, boundary)
+        assert kind in TENSOR_TYPES, "only frames of tensors carry one"
+        limit = max_tensor_bytes(kind, self._options)
+        if tensor.nbytes > limit:
+            raise FrameTooLong(f"a tensor of {tensor.nbytes} bytes is over the limit of {limit}")
+        parcel = Parcel(kind, generation, step, boundary, tensor=tensor)
+        if until_s is not None:
+            return self._outgoing.post(parcel, until_s)
+        self._outgoing.send(parcel)
+        self.sent_hops += kind is FrameType.HIDDEN
+        return True
+
+    def ping(self, timeout_s: float) -> float:
+        """Round trip in seconds, through both layers both ways.
+
+        Raises `PeerUnreachable` after the time, or `LinkBroken`.
+        """
+        return self._pings.ask(timeout_s)
+
+    def is_there(self, timeout_s: float) -> bool:
+        """Whether the peer gives a sign of life within the time: the answer to a ping, or any other frame.
+
+        A ping stands behind all that is under way to a peer, and is not read while the peer's owner has too
+        much to look at already. As for a receiver of ours that is held up: it cannot say that nothing came.
+        Raises `LinkBroken`.
+        """
+        before = self.received_frames
+        try:
+            self.ping(timeout_s)
+        except PeerUnreachable:
+            return self.received_frames != before or self._incoming.patience.busy_s is not None
+        return True
+
+    def replace_with(self, redial: Callable[[], Link]) -> None:
+        """At the dialler: how to make a link that replaces this one's connections when they are worn."""
+        self._replacement.redial = lambda: redial().release()
+
+    def release(self) -> Connections:
+        """The connections of a link that was not started, for another use; this one is over then."""
+        with self._lock:
+            self._error = LinkClosed("its connections were given away")
+        self._over.set()
+        streams = (self._streams[0], self._streams[1])
+        return Connections(self.link_id, self.cipher, streams, self._outgoing, self._incoming)
+
+    def keep(self, fresh: Link) -> None:
+        """At the listener: ``fresh`` names this link as the one that it replaces.
+
+        Raises `ConvoyError`; then ``fresh`` is closed.
+        """
+        connections = fresh.release()
+        self._replacement.keep(connections)
+        said = encode_message(Switch(connections.link_id))
+        try:
+            connections.outgoing.send(message_parcel(FrameType.SWITCH, said, 0, 0))
+        except ConvoyError:
+            connections.close()
+            raise
+
+    def post_roster(self, signed: bytes) -> None:
+        """Send a newer roster when the link comes to it, without waiting; nothing if the link is over."""
+        update = encode_message(RosterUpdate(signed))
+        self._outgoing.post_roster(message_parcel(FrameType.ROSTER, update, 0, 0))
+
+    def revoke(self, reason: str) -> None:
+        """As `close`, but nothing more is sent than the reason: the peer may not have it."""
+        self._close(LinkClosed(f"this side closed the link to {self.peer}: {reason}"), reason, revoke=True)
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye, end both connections, wait for the threads (never for the calling one).
+
+        Twice is allowed.
+        """
+        self._close(LinkClosed(f"this side closed the link to {self.peer}"), reason, revoke=False)
+
+    def dismiss(self, reason: str = "", *, revoke: bool = False) -> None:
+        """As `close` or `revoke`, without waiting: a peer that does not hang up must hold nobody up."""
+        end = self.revoke if revoke else self.close
+        threading.Thread(target=end, args=(reason,), name=f"dismiss {self.peer}", daemon=True).start()
+
+    def _close(self, error: LinkClosed, reason: str, *, revoke: bool) -> None:
+        with self._lock:
+            if self._error is not None or self._closing is not None:
+                return
+            self._closing = error
+        bye = message_parcel(FrameType.BYE, encode_message(Bye(reason[:_MAX_REASON])), 0, 0)
+        timeout_s = self._options.close_timeout_s
+        # Who is out is so within a second, whether it takes the goodbye and hangs up or not.
+        farewell_s = timeout_s / 4 if revoke else timeout_s
+        self._outgoing.finish(bye, timeout_s=farewell_s, drop=revoke)
+        for thread in self._threads[:1]:
+            _join(thread, farewell_s)  # the peer hangs up when it has read our goodbye
+        self._end(error)
+        for thread in self._threads:
+            _join(thread, timeout_s)
+
+    def _end(self, error: ConvoyError) -> None:
+        """First call counts: both connections end, senders and pings wake."""
+        with self._lock:
+            if self._error is None:
+                self._error = self._closing or error
+        self._outgoing.end(self._error)
+        self._incoming.patience.over = True
+        self._over.set()
+        self._replacement.end()
+        for stream in self._streams:
+            stream.close()
+        if not self._threads:
+            self._incoming.wipe()
+        self._pings.end()
+        self.on_over()
+
+    # The watch thread: so that neither a blocked send nor a blocked ``deliver`` keeps it from looking.
+
+    def _watch(self) -> None:
+        """Send something at least every ``ping_after_s``, and end the link once nothing comes for too long.
+
+        While the receiver is held back no ping is read; so the peer hears unasked that this end is there. It
+        is a PONG, because an answer would stand in the very queue that is held back.
+
+        TCP's keepalive does not see a loss on one of the two connections only, nor a peer that hangs.
+        """
+        options = self._options
+        shortest_s = min(options.ping_after_s, options.gone_after_s, options.stall_timeout_s)
+        period_s = min(_HELD_S, shortest_s / 4)
+        while not self._over.wait(period_s):
+            now_s = time.monotonic()
+            wrong = None if self._closing else self._incoming.patience.verdict(now_s, options.gone_after_s)
+            if wrong is not None:
+                self._end(LinkBroken(f"{self.peer} is gone: {wrong}"))
+                return
+            if now_s - self._outgoing.sent_s >= options.ping_after_s:
+                self._pings.send()
+            held_s, sent_s = self._incoming.patience.busy_s, self._outgoing.sent_s
+            if held_s is not None and now_s - max(held_s, sent_s) >= _HELD_S / 2 and not self._closing:
+                self._pings.say_alive()
+
+    # The receiver thread.
+
+    def _receive(self, deliver: Deliver, ended: Ended, allowed: frozenset[FrameType]) -> None:
+        try:
+            error = self._receive_until_end(deliver, allowed)
+        except ConvoyError as broken:
+            error = broken
+        except BaseException as bug:  # noqa: BLE001 - reported, and the other end must not wait for a dead thread
+            _log.exception("a receiver of the link to %s failed", self.peer)
+            error = LinkBroken(f"this side failed on the link to {self.peer}: {type(bug).__name__}")
+        self._end(error)
+        self.reader.end()
+        self._incoming.wipe()
+        ended(self, self._error or error)
+
+    def _receive_until_end(self, deliver: Deliver, allowed: frozenset[FrameType]) -> ConvoyError:
+        def take(received: Received) -> None:
+            self.received_hops += isinstance(received, ReceivedTensor) and received.kind is FrameType.HIDDEN
+            deliver(self, received)
+
+        self.reader.run(take, allowed)
+        if self._error is None:
+            self._incoming.discard_until_end()
+        return LinkClosed(f"this side closed the link to {self.peer}")
+
+    def _is_going(self) -> bool:
+        return self._error is None and self._closing is None
+
+    def _switch(self, fresh: Connections) -> None:
+        """The peer's direction goes on over ``fresh``; if this end listened, its own direction follows."""
+        self._incoming.retire()
+        fresh.incoming.succeed(self._incoming, self._replacement.begin)
+        with self._lock:
+            self._incoming = fresh.incoming
+            self.cipher = fresh.cipher
+        if self._replacement.redial is None:
+            try:
+                self._hold(fresh)  # it is read from, whatever becomes of the own direction
+                self._say_switch(fresh)
+            except ConvoyError as error:
+                fresh.outgoing.end(error)
+                if not isinstance(error, LinkClosed):  # being closed: the goodbye goes out over the old one
+                    raise
+
+    def _commit(self, fresh: Connections) -> None:
+        """At the dialler: from its SWITCH on, the link's own direction takes ``fresh``.
+
+        Raises `ConvoyError`; then nothing here is changed.
+        """
+        self._say_switch(fresh)
+        self._hold(fresh)
+
+    def _say_switch(self, fresh: Connections) -> None:
+        """Queue the last frame of the outgoing connection; what comes after it takes ``fresh``."""
+        said = encode_message(Switch(fresh.link_id))
+        self._outgoing.post_switch(message_parcel(FrameType.SWITCH, said, 0, 0)._replace(onto=fresh.outgoing))
+
+    def _hold(self, fresh: Connections) -> None:
+        """The end of the link ends ``fresh`` too, also if it has ended already."""
+        with self._lock:
+            # At most the one that sends still, the one that its SWITCH names, and this.
+            self._streams = (*self._streams[-4:], *fresh.streams)
+            over = self._error is not None
+        if over:
+            for stream in fresh.streams:
+                stream.close()
+            raise LinkBroken(f"the link to {self.peer} ended before its connections were replaced")
+
+    def _is_ours(self, message: Message) -> bool:
+        match message:
+            case Ping(token=token):
+                self._pings.answer(token)
+            case Pong(token=token):
+                self._pings.answered(token)
+            case Switch(link_id=link_id):
+                self._switch(self._replacement.take(link_id))
+            case RosterUpdate(signed=signed):
+                self.on_roster(self, signed)
+            case Bye(reason=reason):
+                raise LinkBroken(f"{self.peer} closed the link: {reason or 'no reason given'}")
+            case _:
+                return False
+        return True
+
+
+def _join(thread: threading.Thread, timeout_s: float) -> None:
+    # One that `start` has not come to yet finds the link over, and ends by itself.
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(timeout_s)
+
+
+def _check_position(generation: int, step: int, boundary: int) -> None:
+    if not (0 <= generation < 2**64 and 0 <= step < 2**64 and 0 <= boundary < 2**16):
+        raise ValueError(f"generation {generation}, step {step} or boundary {boundary} does not fit a header")

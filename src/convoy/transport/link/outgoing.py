@@ -1,0 +1,365 @@
+"""The sending half of a link: a bounded queue, one buffer that frames are sealed into, one writer at a time.
+
+A send on an idle link seals and writes in the caller's thread: handing a small frame to another thread costs
+more than sealing it. As soon as anything waits, everything goes through the queue and the sender thread, so
+the order of sends is the order on the wire.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from convoy.crypto.cipher import TAG_BYTES
+from convoy.crypto.seal import FrameSealer
+from convoy.errors import ConvoyError, LinkBroken, LinkClosed
+from convoy.transport.link.key_usage import TLS_RECORD_BYTES, Wear
+from convoy.transport.options import LinkOptions
+from convoy.transport.streams.stream import Stream
+from convoy.wire.frame import (
+    FLAG_LAST,
+    HEADER_BYTES,
+    RECORD_BYTES,
+    check_payload,
+    encode_header_into,
+    encode_size,
+)
+from convoy.wire.messages.control import FrameType
+from convoy.wire.tensor import DESCRIPTOR_BYTES, WireTensor, encode_descriptor
+
+_FRAME_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
+_MAX_PONGS = 16
+
+
+class Parcel(NamedTuple):
+    """One message (``payload``) or one tensor on its way out.
+
+    The memory behind it must not change until it left.
+    """
+
+    type: FrameType
+    generation: int
+    step: int
+    boundary: int = 0
+    payload: bytes = b""
+    tensor: WireTensor | None = None
+    onto: Outgoing | None = None  # frames after this one take its connection
+
+    def __repr__(self) -> str:  # no payload, whoever formats this
+        return f"Parcel({self.type.name}, step={self.step}, {self.nbytes} bytes)"
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.payload) if self.tensor is None else self.tensor.nbytes
+
+
+class Outgoing:
+    """Owns one stream's sending direction and its sealer."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        sealer: FrameSealer,
+        cluster: bytes,
+        options: LinkOptions,
+        on_error: Callable[[ConvoyError], None],
+        *,
+        on_worn: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._stream = stream
+        self._sealer = sealer
+        self._cluster = cluster
+        self._options = options
+        self._on_error = on_error
+        self._wear = Wear(options, on_worn)
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # notified only where somebody may wait
+        self._queue: deque[Parcel] = deque()
+        self._queued_bytes = 0
+        self._busy = False
+        self._closing = False
+        self._switching = False  # a SWITCH has not left yet
+        self._error: ConvoyError | None = None
+        self._buffer = bytearray(_FRAME_BYTES)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self._progress_s = time.monotonic()
+        self.num_frames = 0
+        self.num_bytes = 0
+
+    def send(self, parcel: Parcel) -> None:
+        """Send now if nothing is before it, otherwise queue; blocks while the queue is full.
+
+        Raises `ConvoyError`; the link has ended then, or is being closed.
+        """
+        with self._lock:
+            self._raise_if_over()
+            idle = not self._busy and not self._queue
+            if idle:
+                self._begin()
+            elif self._enqueue(parcel, None):
+                return
+        if not idle:
+            stalled_s = self._options.stall_timeout_s
+            self._fail(LinkBroken(f"the peer took nothing for {stalled_s:g} s"))
+        if not idle or not self._work((parcel,)):
+            self._raise_if_over()
+
+    def post(self, parcel: Parcel, deadline_s: float) -> bool:
+        """Queue for the sender thread, so that a write that blocks does not hold the caller.
+
+        False if the queue was full until the deadline. Raises `ConvoyError` if the link is over.
+        """
+        with self._changed:
+            self._raise_if_over()
+            return self._enqueue(parcel, deadline_s)
+
+    def post_pong(self, parcel: Parcel) -> None:
+        """Queue without ever waiting: receivers must not wait for senders, or two ends could wait for each
+        other.
+        """
+        with self._changed:
+            waiting = sum(item.type is FrameType.PONG for item in self._queue)
+            if self._error is None and waiting < _MAX_PONGS:
+                self._queue.append(parcel)
+                self._queued_bytes += parcel.nbytes
+                self._changed.notify_all()
+
+    def post_switch(self, parcel: Parcel) -> None:
+        """Queue the last frame of this connection, however much waits; after the one before has left.
+
+        A dialler that reads switches again only once it has that one, so nobody waits for it; one that does
+        not read must not make connections pile up here. Raises `ConvoyError` if the link is over.
+        """
+        with self._changed:
+            stalled_s = self._options.stall_timeout_s
+            free = self._changed.wait_for(lambda: not self._switching or self._error is not None, stalled_s)
+            self._raise_if_over()
+            if not free:
+                raise LinkBroken(f"the peer did not take a SWITCH for {stalled_s:g} s, and sent another")
+            self._switching = True
+            self._queue.append(parcel)
+            self._queued_bytes += parcel.nbytes
+            self._changed.notify_all()
+
+    def post_roster(self, parcel: Parcel) -> None:
+        """Queue however much waits, in place of an older one that waits; nothing if the link is over."""
+        with self._changed:
+            if self._error is not None or self._closing:
+                return
+            kept = [item for item in self._queue if item.type is not FrameType.ROSTER]
+            self._queue = deque([*kept, parcel])
+            self._queued_bytes = sum(item.nbytes for item in self._queue)
+            self._changed.notify_all()
+
+    @property
+    def sent_s(self) -> float:
+        """When the last write began or ended (``time.monotonic``)."""
+        return self._progress_s
+
+    def run(self) -> None:
+        """The sender thread: whatever is queued, until the link ends."""
+        while True:
+            with self._changed:
+                while self._error is None and (self._busy or not self._queue):
+                    self._changed.wait()
+                if self._error is not None:
+                    return
+                batch = tuple(self._queue)
+                self._queue.clear()
+                self._queued_bytes = 0
+                self._begin()
+                self._changed.notify_all()
+            self._work(batch)
+
+    def finish(self, last: Parcel, timeout_s: float, *, drop: bool = False) -> None:
+        """Send what is queued (``drop``: nothing of it), then ``last``, within the time; refuse more sends.
+
+        Never raises.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            self._closing = True
+            if drop:
+                self._queue.clear()
+                self._queued_bytes = 0
+            while self._error is None and (self._busy or self._queue):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._changed.wait(left_s)
+            if self._error is not None:
+                return
+            self._begin()
+        self._stream.set_deadline(deadline_s)
+        self._work((last,))
+
+    def end(self, error: ConvoyError) -> None:
+        """Every waiting and later send raises because of ``error``. The first call counts."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+                _end_unused(self._queue, error)
+                self._queue.clear()
+                if not self._busy:
+                    self._sealer.wipe()
+            self._changed.notify_all()
+
+    def _begin(self) -> None:
+        """The calling thread becomes the one that writes."""
+        self._busy = True
+        self._progress_s = time.monotonic()
+
+    def _enqueue(self, parcel: Parcel, deadline_s: float | None) -> bool:
+        """False if there is no room by the deadline; without one, once the peer took nothing for too long.
+
+        A queue that stays full is no stall as long as writes in front of it come to their end.
+        """
+        began_s = time.monotonic()
+        while self._full(parcel):
+            stalled_s = max(began_s, self._progress_s) + self._options.stall_timeout_s
+            left_s = (stalled_s if deadline_s is None else deadline_s) - time.monotonic()
+            if left_s <= 0:
+                return False
+            self._changed.wait(left_s)
+            self._raise_if_over()
+        self._queue.append(parcel)
+        self._queued_bytes += parcel.nbytes
+        self._changed.notify_all()
+        return True
+
+    def _full(self, parcel: Parcel) -> bool:
+        options = self._options
+        too_many = len(self._queue) >= options.max_queued_frames
+        return too_many or (
+            bool(self._queue) and self._queued_bytes + parcel.nbytes > options.max_queued_bytes
+        )
+
+    def _raise_if_over(self) -> None:
+        if self._error is not None:
+            kind = LinkClosed if isinstance(self._error, LinkClosed) else LinkBroken
+            raise kind(self._error.message, hint=self._error.hint) from self._error
+        if self._closing:
+            raise LinkClosed("the link is being closed")
+
+    # Below here only the one thread that set `_busy`.
+
+    def _work(self, parcels: tuple[Parcel, ...]) -> bool:
+        """True if all of it left; what becomes of it later is not this call's business."""
+        try:
+            for parcel in parcels:
+                self._pack(parcel)
+                if parcel.onto is not None:
+                    self._move(parcel.onto)
+            self._flush()
+            return True
+        except ConvoyError as error:
+            self._fail(error)
+            return False
+        except BaseException as bug:
+            # Half a frame may be out, and the counter has moved: nothing can follow on this link.
+            self._fail(LinkBroken(f"this side failed while it sent: {type(bug).__name__}"))
+            raise
+        finally:
+            with self._lock:
+                self._busy = False
+                if self._error is not None:
+                    self._sealer.wipe()
+                    _end_unused(parcels, self._error)
+                if self._queue or self._closing:
+                    self._changed.notify_all()
+
+    def _fail(self, error: ConvoyError) -> None:
+        self.end(error)
+        self._on_error(error)
+
+    def _move(self, fresh: Outgoing) -> None:
+        """Write what is packed, then go on where ``fresh``, which nobody uses, would begin."""
+        self._flush()
+        old, sealer = self._stream, self._sealer
+        with self._changed:  # against `end`: nothing is sealed after it
+            self._switching = False
+            self._changed.notify_all()
+            self._stream, self._sealer = fresh._stream, fresh._sealer
+            self.num_frames += fresh.num_frames
+            self.num_bytes += fresh.num_bytes
+            self._wear.num_records = fresh._wear.num_records
+        sealer.wipe()
+        old.close()  # what it has still to send, SWITCH last, leaves before the end of the connection
+
+    def _pack(self, parcel: Parcel) -> None:
+        if parcel.tensor is None:
+            if len(parcel.payload) <= RECORD_BYTES:
+                self._frame(parcel, parcel.payload, 0, FLAG_LAST)
+            else:
+                self._frame(parcel, encode_size(len(parcel.payload)), 0, 0)
+                self._records(parcel, memoryview(parcel.payload))
+            return
+        descriptor = encode_descriptor(parcel.tensor)
+        size = parcel.tensor.nbytes
+        if DESCRIPTOR_BYTES + size <= RECORD_BYTES:
+            self._frame(parcel, b"".join((descriptor, parcel.tensor.data)), 0, FLAG_LAST)
+            return
+        # A large tensor's first record is the descriptor alone, so that the receiver opens the rest where it
+        # will stay.
+        self._frame(parcel, descriptor, 0, 0)
+        self._records(parcel, memoryview(parcel.tensor.data).cast("B"))
+
+    def _records(self, parcel: Parcel, data: memoryview) -> None:
+        for record, start in enumerate(range(0, len(data), RECORD_BYTES), start=1):
+            end = start + RECORD_BYTES
+            self._frame(parcel, data[start:end], record, FLAG_LAST if end >= len(data) else 0)
+
+    def _frame(self, parcel: Parcel, payload: bytes | memoryview, record: int, flags: int) -> None:
+        length = len(payload) + TAG_BYTES
+        size = HEADER_BYTES + length
+        if self._filled + size > len(self._buffer):
+            self._flush()
+        start, view = self._filled, self._view
+        encode_header_into(
+            view,
+            start,
+            (
+                parcel.type,
+                flags,
+                parcel.boundary,
+                length,
+                self._cluster,
+                parcel.generation,
+                parcel.step,
+                self._sealer.sequence,
+                0,
+                record,
+            ),
+        )
+        body = start + HEADER_BYTES
+        self._sealer.seal_into(view[start:body], payload, view[body : start + size])
+        self.num_frames += 1
+        self.num_bytes += length
+        self._filled += size
+
+    def _flush(self) -> None:
+        if self._filled:
+            num_bytes, self._filled = self._filled, 0
+            self._stream.send_all(self._view[:num_bytes])
+            self._progress_s = time.monotonic()
+            self._wear.add(-(-num_bytes // TLS_RECORD_BYTES))
+
+
+def _end_unused(parcels: Iterable[Parcel], error: ConvoyError) -> None:
+    """Wipe the keys of connections that were to follow."""
+    for parcel in parcels:
+        if parcel.onto is not None:
+            parcel.onto.end(error)
+
+
+def message_parcel(kind: FrameType, payload: bytes, generation: int, step: int) -> Parcel:
+    """A message on its way out.
+
+    Raises `FrameTooLong` in the sender's own thread, before anything is sealed.
+    """
+    check_payload(kind, len(payload))
+    return Parcel(kind, generation, step, payload=payload)

@@ -1,0 +1,96 @@
+"""The pings of one link: who waits for which answer, and signs of life that nobody asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
+from convoy.transport.link.outgoing import Outgoing, Parcel, message_parcel
+from convoy.wire.codec import encode_message
+from convoy.wire.messages.control import FrameType, Ping, Pong
+
+_ASKED_BY_NOBODY = -1  # the token of a PONG that answers no ping
+
+
+class Pings:
+    """Thread-safe. Everything goes through the sender thread, so that nobody here waits for a write."""
+
+    def __init__(self, peer: str, outgoing: Outgoing) -> None:
+        self._peer = peer
+        self._outgoing = outgoing
+        self._lock = threading.Lock()
+        self._waiting: dict[int, _Waiting] = {}
+        self._next = 0
+
+    def ask(self, timeout_s: float) -> float:
+        """Round trip in seconds. Raises `PeerUnreachable` after the time, or `LinkBroken`."""
+        waiting = _Waiting()
+        with self._lock:
+            token = self._take_token()
+            self._waiting[token] = waiting
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            started_s = time.perf_counter()
+            queued = self._outgoing.post(_ping(token), deadline_s)
+            if not queued or not waiting.event.wait(max(0.0, deadline_s - time.monotonic())):
+                raise PeerUnreachable(f"{self._peer} did not answer a ping within {timeout_s:g} s")
+            if waiting.at_s is None:
+                raise LinkBroken(f"the link to {self._peer} ended before it answered a ping")
+            return waiting.at_s - started_s
+        finally:
+            with self._lock:
+                self._waiting.pop(token, None)
+
+    def send(self) -> None:
+        """So that the peer hears of this end, and answers; nobody waits for it."""
+        with self._lock:
+            token = self._take_token()
+        with contextlib.suppress(ConvoyError):  # it is over, and whoever waits for it is told
+            self._outgoing.post(_ping(token), 0.0)
+
+    def answer(self, token: int) -> None:
+        """A ping of the peer came."""
+        self._outgoing.post_pong(_pong(token))
+
+    def say_alive(self) -> None:
+        """So that the peer hears of this end while its own pings are not read here."""
+        self._outgoing.post_pong(_pong(_ASKED_BY_NOBODY))
+
+    def answered(self, token: int) -> None:
+        """An answer came, or a sign of life, for which nobody waits."""
+        with self._lock:
+            waiting = self._waiting.get(token)
+        if waiting is not None:
+            waiting.at_s = time.perf_counter()
+            waiting.event.set()
+
+    def end(self) -> None:
+        """No answer comes any more."""
+        with self._lock:
+            waiting = list(self._waiting.values())
+        for one in waiting:
+            one.event.set()
+
+    def _take_token(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+
+class _Waiting:
+    """A ping that is under way."""
+
+    __slots__ = ("at_s", "event")
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+        self.at_s: float | None = None
+
+
+def _ping(token: int) -> Parcel:
+    return message_parcel(FrameType.PING, encode_message(Ping(token)), 0, 0)
+
+
+def _pong(token: int) -> Parcel:
+    return message_parcel(FrameType.PONG, encode_message(Pong(token)), 0, 0)

@@ -1,0 +1,1 @@
+"""Accept links and enrolments from strangers under limits of connections and descriptors."""

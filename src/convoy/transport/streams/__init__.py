@@ -1,0 +1,1 @@
+"""Streams of bytes: TLS 1.3 over TCP, or memory inside one process."""

@@ -1,0 +1,1 @@
+"""Evidence of members and providers, the policy that verifies it, and the verdict."""

@@ -1,0 +1,203 @@
+"""Appraisal of a provider: its members' evidence, its operator's roster and a policy give a level. Pure.
+
+A provider's level is its weakest member's. Whoever verifies decides by its own rules: whose rosters say which
+TPM is whose, what evidence must show, and whose keys count for nothing.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+
+from convoy.errors import AttestationError, RosterError
+from convoy.transport.member import Roster
+from convoy.trust.evidence.evidence import Occasion, provider_binding, provider_purpose
+from convoy.trust.evidence.level import Level, weakest
+from convoy.trust.evidence.policy import Policy
+from convoy.trust.evidence.verdict import Verdict
+from convoy.trust.evidence.verify import Context, appraise
+from convoy.trust.roster.roster import verify_roster
+from convoy.wire.fleet.provider_evidence import MemberEvidence, ProviderEvidence, read_provider_evidence
+from convoy.wire.messages.claims import Claims
+
+NUM_BOOT_REGISTERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderRules:
+    """``operators``: whose rosters are believed. ``revoked``: identity keys of providers and members.
+
+    ``every_member``: whoever the roster lists must have sent evidence.
+    """
+
+    minimum: Level = Level.NONE
+    policy: Policy = field(default_factory=Policy)
+    operators: frozenset[bytes] = frozenset()
+    revoked: frozenset[bytes] = frozenset()
+    every_member: bool = False
+
+    @property
+    def registers(self) -> list[int]:
+        """Of TPMs, to ask for: those of the boot and those of the policy; others verify by them too."""
+        return sorted({*range(NUM_BOOT_REGISTERS), *(rule.index for rule in self.policy.pcrs)})
+
+    def require(self, verdict: ProviderVerdict) -> None:
+        """Raises `AttestationError` naming the member, its level and the least."""
+        if verdict.level < self.minimum:
+            raise AttestationError(
+                f"{verdict.weakest} has level {verdict.level.text}, and the least that is taken here is "
+                f"{self.minimum.text}: {verdict.why}"
+            )
+
+    def check_revoked(self, identity: bytes, who: str) -> None:
+        """Raises `AttestationError`."""
+        if identity in self.revoked:
+            raise AttestationError(f"the key of {who} was revoked here: {identity.hex()}")
+
+
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """Who shows evidence: the key that it was reached by, and its key for requests with its expiry."""
+
+    identity: bytes
+    request_key: bytes
+    expires_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class Challenged:
+    """The coordinator's key and nonce that evidence must answer."""
+
+    coordinator: bytes
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderVerdict:
+    """``absent``: whom a roster that is believed lists and who sent nothing. ``roster_of``: its operator."""
+
+    level: Level
+    members: tuple[Verdict, ...] = ()
+    absent: tuple[str, ...] = ()
+    roster_of: bytes | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def weakest(self) -> str:
+        """The member that the level is of."""
+        found = [one.member for one in self.members if one.level is self.level]
+        return found[0] if found else (self.absent[0] if self.absent else "the provider")
+
+    @property
+    def why(self) -> str:
+        """Why it is not a higher one, in one line."""
+        reasons = [reason for one in self.members if one.level is self.level for reason in one.reasons]
+        return "; ".join([*reasons, *self.reasons]) or "everything that was asked for was proved"
+
+
+NO_EVIDENCE = ProviderVerdict(Level.NONE, reasons=("it sent no evidence",))
+
+
+def appraise_provider(
+    data: bytes,
+    claimant: Claimant,
+    rules: ProviderRules,
+    own: Claims,
+    *,
+    challenged: Challenged | None,
+    now: datetime.datetime,
+) -> ProviderVerdict:
+    """The level that a provider has here. ``own``: what the verifier would claim, for rules that say "same".
+
+    Without ``challenged`` the evidence is believed to be no older than the key for requests. Raises
+    `AttestationError` for what is no evidence of this provider at all; a member's that does not hold is a
+    verdict.
+    """
+    rules.check_revoked(claimant.identity, "the provider")
+    if not data:
+        return NO_EVIDENCE
+    found = read_provider_evidence(data, claimant.identity, claimant.request_key, claimant.expires_s)
+    if challenged is not None and (found.coordinator, found.nonce) != (
+        challenged.coordinator,
+        challenged.nonce,
+    ):
+        raise AttestationError("the evidence answers another challenge than this one")
+    _check_members(found, claimant, rules)
+    roster, operator, untrusted = _roster(found, rules, now)
+    if roster is not None:
+        _check_listed(found, claimant, roster)
+    judge = _Judge(found, claimant, rules, own, roster)
+    verdicts = tuple(judge.verdict(one) for one in found.members)
+    names = {one.name for one in found.members}
+    absent = () if roster is None else tuple(one.name for one in roster.members if one.name not in names)
+    level, reasons = weakest(one.level for one in verdicts), list(untrusted)
+    if rules.every_member and (absent or roster is None):
+        who = ", ".join(absent) if absent else "whoever else belongs to it"
+        level = Level.NONE
+        reasons.append(f"no evidence came of {who}, and every member of the roster must send it")
+    return ProviderVerdict(level, verdicts, absent, operator, tuple(reasons))
+
+
+def _check_members(found: ProviderEvidence, claimant: Claimant, rules: ProviderRules) -> None:
+    names, keys = {one.name for one in found.members}, {one.identity for one in found.members}
+    if len(names) != len(found.members) or len(keys) != len(found.members):
+        raise AttestationError("the evidence names a member or a key twice")
+    if claimant.identity not in keys:
+        raise AttestationError("the evidence lacks the provider's own")
+    for one in found.members:
+        rules.check_revoked(one.identity, one.name)
+
+
+def _roster(
+    found: ProviderEvidence, rules: ProviderRules, now: datetime.datetime
+) -> tuple[Roster | None, bytes | None, tuple[str, ...]]:
+    """The roster and its operator, if one that is believed signed it, or why not."""
+    if not found.roster:
+        return None, None, ()
+    for operator in sorted(rules.operators):
+        try:
+            signed = verify_roster(found.roster, operator_key=operator)
+        except RosterError:
+            continue
+        try:
+            signed.roster.require_valid(now)
+        except RosterError as error:
+            raise AttestationError(f"of the provider's roster: {error.message}") from None
+        return signed.roster, operator, ()
+    return None, None, ("its roster is signed by no operator that is trusted here",)
+
+
+def _check_listed(found: ProviderEvidence, claimant: Claimant, roster: Roster) -> None:
+    listed = {member.name: member for member in roster.members}
+    for one in found.members:
+        member = listed.get(one.name)
+        if member is None or member.identity_key != one.identity:
+            raise AttestationError(
+                f"the evidence of {one.name} is by nobody whom the provider's roster lists"
+            )
+        if one.identity == claimant.identity and not member.head:
+            raise AttestationError(f"the provider's roster does not allow {one.name} as a head")
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """What is the same for all members."""
+
+    found: ProviderEvidence
+    claimant: Claimant
+    rules: ProviderRules
+    own: Claims
+    roster: Roster | None
+
+    def verdict(self, one: MemberEvidence) -> Verdict:
+        found, claimant = self.found, self.claimant
+        purpose = provider_purpose(found.coordinator, found.nonce, claimant.request_key, claimant.expires_s)
+        context = Context(
+            member=one.name,
+            attestation_key=b"" if self.roster is None else self.roster.member(one.name).attestation_key,
+            occasion=Occasion(provider_binding(claimant.identity), purpose, one.identity),
+            registers=found.registers,
+            own=self.own,
+            holds_stage=one.identity == claimant.identity,  # a standby holds none until it takes over
+        )
+        return appraise(one.evidence, self.rules.policy, context)

@@ -1,0 +1,1 @@
+"""The signed list of members: text, checks, acceptance, and the change of operators."""

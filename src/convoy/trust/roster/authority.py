@@ -1,0 +1,139 @@
+"""The judge of rosters at one member: which operator key it trusts, and what it has accepted under it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from convoy.crypto.identity import Identity
+from convoy.errors import AuditError, ConfigError, RosterError
+from convoy.transport.member import LocalMember, Roster
+from convoy.transport.membership import Clock, Membership, utc_now
+from convoy.trust.audit import FILE, AuditLog
+from convoy.trust.roster.accepted import Accepted, AcceptedFile
+from convoy.trust.roster.roster import SignedRoster, verify_roster
+
+_log = logging.getLogger(__name__)
+
+
+class OperatorAuthority:
+    """Trusts one operator key; with a roster that a handed-over key signed, that key from then on.
+
+    ``file`` keeps what was accepted; without one nothing outlives this process.
+    """
+
+    def __init__(
+        self,
+        operator_key: bytes,
+        file: AcceptedFile | None = None,
+        *,
+        configured: bytes | None = None,
+        audit: AuditLog | None = None,
+    ) -> None:
+        self.trusted = operator_key
+        self._configured = configured or operator_key
+        self._file = file
+        self._audit = audit
+
+    def verify(self, signed: bytes) -> Roster:
+        """See `transport.membership.Authority`."""
+        return verify_roster(signed, operator_key=self.trusted).roster
+
+    def accept(self, signed: bytes, roster: Roster, source: str) -> None:
+        """See `transport.membership.Authority`."""
+        operator = verify_roster(signed, operator_key=self.trusted).operator
+        if self._file is not None:
+            self._file.save(Accepted(self._configured, operator, signed))
+        self.trusted = operator
+        self._log(roster, source)
+
+    def _log(self, roster: Roster, source: str) -> None:
+        """Write down that the roster was accepted.
+
+        One that cannot be written down counts all the same: it may be the one that puts a thief out.
+        """
+        if self._audit is None:
+            return
+        subject = {"cluster": roster.cluster_id, "epoch": roster.epoch, "digest": roster.digest.hex()}
+        try:
+            self._audit.append("accept roster", {**subject, "operator": self.trusted.hex()}, origin=source)
+        except AuditError as error:
+            _log.error("roster epoch %d counts, and is not in the log: %s", roster.epoch, error.message)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A membership at a start, and what a person should be told about it."""
+
+    membership: Membership
+    notes: tuple[str, ...]
+
+
+def open_membership(
+    name: str,
+    identity: Identity,
+    signed: bytes,
+    *,
+    operator_key: bytes,
+    file: AcceptedFile | None = None,
+    now: Clock = utc_now,
+) -> Opened:
+    """This member under the newest roster it knows: ``signed``, or one that it accepted before.
+
+    Raises `RosterError` or `IdentityError`.
+    """
+    accepted = file.load() if file is not None else None
+    audit = None if file is None else AuditLog(file.identity / FILE, identity, f"member {name}")
+    notes: tuple[str, ...] = ()
+    if accepted is None:
+        authority = OperatorAuthority(operator_key, file, audit=audit)
+        newest = verify_roster(signed, operator_key=operator_key)
+    else:
+        trusted = _trusted(accepted, operator_key)
+        authority = OperatorAuthority(trusted, file, configured=operator_key, audit=audit)
+        newest, notes = _newer(
+            authority, signed, verify_roster(accepted.signed, operator_key=authority.trusted)
+        )
+    newest.roster.require_valid(now())
+    me = LocalMember(name, identity, newest.roster)
+    if accepted is None or newest.raw != accepted.signed or operator_key != accepted.configured:
+        authority.accept(newest.raw, newest.roster, "the roster file, at the start")
+    return Opened(Membership(me, newest.raw, authority, now=now), notes)
+
+
+def _trusted(accepted: Accepted, operator_key: bytes) -> bytes:
+    if operator_key not in (accepted.configured, accepted.trusted):
+        raise ConfigError(
+            f"convoy.toml names operator {operator_key.hex()[:16]}..., and this identity accepted rosters "
+            f"of {accepted.trusted.hex()[:16]}...",
+            hint="for another cluster make another identity: `convoy identity new`",
+        )
+    return accepted.trusted
+
+
+def _newer(
+    authority: OperatorAuthority, signed: bytes, known: SignedRoster
+) -> tuple[SignedRoster, tuple[str, ...]]:
+    """The file's roster if it is newer than the one accepted before, otherwise that, and why."""
+    ours = known.roster
+    try:
+        offered = verify_roster(signed, operator_key=authority.trusted)
+    except RosterError as error:
+        note = f"the roster file is refused: {error.message}; epoch {ours.epoch}, accepted before, counts"
+        return known, (note,)
+    theirs = offered.roster
+    if theirs.cluster_id != ours.cluster_id:
+        raise RosterError(
+            f"the roster file is of cluster {theirs.cluster_id}, and this identity is of {ours.cluster_id}",
+            hint="for another cluster make another identity: `convoy identity new`",
+        )
+    if theirs.epoch < ours.epoch:
+        note = f"roster epoch {ours.epoch} counts, which came later than epoch {theirs.epoch} of the file"
+        return known, (note,)
+    if theirs.epoch == ours.epoch and offered.digest != known.digest:
+        raise RosterError(
+            f"the roster file is another roster of epoch {ours.epoch} than the one accepted before: digest "
+            f"{offered.digest.hex()[:12]}, and {known.digest.hex()[:12]}",
+            hint="somebody signed two rosters with one epoch; make a new one with a higher epoch",
+        )
+    return offered, ()

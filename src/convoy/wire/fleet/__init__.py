@@ -1,0 +1,1 @@
+"""Messages between providers, coordinators and proxies, certificates and sealed records."""

@@ -1,0 +1,305 @@
+"""What a provider and a coordinator say to each other: binary WebSocket messages, a closed set.
+
+The provider dials and says hello, the coordinator challenges, the provider registers. From then on requests
+go one way and answers the other, each sealed between whoever asked and the provider. Bytes of either side are
+hostile until it has proved who it is, and suspect afterwards: every length is bounded here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+
+from convoy.crypto.keys import prefixed
+from convoy.errors import FrameError, FrameTooLong
+from convoy.wire.messages.control import Register as TpmRegister
+from convoy.wire.text import plain_text
+
+PROTOCOL = 2
+MAX_GREETING_BYTES = 4 * 1024  # before it has said who it is
+MAX_REGISTRATION_BYTES = 1024 * 1024
+MAX_EVIDENCE_BYTES = 768 * 1024  # of a provider's members, see `wire.fleet.provider_evidence`
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024 + 64 * 1024  # a sealed request, and what is said beside it
+MAX_CHUNK_MESSAGE_BYTES = 2 * 1024 * 1024 + 64 * 1024
+
+_CHALLENGE_LABEL = b"convoy coordinator challenge v1"
+_LABEL = b"convoy provider registration v1"
+_PROOF_LABEL = b"convoy provider proof v1"
+_KEY_LABEL = b"convoy provider request key v1"
+
+Bytes32 = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Signature = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
+PublicKey = Annotated[bytes, msgspec.Meta(min_length=1216, max_length=1216)]
+KeyId = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+RequestId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+Prose = Annotated[str, msgspec.Meta(max_length=1000)]
+EvidenceBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_EVIDENCE_BYTES)]
+TpmRegisters = Annotated[list[TpmRegister], msgspec.Meta(max_length=24)]
+
+
+class FleetMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field="t"):
+    """Base of all: a msgpack array of the kind's tag and the fields in order.
+
+    The tags are bytes on the wire, so each class names its own: a class may be renamed, its tag never.
+    """
+
+
+class Hello(FleetMessage, frozen=True, tag="Hello"):
+    """Provider to coordinator, first of all: prove that you are the coordinator at this address.
+
+    ``authority`` is host:port as dialled. ``tls``: the provider's connection is TLS. ``pinned``: the provider
+    knows the coordinator's key, so the challenge need not hold it.
+    """
+
+    protocol: int
+    nonce: Bytes32
+    authority: Annotated[str, msgspec.Meta(min_length=1, max_length=300)]
+    tls: bool
+    pinned: bool
+
+
+class Challenge(FleetMessage, frozen=True, tag="Challenge"):
+    """Coordinator to provider: prove who you are, now and to me.
+
+    ``coordinator`` is its Ed25519 key, or empty for a provider that knows it. ``certificate`` is the SHA-256
+    of the TLS certificate that providers see, or empty. ``signature``: by that key, over `challenge_bytes`.
+    """
+
+    protocol: int
+    coordinator: Annotated[bytes, msgspec.Meta(max_length=32)]
+    nonce: Bytes32
+    certificate: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    signature: Signature = bytes(64)
+    registers: TpmRegisters = []  # of TPMs, that evidence is wanted over
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A model that a provider serves, and how fast; `fleet.capacity.Capacity` has the words."""
+
+    model: Name
+    slots: int
+    decode_rate: float
+    batch_rate: float
+    prefill_rate: float
+    max_context: int
+    template_tokens: int = 0
+
+
+class Register(FleetMessage, frozen=True, tag="Register"):
+    """Provider to coordinator. ``signature``: by its identity, over `registration_bytes`.
+
+    ``key_signature``, over `request_key_bytes`, and ``certificate`` (of `fleet.certified`, or empty) are for
+    proxies, which believe no coordinator: it passes both on as they came. So it does with ``evidence``, of
+    `wire.fleet.provider_evidence`, or empty.
+    """
+
+    identity: Bytes32
+    request_key: PublicKey  # to which requests are sealed
+    request_key_expires_s: Count  # Unix time
+    key_signature: Signature
+    certificate: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    software: Annotated[str, msgspec.Meta(max_length=100)]
+    offers: Annotated[list[Offer], msgspec.Meta(min_length=1, max_length=64)]
+    signature: Signature
+    evidence: EvidenceBytes = b""
+
+
+class Registered(FleetMessage, frozen=True, tag="Registered"):
+    """Coordinator to provider: requests may come, under this name."""
+
+    name: Name
+    window: Annotated[int, msgspec.Meta(ge=1, le=4096)]  # chunks of an answer that may be under way
+
+
+class AwaitApproval(FleetMessage, frozen=True, tag="AwaitApproval"):
+    """Coordinator to provider: nobody let your key in yet.
+
+    Stay: `Registered` or `Refused` follows, in at most so many seconds.
+    """
+
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+class Refused(FleetMessage, frozen=True, tag="Refused"):
+    """Coordinator to provider: no, and why; the socket ends. With ``again`` another try may do better.
+
+    ``unapproved``: nobody let the provider's key in yet.
+    """
+
+    reason: Prose
+    again: bool
+    unapproved: bool = False
+
+
+class Prove(FleetMessage, frozen=True, tag="Prove"):
+    """Coordinator to provider, now and then: are you still who you were?"""
+
+    nonce: Bytes32
+    registers: TpmRegisters = []
+
+
+class Proof(FleetMessage, frozen=True, tag="Proof"):
+    """Answer to `Prove`: by the identity, over `proof_bytes`; and evidence for that nonce, or none."""
+
+    nonce: Bytes32
+    signature: Signature
+    evidence: EvidenceBytes = b""
+
+
+class ModelLoad(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A heartbeat's account of one model; `fleet.capacity.Load` has the words."""
+
+    model: Name
+    free_slots: int
+    queued_tokens: int
+    free_memory_bytes: int
+    decode_rate: float
+    streams: float = 1.0
+
+
+class Heartbeat(FleetMessage, frozen=True, tag="Heartbeat"):
+    """Provider to coordinator, every few seconds."""
+
+    loads: Annotated[list[ModelLoad], msgspec.Meta(max_length=64)]
+
+
+class Draining(FleetMessage, frozen=True, tag="Draining"):
+    """Provider to coordinator: what runs is finished, nothing new is taken."""
+
+
+class Serve(FleetMessage, frozen=True, tag="Serve"):
+    """Coordinator to provider: answer this. The fields beside the body are bound to it by its seal, but
+    for ``trace``: a traceparent of W3C Trace Context, which holds random ids, or nothing.
+    """
+
+    request_id: RequestId
+    key_id: KeyId
+    model: Name
+    lease: Annotated[bytes, msgspec.Meta(max_length=64)]
+    expires_s: Count
+    max_tokens: Count
+    kind: Literal["chat", "completion"]
+    sealed: Annotated[bytes, msgspec.Meta(max_length=16 * 1024 * 1024)]
+    trace: Annotated[str, msgspec.Meta(pattern=r"^(00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?\Z")] = ""
+
+
+class Cancel(FleetMessage, frozen=True, tag="Cancel"):
+    """Coordinator to provider: nobody wants this any more."""
+
+    request_id: RequestId
+
+
+class Credit(FleetMessage, frozen=True, tag="Credit"):
+    """Coordinator to provider: so many chunks more may come, because the reader took as many."""
+
+    request_id: RequestId
+    chunks: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+
+
+class Began(FleetMessage, frozen=True, tag="Began"):
+    """Provider to coordinator: an answer begins; chunks under keys from this nonce follow."""
+
+    request_id: RequestId
+    nonce: Bytes32
+
+
+class Chunk(FleetMessage, frozen=True, tag="Chunk"):
+    """Provider to coordinator: the next piece of an answer. ``tokens``: given so far, in all choices."""
+
+    request_id: RequestId
+    sealed: Annotated[bytes, msgspec.Meta(max_length=2 * 1024 * 1024)]
+    tokens: Count
+    last: bool
+
+
+class Done(FleetMessage, frozen=True, tag="Done"):
+    """Provider to coordinator, after the last chunk: what it is to be paid for."""
+
+    request_id: RequestId
+    prompt_tokens: Count
+    completion_tokens: Count
+
+
+class Failed(FleetMessage, frozen=True, tag="Failed"):
+    """Provider to coordinator: no answer, or no more of it. ``full``: it has no slot, nothing is wrong.
+
+    ``refused``: it is the sealed body that is wrong, and the fault of whoever sealed it.
+    """
+
+    request_id: RequestId
+    reason: Prose
+    full: bool
+    refused: bool = False
+
+
+FromProvider = Hello | Register | Proof | Heartbeat | Draining | Began | Chunk | Done | Failed
+FromCoordinator = Challenge | Registered | AwaitApproval | Refused | Prove | Serve | Cancel | Credit
+
+_encoder = msgspec.msgpack.Encoder()
+_from_provider: msgspec.msgpack.Decoder[FromProvider] = msgspec.msgpack.Decoder(FromProvider)
+_from_coordinator: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack.Decoder(FromCoordinator)
+
+
+def encode_fleet(message: FleetMessage) -> bytes:
+    """The bytes of one WebSocket message."""
+    return _encoder.encode(message)
+
+
+def decode_from_provider(data: bytes, most: int) -> FromProvider:
+    """Raises `FrameTooLong` over ``most`` bytes, and `FrameError`, without quoting them."""
+    message = _decode(_from_provider, data, most, "provider")
+    if isinstance(message, Register):
+        if not all(offer.model.isprintable() for offer in message.offers):
+            raise FrameError("a provider offers a model whose name cannot be printed")
+        return msgspec.structs.replace(message, software=plain_text(message.software, 100))
+    if isinstance(message, Failed):
+        return msgspec.structs.replace(message, reason=plain_text(message.reason, 500))
+    return message
+
+
+def decode_from_coordinator(data: bytes, most: int) -> FromCoordinator:
+    """As `decode_from_provider`, on the other side."""
+    message = _decode(_from_coordinator, data, most, "coordinator")
+    if isinstance(message, Refused):
+        return msgspec.structs.replace(message, reason=plain_text(message.reason, 500))
+    return message
+
+
+M = TypeVar("M")
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[M], data: bytes, most: int, who: str) -> M:
+    if len(data) > most:
+        raise FrameTooLong(f"a message of the {who} has {len(data)} bytes, and the limit is {most}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise FrameError(f"{len(data)} bytes of the {who} are no message of its") from None
+
+
+def challenge_bytes(hello: Hello, challenge: Challenge) -> bytes:
+    """Return what a coordinator signs: that it answers this hello, at this address, with this certificate."""
+    registers = _encoder.encode(challenge.registers)
+    return prefixed(
+        *(_CHALLENGE_LABEL, hello.nonce, hello.authority.encode()),
+        *(challenge.certificate, challenge.nonce, registers),
+    )
+
+
+def registration_bytes(challenge: Challenge, authority: str, register: Register) -> bytes:
+    """What a registration's signature is over. ``authority``: host:port of the coordinator, as dialled."""
+    said = _encoder.encode(msgspec.structs.replace(register, signature=bytes(64)))
+    return prefixed(_LABEL, challenge.coordinator, challenge.nonce, authority.encode(), said)
+
+
+def request_key_bytes(request_key: bytes, expires_s: int) -> bytes:
+    """What a provider signs of its key for requests, for whoever seals to it without asking it."""
+    return prefixed(_KEY_LABEL, request_key, expires_s.to_bytes(8, "big"))
+
+
+def proof_bytes(coordinator: bytes, nonce: bytes) -> bytes:
+    """What a proof's signature is over."""
+    return prefixed(_PROOF_LABEL, coordinator, nonce)

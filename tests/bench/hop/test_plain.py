@@ -1,0 +1,37 @@
+"""The only stream without sealing: who may import it, and where it may go."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from architecture.source import import_graph, load_modules
+from convoy.bench.hop.names import HOST
+
+SRC = Path(__file__).resolve().parents[3] / "src"
+PLAIN = "convoy.bench.hop.plain"
+
+
+@functools.cache
+def graph() -> dict[str, dict[str, int]]:
+    """What each module imports."""
+    return import_graph(load_modules(SRC))
+
+
+def test_nothing_outside_the_bench_imports_the_plain_stream() -> None:
+    importers = {name for name, edges in graph().items() if PLAIN in edges}
+    assert importers == {"convoy.bench.hop.connection"}
+
+
+def test_only_its_own_verbs_import_the_bench() -> None:
+    importers = {
+        name
+        for name, edges in graph().items()
+        if not name.startswith("convoy.bench") and any(target.startswith("convoy.bench") for target in edges)
+    }
+    assert importers
+    assert all(name.startswith(("convoy.cli.bench", "convoy.cli.benches.throughput")) for name in importers)
+
+
+def test_the_plain_stream_stays_on_loopback() -> None:
+    assert HOST == "127.0.0.1"

@@ -1,0 +1,27 @@
+"""The configuration files of a cluster on this machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from convoy.cli.local.cluster import LocalCluster, LocalOptions
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "members", "written"),
+    [
+        ("cuda:0", "w8a8", ["cuda:0"], ["w8a8"]),
+        ("cuda:0,cuda:1", "w4a16", ["cuda:0", "cuda:1"], ["w4a16", "w4a16"]),
+        ("cpu,cuda:0", "w8a8", ["cpu", "cuda:0"], ["w8a8", "w8a8"]),
+        ("cpu,cuda:0", "exact-f32", ["cpu", "cuda:0"], ["exact-f32", "auto"]),
+        ("cpu+cpu", "w8a8", ["cpu+cpu"], ["w8a8"]),
+        ("auto", "w8a8", ["auto"], ["w8a8"]),
+    ],
+)
+def test_the_kernel_that_is_asked_for_reaches_every_member_that_can_run_it(
+    monkeypatch: pytest.MonkeyPatch, device: str, kernel: str, members: list[str], written: list[str]
+) -> None:
+    monkeypatch.setattr(LocalOptions, "devices", members)
+    options = LocalOptions(len(members), kernel=kernel, num_threads=1, device=device, memory_gb=1.0)
+    with LocalCluster(options) as local:
+        assert [local.config(name).model.kernel for name in local.names] == written

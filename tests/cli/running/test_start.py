@@ -1,0 +1,66 @@
+"""What a command does before it imports torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from convoy.cli.running.start import ask_for_huge_pages, keep_nccl_on_loopback, wait_briefly_for_threads
+
+_HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_ASKS = """
+import sys
+from convoy.cli.running.start import ask_for_huge_pages
+if sys.argv[1] == "asks":
+    ask_for_huge_pages()
+import torch
+kept = torch.ones(64 << 20)
+lines = open("/proc/self/smaps_rollup").read().splitlines()
+print(next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:")))
+"""
+
+
+def test_the_operator_has_the_last_word_about_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    ask_for_huge_pages()
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "0"
+
+
+def test_threads_that_wait_spin_briefly_unless_the_operator_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    wait_briefly_for_threads()
+    assert os.environ["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    wait_briefly_for_threads()
+    assert os.environ["GOMP_SPINCOUNT"] == "10000"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    wait_briefly_for_threads()
+    assert "GOMP_SPINCOUNT" not in os.environ
+
+
+def test_nccl_listens_on_loopback_whatever_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    keep_nccl_on_loopback()
+    assert os.environ["NCCL_SOCKET_IFNAME"] == ("lo" if sys.platform == "linux" else "lo0")
+
+
+@pytest.mark.skipif(
+    not _HUGE.is_file() or "[madvise]" not in _HUGE.read_text(),
+    reason="only a Linux that gives huge pages to who asks, and to nobody else, shows whether one asked",
+)
+def test_what_is_large_lies_in_huge_pages_once_they_were_asked_for() -> None:
+    def huge_kib(word: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASKS, word], capture_output=True, text=True, check=True, timeout=120
+        )
+        return int(done.stdout)
+
+    assert huge_kib("asks") > huge_kib("does not") + 128 * 1024

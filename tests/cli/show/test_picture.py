@@ -1,0 +1,53 @@
+"""What the picture of a cluster says beside its stages."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from convoy.cli.show.picture import guesses_text, idle_text, recoveries_text, stage_rows, standbys_text
+from convoy.cluster.status import ClusterStatus, IdleStatus, StageStatus, StandbyStatus
+
+
+def cluster(**fields: Any) -> ClusterStatus:
+    numbers = ("generation", "running", "waiting", "num_blocks", "free_blocks", "steps", "prompt_tokens")
+    base: dict[str, Any] = dict.fromkeys(numbers, 0) | dict.fromkeys(
+        ("model", "reason", "route", "kernel"), ""
+    )
+    return ClusterStatus(**base, ready=True, stages=[], generated_tokens=0, ring_s=None, **fields)
+
+
+def test_a_standby_is_named_with_what_it_has_loaded() -> None:
+    text = standbys_text([StandbyStatus("gamma", "6-11"), StandbyStatus("delta")])
+    assert text == "gamma (has loaded layers 6-11), delta (nothing loaded yet)"
+
+
+def test_an_idle_member_is_named_with_the_time_since() -> None:
+    noon_s = time.mktime((2026, 11, 22, 12, 0, 0, 0, 0, -1))
+    text = idle_text([IdleStatus("gamma", noon_s), IdleStatus("delta", noon_s + 61)])
+    assert text == "gamma (no layers since 2026-11-22 12:00:00), delta (no layers since 2026-11-22 12:01:01)"
+
+
+def test_guesses_are_off_or_counted() -> None:
+    assert guesses_text(cluster()) == "off"
+    told = guesses_text(cluster(guesses=8, drafted_tokens=40, accepted_tokens=30))
+    assert told == "40 run, 30 of them right; at most 8 at once"
+
+
+def test_recoveries_after_which_a_text_may_differ_say_where() -> None:
+    assert recoveries_text(cluster(recoveries=2)) == "2"
+    told = recoveries_text(cluster(recoveries=2, near_ties=3))
+    assert told == "2; 3 tokens since then had a rival (near ties)"
+
+
+def test_a_rank_is_shown_with_its_share_of_the_stage_and_a_member_alone_without() -> None:
+    def row(**changes: Any) -> tuple[object, ...]:
+        fields: dict[str, Any] = {"member": "beta", "can_read_prompts": "tokens", "address": ""}
+        fields |= {"weight_bytes": 500_000} | changes
+        (found,) = stage_rows([StageStatus(start=0, end=4, embed=True, output=True, **fields)])
+        return found
+
+    assert row()[3] == "500.0 kB"
+    assert row()[6] == "yes (tokens)"
+    assert row(can_read_prompts="activations")[6] == "yes (activations)"
+    assert row(world_size=2, weight_share=0.5023)[1:4:2] == ("beta (rank 0)", "500.0 kB (0.50 of the stage)")

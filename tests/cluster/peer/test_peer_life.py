@@ -1,0 +1,107 @@
+"""What is left of a plan at a peer once it is over: nothing that the next one could meet, and no work."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from convoy.cluster.options import HeadOptions, PeerOptions
+from convoy.cluster.running import RunningCluster
+from convoy.engine.completion import generate
+from convoy.engine.requests.request import GenerationRequest
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.transport.member import LocalMember
+from convoy.transport.network import MemoryNetwork
+from support.cluster import MEMBER, PeerThread
+from support.members import make_local_members, membership_of
+
+OPTIONS = HeadOptions(MEMBER, wait_s=60, num_blocks=32)
+LONG = "Count from 1 to 50, and then say what 6+7 is."
+SHORT = "What is 6+7? Answer with just the number."
+
+
+@pytest.fixture
+def members() -> tuple[LocalMember, ...]:
+    return make_local_members(["alpha", "beta"])
+
+
+@pytest.fixture
+def network() -> MemoryNetwork:
+    return MemoryNetwork()
+
+
+@pytest.fixture
+def peer(members: tuple[LocalMember, ...], network: MemoryNetwork) -> Iterator[PeerThread]:
+    thread = PeerThread(members[1], PeerOptions(MEMBER), network)
+    yield thread
+    thread.stop()
+
+
+def start(members: tuple[LocalMember, ...], network: MemoryNetwork) -> RunningCluster:
+    source = ModelSource.resolve("demo-mini")
+    return RunningCluster.start(membership_of(members[0]), source, OPTIONS, network=network)
+
+
+def ask(cluster: RunningCluster, text: str) -> str:
+    ids = tuple(cluster.tokenizer.encode_chat([{"role": "user", "content": text}]))
+    return generate(cluster.engine, GenerationRequest(ids, SamplingParams(temperature=0.0), 8)).text
+
+
+def crash(cluster: RunningCluster) -> None:
+    """As when its machine goes: its connections end without a word, and it dials nobody any more."""
+    cluster.head.company._closed.set()
+    for link in cluster.head.links.values():
+        for stream in link._streams:
+            stream.close()
+
+
+def test_nothing_of_a_head_that_crashed_reaches_the_next(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread
+) -> None:
+    first = start(members, network)
+    alone = ask(first, SHORT)
+    first.close()
+    peer.wait_for("lost")
+    second = start(members, network)
+    ask(second, LONG)
+    crash(second)
+    peer.wait_for("lost")
+    third = start(members, network)
+    assert ask(third, SHORT) == alone == "13"
+    third.close()
+    second.close()
+
+
+def test_a_plan_frees_the_stage_of_the_plan_before_it(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread
+) -> None:
+    first = start(members, network)
+    loaded = peer.peer._loaded
+    assert loaded is not None
+    stage = weakref.ref(loaded.stage)
+    del loaded
+    first.close()
+    peer.wait_for("lost")
+    second = start(members, network)
+    gc.collect()
+    assert stage() is None
+    second.close()
+
+
+def test_a_peer_whose_ring_is_gone_waits_without_working(
+    members: tuple[LocalMember, ...], network: MemoryNetwork, peer: PeerThread
+) -> None:
+    cluster = start(members, network)
+    ask(cluster, SHORT)
+    crash(cluster)
+    peer.wait_for("lost")
+    cluster.close()
+    before_s = time.process_time()
+    threading.Event().wait(0.5)  # the time in which it would spin
+    assert time.process_time() - before_s < 0.2

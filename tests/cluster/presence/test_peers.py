@@ -1,0 +1,165 @@
+"""Whom the head dials, and how often."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from convoy.cluster.head.head import Head
+from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
+from convoy.cluster.presence.peers import Company
+from convoy.cluster.recovery.recovery import StageRecovery
+from convoy.errors import ConvoyError, PlanError, StageLost
+from convoy.transport.link.link import Link
+from convoy.transport.member import LocalMember, Member
+from convoy.transport.membership import Membership
+from convoy.transport.network import MemoryNetwork
+from convoy.trust.evidence.policy import OfferRule, Policy
+from convoy.wire.messages.control import MAX_OFFER_BYTES, FrameType, Hello
+from support.cluster import MEMBER, PeerThread
+from support.members import make_local_members, membership_of
+
+HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
+
+
+def company_of(
+    me: LocalMember, network: MemoryNetwork, joined: threading.Event, options: MemberOptions = MEMBER
+) -> Company:
+    """``joined`` is set whenever somebody came."""
+    return Company(
+        membership_of(me),
+        network,
+        HeadOptions(options),
+        receive=lambda *_: None,
+        lost=lambda *_: None,
+        joined=lambda _name: joined.set(),
+    )
+
+
+def test_of_a_peers_memory_as_much_counts_as_the_policy_allows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alpha, beta = make_local_members(("alpha", "beta"))
+    network, joined = MemoryNetwork(), threading.Event()
+    claim = Hello("test", ["float32"], ["plain-f32"], MAX_OFFER_BYTES, 1, "test")
+
+    def greet(link: Link) -> None:
+        link.start(lambda *_: None, lambda *_: None, frozenset({FrameType.HELLO, FrameType.CHALLENGE}))
+        link.send(claim)
+
+    policy = Policy(offers=(OfferRule(10**9 // 2),))
+    network.listen(membership_of(beta), beta.member.address, greet)
+    company = company_of(alpha, network, joined, replace(MEMBER, policy=policy, memory_bytes=1 << 30))
+    monkeypatch.setattr(company.vetting, "admit", lambda *_: None)  # and nobody is asked for evidence
+    company.seek()
+    assert joined.wait(30)
+    assert company.hellos["beta"].memory_bytes == 10**9 // 2
+    assert company.hello.memory_bytes == 1 << 30, "the head's own is its owner's choice"
+    company.close("done")
+    assert "beta offers 17592.2 GB of memory, and the policy lets 0.5 GB count" in caplog.text
+
+
+def test_a_member_that_greets_and_goes_at_once_is_not_dialled_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alpha, beta = make_local_members(("alpha", "beta"))
+    network = MemoryNetwork()
+    links: list[Link] = []
+    twice = threading.Event()
+
+    def greet_and_go(link: Link) -> None:
+        links.append(link)
+        if len(links) > 1:
+            twice.set()
+        link.start(lambda *_: None, lambda *_: None, frozenset({FrameType.HELLO, FrameType.CHALLENGE}))
+        with contextlib.suppress(ConvoyError):  # the head is closed meanwhile
+            link.send(HELLO)
+        company_has.wait(10)
+        company_has.clear()
+        link.dismiss("never mind", revoke=True)
+
+    company_has = threading.Event()
+    network.listen(membership_of(beta), beta.member.address, lambda link: _on_thread(greet_and_go, link))
+    company = company_of(alpha, network, company_has)
+    monkeypatch.setattr(company.vetting, "admit", lambda *_: None)  # and nobody is asked for evidence
+    company.seek()
+    assert twice.wait(20)
+    threading.Event().wait(1.0)  # the time in which it would dial a hundred times
+    num_dials = len(links)
+    company.close("done")
+    assert num_dials <= 10
+
+
+def _on_thread(run: object, link: Link) -> None:
+    threading.Thread(target=run, args=(link,), daemon=True).start()  # type: ignore[arg-type]
+
+
+class ShortOfThreads(MemoryNetwork):
+    """The first dial fails as on a machine that has no thread left."""
+
+    num_dials = 0
+
+    def dial(self, me: Membership, peer: Member, timeout_s: float) -> Link:
+        self.num_dials += 1
+        if self.num_dials == 1:
+            raise RuntimeError("can't start new thread")
+        return super().dial(me, peer, timeout_s)
+
+
+@pytest.mark.parametrize("at_the_dial", [True, False])
+def test_a_member_is_sought_on_after_an_error_that_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, at_the_dial: bool
+) -> None:
+    alpha, beta = make_local_members(("alpha", "beta"))
+    network = ShortOfThreads() if at_the_dial else MemoryNetwork()
+    peer = PeerThread(beta, PeerOptions(MEMBER), network)
+    joined = threading.Event()
+    company = company_of(alpha, network, joined)
+    try:
+        if at_the_dial:
+            company.seek()
+        else:
+            with monkeypatch.context() as patched:
+                patched.setattr(threading.Thread, "start", _no_thread)
+                company.seek()
+            company.wait(company.num_changes, 0.01)  # whoever waits for a member looks again
+        assert joined.wait(20)
+    finally:
+        company.close("done")
+        peer.stop()
+
+
+def _no_thread(_thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_recovery_is_paced_and_bounded_however_often_members_come_and_go() -> None:
+    tries: list[float] = []
+
+    def again(*_: object) -> object:
+        tries.append(time.monotonic())
+        raise PlanError("nobody can hold it")
+
+    company = SimpleNamespace(
+        num_changes=0, wait=lambda *_: True, present=dict, slow=SimpleNamespace(names=set[str])
+    )
+    head = SimpleNamespace(
+        name="alpha",
+        failed=None,
+        company=company,
+        hellos=dict,
+        planner=SimpleNamespace(again=again),
+        granted=SimpleNamespace(members={"alpha", "beta"}, placement=None),
+        route=lambda: SimpleNamespace(missing="layers 2-3"),
+    )
+    recovery = StageRecovery(cast(Head, head), 0.3, 600.0, lambda _granted: cast(Any, None))
+    with pytest.raises(StageLost, match=r"nobody took over within 0\.3 s"):
+        recovery._find_stages(None, time.monotonic())
+    assert tries[-1] - tries[0] < 2.0
+    assert len(tries) <= 17

@@ -1,0 +1,430 @@
+"""A member that came back, and an engine that is never idle."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import cast
+
+import pytest
+from msgspec.structs import replace as change
+
+from cluster.recovery.test_recovery import Scene, ask, scene, small, stages
+from convoy.cluster.presence.peers import Company
+from convoy.cluster.presence.slow_members import Slow
+from convoy.cluster.recovery import rebalance as renewal
+from convoy.cluster.recovery.rebalance import Renewals
+from convoy.cluster.recovery.recovery import StageRecovery
+from convoy.cluster.running import RunningCluster
+from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
+from convoy.engine.requests.request import GenerationRequest
+from convoy.errors import StageLost
+from convoy.model.backends.host.stage import Stage
+from convoy.model.checkpoints.source import ModelSource
+from convoy.model.sampling.params import SamplingParams
+from convoy.wire.messages.control import StepFailed
+from support.waiting import wait_until
+
+LOAD = GenerationRequest(tuple(range(5, 25)), SamplingParams(temperature=0.0), 60, ignore_eos=True)
+
+
+class Load:
+    """One request after the other, so that something always runs; ``texts`` are their tokens."""
+
+    def __init__(self, cluster: RunningCluster) -> None:
+        self._cluster = cluster
+        self._stopping = threading.Event()
+        self.texts: list[tuple[int, ...]] = []
+        self.errors: list[object] = []
+        self._running = [self._start(), self._start()]
+
+    def _start(self) -> threading.Event:
+        ended, tokens = threading.Event(), list[int]()
+
+        def take(output: Output) -> None:
+            if isinstance(output, TokenOutput):
+                tokens.append(output.token_id)
+                if len(tokens) == 30 and not self._stopping.is_set():  # the next, long before the end
+                    threading.Thread(target=self._go_on, daemon=True).start()
+            elif isinstance(output, FinishOutput | ErrorOutput):
+                self.texts.append(tuple(tokens))
+                self.errors += [output] if isinstance(output, ErrorOutput) else []
+                ended.set()
+
+        self._cluster.engine.submit(replace(LOAD, cache_salt=bytes(3)), take)
+        return ended
+
+    def _go_on(self) -> None:
+        self._running.append(self._start())
+
+    def stop(self) -> None:
+        self._stopping.set()
+        wait_until(lambda: all(ended.is_set() for ended in list(self._running)))
+
+
+@contextmanager
+def loaded(cluster: RunningCluster) -> Iterator[Load]:
+    load = Load(cluster)
+    try:
+        yield load
+    finally:
+        load.stop()
+
+
+def lose_gamma_and_let_it_come_back(s: Scene) -> RunningCluster:
+    s.join("beta")
+    gone = s.join("gamma")
+    cluster = s.serve(num_blocks=64)
+    gone.stop()
+    wait_until(lambda: stages(cluster) == ["alpha", "beta"])
+    return cluster
+
+
+@pytest.mark.long
+def test_one_that_came_back_is_used_although_something_always_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "BUSY_S", 0.3)
+    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)  # a moment without work would do otherwise
+    with scene("beta", "gamma") as s:
+        cluster = lose_gamma_and_let_it_come_back(s)
+        with loaded(cluster) as load:
+            s.join("gamma")
+            wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+        assert not load.errors
+        assert len(set(load.texts)) == 1, "one text: on the old stages, on the new, and across both"
+        assert cluster.engine.stats().recoveries == 1
+
+
+def test_one_that_comes_again_and_again_interrupts_once_in_some_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renewal, "BUSY_S", 0.1)
+    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)
+    with scene("beta", "gamma") as s:
+        cluster = lose_gamma_and_let_it_come_back(s)
+        came = s.join("gamma")
+        wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+        came.stop()
+        wait_until(lambda: cluster.engine.stats().recoveries == 2)
+        considered = watch_arrivals(cluster)
+        s.join("gamma")
+        assert considered.get(timeout=30) == "gamma"
+        threading.Event().wait(0.5)  # several times BUSY_S
+        assert stages(cluster) == ["alpha", "beta"], "it interrupted a moment ago"
+        assert ask(cluster) == "17"
+
+
+def never_loads(monkeypatch: pytest.MonkeyPatch, over: threading.Event) -> None:
+    """From now on peers read on for ever, until ``over``."""
+    load: Callable[..., Stage] = Stage.load
+
+    def slowly(source: ModelSource, mine: object, options: object, progress: object, **kept: object) -> Stage:
+        while mine.member != "alpha" and not over.wait(0.02):  # type: ignore[attr-defined]
+            progress(1, 2)  # type: ignore[operator]
+        return load(source, mine, options, progress, **kept)
+
+    monkeypatch.setattr(Stage, "load", slowly)
+
+
+def break_the_ring(cluster: RunningCluster, s: Scene, name: str) -> None:
+    assert cluster.head.granted is not None
+    link = s.peers[name].peer._head
+    assert link is not None
+    link.send(StepFailed(0, "the ring is broken"), generation=cluster.head.granted.plan.generation)
+
+
+def watch_arrivals(cluster: RunningCluster) -> queue.SimpleQueue[str]:
+    """Names of members that came, each once the head has considered it."""
+    considered: queue.SimpleQueue[str] = queue.SimpleQueue()
+    consider = cluster.head.on_joined
+
+    def joined(name: str) -> None:
+        consider(name)
+        considered.put(name)
+
+    cluster.head.on_joined = joined
+    return considered
+
+
+def lose_gamma_and_let_it_come_back_too_soon(s: Scene, monkeypatch: pytest.MonkeyPatch) -> RunningCluster:
+    """Gamma redials while the others still load for the plan without it, and is considered in vain."""
+    loaded = threading.Event()
+    s.stack.callback(loaded.set)
+    for name in ("beta", "gamma"):
+        s.join(name)
+    cluster = s.serve(num_blocks=64)
+    considered = watch_arrivals(cluster)
+    never_loads(monkeypatch, loaded)
+    s.peers["gamma"].stop()
+    wait_until(lambda: "beta has loaded" in cluster.health()[1])
+    s.join("gamma")
+    assert considered.get(timeout=30) == "gamma"
+    assert "beta has loaded" in cluster.health()[1], "the recovery is not over yet"
+    loaded.set()
+    wait_until(lambda: cluster.engine.stats().recoveries == 1)
+    return cluster
+
+
+def test_a_member_that_comes_back_during_the_recovery_is_used_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with scene("beta", "gamma") as s:
+        cluster = lose_gamma_and_let_it_come_back_too_soon(s, monkeypatch)
+        wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+        assert ask(cluster) == "17"
+        assert cluster.engine.stats().recoveries == 1
+
+
+def test_a_member_that_comes_back_during_the_recovery_is_used_although_something_always_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renewal, "BUSY_S", 0.1)
+    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)
+    with scene("beta", "gamma") as s:
+        cluster = lose_gamma_and_let_it_come_back_too_soon(s, monkeypatch)
+        with loaded(cluster) as load:
+            wait_until(lambda: stages(cluster) == ["alpha", "beta", "gamma"])
+        assert not load.errors
+        assert len(set(load.texts)) == 1
+
+
+def test_a_member_without_a_stage_is_in_the_status_with_the_time_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renewal, "MAX_AT_ONCE", 0)  # so it stays idle for BUSY_S
+    with scene("beta", "gamma") as s:
+        began_s = time.time()
+        cluster = lose_gamma_and_let_it_come_back(s)
+        assert cluster.status().idle == []
+        s.join("gamma")
+        wait_until(lambda: [one.name for one in cluster.status().idle] == ["gamma"])
+        assert began_s <= cluster.status().idle[0].since_unix_s <= time.time()
+
+
+@pytest.mark.long
+def test_a_recovery_is_bounded_as_a_whole_and_says_its_reason_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    over = threading.Event()
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve(member=small(), recover_wait_s=0.5)
+        recovery = cluster.engine._recovery
+        assert isinstance(recovery, StageRecovery)
+        assert recovery._whole_s == 600.5
+        recovery._whole_s = 2.0  # a load may take longer where a test begins
+        s.stack.callback(over.set)
+        never_loads(monkeypatch, over)
+        break_the_ring(cluster, s, "beta")
+        with pytest.raises(StageLost, match=r"^nobody took over within 2 s: .*beta") as gone:
+            ask(cluster)
+        assert gone.value.message.count("nobody took over") == 1
+        first = recovery._gave_up
+        wait_until(lambda: recovery._gave_up is not first)  # it looked a second time, as vainly
+        assert caplog.text.count("nothing can run now") == 1
+        told = [record for record in caplog.records if "cannot go on: the ring is broken" in record.message]
+        assert len(told) == 1, "the loss is told once, however often somebody looks"
+        over.set()
+        assert ask_when_ready(cluster) == "17"
+
+
+def test_a_head_that_may_not_wait_looks_for_stages_with_pauses(caplog: pytest.LogCaptureFixture) -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve(member=small(), recover_wait_s=0)
+        s.peers["beta"].stop()
+        wait_until(lambda: "nothing can run now" in caplog.text)
+        threading.Event().wait(1.2)  # the time in which it would say so thousands of times
+        assert caplog.text.count("nothing can run now") == 1
+        s.join("beta")
+        assert ask_when_ready(cluster) == "17"
+
+
+def ask_when_ready(cluster: RunningCluster) -> str:
+    wait_until(lambda: cluster.health()[0])
+    return ask(cluster)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_in_the_heads_own_stage_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with scene("beta") as s:
+        s.join("beta")
+        cluster = s.serve()
+        own, run = cluster.head._stage, Stage.run
+
+        def fail(stage: Stage, *args: object, **names: object) -> object:
+            if stage is own:
+                raise RuntimeError("out of memory")
+            return run(stage, *args, **names)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(Stage, "run", fail)
+        for _ in range(2):
+            with pytest.raises(StageLost, match="the engine met an internal error"):
+                ask(cluster)
+        assert cluster.health() == (False, "the engine met an internal error")
+
+
+def test_standbys_are_in_the_status_with_what_they_hold() -> None:
+    with scene("beta", "gamma", "delta") as s:
+        s.join("beta")
+        standby, other = (s.join(name, standby=True) for name in ("gamma", "delta"))
+        cluster = s.serve(member=small())
+        lost = cluster.status().stages[1]
+        layers = f"{lost.start}-{lost.end - 1}"
+        assert f"stands by with layers {layers}" in standby.wait_for("ready").text
+        wait_until(lambda: all(one.layers for one in cluster.status().standbys))
+        found = [(one.name, one.layers) for one in cluster.status().standbys]
+        assert found == [("delta", layers), ("gamma", layers)]
+        other.stop()
+        wait_until(lambda: [one.name for one in cluster.status().standbys] == ["gamma"])
+        s.join("delta", standby=True).wait_for("ready")
+        assert standby.events.empty(), "it was asked once, whoever came later"
+        s.peers["beta"].stop()
+        wait_until(lambda: "beta" not in [stage.member for stage in cluster.status().stages])
+        wait_until(lambda: len(cluster.status().standbys) == 1)
+
+
+def test_a_plan_of_other_layers_does_not_wait_for_one_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    with scene("beta", "gamma") as s:
+        s.join("beta")
+        standby = s.join("gamma", standby=True)
+        cluster = s.serve(member=small())
+        standby.wait_for("ready")
+        s.stack.callback(over.set)
+        granted = cluster.head.granted
+        assert granted is not None
+        never_loads(monkeypatch, over)
+        link = cluster.head.links["gamma"]
+        for number, cut in ((1, 1), (2, 2), (3, 2)):
+            hello = cluster.head.hellos()["gamma"]
+            alpha, gamma = cluster.head.planner.in_place_of(granted.plan, "beta", "gamma", hello).stages
+            halves = [change(alpha, end=cut), change(gamma, start=cut)]
+            plan = change(granted.plan, stages=halves, generation=granted.plan.generation + number)
+            link.send(plan, generation=plan.generation)
+            if number == 2:
+                assert "a newer plan came while this one was loaded" in standby.wait_for("refused").text
+            if number < 3:
+                standby.wait_for("loading")
+        over.set()
+        assert "layers 2-3" in standby.wait_for("ready").text, "what both want is loaded to its end"
+        assert "layers 2-3" in standby.wait_for("ready").text
+
+
+class FakeCompany:
+    """Every member is here, and no time passes."""
+
+    def __init__(self) -> None:
+        self.slow = Slow()
+        self.closed = threading.Event()
+        self.waits_s: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    def present(self) -> dict[str, None]:
+        return {"beta": None, "gamma": None}
+
+    def closed_within(self, timeout_s: float) -> bool:
+        self.waits_s.put(timeout_s)
+        return self.closed.wait()
+
+
+class FakeRecovery:
+    """Gamma would make a better plan than the one that runs, which has beta."""
+
+    def without_stage(self) -> set[str]:
+        return {"gamma"}
+
+    def has_use_for(self, name: str) -> bool:
+        return name == "gamma"
+
+
+@contextmanager
+def renewals_over_fakes(
+    num_failures: int = 0, company: FakeCompany | None = None
+) -> Iterator[tuple[Renewals, FakeCompany, queue.SimpleQueue[str]]]:
+    """The first ``num_failures`` preparations fail."""
+    company, asked, prepared = company or FakeCompany(), queue.SimpleQueue[str](), list[str]()
+
+    def prepare(name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
+        prepared.append(name)
+        failed() if len(prepared) <= num_failures else then()
+
+    def never(_work: object) -> None:
+        raise AssertionError("nothing is done between two steps here")
+
+    try:
+        yield (
+            Renewals(cast(Company, company), cast(StageRecovery, FakeRecovery()), asked.put, never, prepare),
+            company,
+            asked,
+        )
+    finally:
+        company.closed.set()
+
+
+def test_a_plan_that_begins_has_every_member_without_a_stage_considered() -> None:
+    with renewals_over_fakes() as (renewals, _, asked):
+        renewals.plan_began(())
+        assert asked.get(timeout=30) == "gamma is here again"
+
+
+def test_a_member_with_which_no_plan_came_to_run_is_not_tried_again_at_once() -> None:
+    with renewals_over_fakes() as (renewals, company, asked):
+        renewals.plan_began({"beta", "gamma"})
+        company.waits_s.get(timeout=30)
+        assert renewals._left_s("gamma") > renewal.BUSY_S, "as long as after an interruption"
+        assert asked.empty()
+
+
+def test_a_member_that_comes_anew_is_tried_although_it_was_in_vain_before() -> None:
+    with renewals_over_fakes() as (renewals, company, asked):
+        renewals.plan_began({"gamma"})
+        company.waits_s.get(timeout=30)
+        renewals.joined("gamma")
+        assert asked.get(timeout=30) == "gamma is here again"
+
+
+def test_a_member_that_waits_already_is_not_counted_twice() -> None:
+    with renewals_over_fakes() as (renewals, company, asked):
+        renewals.joined("gamma")
+        company.waits_s.get(timeout=30)
+        assert asked.get(timeout=30)
+        renewals._look_round(set())
+        assert asked.empty()
+
+
+class TimeForCompany(FakeCompany):
+    """Time passes."""
+
+    def closed_within(self, timeout_s: float) -> bool:
+        self.waits_s.put(timeout_s)
+        return self.closed.wait(timeout_s)
+
+
+def test_a_member_whose_preparation_failed_is_prepared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "AGAIN_S", 0.01)
+    monkeypatch.setattr(renewal, "BUSY_S", 0.01)
+    worked = threading.Event()
+
+    def between_steps(_work: object) -> None:
+        worked.set()
+
+    with renewals_over_fakes(3, TimeForCompany()) as (renewals, _, _asked):
+        monkeypatch.setattr(renewals, "_between_steps", between_steps)
+        renewals.joined("gamma")
+        assert worked.wait(30), "the fourth preparation succeeds"
+
+
+def test_a_member_whose_preparations_fail_waits_twice_as_long_each_time() -> None:
+    with renewals_over_fakes(9) as (renewals, company, asked):
+        renewals.joined("gamma")
+        company.waits_s.get(timeout=30)
+        assert renewal.AGAIN_S * 0.5 < renewals._left_s("gamma") <= renewal.AGAIN_S
+        for _ in range(2):
+            renewals._begin("gamma")
+        assert renewal.AGAIN_S * 3.5 < renewals._left_s("gamma") <= renewal.AGAIN_S * 4
+        renewals.plan_began(())
+        assert asked.empty()
+        assert company.waits_s.empty(), "one thread waits for it"

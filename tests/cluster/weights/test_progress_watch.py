@@ -1,0 +1,34 @@
+"""Who gets on is waited for: in each pass over its weights anew, and not by its own word without end."""
+
+from __future__ import annotations
+
+from convoy.cluster.weights.progress_watch import Advance
+from convoy.wire.messages.control import Progress
+
+
+def fetched(done: int, total: int) -> Progress:
+    return Progress(1, done, total, "fetch")
+
+
+def test_only_more_than_ever_is_further() -> None:
+    advance = Advance()
+    steps = [(0, 9), (4, 9), (4, 9), (3, 9), (9, 9)]
+    assert [advance.is_further("beta", fetched(*step)) for step in steps] == [True, True, False, False, True]
+
+
+def test_another_pass_begins_anew() -> None:
+    advance = Advance()
+    assert advance.is_further("beta", fetched(900, 900))
+    assert advance.is_further("beta", fetched(1, 5000))
+    assert advance.is_further("beta", Progress(1, 1, 900, "check"))
+
+
+def test_one_member_says_nothing_of_another() -> None:
+    advance = Advance()
+    assert advance.is_further("beta", fetched(9, 9))
+    assert advance.is_further("gamma", fetched(1, 9))
+
+
+def test_passes_without_end_are_not_waited_for() -> None:
+    advance = Advance()
+    assert sum(advance.is_further("beta", fetched(0, total)) for total in range(1000)) == 32

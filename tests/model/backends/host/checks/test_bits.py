@@ -1,0 +1,77 @@
+"""Machines are compared by what they compute: the digest changes with the instructions, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from convoy.model.backends.host.checks import bits
+from convoy.model.backends.host.checks.bits import bits_digest
+from convoy.model.kernels.linear import packed_available
+
+pytestmark = pytest.mark.skipif(not packed_available(), reason="this build of torch has no exact mode")
+
+
+def elsewhere(**changes: str) -> str:
+    """The digest of another process, as on another machine."""
+    program = "from convoy.model.backends.host.checks.bits import bits_digest; print(bits_digest())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **changes},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_every_run_of_one_machine_computes_the_same_bits() -> None:
+    before, found = torch.get_num_threads(), elsewhere()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert bits_digest() == found
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="no vectors to do without")
+def test_a_machine_with_other_instructions_shows() -> None:
+    assert elsewhere(ATEN_CPU_CAPABILITY="default") != bits_digest()
+
+
+@pytest.mark.parametrize("part", ["_linears", "_elementwise", "_attention"])
+def test_the_last_bit_of_any_part_shows(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = bits_digest()
+    compute = getattr(bits, part)
+
+    def slightly_off() -> list[torch.Tensor]:
+        found: list[torch.Tensor] = compute()
+        first = found[0].clone().view(-1)
+        first[0] = torch.nextafter(first[0], torch.tensor(9.0))
+        return [first, *found[1:]]
+
+    monkeypatch.setattr(bits, part, slightly_off)
+    assert bits_digest() != before
+
+
+def test_the_numbers_that_it_starts_from_need_no_generator() -> None:
+    assert bits._numbers("rows", 2, 2).flatten().tolist() == bits._numbers("rows", 4).tolist()
+    assert bits._numbers("rows", 3).tolist() == [
+        0.4355499744415283,
+        0.23367726802825928,
+        -0.19449687004089355,
+    ]
+
+
+def test_it_costs_a_start_little() -> None:
+    bits_digest()
+    started_s = time.process_time()
+    bits_digest()
+    assert time.process_time() - started_s < 0.3
