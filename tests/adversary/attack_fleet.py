@@ -16,7 +16,7 @@ from websockets.typing import Origin
 
 from adversary.ledger import Row
 from convoy.errors import RequestError
-from convoy.fleet.coordinator.bounds import Outcome
+from convoy.fleet.coordinator.bounds import BilledOutcome
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.provider.greeting import CoordinatorUnproved
 from fleet.coordinator.test_bounds import BODY, charged
@@ -86,8 +86,10 @@ def test_an_echo_gets_no_registration(fleet: FleetUnderTest, row: Row) -> None:
 
 
 @pytest.mark.attack("a provider that bills what it was not sent and did not give", layer="fleet")
-@pytest.mark.parametrize("said", [Outcome(1 << 39, 1), Outcome(1, 1 << 39), Outcome(1 << 39, 1 << 39)])
-def test_a_greedy_provider_gets_no_more_than_passed(tmp_path: Path, row: Row, said: Outcome) -> None:
+@pytest.mark.parametrize(
+    "said", [BilledOutcome(1 << 39, 1), BilledOutcome(1, 1 << 39), BilledOutcome(1 << 39, 1 << 39)]
+)
+def test_a_greedy_provider_gets_no_more_than_passed(tmp_path: Path, row: Row, said: BilledOutcome) -> None:
     fleet = FleetUnderTest(tmp_path, PRICED)
     paid = charged(fleet, BODY, said)
     fleet.close()

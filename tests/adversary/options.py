@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from convoy.crypto.seal import KeyLimits
+from convoy.crypto.seal import SealLimits
 from convoy.transport.admission import AdmissionLimits
 from convoy.transport.options import LinkOptions
 
@@ -29,5 +29,5 @@ def attack_options(changed: dict[str, Any]) -> LinkOptions:
     }
     admission = values.pop("admission")
     if "key_limits" in values:
-        values["key_limits"] = KeyLimits(**values["key_limits"])
+        values["key_limits"] = SealLimits(**values["key_limits"])
     return LinkOptions(admission=AdmissionLimits(**(admission or {})), **values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from convoy.api.engine_stream import Generation
+from convoy.api.engine_stream import EngineStream
 from convoy.engine.outputs import FinishOutput, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.model.sampling.params import SamplingParams
@@ -20,7 +20,7 @@ def test_a_request_that_is_admitted_after_its_client_left_is_aborted() -> None:
     engine.pause_after = 0
 
     async def leave_while_submitting() -> None:
-        entering = asyncio.ensure_future(Generation(engine, (REQUEST, REQUEST)).__aenter__())
+        entering = asyncio.ensure_future(EngineStream(engine, (REQUEST, REQUEST)).__aenter__())
         while not engine.submitting.is_set():
             await asyncio.sleep(0)
         entering.cancel()
@@ -40,7 +40,7 @@ def test_outputs_of_several_requests_keep_their_order() -> None:
 
     async def read() -> list[tuple[int, str]]:
         seen = []
-        async with Generation(engine, (REQUEST, REQUEST)) as generation:
+        async with EngineStream(engine, (REQUEST, REQUEST)) as generation:
             async for batch in generation.batches(heartbeat_s=10):
                 for index, output in batch:
                     assert isinstance(output, TokenOutput | FinishOutput)
@@ -57,8 +57,8 @@ def test_an_output_after_the_loop_closed_hurts_nobody() -> None:
     engine = FakeEngine()
     engine.pause_after = 1
 
-    async def leave_open() -> Generation:
-        generation = Generation(engine, (REQUEST,))
+    async def leave_open() -> EngineStream:
+        generation = EngineStream(engine, (REQUEST,))
         await generation.__aenter__()
         return generation
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.bench.fleet.load import Answer, Load, ask_directly
+from convoy.bench.fleet.load import FleetLoad, LoadResult, ask_directly
 from convoy.bench.fleet.page import page, waits
 from convoy.bench.fleet.scenario import PRICE, Scenario, account_name, chosen_scenarios, load_scenarios
 from convoy.bench.fleet.verdict import (
@@ -79,7 +79,7 @@ def test_a_fleet_that_serves_all_holds_in_every_check(
     fleet: tuple[FleetUnderTest, str],
 ) -> None:
     made, url = fleet
-    answers, seconds = Load(SMALL, made.url, keys_of(made, SMALL)).run()
+    answers, seconds = FleetLoad(SMALL, made.url, keys_of(made, SMALL)).run()
     own = ask_directly(url, SMALL, MODEL)
     checks = check_rows(SMALL, answers, own, books_of(made.ledger))
     assert failed(checks) == set()
@@ -91,17 +91,17 @@ def test_a_fleet_that_serves_all_holds_in_every_check(
     assert len(answers[0].asked.body["messages"][0]["content"].encode()) == 200
 
 
-def whole(number: int) -> Answer:
+def whole(number: int) -> LoadResult:
     """A good answer, as if it had come."""
     asked = SMALL.asked(number)
     timing = {f"{segment}_us": 100 for segment in SEGMENTS}
-    return Answer(
+    return LoadResult(
         asked, 200, "", asked.total, f"id-{number}", "one", 10, 2, 1, True, timing_us=timing, total_s=0.1
     )
 
 
 @pytest.fixture
-def good() -> tuple[list[Answer], dict[int, str], Books]:
+def good() -> tuple[list[LoadResult], dict[int, str], Books]:
     answers = [whole(number) for number in range(12)]
     own = {answer.asked.number: answer.text for answer in answers}
     cost = 4 * PRICE.cost(10, 2)
@@ -114,7 +114,7 @@ def good() -> tuple[list[Answer], dict[int, str], Books]:
     )
 
 
-def test_what_is_good_holds(good: tuple[list[Answer], dict[int, str], Books]) -> None:
+def test_what_is_good_holds(good: tuple[list[LoadResult], dict[int, str], Books]) -> None:
     assert failed(check_rows(SMALL, *good)) == set()
 
 
@@ -130,7 +130,7 @@ def test_what_is_good_holds(good: tuple[list[Answer], dict[int, str], Books]) ->
     ],
 )
 def test_one_bad_answer_among_many_is_a_check_that_fails(
-    good: tuple[list[Answer], dict[int, str], Books], change: dict[str, object], missed: str
+    good: tuple[list[LoadResult], dict[int, str], Books], change: dict[str, object], missed: str
 ) -> None:
     answers, own, books = good
     for name, value in change.items():
@@ -139,7 +139,7 @@ def test_one_bad_answer_among_many_is_a_check_that_fails(
 
 
 def test_requests_that_failed_are_told_by_what_they_got(
-    good: tuple[list[Answer], dict[int, str], Books],
+    good: tuple[list[LoadResult], dict[int, str], Books],
 ) -> None:
     answers, _, _ = good
     for answer in answers[:3]:
@@ -150,7 +150,7 @@ def test_requests_that_failed_are_told_by_what_they_got(
 
 
 def test_a_segment_that_nothing_stamps_fails_by_name(
-    good: tuple[list[Answer], dict[int, str], Books],
+    good: tuple[list[LoadResult], dict[int, str], Books],
 ) -> None:
     answers, own, books = good
     del answers[3].timing_us["encrypt_us"]
@@ -160,7 +160,7 @@ def test_a_segment_that_nothing_stamps_fails_by_name(
 
 
 def test_a_slow_coordinator_fails_by_its_mean_and_by_its_p95(
-    good: tuple[list[Answer], dict[int, str], Books],
+    good: tuple[list[LoadResult], dict[int, str], Books],
 ) -> None:
     answers, own, books = good
     answers[0].timing_us["parse_us"] = 60_000
@@ -168,7 +168,7 @@ def test_a_slow_coordinator_fails_by_its_mean_and_by_its_p95(
     assert slow == {"parse: mean ms", "parse: p95 ms"}
 
 
-def test_books_that_do_not_add_up_fail(good: tuple[list[Answer], dict[int, str], Books]) -> None:
+def test_books_that_do_not_add_up_fail(good: tuple[list[LoadResult], dict[int, str], Books]) -> None:
     answers, own, books = good
     wrong = Books(
         {**books.charged, "user-0": 5}, books.cost_micro, {**books.balance_micro, "user-1": 0}, ["user-2"]
@@ -193,7 +193,7 @@ def test_the_scenarios_are_the_ten_of_the_lineage() -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_marks_what_failed(
-    good: tuple[list[Answer], dict[int, str], Books],
+    good: tuple[list[LoadResult], dict[int, str], Books],
 ) -> None:
     answers, own, books = good
     answers[0].text = "<wrong>"
@@ -209,7 +209,7 @@ def test_the_page_needs_nothing_from_elsewhere_and_marks_what_failed(
 
 
 def test_a_failed_check_is_exit_status_1(
-    good: tuple[list[Answer], dict[int, str], Books],
+    good: tuple[list[LoadResult], dict[int, str], Books],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,

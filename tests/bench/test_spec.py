@@ -18,7 +18,7 @@ from convoy.bench.spec import (
     measure_spec,
     spec_ratios,
 )
-from convoy.engine.completion import Generation
+from convoy.engine.completion import Completion
 from convoy.errors import ConvoyError
 from convoy.model.checkpoints.source import ModelSource
 from support.cluster import running_cluster
@@ -53,8 +53,8 @@ def test_each_text_has_a_row_with_guesses_and_one_without(without: Contender) ->
     assert len(spec_ratios(rows)) == 3
 
 
-def answer(*tokens: int) -> Generation:
-    return Generation("", tokens, "length", prompt_tokens=3, time_to_first_token_s=0.1, total_s=0.2)
+def answer(*tokens: int) -> Completion:
+    return Completion("", tokens, "length", prompt_tokens=3, time_to_first_token_s=0.1, total_s=0.2)
 
 
 def test_another_text_than_without_guesses_fails_the_bench() -> None:

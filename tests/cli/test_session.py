@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from convoy.cli.operator.session_key import KeyFile, session_key
-from convoy.cli.session import SessionKeys, Turn, _answer
+from convoy.cli.session import SessionKeys, SessionTurn, _answer
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import GroupLimits, SchedulerLimits
 from convoy.engine.sessions.file import SessionWriter
@@ -39,7 +39,7 @@ def test_a_full_context_ends_the_answer_and_leaves_the_session_whole() -> None:
     engine = Engine(FakeExecutor(), tokenizer, limits, EngineOptions(max_context=CONTEXT, probe_s=3600.0))
     engine.start()
     model = SessionModel("fake", "f" * 64, "exact-f32", 2, 1, 1, VOCAB, CONTEXT, keeps_kv=True)
-    turn = Turn("hello", None, None, 256, None, None, raw=True, quiet=True)
+    turn = SessionTurn("hello", None, None, 256, None, None, raw=True, quiet=True)
     with Session(engine, model) as talk:
         talk.sync(range(5))
         text, reason = _answer(turn, tokenizer, talk)
@@ -76,7 +76,7 @@ def test_a_model_without_a_chat_template_is_said_before_anything_starts(tmp_path
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": None}))
     (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
     plain, demo = ModelSource.resolve(str(tmp_path / "plain")), ModelSource.resolve("demo-mini")
-    turn = Turn("hello", None, None, 8, None, None, raw=False, quiet=True)
+    turn = SessionTurn("hello", None, None, 8, None, None, raw=False, quiet=True)
     turn.check_model(demo)
     replace(turn, raw=True).check_model(plain)
     replace(turn, prompt=None).check_model(plain)
@@ -89,7 +89,7 @@ def test_flags_change_what_was_saved_and_nothing_beside_it() -> None:
     saved = SamplingParams(temperature=0.5, top_p=0.9, seed=3)
 
     def params(temperature: float | None, seed: int | None) -> SamplingParams:
-        return Turn(None, None, None, 256, temperature, seed, raw=True, quiet=True).params(saved)
+        return SessionTurn(None, None, None, 256, temperature, seed, raw=True, quiet=True).params(saved)
 
     assert params(None, None) == saved
     assert params(0.0, None) == SamplingParams(temperature=0.0, top_p=0.9, seed=3)
@@ -103,8 +103,8 @@ def write_session(file: Path, key: bytes | None) -> Path:
     return file
 
 
-def turn(load: Path | None = None, save: Path | None = None) -> Turn:
-    return Turn("hello", load, save, 8, None, None, raw=True, quiet=True)
+def turn(load: Path | None = None, save: Path | None = None) -> SessionTurn:
+    return SessionTurn("hello", load, save, 8, None, None, raw=True, quiet=True)
 
 
 @pytest.fixture

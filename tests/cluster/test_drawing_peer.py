@@ -16,7 +16,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.model.sampling.params import SamplingParams
 from convoy.transport.link.link import Link
 from convoy.transport.network import MemoryNetwork
-from convoy.wire.messages.control import DrawAnswer, Drawn, Step
+from convoy.wire.messages.control import SampleReplies, SampleReply, Step
 from convoy.wire.tensor import WireTensor
 from support.cluster import MEMBER, PeerThread
 from support.members import make_local_members, membership_of
@@ -46,11 +46,11 @@ def ask(cluster: RunningCluster, params: SamplingParams = GREEDY) -> str:
 class Liar:
     """Stands where the last peer's link to the head stood, and says something else for each step."""
 
-    def __init__(self, real: Link, lie: Callable[[Drawn], Drawn | WireTensor]) -> None:
+    def __init__(self, real: Link, lie: Callable[[SampleReplies], SampleReplies | WireTensor]) -> None:
         self._real = real
         self._lie = lie
 
-    def send(self, drawn: Drawn, *, generation: int, step: int) -> None:
+    def send(self, drawn: SampleReplies, *, generation: int, step: int) -> None:
         said = self._lie(drawn)
         if isinstance(said, WireTensor):
             self._real.send_tensor(said, generation=generation, step=step, boundary=4)
@@ -58,32 +58,32 @@ class Liar:
             self._real.send(said, generation=generation, step=step)
 
 
-def changed(**changes: object) -> Callable[[Drawn], Drawn]:
-    def lie(drawn: Drawn) -> Drawn:
-        return Drawn(drawn.number, [msgspec.structs.replace(one, **changes) for one in drawn.answers])
+def changed(**changes: object) -> Callable[[SampleReplies], SampleReplies]:
+    def lie(drawn: SampleReplies) -> SampleReplies:
+        return SampleReplies(drawn.number, [msgspec.structs.replace(one, **changes) for one in drawn.answers])
 
     return lie
 
 
-ONE = DrawAnswer(5, 0.0, [], b"", "", 0)
+ONE = SampleReply(5, 0.0, [], b"", "", 0)
 
 
 @pytest.mark.parametrize(
     ("lie", "told"),
     [
-        (lambda drawn: Drawn(drawn.number, [*drawn.answers, ONE]), "draws, expected"),
-        (lambda drawn: Drawn(drawn.number, []), "came back with 0 draws, expected 1"),
+        (lambda drawn: SampleReplies(drawn.number, [*drawn.answers, ONE]), "draws, expected"),
+        (lambda drawn: SampleReplies(drawn.number, []), "came back with 0 draws, expected 1"),
         (changed(token_id=1 << 40), "came back malformed: an answer has a token outside the vocabulary"),
         (changed(token_id=-3), "came back malformed: an answer has a token outside the vocabulary"),
         (changed(logits=bytes(1 << 20)), "1048576 bytes of logits, and none were asked for"),
         (changed(top=[(1, 0.5)] * 20), "came back malformed: an answer has 20 alternatives, expected 0"),
-        (lambda drawn: Drawn(drawn.number + 7, drawn.answers), "the end of step"),
+        (lambda drawn: SampleReplies(drawn.number + 7, drawn.answers), "the end of step"),
         (lambda _: WireTensor("float32", (1, 192), bytes(192 * 4)), "the end of step"),
     ],
 )
 def test_a_lie_of_the_owner_of_the_output_ends_the_plan_and_is_named(
     parties: tuple[RunningCluster, PeerThread],
-    lie: Callable[[Drawn], Drawn | WireTensor],
+    lie: Callable[[SampleReplies], SampleReplies | WireTensor],
     told: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

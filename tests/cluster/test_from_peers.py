@@ -21,8 +21,8 @@ from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
 from convoy.cluster.weights import peer_source as sources
 from convoy.cluster.weights import request_queue as answers
-from convoy.cluster.weights.head_weights import OwnWeights
-from convoy.cluster.weights.part_index import Place, tensor_places, to_bits
+from convoy.cluster.weights.head_weights import HeadWeights
+from convoy.cluster.weights.part_index import PartLocation, tensor_places, to_bits
 from convoy.cluster.weights.peer_server import held
 from convoy.errors import ModelError, PeerRefused
 from convoy.model.checkpoints.hub.stream import HubCommit
@@ -48,7 +48,7 @@ Heard = list[tuple[str, int, int]]
 Bend = Callable[[Link, Message, Message], Message]
 
 
-def opened(model: Path, manifest: Manifest, cache: Path, own: tuple[str, ...] = OF_ALPHA) -> OwnWeights:
+def opened(model: Path, manifest: Manifest, cache: Path, own: tuple[str, ...] = OF_ALPHA) -> HeadWeights:
     """What a head has: every file but the weights, and of these the tensors that begin with ``own``."""
     received = ReceivedModel(cache, manifest)
     source = ModelSource.resolve(str(model))
@@ -60,7 +60,7 @@ def opened(model: Path, manifest: Manifest, cache: Path, own: tuple[str, ...] = 
                 data = stored.path.read_bytes()[stored.offset : stored.offset + stored.num_bytes]
                 received.tensor(name).place.write_bytes(data)
     described = received.source(REPO, received.file("config.json"))
-    return OwnWeights(received, described, HubWeights(HubCommit(REPO, COMMIT, NOWHERE)))
+    return HeadWeights(received, described, HubWeights(HubCommit(REPO, COMMIT, NOWHERE)))
 
 
 def with_files(path: Path) -> PeerOptions:
@@ -73,7 +73,7 @@ def without(tmp_path: Path, name: str = "gamma") -> PeerOptions:
 
 @contextmanager
 def offline(
-    own: OwnWeights,
+    own: HeadWeights,
     *peers: PeerOptions,
     bends: dict[str, Bend] | None = None,
     spans: dict[str, str] | None = None,
@@ -358,7 +358,7 @@ def with_shelf_of(directory: Path) -> Callable[[PeerThread], None]:
         shelf = thread.peer._weights._shelf
         look = shelf._look
 
-        def looked(link: Link, plan: Plan) -> tuple[Manifest, dict[str, Place]]:
+        def looked(link: Link, plan: Plan) -> tuple[Manifest, dict[str, PartLocation]]:
             manifest, places = look(link, plan)
             there = {d: one._replace(path=directory / "model.safetensors") for d, one in places.items()}
             return manifest, there
@@ -447,6 +447,6 @@ def test_a_model_of_more_tensors_than_one_message_lists_is_named_before_anybody_
 
     said = f"a model of {MAX_HELD_TENSORS + 1} tensors is got from no other member, expected at most"
     with pytest.raises(ModelError, match=said):
-        sources.Sources(nobody).having(more, "one.more", "gamma", [], lambda: None)
+        sources.PeerWeightSource(nobody).having(more, "one.more", "gamma", [], lambda: None)
     answer = held("0" * 64, lambda: (more, {}))
     assert (answer.tensors, answer.error.startswith(said)) == (b"", True)

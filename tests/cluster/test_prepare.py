@@ -14,7 +14,7 @@ from cluster.recovery.test_recovery import stages
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.recovery import rebalance as renewal
 from convoy.cluster.running import RunningCluster
-from convoy.cluster.weights.peer_weights import Weights
+from convoy.cluster.weights.peer_weights import PeerWeights
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import StepError
@@ -106,14 +106,14 @@ def test_a_newcomer_is_used_after_a_disk_that_was_full_has_room(
     monkeypatch.setattr(renewal, "BUSY_S", 0.2)
     cluster = Cluster(tmp_path)
     failures = iter(["the disk is full"])
-    make_ready = Weights.make_ready
+    make_ready = PeerWeights.make_ready
 
-    def full_once(weights: Weights, *more: Any) -> Any:
+    def full_once(weights: PeerWeights, *more: Any) -> Any:
         if why := next(failures, ""):
             raise StepError(why)
         return make_ready(weights, *more)
 
-    monkeypatch.setattr(Weights, "make_ready", full_once)
+    monkeypatch.setattr(PeerWeights, "make_ready", full_once)
     cluster.peers.append(cluster.join(2, PeerOptions(replace(MEMBER, cache=tmp_path / "cache"))))
     wait_until(lambda: stages(cluster.running) == ["alpha", "beta", "gamma"])
     assert next(failures, "") == "", "the first preparation failed"

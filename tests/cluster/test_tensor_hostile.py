@@ -11,7 +11,7 @@ import pytest
 
 from convoy.cluster.options import HeadOptions, PeerOptions
 from convoy.cluster.peer.loaded_plan import LoadedPlan
-from convoy.cluster.peer.ranks import RankGroup
+from convoy.cluster.peer.ranks import RankPeers
 from convoy.cluster.running import RunningCluster
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
@@ -131,7 +131,7 @@ def test_a_link_of_a_plan_that_is_over_leads_nobody_and_its_end_is_not_that_of_t
     new, _ = memory_link_pair(gamma, beta)
     stage = StageAssignment("beta", 0, 4, True, True, ["beta", "gamma"])
     plan = Plan(2, "demo-mini", "0" * 64, [stage], "exact-f32", "float32", 16, 64)
-    group = RankGroup(plan, b"", 0, "gamma", 2)
+    group = RankPeers(plan, b"", 0, "gamma", 2)
     loaded = LoadedPlan(plan, b"", cast("Stage", None), 0, 0, group=group)
     assert not loaded.is_led_by(old, 1)
     assert loaded.is_led_by(new, 2)

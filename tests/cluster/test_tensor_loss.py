@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from convoy.cluster.peer.ranks import RankGroup
+from convoy.cluster.peer.ranks import RankPeers
 from convoy.engine.ranks.sums.sealed import SealedCollective
 from convoy.errors import CollectiveError, PeerRefused
 from support.rank_scene import break_joining, refuse, scene
@@ -125,7 +125,7 @@ def test_ranks_that_were_asked_for_and_do_not_come_together_are_an_error_with_a_
 def test_a_rank_that_goes_while_they_come_together_leaves_the_others_whole_layers(
     expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def go(group: RankGroup) -> None:
+    def go(group: RankPeers) -> None:
         for link in group.links:
             link.revoke("pulled out")
 

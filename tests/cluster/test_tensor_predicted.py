@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cluster.peer.ranks import RankGroup
+from convoy.cluster.peer.ranks import RankPeers
 from convoy.errors import StepError
 from convoy.plan.speed import Speed
 from support.cluster import MEMBER
@@ -35,15 +35,15 @@ def test_ranks_that_are_predicted_faster_are_taken() -> None:
         assert len(s.start().result()) == 60
 
 
-def hang_up(group: RankGroup) -> None:
+def hang_up(group: RankPeers) -> None:
     """The link that sums would go over fails, and the member is there all the same."""
     for link in group.links:
         link.revoke("the cable is broken")
     raise StepError("its link failed")
 
 
-def say_nothing(released: threading.Event) -> Callable[[RankGroup], None]:
-    def wait(_group: RankGroup) -> None:
+def say_nothing(released: threading.Event) -> Callable[[RankPeers], None]:
+    def wait(_group: RankPeers) -> None:
         released.wait(3)
 
     return wait

@@ -11,7 +11,7 @@ import pytest
 from confidentiality.search import Secrets as Hidden
 from confidentiality.search import find_secrets
 from convoy.crypto.handshake import Secrets
-from convoy.crypto.seal import TAG_BYTES, Bytes, KeyLimits
+from convoy.crypto.seal import TAG_BYTES, Bytes, SealLimits
 from convoy.transport.link.link import Link
 from convoy.transport.streams.memory import RecordedStream
 from convoy.transport.streams.stream import Stream
@@ -53,7 +53,7 @@ class NullOpener:
     def wipe(self) -> None: ...
 
 
-def null_sealing(_secrets: Secrets, _limits: KeyLimits) -> tuple[NullSealer, NullOpener]:
+def null_sealing(_secrets: Secrets, _limits: SealLimits) -> tuple[NullSealer, NullOpener]:
     return NullSealer(), NullOpener()
 
 

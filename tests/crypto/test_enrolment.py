@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from convoy.crypto.certificate import certificate_key
 from convoy.crypto.enrolment import (
-    Proof,
+    EnrolmentProof,
     Terms,
     check_commitment,
     check_hello,
@@ -59,7 +59,7 @@ def identity() -> Identity:
     return newcomer(bytes.fromhex(VECTOR["newcomer_certificate"]))
 
 
-def judge(proof: Proof, card: bytes, terms: Terms = TERMS, commitment: bytes = COMMITMENT) -> None:
+def judge(proof: EnrolmentProof, card: bytes, terms: Terms = TERMS, commitment: bytes = COMMITMENT) -> None:
     """All that an inviter checks, in its order."""
     spoken = transcript(terms, commitment, body("CHALLENGE"), proof.nonce, card)
     check_mac(terms.secret, spoken, proof)

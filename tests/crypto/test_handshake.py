@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from convoy.crypto.certificate import certificate_fingerprint
 from convoy.crypto.cipher import Cipher
-from convoy.crypto.handshake import NO_LINK, Context, Initiator, Party, Responder, Secrets
+from convoy.crypto.handshake import NO_LINK, HandshakeContext, Initiator, Party, Responder, Secrets
 from convoy.crypto.identity import Identity
 from convoy.errors import HandshakeError, Incompatible, PeerError
 
@@ -21,7 +21,7 @@ def party(name: str, identity: Identity) -> Party:
     return Party(name, identity.public_key, certificate_fingerprint(identity.tls_certificate_der))
 
 
-CONTEXT = Context(party("alpha", ALPHA), party("beta", BETA), b"l" * 16, "home", 3, b"d" * 32)
+CONTEXT = HandshakeContext(party("alpha", ALPHA), party("beta", BETA), b"l" * 16, "home", 3, b"d" * 32)
 
 
 def run(initiator: Initiator, responder: Responder) -> tuple[Secrets, Secrets]:
@@ -32,7 +32,7 @@ def run(initiator: Initiator, responder: Responder) -> tuple[Secrets, Secrets]:
 
 
 def both_ends(
-    context: Context = CONTEXT, other: Context = CONTEXT, ciphers: tuple[Cipher, ...] = BOTH
+    context: HandshakeContext = CONTEXT, other: HandshakeContext = CONTEXT, ciphers: tuple[Cipher, ...] = BOTH
 ) -> tuple[Initiator, Responder]:
     return Initiator(context, ALPHA.sign, BOTH), Responder(other, BETA.sign, ciphers)
 

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from adversary.units import message_1_fields, message_2_fields, message_3_fields
 from convoy.crypto.cipher import Cipher
-from convoy.crypto.handshake import Context, Initiator, Party, Responder, Secrets
+from convoy.crypto.handshake import HandshakeContext, Initiator, Party, Responder, Secrets
 from convoy.errors import ConvoyError
 
 BOTH = (Cipher.AES_256_GCM, Cipher.CHACHA20_POLY1305)
@@ -29,8 +29,10 @@ PARTIES = {
 FIELDS = {1: message_1_fields("alpha", "beta", "model"), 2: message_2_fields(), 3: message_3_fields()}
 
 
-def context(initiator: str, responder: str, link: int, *, epoch: int = 5, replaces: int = 0) -> Context:
-    return Context(
+def context(
+    initiator: str, responder: str, link: int, *, epoch: int = 5, replaces: int = 0
+) -> HandshakeContext:
+    return HandshakeContext(
         PARTIES[initiator],
         PARTIES[responder],
         bytes([link]) * 16,
@@ -45,8 +47,8 @@ def context(initiator: str, responder: str, link: int, *, epoch: int = 5, replac
 class Session:
     """Both ends of an intended handshake, run by honest code; who signs for gamma is the attacker."""
 
-    dialler: Context
-    listener: Context
+    dialler: HandshakeContext
+    listener: HandshakeContext
     ciphers: tuple[Cipher, ...] = BOTH
 
     def __post_init__(self) -> None:
@@ -106,7 +108,7 @@ def agreed(sessions: list[Session]) -> None:
 # Pairs of sessions that could be mistaken for each other: (dialler's view, listener's view) twice.
 AB = ("alpha", "beta")
 BA = ("beta", "alpha")
-PAIRS: dict[str, tuple[Context, Context, Context, Context]] = {
+PAIRS: dict[str, tuple[HandshakeContext, HandshakeContext, HandshakeContext, HandshakeContext]] = {
     "two links of one pair": (context(*AB, 1), context(*AB, 1), context(*AB, 2), context(*AB, 2)),
     "one link id twice": (context(*AB, 1), context(*AB, 1), context(*AB, 1), context(*AB, 1)),
     "both dial each other": (context(*AB, 1), context(*AB, 1), context(*BA, 1), context(*BA, 1)),
@@ -244,7 +246,7 @@ def test_no_message_of_one_kind_passes_for_another(number: int) -> None:
     ],
 )
 def test_ends_that_know_different_things_never_both_have_secrets(
-    listener: Context, offered: tuple[Cipher, ...]
+    listener: HandshakeContext, offered: tuple[Cipher, ...]
 ) -> None:
     session = Session(context(*AB, 1), listener, offered)
     for number in (1, 2, 3):

@@ -14,7 +14,7 @@ import pytest
 from convoy.crypto import keys, seal
 from convoy.crypto.cipher import TAG_BYTES, Aead, Cipher
 from convoy.crypto.handshake import Initiator, Responder, Secrets
-from convoy.crypto.seal import KeyLimits, Opener, Sealer, make_sealing
+from convoy.crypto.seal import Opener, Sealer, SealLimits, make_sealing
 from convoy.errors import FrameError, HandshakeError, LinkBroken, SealError
 from convoy.transport.link.link import LinkOptions, ReceivedTensor
 from convoy.transport.memory_link import memory_link_pair
@@ -96,7 +96,7 @@ def test_lineage_s1_no_nonce_comes_twice_over_reconnects(nonces: list[tuple[byte
 
 
 def test_lineage_s1_no_nonce_comes_twice_over_turns_of_the_ratchet(nonces: list[tuple[bytes, bytes]]) -> None:
-    links_that_talk(4, LinkOptions(key_limits=KeyLimits(max_records=2)))
+    links_that_talk(4, LinkOptions(key_limits=SealLimits(max_records=2)))
     assert len(set(nonces)) == len(nonces)
     assert len({key for key, _ in nonces}) > 10
 
@@ -127,7 +127,7 @@ def sealed_by(sealer: Sealer, header: bytes, text: bytes) -> bytes:
 
 def test_lineage_s5_a_frame_that_comes_back_to_its_sender_does_not_open() -> None:
     mine, _ = run(*both_ends())
-    sealer, opener = make_sealing(mine, KeyLimits())
+    sealer, opener = make_sealing(mine, SealLimits())
     sealed = sealed_by(sealer, HEADER, b"text")
     with pytest.raises(SealError, match="does not open"):
         opener.open_into(0, HEADER, sealed, memoryview(bytearray(4)))
@@ -144,7 +144,7 @@ def test_lineage_s5_a_frame_under_another_header_does_not_open() -> None:
 def test_lineage_8_2_10_counters_stay_together_whatever_the_frames_are_for() -> None:
     # The lineage's counters went apart between admitting a request and decoding it: each kind of work had
     # its own idea of what had been sent. Here one counter counts frames, and nothing else.
-    links = memory_link_pair(ALPHA, BETA, options=LinkOptions(key_limits=KeyLimits(max_records=5)))
+    links = memory_link_pair(ALPHA, BETA, options=LinkOptions(key_limits=SealLimits(max_records=5)))
     head, peer = End(links[0]).start(), End(links[1]).start()
     for number in range(20):
         admit = [BlockGrant(number, 0, [1])] if number % 3 == 0 else []
@@ -167,15 +167,15 @@ def test_lineage_8_2_10_counters_stay_together_whatever_the_frames_are_for() -> 
 
 @pytest.mark.parametrize("max_records", [1, 2, 3, 7])
 def test_a_tensor_may_span_turns_of_the_ratchet_by_records(max_records: int) -> None:
-    check_tensors_under(KeyLimits(max_records=max_records))
+    check_tensors_under(SealLimits(max_records=max_records))
 
 
 @pytest.mark.parametrize("max_bytes", [1, RECORD_BYTES + TAG_BYTES, RECORD_BYTES + TAG_BYTES + 1, 300_000])
 def test_a_tensor_may_span_turns_of_the_ratchet_by_bytes(max_bytes: int) -> None:
-    check_tensors_under(KeyLimits(max_bytes=max_bytes))
+    check_tensors_under(SealLimits(max_bytes=max_bytes))
 
 
-def check_tensors_under(limits: KeyLimits) -> None:
+def check_tensors_under(limits: SealLimits) -> None:
     links = memory_link_pair(ALPHA, BETA, options=LinkOptions(key_limits=limits))
     here, there = End(links[0]).start(), End(links[1]).start()
     for number in range(4):
@@ -189,9 +189,9 @@ def check_tensors_under(limits: KeyLimits) -> None:
     here.link.close()
 
 
-@pytest.mark.parametrize("limits", [KeyLimits(max_records=3), KeyLimits(max_bytes=3 * (10 + TAG_BYTES))])
+@pytest.mark.parametrize("limits", [SealLimits(max_records=3), SealLimits(max_bytes=3 * (10 + TAG_BYTES))])
 def test_the_frame_at_the_limit_is_under_the_old_key_and_the_next_under_the_new(
-    limits: KeyLimits, nonces: list[tuple[bytes, bytes]]
+    limits: SealLimits, nonces: list[tuple[bytes, bytes]]
 ) -> None:
     sealer = Sealer(bytes(32), Cipher.AES_256_GCM, limits)
     for _ in range(7):
@@ -202,7 +202,7 @@ def test_the_frame_at_the_limit_is_under_the_old_key_and_the_next_under_the_new(
 
 
 def test_one_byte_under_the_limit_does_not_turn_the_ratchet() -> None:
-    sealer = Sealer(bytes(32), Cipher.AES_256_GCM, KeyLimits(max_bytes=1000))
+    sealer = Sealer(bytes(32), Cipher.AES_256_GCM, SealLimits(max_bytes=1000))
     sealed_by(sealer, HEADER, bytes(1000 - TAG_BYTES - 1))
     assert sealer._key._turn == 0
     sealed_by(sealer, HEADER, b"")
@@ -211,7 +211,7 @@ def test_one_byte_under_the_limit_does_not_turn_the_ratchet() -> None:
 
 def test_a_new_secret_does_not_give_the_old_one() -> None:
     # One way: the next secret is HKDF of the old, and the old is overwritten.
-    sealer = Sealer(bytes(range(32)), Cipher.AES_256_GCM, KeyLimits(max_records=1))
+    sealer = Sealer(bytes(range(32)), Cipher.AES_256_GCM, SealLimits(max_records=1))
     old = sealer._key._secret
     sealed_by(sealer, HEADER, b"")
     assert not any(old)
@@ -236,7 +236,7 @@ def cipher_keys(monkeypatch: pytest.MonkeyPatch) -> list[bytearray]:
 
 
 def test_an_aead_key_is_wiped_as_soon_as_its_cipher_has_it(cipher_keys: list[bytearray]) -> None:
-    sealer = Sealer(bytes(32), Cipher.AES_256_GCM, KeyLimits(max_records=1))
+    sealer = Sealer(bytes(32), Cipher.AES_256_GCM, SealLimits(max_records=1))
     sealed_by(sealer, HEADER, b"")
     assert len(cipher_keys) == 2
     assert not any(any(key) for key in cipher_keys)
@@ -244,7 +244,7 @@ def test_an_aead_key_is_wiped_as_soon_as_its_cipher_has_it(cipher_keys: list[byt
 
 def test_traffic_secrets_are_wiped_once_the_directions_have_them() -> None:
     secrets, _ = run(*both_ends())
-    sealer, opener = make_sealing(secrets, KeyLimits())
+    sealer, opener = make_sealing(secrets, SealLimits())
     assert not any(secrets.send + secrets.receive)
     assert sealer._key._secret != opener._key._secret
     assert any(sealer._key._secret)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.crypto.cipher import TAG_BYTES, Cipher
-from convoy.crypto.seal import MAX_SEQUENCE, KeyLimits, Opener, Sealer
+from convoy.crypto.seal import MAX_SEQUENCE, Opener, Sealer, SealLimits
 from convoy.errors import SealError
 
 SECRET = bytes(range(32))
@@ -83,16 +83,16 @@ def test_any_flipped_bit_of_header_or_payload_is_refused(
         open_(Opener(SECRET, Cipher.AES_256_GCM), 0, bytes(whole[: len(header)]), bytes(whole[len(header) :]))
 
 
-@pytest.mark.parametrize("limits", [KeyLimits(max_records=3), KeyLimits(max_bytes=100)])
+@pytest.mark.parametrize("limits", [SealLimits(max_records=3), SealLimits(max_bytes=100)])
 @pytest.mark.parametrize("cipher", CIPHERS)
-def test_both_ends_turn_the_ratchet_at_the_same_frame(cipher: Cipher, limits: KeyLimits) -> None:
+def test_both_ends_turn_the_ratchet_at_the_same_frame(cipher: Cipher, limits: SealLimits) -> None:
     sealer, opener = Sealer(SECRET, cipher, limits), Opener(SECRET, cipher, limits)
     for index in range(50):
         assert open_(opener, index, b"h", seal(sealer, b"h", bytes(index))) == bytes(index)
 
 
 def test_an_old_key_opens_nothing_after_the_ratchet() -> None:
-    sealer = Sealer(SECRET, Cipher.AES_256_GCM, KeyLimits(max_records=1))
+    sealer = Sealer(SECRET, Cipher.AES_256_GCM, SealLimits(max_records=1))
     behind = Opener(SECRET, Cipher.AES_256_GCM)
     open_(behind, 0, b"h", seal(sealer, b"h", b"a"))
     with pytest.raises(SealError, match="does not open"):
@@ -100,7 +100,7 @@ def test_an_old_key_opens_nothing_after_the_ratchet() -> None:
 
 
 def test_a_failed_frame_does_not_turn_the_ratchet() -> None:
-    opener = Opener(SECRET, Cipher.AES_256_GCM, KeyLimits(max_records=1))
+    opener = Opener(SECRET, Cipher.AES_256_GCM, SealLimits(max_records=1))
     before = opener._key.prefix
     with pytest.raises(SealError):
         open_(opener, 0, b"h", bytes(32))
@@ -123,13 +123,13 @@ def test_a_number_is_spent_even_if_sealing_fails() -> None:
 
 
 def test_the_key_limits_are_those_of_the_protocol_page() -> None:
-    assert KeyLimits() == KeyLimits(max_records=2**22, max_bytes=2**34)
+    assert SealLimits() == SealLimits(max_records=2**22, max_bytes=2**34)
 
 
 @pytest.mark.parametrize("cipher", CIPHERS)
 def test_the_ratchet_turns_at_the_frame_that_reaches_the_bytes_and_counts_anew(cipher: Cipher) -> None:
     # Frames of 40 sealed bytes: the third reaches 120, and then the sixth does.
-    limits = KeyLimits(max_bytes=120)
+    limits = SealLimits(max_bytes=120)
     sealer, opener = Sealer(SECRET, cipher, limits), Opener(SECRET, cipher, limits)
     turns = []
     for index in range(7):
@@ -140,7 +140,7 @@ def test_the_ratchet_turns_at_the_frame_that_reaches_the_bytes_and_counts_anew(c
 
 
 def test_the_ratchet_turns_at_the_frame_that_reaches_the_records() -> None:
-    sealer = Sealer(SECRET, Cipher.AES_256_GCM, KeyLimits(max_records=3))
+    sealer = Sealer(SECRET, Cipher.AES_256_GCM, SealLimits(max_records=3))
     turns = []
     for _ in range(7):
         seal(sealer, b"h", b"")

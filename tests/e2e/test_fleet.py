@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from cli.transcript import run_convoy
-from convoy.bench.fleet.load import Answer, Load
+from convoy.bench.fleet.load import FleetLoad, LoadResult
 from convoy.bench.fleet.scenario import PRICE, Scenario, account_name
 from convoy.cli.local.fleet import FleetOptions, LocalFleet
 from support.fleet import streamed
@@ -134,10 +134,10 @@ def test_a_provider_that_is_killed_under_load_loses_no_request_that_had_not_begu
     # last of this module: one provider is left
     scenario = Scenario("killed", {MODEL: 2}, 3, 120, 12, True, 24, 200, CREDIT)
     keys = {name: fleet.open_account(name, CREDIT) for name in map(account_name, range(3))}
-    answers: list[Answer] = []
+    answers: list[LoadResult] = []
 
     def ask() -> None:
-        answers.extend(Load(scenario, fleet.url, keys).run()[0])
+        answers.extend(FleetLoad(scenario, fleet.url, keys).run()[0])
 
     thread = threading.Thread(target=ask)
     thread.start()

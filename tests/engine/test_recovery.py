@@ -15,7 +15,7 @@ from convoy.engine.completion import generate
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.kv.limits import GroupLimits
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.recovery import MAX_FAILURES, Recovered, Renewal
+from convoy.engine.recovery import MAX_FAILURES, NewStages, Replan
 from convoy.engine.run.executor import StepResult
 from convoy.errors import (
     CapacityError,
@@ -27,7 +27,7 @@ from convoy.errors import (
     StageLost,
     StepLate,
 )
-from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import Step
 from engine.test_engine import LIMITS, expected, request
@@ -42,12 +42,12 @@ WAIT_S = 20.0
 class FakeRecovery:
     """Answers each loss with the next of ``answers``; ``gate`` is waited for first."""
 
-    answers: list[Recovered | ConvoyError | None]
+    answers: list[NewStages | ConvoyError | None]
     gate: threading.Event = field(default_factory=threading.Event)
     losses: list[StageLost] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def recover(self, error: StageLost) -> Recovered | None:
+    def recover(self, error: StageLost) -> NewStages | None:
         self.losses.append(error)
         while not (self.gate.wait(0.01) and self.answers):
             if self.cancelled.wait(0.01):
@@ -79,9 +79,9 @@ class LateExecutor(FakeExecutor):
         return super().collect()
 
 
-def recovered(num_blocks: int = 64, max_context: int = 128, fail_at: int | None = None) -> Recovered:
+def recovered(num_blocks: int = 64, max_context: int = 128, fail_at: int | None = None) -> NewStages:
     limits = replace(LIMITS, groups=(GroupLimits(num_blocks),))
-    return Recovered(FakeExecutor(fail_at=fail_at), limits, max_context)
+    return NewStages(FakeExecutor(fail_at=fail_at), limits, max_context)
 
 
 def start(executor: FakeExecutor, recovery: FakeRecovery, *, open_gate: bool = True) -> Engine:
@@ -127,7 +127,7 @@ def test_two_losses_in_a_row_cost_no_token() -> None:
 
 def test_step_numbers_go_on() -> None:
     other = FakeExecutor()
-    engine = start(FakeExecutor(fail_at=6), FakeRecovery([Recovered(other, LIMITS, 128)]))
+    engine = start(FakeExecutor(fail_at=6), FakeRecovery([NewStages(other, LIMITS, 128)]))
     generate(engine, request([1], 20))
     assert min(step.number for step in other.steps) > 6
     engine.close()
@@ -181,7 +181,7 @@ def test_closing_ends_a_recovery_that_waits() -> None:
 class TooLateRecovery(FakeRecovery):
     """Finds other stages just when the engine is closed."""
 
-    def recover(self, error: StageLost) -> Recovered | None:
+    def recover(self, error: StageLost) -> NewStages | None:
         self.losses.append(error)
         assert self.cancelled.wait(WAIT_S)
         return recovered()
@@ -281,7 +281,7 @@ SMALLER = pytest.mark.parametrize("stages", [recovered(num_blocks=4), recovered(
 
 
 @SMALLER
-def test_a_request_that_has_more_tokens_than_other_stages_hold_ends_alone(stages: Recovered) -> None:
+def test_a_request_that_has_more_tokens_than_other_stages_hold_ends_alone(stages: NewStages) -> None:
     recovery = FakeRecovery([replace(stages, executor=FakeExecutor())])
     engine = start(FakeExecutor(fail_at=6), recovery, open_gate=False)
     large: queue.SimpleQueue[Output] = queue.SimpleQueue()
@@ -300,7 +300,7 @@ def test_a_request_that_has_more_tokens_than_other_stages_hold_ends_alone(stages
 
 @SMALLER
 @pytest.mark.parametrize("prompt", [[1], [1] * 10])
-def test_a_request_that_still_fits_goes_on_to_the_new_wall(stages: Recovered, prompt: list[int]) -> None:
+def test_a_request_that_still_fits_goes_on_to_the_new_wall(stages: NewStages, prompt: list[int]) -> None:
     engine = start(FakeExecutor(fail_at=6), FakeRecovery([replace(stages, executor=FakeExecutor())]))
     assert engine.room == 128
     answer = generate(engine, request(prompt, 60))
@@ -311,7 +311,7 @@ def test_a_request_that_still_fits_goes_on_to_the_new_wall(stages: Recovered, pr
 
 
 @SMALLER
-def test_after_a_loss_an_answer_of_any_length_fits_what_there_is(stages: Recovered) -> None:
+def test_after_a_loss_an_answer_of_any_length_fits_what_there_is(stages: NewStages) -> None:
     engine = start(FakeExecutor(fail_at=3), FakeRecovery([replace(stages, executor=FakeExecutor())]))
     generate(engine, request([1], 8))
     asked = request([2, 3], 126)  # as much as there was room for before
@@ -340,7 +340,7 @@ def test_better_stages_are_taken_once_nothing_runs_and_are_no_recovery() -> None
     engine = start(FakeExecutor(), recovery)
     engine.renew("beta is here again")
     wait_until(lambda: recovery.losses)
-    assert isinstance(recovery.losses[0], Renewal)
+    assert isinstance(recovery.losses[0], Replan)
     assert list(generate(engine, request([1], 20)).token_ids) == expected([1], 20)
     assert engine.stats().recoveries == 0
     engine.close()
@@ -371,14 +371,14 @@ def test_what_runs_whenever_stages_fail_ends_and_the_others_go_on() -> None:
 class PoisonedExecutor(FakeExecutor):
     """Fails at every step that has the token 1, which this model never says."""
 
-    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
         super().submit(step, draws)
         if 1 in np.frombuffer(step.tokens, dtype="<u4"):
             self._results[-1] = StageLost("the fake stage cannot run it")
 
 
 def test_what_runs_beside_a_request_that_no_stage_can_run_goes_on() -> None:
-    relapses = [Recovered(PoisonedExecutor(), LIMITS, 128, relapse=True) for _ in range(4 * MAX_FAILURES)]
+    relapses = [NewStages(PoisonedExecutor(), LIMITS, 128, relapse=True) for _ in range(4 * MAX_FAILURES)]
     engine = start(PoisonedExecutor(), FakeRecovery([*relapses]))
     prompts = [[3, 4, 5], [4, 5], [6, 1, 6], [7], [8, 9]]
     streams: list[queue.SimpleQueue[Output]] = [queue.SimpleQueue() for _ in prompts]
@@ -395,12 +395,12 @@ def test_what_runs_beside_a_request_that_no_stage_can_run_goes_on() -> None:
 
 def test_what_fails_by_itself_at_one_member_after_another_ends_before_the_next() -> None:
     where = ["beta", "beta", "beta", "gamma", "gamma", "delta"]
-    relapses = [Recovered(PoisonedExecutor(), LIMITS, 128, relapse=True, failed_at=one) for one in where]
+    relapses = [NewStages(PoisonedExecutor(), LIMITS, 128, relapse=True, failed_at=one) for one in where]
     recovery = FakeRecovery([*relapses])
     engine = start(PoisonedExecutor(), recovery)
     with pytest.raises(StageLost, match="failed at the request 5 times in a row, at beta and at gamma"):
         generate(engine, request([6, 1, 6], 20))
-    assert [answer for answer in recovery.answers if isinstance(answer, Recovered)] == relapses[5:]
+    assert [answer for answer in recovery.answers if isinstance(answer, NewStages)] == relapses[5:]
     engine.close()
 
 

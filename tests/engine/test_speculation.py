@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.recovery import Recovered
+from convoy.engine.recovery import NewStages
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.engine.scheduler import Drafter, GroupLimits, Scheduler, SchedulerLimits
@@ -22,7 +22,7 @@ from convoy.engine.sequence import Sequence
 from convoy.engine.speculation import LookupDrafter
 from convoy.errors import RequestError
 from convoy.model.kv.pools import BlockTables, GroupBlocks
-from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.messages.control import Step
@@ -43,7 +43,7 @@ class CheckingExecutor(FakeExecutor):
         super().__init__(depth)
         self._stage = BlockTables([GroupBlocks(num_blocks)], block_size=4, max_context=CONTEXT)
 
-    def submit(self, step: Step, draws: SequenceOf[Draw]) -> None:
+    def submit(self, step: Step, draws: SequenceOf[SampleJob]) -> None:
         self._stage.commit(self._stage.stage(step))
         super().submit(step, draws)
 
@@ -220,7 +220,7 @@ def test_stages_that_are_lost_while_they_check_guesses_change_nothing(fail_at: i
     expected, _ = run(requests, limits, 2, None)
     executor = CheckingExecutor(limits.groups[0].num_blocks, 2)
     executor.fail_at = fail_at
-    others = Recovered(
+    others = NewStages(
         CheckingExecutor(limits.groups[0].num_blocks), replace(limits, micro_batches=1), CONTEXT
     )
     recovery = FakeRecovery([others])

@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 
-from convoy.engine.run.stage_worker import StageLoop, StageRoute
+from convoy.engine.run.stage_worker import StageRoute, StageWorker
 from convoy.errors import StepError
 from convoy.model.backends.host.stage import Stage
 from convoy.model.tensors import to_wire
@@ -39,7 +39,7 @@ class Sink:
         pass
 
 
-def make_loop(max_waiting_bytes: int) -> tuple[StageLoop, EchoStage]:
+def make_loop(max_waiting_bytes: int) -> tuple[StageWorker, EchoStage]:
     stage = EchoStage()
     route = StageRoute(
         generation=1,
@@ -48,7 +48,7 @@ def make_loop(max_waiting_bytes: int) -> tuple[StageLoop, EchoStage]:
         last=False,
         max_waiting_bytes=max_waiting_bytes,
     )
-    return StageLoop(cast(Stage, stage), route, cast(Link, Sink())), stage
+    return StageWorker(cast(Stage, stage), route, cast(Link, Sink())), stage
 
 
 def hidden(step: int, num_rows: int) -> ReceivedTensor:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from convoy.engine.run.stage_worker import StageLoop, StageRoute
+from convoy.engine.run.stage_worker import StageRoute, StageWorker
 from convoy.errors import HiddenError, StepError
 from convoy.model.backends.host.stage import Stage
 from convoy.transport.link.link import Link, ReceivedTensor
@@ -39,9 +39,9 @@ class Successor:
         self.got.append(step)
 
 
-def loop() -> tuple[StageLoop, CountingStage, Successor]:
+def loop() -> tuple[StageWorker, CountingStage, Successor]:
     stage, successor = CountingStage(), Successor()
-    return StageLoop(cast(Stage, stage), ROUTE, cast(Link, successor)), stage, successor
+    return StageWorker(cast(Stage, stage), ROUTE, cast(Link, successor)), stage, successor
 
 
 def step(number: int) -> Step:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from convoy.evaluate.questions import Question
-from convoy.evaluate.score import Answer, Result, Scoreboard, ask_all, is_right
+from convoy.evaluate.score import Scoreboard, ScoredAnswer, ScoreResult, ask_all, is_right
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ def test_only_the_exact_answer_is_right(answer: str, right: bool) -> None:
     assert is_right(answer, "166") == right
 
 
-def ask(question: Question) -> Answer:
-    return Answer(" 2 " if question.text == "1+1?" else "no idea", num_tokens=3, duration_s=0.5)
+def ask(question: Question) -> ScoredAnswer:
+    return ScoredAnswer(" 2 " if question.text == "1+1?" else "no idea", num_tokens=3, duration_s=0.5)
 
 
 def test_scores_add_up_by_kind_and_over_all() -> None:
@@ -46,9 +46,9 @@ def test_several_questions_at_once_give_the_same_results_in_order() -> None:
     questions = [Question("n", str(number), str(number % 7)) for number in range(50)]
     both = threading.Barrier(2, timeout=10)
 
-    def slow(question: Question) -> Answer:
+    def slow(question: Question) -> ScoredAnswer:
         both.wait()  # passes only where two are asked at once
-        return Answer(question.text, 1, 0.0)
+        return ScoredAnswer(question.text, 1, 0.0)
 
     with ThreadPoolExecutor(2) as pool:
         results = list(ask_all(questions, slow, pool.map))
@@ -57,10 +57,13 @@ def test_several_questions_at_once_give_the_same_results_in_order() -> None:
 
 
 def test_the_digest_tells_different_answers_apart_but_not_orders() -> None:
-    results = [Result(Question("k", str(n), "x"), Answer(f"a{n}", 1, 0.1 * n), right=False) for n in range(3)]
-    changed = Result(results[0].question, Answer("b", 1, 0.1), right=False)
+    results = [
+        ScoreResult(Question("k", str(n), "x"), ScoredAnswer(f"a{n}", 1, 0.1 * n), right=False)
+        for n in range(3)
+    ]
+    changed = ScoreResult(results[0].question, ScoredAnswer("b", 1, 0.1), right=False)
 
-    def digest(*some: Result) -> str:
+    def digest(*some: ScoreResult) -> str:
         board = Scoreboard()
         for result in some:
             board.add(result)
@@ -73,9 +76,9 @@ def test_the_digest_tells_different_answers_apart_but_not_orders() -> None:
 def test_results_come_while_later_questions_are_still_to_be_asked() -> None:
     asked: list[str] = []
 
-    def noting(question: Question) -> Answer:
+    def noting(question: Question) -> ScoredAnswer:
         asked.append(question.text)
-        return Answer("", 0, 0.0)
+        return ScoredAnswer("", 0, 0.0)
 
     results = ask_all([Question("k", str(number), "x") for number in range(3)], noting)
     next(results)

@@ -18,19 +18,21 @@ if why_not() is not None:
     pytest.skip(str(why_not()), allow_module_level=True)
 
 from convoy.model.backends.cuda.batch import describe_rows, on_device
-from convoy.model.backends.cuda.kernels.attention import LOG2_E, HeadShape, attend
+from convoy.model.backends.cuda.kernels.attention import LOG2_E, DeviceHeadShape, attend
 from convoy.model.backends.cuda.kernels.reference import attend_slowly
 
 pytestmark = pytest.mark.gpu
 TOLERANCE = 1e-2  # of bfloat16, whose numbers are 2^-9 apart at worst
-LLAMA = HeadShape(num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128, block_size=16, scale=128**-0.5)
-SHAPES: Mapping[str, HeadShape] = {
+LLAMA = DeviceHeadShape(
+    num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128, block_size=16, scale=128**-0.5
+)
+SHAPES: Mapping[str, DeviceHeadShape] = {
     "llama": LLAMA,
-    "odd": HeadShape(6, 2, 24, 24, 16, 24**-0.5),
-    "many to one": HeadShape(14, 2, 64, 64, 16, 64**-0.5),
-    "one to one": HeadShape(4, 4, 64, 64, 32, 64**-0.5),
-    "values apart": HeadShape(8, 2, 96, 64, 16, 0.1),
-    "wide": HeadShape(4, 1, 256, 256, 16, 256**-0.5),
+    "odd": DeviceHeadShape(6, 2, 24, 24, 16, 24**-0.5),
+    "many to one": DeviceHeadShape(14, 2, 64, 64, 16, 64**-0.5),
+    "one to one": DeviceHeadShape(4, 4, 64, 64, 32, 64**-0.5),
+    "values apart": DeviceHeadShape(8, 2, 96, 64, 16, 0.1),
+    "wide": DeviceHeadShape(4, 1, 256, 256, 16, 256**-0.5),
     "window": replace(LLAMA, window=70),
     "softcap": replace(LLAMA, softcap=1.5),
 }
@@ -42,7 +44,9 @@ SPANS: Mapping[str, list[tuple[int, int]]] = {
 }
 
 
-def compare(shape: HeadShape, spans: list[tuple[int, int]], device: torch.device, **options: Any) -> float:
+def compare(
+    shape: DeviceHeadShape, spans: list[tuple[int, int]], device: torch.device, **options: Any
+) -> float:
     """The error of `attend`, over rows described as a stage describes them."""
     sinks, ring = options.get("sinks"), options.get("ring")
     drawn = draw_rows(shape, spans, device, ring=ring)

@@ -13,7 +13,7 @@ if why_not() is not None:
 
 from convoy.model.backends.cuda.memory.staging import Staging
 from convoy.model.backends.cuda.sampling import best_tokens, start_draws
-from convoy.model.sampling.output_rows import Draw, draw_all
+from convoy.model.sampling.output_rows import SampleJob, draw_all
 from convoy.model.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -48,12 +48,12 @@ def test_restricted_tokens_are_those_of_the_host(device: torch.device) -> None:
     logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(2))
     greedy, best = SamplingParams(temperature=0.0), [int(row.argmax()) for row in logits]
     draws = [
-        Draw(greedy, 0, 1),
-        Draw(greedy, 0, 2, banned=[best[1]]),
-        Draw(greedy, 0, 3, allowed=[7, 8, 2999]),
-        Draw(SamplingParams(seed=3), 1, 4, allowed=[5, 6]),
-        Draw(SamplingParams(seed=3, logit_bias={9: 50.0}), 0, 5, banned=[9]),
-        Draw(greedy, 0, 6, score=best[5]),
+        SampleJob(greedy, 0, 1),
+        SampleJob(greedy, 0, 2, banned=[best[1]]),
+        SampleJob(greedy, 0, 3, allowed=[7, 8, 2999]),
+        SampleJob(SamplingParams(seed=3), 1, 4, allowed=[5, 6]),
+        SampleJob(SamplingParams(seed=3, logit_bias={9: 50.0}), 0, 5, banned=[9]),
+        SampleJob(greedy, 0, 6, score=best[5]),
     ]
     copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     found = start_draws(logits.to(device), draws, copies, Staging(device)).outcomes()

@@ -21,7 +21,7 @@ if why_not() is not None:
 
 from pathlib import Path
 
-from convoy.model.backends.cuda.kernels.attention import HeadShape, Pool
+from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
 from convoy.model.backends.cuda.kernels.few import FEW_TILES
 from convoy.model.backends.cuda.kernels.linears import MAX_FEW, multiply
 from convoy.model.backends.cuda.kernels.lone import INT4_TILES, INT8_TILES, TILES, lone_linear
@@ -77,7 +77,7 @@ def test_a_gate_is_silu_of_one_half_times_the_other(width: int, device: torch.de
 def test_queries_turn_in_place_and_keys_and_values_go_to_their_slots(
     normed: bool, device: torch.device
 ) -> None:
-    shape = HeadShape(6, 2, 24, 24, 16, 1.0)
+    shape = DeviceHeadShape(6, 2, 24, 24, 16, 1.0)
     qkv = numbers(4, 10 * 24, device=device)
     pools = [torch.zeros(5, 2, 16, 24, dtype=qkv.dtype, device=device) for _ in range(2)]
     angles = torch.outer(torch.arange(64.0), 100.0 ** -torch.linspace(0, 1, 12)).to(device)

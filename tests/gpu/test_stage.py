@@ -12,7 +12,7 @@ import torch
 
 from convoy.errors import ModelError, StepError
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.sampling.output_rows import GREEDY, Draw, draw_all
+from convoy.model.sampling.output_rows import GREEDY, SampleJob, draw_all
 from convoy.model.sampling.params import SamplingParams
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 from support.kernels import error_of, why_not
@@ -22,7 +22,7 @@ if why_not() is not None or not torch.cuda.is_available():
 
 import transformers
 
-from convoy.model.backends.cuda.decoder import Decoder
+from convoy.model.backends.cuda.decoder import DeviceDecoder
 from convoy.model.backends.cuda.options import CHECK_KERNEL, KERNEL
 from convoy.model.backends.cuda.several import SeveralStages
 from convoy.model.backends.cuda.stage import CudaStage
@@ -108,7 +108,7 @@ def near_ties(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_a_prompt_in_chunks_and_decodes_give_the_librarys_logits(directories: Directories, kind: str) -> None:
     tokens = prompt(200)
     one = chain(directories[kind])
-    assert isinstance(device_stage(one.stages[0]).model, Decoder)
+    assert isinstance(device_stage(one.stages[0]).model, DeviceDecoder)
     parts = [tokens[:90], tokens[90:160], *([token] for token in tokens[160:])]
     found = torch.cat([one.run((0, part))[0] for part in parts])
     expected = reference(directories[kind], tokens)
@@ -229,7 +229,7 @@ def test_greedy_rows_are_drawn_on_the_device_and_others_from_their_logits(direct
     stage = device_stage(one.stages[0])
     hidden = torch.randn(5, stage.hidden_size, generator=torch.Generator().manual_seed(3))
     warm = SamplingParams(temperature=0.8, seed=7)
-    draws = [GREEDY, Draw(warm, 0, 9), GREEDY, Draw(warm, 1, 9, score=4), GREEDY]
+    draws = [GREEDY, SampleJob(warm, 0, 9), GREEDY, SampleJob(warm, 1, 9, score=4), GREEDY]
     found = stage.draw(hidden, draws)
     assert found.greedy == (0, 2, 4)
     assert found.outcomes() == draw_all(stage.output(hidden).numpy(), draws)

@@ -19,7 +19,7 @@ from convoy.model.checkpoints.owned import owned_tensors
 from convoy.model.checkpoints.read import read_tensor
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest
-from convoy.model.checkpoints.store.parts import Part, PartFile
+from convoy.model.checkpoints.store.parts import ModelPart, PartFile
 from convoy.model.checkpoints.store.received import ReceivedModel
 from convoy.wire.messages.control import StageAssignment
 from support.quantised_models import (
@@ -159,7 +159,7 @@ def test_a_member_without_files_gets_the_tensors_as_they_are_stored(
     assert torch.equal(logits, whole)
 
 
-def put(part: Part, data: bytes | torch.Tensor) -> None:
+def put(part: ModelPart, data: bytes | torch.Tensor) -> None:
     with PartFile(part) as file:
         file.write(data if isinstance(data, bytes) else data.numpy().tobytes())
         assert file.finish()

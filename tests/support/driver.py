@@ -15,7 +15,7 @@ from convoy.engine.run.executor import Executor
 from convoy.engine.scheduler import Scheduled, Scheduler, SchedulerLimits
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.model.sampling.output_rows import GREEDY as GREEDY_DRAW
-from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -83,12 +83,12 @@ class Driver:
                 self._scheduler.finish(sequence)
 
 
-def _draws(scheduled: Scheduled, runs: dict[Sequence, Run]) -> list[Draw]:
+def _draws(scheduled: Scheduled, runs: dict[Sequence, Run]) -> list[SampleJob]:
     draws = []
     for row, sequence in zip(scheduled.step.rows, scheduled.sequences, strict=True):
         run = runs[sequence]
         history = (run.prompt, list(run.tokens))
-        last = Draw(run.params, 0, len(sequence.tokens), *history, wants_logits=True)
+        last = SampleJob(run.params, 0, len(sequence.tokens), *history, wants_logits=True)
         draws.extend([GREEDY_DRAW] * (row.num_outputs - 1) + [last] * bool(row.num_outputs))
     return draws
 

@@ -14,7 +14,7 @@ from convoy.model.backends.host.checks.selfcheck import PLAIN
 from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import HOST
-from convoy.model.sampling.output_rows import Draw, Drawing
+from convoy.model.sampling.output_rows import SampleJob, SampleTask
 from convoy.wire.messages.control import StageAssignment, Step
 
 DEVICE = "cuda:0"
@@ -61,7 +61,7 @@ class FakeDeviceStage:
         out = self.run(step, hidden, tokens)
         return Later(self, self._stage.select(step, out) if selects else out)
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> Drawing:
+    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> SampleTask:
         return self._stage.draw(hidden, draws)
 
 

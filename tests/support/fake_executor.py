@@ -11,7 +11,7 @@ import numpy as np
 
 from convoy.engine.run.executor import Kv, StepResult
 from convoy.errors import ConvoyError, StageLost
-from convoy.model.sampling.output_rows import Draw, draw_all
+from convoy.model.sampling.output_rows import SampleJob, draw_all
 from convoy.wire.messages.control import Step
 
 VOCAB = 64
@@ -44,7 +44,7 @@ class FakeExecutor:
         self._tokens: dict[tuple[int, int], int] = {}
         self._results: deque[StepResult | ConvoyError] = deque()
 
-    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
         self.steps.append(step)
         assert len(self.steps) < _MAX_STEPS, "the engine runs in circles"
         for released in step.released:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from convoy.cluster.enrolment.inviter import Enrolment, Newcomer
-from convoy.cluster.enrolment.newcomer import Asked, Enrolled, join_by_token
+from convoy.cluster.enrolment.newcomer import Enrolled, EnrolmentRequest, join_by_token
 from convoy.crypto.certificate import certificate_fingerprint
 from convoy.crypto.enrolment import (
+    EnrolmentProof,
     OneTimeCertificate,
-    Proof,
     Terms,
     commit,
     hello_mac,
@@ -129,7 +129,7 @@ class Joining:
 
     def _run(self) -> None:
         try:
-            asked = Asked(self.name, None, 7777)
+            asked = EnrolmentRequest(self.name, None, 7777)
             self.enrolled = join_by_token(self.token, self.identity, asked, self.codes.append)
         except ConvoyError as error:
             self.error = error
@@ -171,11 +171,11 @@ class RawNewcomer:
         assert kind is EnrolmentType.CHALLENGE
         return challenge
 
-    def proof(self, challenge: bytes) -> Proof:
+    def proof(self, challenge: bytes) -> EnrolmentProof:
         self.spoken = transcript(self.terms, self.commitment, challenge, self.nonce, self.card)
         return make_proof(self.terms, self.identity, self.nonce, self.spoken)
 
-    def send(self, proof: Proof) -> None:
+    def send(self, proof: EnrolmentProof) -> None:
         send_enrolment(self.stream, EnrolmentType.PROOF, encode_proof(proof, self.card))
 
     def refusal(self) -> Refusal:

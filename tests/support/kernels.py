@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from convoy.model.backends.cuda.kernels.attention import HeadShape, Pool
+    from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
 
 # with TRITON_INTERPRET=1 the kernels run on the host, slowly: to look for mistakes without a device
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -34,7 +34,7 @@ class Drawn:
 
 
 def draw_rows(
-    shape: HeadShape, spans: list[tuple[int, int]], device: torch.device, *, ring: int | None = None
+    shape: DeviceHeadShape, spans: list[tuple[int, int]], device: torch.device, *, ring: int | None = None
 ) -> Drawn:
     """``spans`` are (position of the first token, number of tokens); blocks lie scattered in the pool.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from convoy.cluster.options import HeadOptions, PeerOptions
-from convoy.cluster.peer.ranks import RankGroup
+from convoy.cluster.peer.ranks import RankPeers
 from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.ranks.sums.sealed import SealedCollective
@@ -85,17 +85,17 @@ def scene(num_members: int, **options: object) -> Iterator[Scene]:
 
 
 def break_joining(
-    monkeypatch: pytest.MonkeyPatch, act: Callable[[RankGroup], object], *, only_rank: int = 1
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[RankPeers], object], *, only_rank: int = 1
 ) -> None:
-    real = RankGroup._begin
+    real = RankPeers._begin
 
-    def begin(self: RankGroup) -> SealedCollective:
+    def begin(self: RankPeers) -> SealedCollective:
         if self.rank == only_rank:
             act(self)
         return real(self)
 
-    monkeypatch.setattr(RankGroup, "_begin", begin)
+    monkeypatch.setattr(RankPeers, "_begin", begin)
 
 
-def refuse(_group: RankGroup) -> None:
+def refuse(_group: RankPeers) -> None:
     raise StepError("no sums today")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from convoy.cluster.peer.ranks import RankGroup
+from convoy.cluster.peer.ranks import RankPeers
 from convoy.engine.ranks.sums.sealed import SealedCollective
 from survival.losing import Survival, survival, wait_for
 
@@ -66,15 +66,15 @@ def test_any_rank_of_two_stages_of_two(way: str, lost: str) -> None:
 
 def at_joining(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """``act`` once, when the head is about to say to the other ranks what it is there for."""
-    real, done = RankGroup._begin, threading.Event()
+    real, done = RankPeers._begin, threading.Event()
 
-    def begin(self: RankGroup) -> SealedCollective:
+    def begin(self: RankPeers) -> SealedCollective:
         if not done.is_set():
             done.set()
             act()
         return real(self)
 
-    monkeypatch.setattr(RankGroup, "_begin", begin)
+    monkeypatch.setattr(RankPeers, "_begin", begin)
 
 
 @pytest.mark.parametrize("way", ["kill", "stop"])

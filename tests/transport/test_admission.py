@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.transport.admission import Admission, AdmissionLimits, Refusal, Ticket, place_of
+from convoy.transport.admission import Admission, AdmissionLimits, LinkRefusal, Ticket, place_of
 
 LIMITS = AdmissionLimits(
     address_rate=10,
@@ -34,7 +34,7 @@ class Door:
         self.admission = Admission(limits, max_half_open, clock=self.clock)
         self.cut: list[str] = []
 
-    def knock(self, host: str, name: str = "") -> Ticket | Refusal:
+    def knock(self, host: str, name: str = "") -> Ticket | LinkRefusal:
         return self.admission.admit(host, lambda: self.cut.append(name or host))
 
     def enter(self, host: str, name: str = "") -> Ticket:
@@ -45,7 +45,7 @@ class Door:
     def pass_by(self, host: str) -> bool:
         """In and out at once: only rates count."""
         ticket = self.knock(host)
-        if isinstance(ticket, Refusal):
+        if isinstance(ticket, LinkRefusal):
             return False
         ticket.release()
         return True
@@ -54,7 +54,7 @@ class Door:
 def test_an_address_has_a_burst_and_then_its_rate() -> None:
     door = Door()
     assert [door.pass_by("192.0.2.1") for _ in range(25)] == [True] * 20 + [False] * 5
-    assert door.knock("192.0.2.1") is Refusal.ADDRESS_RATE
+    assert door.knock("192.0.2.1") is LinkRefusal.ADDRESS_RATE
     door.clock.now_s += 0.5
     assert [door.pass_by("192.0.2.1") for _ in range(7)] == [True] * 5 + [False] * 2
 
@@ -71,7 +71,7 @@ def test_strangers_together_have_a_rate_and_members_are_not_in_it() -> None:
     door.admission.list_addresses(["198.51.100.1", "beta.example"])
     passed = sum(door.pass_by(f"192.0.2.{i % 40}") for i in range(400))
     assert passed == LIMITS.strangers_burst
-    assert door.knock("203.0.113.9") is Refusal.RATE
+    assert door.knock("203.0.113.9") is LinkRefusal.RATE
     assert all(door.pass_by("198.51.100.1") for _ in range(60))
 
 
@@ -138,7 +138,7 @@ def test_a_stranger_never_displaces_a_known_address() -> None:
     door.admission.list_addresses(["198.51.100.1"])
     for _ in range(4):
         door.enter("198.51.100.1", "known")
-    assert door.knock("192.0.2.1") is Refusal.FULL
+    assert door.knock("192.0.2.1") is LinkRefusal.FULL
     assert door.cut == []
 
 
@@ -146,7 +146,7 @@ def test_who_showed_a_members_certificate_does_not_give_way() -> None:
     door = Door(max_half_open=4)
     tickets = [door.enter("192.0.2.1", f"first {i}") for i in range(3)]
     assert all(ticket.prove("alpha") for ticket in tickets)
-    assert door.knock("192.0.2.2") is Refusal.FULL
+    assert door.knock("192.0.2.2") is LinkRefusal.FULL
     tickets[0].release()
     door.enter("192.0.2.2")
     assert door.cut == []

@@ -22,7 +22,7 @@ from convoy.errors import (
 )
 from convoy.transport.dial import dial
 from convoy.transport.link.link import Link
-from convoy.transport.link.outgoing import Parcel, message_parcel
+from convoy.transport.link.outgoing import OutgoingFrame, message_parcel
 from convoy.transport.listen.listener import Listener
 from convoy.transport.member import LocalMember
 from convoy.transport.membership import MAX_NEEDLESS_ROSTERS, Membership
@@ -244,7 +244,7 @@ def test_a_removed_member_that_takes_nothing_and_hangs_up_never_is_out_within_a_
     assert time.monotonic() - began_s < 1.0
 
 
-def _parcel(signed: bytes) -> Parcel:
+def _parcel(signed: bytes) -> OutgoingFrame:
     return message_parcel(FrameType.ROSTER, encode_message(RosterUpdate(signed)), 0, 0)
 
 

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from convoy.crypto.cipher import TAG_BYTES, Cipher
-from convoy.crypto.handshake import Context, Ephemeral, Initiator, Party, Responder
-from convoy.crypto.seal import KeyLimits, Sealer
+from convoy.crypto.handshake import Ephemeral, HandshakeContext, Initiator, Party, Responder
+from convoy.crypto.seal import Sealer, SealLimits
 
 OUT = Path(__file__).parent / "handshake_v1.json"
 BOTH = (Cipher.AES_256_GCM, Cipher.CHACHA20_POLY1305)
@@ -29,14 +29,14 @@ def seed(name: str, size: int = 32) -> bytes:
     return hashlib.shake_256(b"convoy vectors v1 " + name.encode()).digest(size)
 
 
-def context() -> Context:
+def context() -> HandshakeContext:
     """The two members of the vectors."""
     keys = [Ed25519PrivateKey.from_private_bytes(seed(name)) for name in ("alpha", "beta")]
     parties = [
         Party(name, key.public_key().public_bytes_raw(), seed(f"{name} certificate"))
         for name, key in zip(("alpha", "beta"), keys, strict=True)
     ]
-    return Context(
+    return HandshakeContext(
         parties[0], parties[1], seed("link", 16), "vectors", 5, seed("roster"), replaces=seed("old link", 16)
     )
 
@@ -58,7 +58,7 @@ def main() -> None:
     message_3, secrets = initiator.create_3()
     assert responder.consume_3(message_3).receive == secrets.send
     frames = []
-    sealer = Sealer(secrets.send, secrets.cipher, KeyLimits(max_records=2))
+    sealer = Sealer(secrets.send, secrets.cipher, SealLimits(max_records=2))
     for number in range(4):
         header = f"header {number}".encode().ljust(48, b".")
         text = f"frame {number} under the ratchet".encode()

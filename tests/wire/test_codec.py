@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from convoy.errors import FrameError
 from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from convoy.transport.link.incoming import ReceivedMessage
-from convoy.transport.link.outgoing import Parcel, message_parcel
+from convoy.transport.link.outgoing import OutgoingFrame, message_parcel
 from convoy.wire.codec import decode_message, encode_message, frame_type_of
 from convoy.wire.messages.control import (
     MAX_OFFER_BYTES,
@@ -23,9 +23,6 @@ from convoy.wire.messages.control import (
     BlocksDone,
     Bye,
     Challenge,
-    DrawAnswer,
-    Drawn,
-    DrawRequest,
     Evidence,
     FrameType,
     Hello,
@@ -41,6 +38,9 @@ from convoy.wire.messages.control import (
     Refuse,
     RosterUpdate,
     Row,
+    SampleReplies,
+    SampleReply,
+    SampleRequest,
     StageAssignment,
     Step,
     StepFailed,
@@ -85,7 +85,7 @@ MESSAGES: list[Message] = [
         [Row(2, 5, 1, 1)],
         b"",
         [
-            DrawRequest(
+            SampleRequest(
                 6,
                 0,
                 -1,
@@ -107,8 +107,9 @@ MESSAGES: list[Message] = [
             )
         ],
     ),
-    Drawn(
-        5, [DrawAnswer(9, -0.5, [(9, -0.5)], b"\0" * 4, "", 0), DrawAnswer(0, 0.0, [], b"", "not finite", 0)]
+    SampleReplies(
+        5,
+        [SampleReply(9, -0.5, [(9, -0.5)], b"\0" * 4, "", 0), SampleReply(0, 0.0, [], b"", "not finite", 0)],
     ),
     ReadBlocks(6, "ab", 2, 4, [7, 1]),
     WriteBlocks(7, "ab", [7, 1], b"t" * 32),
@@ -160,10 +161,10 @@ def test_a_list_that_claims_billions_of_entries_is_refused() -> None:
 
 def test_what_a_peer_drew_is_bounded_before_it_is_built() -> None:
     """A frame of 64 MiB would hold millions of empty entries, and more than a gigabyte of them."""
-    most = Drawn(5, [DrawAnswer(3, -0.5, [(3, -0.5)] * MAX_LOGPROBS, b"", "", 0)])
+    most = SampleReplies(5, [SampleReply(3, -0.5, [(3, -0.5)] * MAX_LOGPROBS, b"", "", 0)])
     assert decode_message(FrameType.DRAWN, encode_message(most)) == most
-    alternatives = Drawn(5, [DrawAnswer(3, -0.5, [(3, -0.5)] * (MAX_LOGPROBS + 1), b"", "", 0)])
-    answers = Drawn(5, [DrawAnswer(0, 0.0, [], b"", "", 0)] * (64 * 1024 + 1))
+    alternatives = SampleReplies(5, [SampleReply(3, -0.5, [(3, -0.5)] * (MAX_LOGPROBS + 1), b"", "", 0)])
+    answers = SampleReplies(5, [SampleReply(0, 0.0, [], b"", "", 0)] * (64 * 1024 + 1))
     for message in (alternatives, answers):
         with pytest.raises(FrameError):
             decode_message(FrameType.DRAWN, encode_message(message))
@@ -190,7 +191,7 @@ def test_there_is_a_number_for_each_cache_group_and_there_are_sixteen_at_most() 
 
 def test_as_many_biases_are_sent_as_a_request_may_have() -> None:
     def draw(num_biases: int) -> Step:
-        request = DrawRequest(
+        request = SampleRequest(
             9,
             0,
             1,
@@ -218,7 +219,7 @@ def test_as_many_biases_are_sent_as_a_request_may_have() -> None:
 
 
 def bias_step(num_draws: int, num_biases: int) -> Step:
-    request = DrawRequest(
+    request = SampleRequest(
         9, 0, 1, 0.5, 0, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.0)] * num_biases, -1, -1, False, b"", b"", b"", b""
     )
     return Step(5, [], [], [], b"", [request] * num_draws)
@@ -271,7 +272,7 @@ def test_a_step_full_of_biases_is_refused_before_most_of_it_is_built() -> None:
 
 def test_draws_and_answers_have_the_bytes_that_the_protocol_describes() -> None:
     """Vectors of `docs/protocol.md`, "Who draws": fields in order, token ids as little-endian uint32."""
-    draw = DrawRequest(
+    draw = SampleRequest(
         6, 0, 77, 0.5, 3, 1.0, 0.0, 1.0, 0.0, 0.0, [(7, 1.5)], 2, -1, False, b"", b"", b"", b"\2\1\0\0"
     )
     sent = encode_message(Step(5, [], [], [], b"", [draw]))
@@ -283,7 +284,7 @@ def test_draws_and_answers_have_the_bytes_that_the_protocol_describes() -> None:
         "919207cb3ff8000000000000"
         "02ffc2c400c400c400c40402010000"
     )
-    answers = encode_message(Drawn(5, [DrawAnswer(9, -0.5, [(9, -0.5)], b"", "", 3)]))
+    answers = encode_message(SampleReplies(5, [SampleReply(9, -0.5, [(9, -0.5)], b"", "", 3)]))
     assert answers.hex() == "9205919609cbbfe0000000000000919209cbbfe0000000000000c400a003"
 
 
@@ -341,10 +342,10 @@ def test_garbage_is_never_more_than_a_frame_error(kind: FrameType, garbage: byte
 
 TOKEN, LOGPROB = 54_321, -0.8125
 TOKENS = TOKEN.to_bytes(4, "little") * 3
-DRAW = DrawRequest(
+DRAW = SampleRequest(
     6, 0, 77, 0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, [(TOKEN, 1.5)], 2, TOKEN, True, TOKENS, TOKENS, TOKENS, TOKENS
 )
-ANSWER = DrawAnswer(TOKEN, LOGPROB, [(TOKEN, LOGPROB)], TOKENS, f"no {TOKEN}", 1)
+ANSWER = SampleReply(TOKEN, LOGPROB, [(TOKEN, LOGPROB)], TOKENS, f"no {TOKEN}", 1)
 
 
 @pytest.mark.parametrize(
@@ -353,12 +354,12 @@ ANSWER = DrawAnswer(TOKEN, LOGPROB, [(TOKEN, LOGPROB)], TOKENS, f"no {TOKEN}", 1
         DRAW,
         ANSWER,
         Step(4, [], [], [Row(2, 0, 3, 1)], TOKENS, [DRAW]),
-        Drawn(5, [ANSWER]),
+        SampleReplies(5, [ANSWER]),
         ReceivedMessage(1, 4, Step(4, [], [], [Row(2, 0, 3, 1)], TOKENS, [DRAW])),
-        ReceivedMessage(1, 4, Drawn(5, [ANSWER])),
+        ReceivedMessage(1, 4, SampleReplies(5, [ANSWER])),
         message_parcel(FrameType.STEP, encode_message(Step(4, [], [], [], TOKENS, [DRAW])), 1, 4),
         WireTensor("float32", (3,), TOKENS),
-        Parcel(FrameType.HIDDEN, 1, 4, 2, tensor=WireTensor("float32", (3,), TOKENS)),
+        OutgoingFrame(FrameType.HIDDEN, 1, 4, 2, tensor=WireTensor("float32", (3,), TOKENS)),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -12,7 +12,7 @@ from functools import partial
 
 import anyio.to_thread
 
-from convoy.api.service import Engine, Handle
+from convoy.api.service import Handle, ServedEngine
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import ConvoyError
@@ -20,7 +20,7 @@ from convoy.errors import ConvoyError
 Batch = list[tuple[int, Output]]  # (index of the request, output)
 
 
-class Generation:
+class EngineStream:
     """Several engine requests whose outputs arrive merged, each one's in order.
 
     The engine's thread never waits here: it appends and wakes the loop once per batch, and the tokens waiting
@@ -28,7 +28,7 @@ class Generation:
     is left.
     """
 
-    def __init__(self, engine: Engine, requests: tuple[GenerationRequest, ...]) -> None:
+    def __init__(self, engine: ServedEngine, requests: tuple[GenerationRequest, ...]) -> None:
         self._engine = engine
         self._requests = requests
         self._loop = asyncio.get_running_loop()
@@ -40,8 +40,8 @@ class Generation:
         self._unfinished = sum(request.num_choices for request in requests)
         self._broken = False
 
-    async def __aenter__(self) -> Generation:
-        """Submit all. Raises what `Engine.submit` raises; nothing runs then."""
+    async def __aenter__(self) -> EngineStream:
+        """Submit all. Raises what `ServedEngine.submit` raises; nothing runs then."""
         try:
             # The engine may hold its lock for as long as it takes to sample a batch.
             await anyio.to_thread.run_sync(self._submit_all)

@@ -12,7 +12,7 @@ from convoy.api import refusals
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ErrorResponse:
     """How a class of errors is answered.
 
     Without ``shown``, the error's message stays inside: a peer may have written some of it. What is sent is
@@ -27,40 +27,48 @@ class Answer:
 
 
 _INVALID = "invalid_request_error"
-_INTERNAL = Answer(500, "server_error", "internal_error", "the server met an internal error", shown=False)
+_INTERNAL = ErrorResponse(
+    500, "server_error", "internal_error", "the server met an internal error", shown=False
+)
 
 # The nearest class of an error's bases decides. What an operator got wrong is no client's fault: 500, without
 # the text.
-ANSWERS: dict[type[Exception], Answer] = {
+ANSWERS: dict[type[Exception], ErrorResponse] = {
     errors.InputError: _INTERNAL,
-    errors.RequestError: Answer(400, _INVALID),
-    refusals.UnknownModel: Answer(404, _INVALID, "model_not_found"),
-    refusals.UnknownPath: Answer(404, _INVALID, "not_found"),
-    refusals.WrongMethod: Answer(405, _INVALID, "method_not_allowed"),
-    refusals.Unauthenticated: Answer(401, "authentication_error", "invalid_api_key"),
-    refusals.Forbidden: Answer(403, "permission_error", "forbidden"),
-    refusals.BodyTooLong: Answer(413, _INVALID, "body_too_long"),
-    refusals.BodyTooSlow: Answer(408, _INVALID, "body_timeout"),
-    refusals.WrongMediaType: Answer(415, _INVALID, "unsupported_media_type"),
-    refusals.NotHttp: Answer(400, _INVALID, "not_http"),
-    refusals.HeaderTooLong: Answer(431, _INVALID, "header_too_long"),
-    refusals.Conflict: Answer(409, _INVALID, "idempotency_conflict"),
-    refusals.NoBalance: Answer(402, "insufficient_quota", "insufficient_quota"),
-    refusals.RateLimited: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
-    refusals.RepeatedRequest: Answer(429, "rate_limit_error", "context_length_exceeded"),
-    errors.CapacityError: Answer(503, "server_error", "no_capacity"),
-    errors.PlanError: Answer(503, "server_error", "no_capacity", "no plan fits the members", shown=False),
-    errors.QueueFull: Answer(429, "rate_limit_error", "queue_full"),
-    errors.PeerError: Answer(
+    errors.RequestError: ErrorResponse(400, _INVALID),
+    refusals.UnknownModel: ErrorResponse(404, _INVALID, "model_not_found"),
+    refusals.UnknownPath: ErrorResponse(404, _INVALID, "not_found"),
+    refusals.WrongMethod: ErrorResponse(405, _INVALID, "method_not_allowed"),
+    refusals.Unauthenticated: ErrorResponse(401, "authentication_error", "invalid_api_key"),
+    refusals.Forbidden: ErrorResponse(403, "permission_error", "forbidden"),
+    refusals.BodyTooLong: ErrorResponse(413, _INVALID, "body_too_long"),
+    refusals.BodyTooSlow: ErrorResponse(408, _INVALID, "body_timeout"),
+    refusals.WrongMediaType: ErrorResponse(415, _INVALID, "unsupported_media_type"),
+    refusals.NotHttp: ErrorResponse(400, _INVALID, "not_http"),
+    refusals.HeaderTooLong: ErrorResponse(431, _INVALID, "header_too_long"),
+    refusals.Conflict: ErrorResponse(409, _INVALID, "idempotency_conflict"),
+    refusals.NoBalance: ErrorResponse(402, "insufficient_quota", "insufficient_quota"),
+    refusals.RateLimited: ErrorResponse(429, "rate_limit_error", "rate_limit_exceeded"),
+    refusals.RepeatedRequest: ErrorResponse(429, "rate_limit_error", "context_length_exceeded"),
+    errors.CapacityError: ErrorResponse(503, "server_error", "no_capacity"),
+    errors.PlanError: ErrorResponse(
+        503, "server_error", "no_capacity", "no plan fits the members", shown=False
+    ),
+    errors.QueueFull: ErrorResponse(429, "rate_limit_error", "queue_full"),
+    errors.PeerError: ErrorResponse(
         503, "server_error", "peer_failed", "a member of the cluster failed", shown=False
     ),
-    errors.Unavailable: Answer(
+    errors.Unavailable: ErrorResponse(
         503, "server_error", "unavailable", "the request cannot be served now", shown=False
     ),
-    errors.NotReady: Answer(503, "server_error", "not_ready", "no token passes every stage now", shown=False),
-    errors.Draining: Answer(503, "server_error", "draining"),
-    errors.StageLost: Answer(503, "server_error", "stage_lost", "a stage of the model was lost", shown=False),
-    errors.LinkClosed: Answer(
+    errors.NotReady: ErrorResponse(
+        503, "server_error", "not_ready", "no token passes every stage now", shown=False
+    ),
+    errors.Draining: ErrorResponse(503, "server_error", "draining"),
+    errors.StageLost: ErrorResponse(
+        503, "server_error", "stage_lost", "a stage of the model was lost", shown=False
+    ),
+    errors.LinkClosed: ErrorResponse(
         503, "server_error", "peer_failed", "a member of the cluster left", shown=False
     ),
     errors.SelfCheckError: _INTERNAL,
@@ -82,7 +90,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
-def answer_for(error: BaseException) -> Answer:
+def answer_for(error: BaseException) -> ErrorResponse:
     """The row for ``error``; anything unforeseen is an internal error."""
     for base in type(error).__mro__:
         if base in ANSWERS:

@@ -32,7 +32,7 @@ from convoy.api.listen.paths import at_plain_path
 from convoy.api.listen.tls import check_certificate, load_certificate
 from convoy.api.service import Service
 from convoy.errors import ConfigError
-from convoy.transport.listen.places import Place, Places
+from convoy.transport.listen.places import ConnectionSlot, ConnectionSlots
 
 _log = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class HttpServer(uvicorn.Server):
         certificate, key = tls or (None, None)
         self._limits = limits or HttpLimits()
         self._log = BoundedLogger()
-        self.places = Places(self._limits.fit(), self._limits.header_timeout_s, self._limits.clock)
+        self.places = ConnectionSlots(self._limits.fit(), self._limits.header_timeout_s, self._limits.clock)
         config = uvicorn.Config(
             at_plain_path(keeping_place(app)),
             lifespan="off",
@@ -311,7 +311,7 @@ class HttpServer(uvicorn.Server):
             handshake_s=self._limits.header_timeout_s,
         )
 
-    def _protocol(self, place: Place) -> BoundedHttp:
+    def _protocol(self, place: ConnectionSlot) -> BoundedHttp:
         return BoundedHttp(
             self.config, self.server_state, {}, limits=self._limits, place=place, log=self._log
         )

@@ -23,7 +23,7 @@ class Handle(Protocol):
     def abort(self) -> None: ...
 
 
-class Engine(Protocol):
+class ServedEngine(Protocol):
     """`convoy.engine.engine.Engine`, as far as HTTP needs it."""
 
     @property
@@ -33,7 +33,7 @@ class Engine(Protocol):
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None], /) -> Handle: ...
 
 
-class Tokenizer(Protocol):
+class ServedTokenizer(Protocol):
     """`convoy.model.text.tokens.Tokenizer`, as far as HTTP needs it; called from several threads."""
 
     @property
@@ -66,8 +66,8 @@ class ServedModel:
     """A model and the engine that runs it."""
 
     name: str
-    engine: Engine
-    tokenizer: Tokenizer
+    engine: ServedEngine
+    tokenizer: ServedTokenizer
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

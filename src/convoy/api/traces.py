@@ -26,7 +26,7 @@ _OPERATIONS = {"chat": "chat", "completion": "text_completion"}
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """One request at one place. Times are seconds since it began."""
 
     @property
@@ -55,7 +55,7 @@ class Traces(Protocol):
         """Whether anybody gets them; where nobody does, nothing need be noted."""
         ...
 
-    def begin(self, kind: str, model: str, parent: str = "", ago_s: float = 0.0) -> Span:
+    def begin(self, kind: str, model: str, parent: str = "", ago_s: float = 0.0) -> TraceSpan:
         """A request of ``kind`` (chat or completion) that came ``ago_s`` ago.
 
         ``parent``: a traceparent, as whoever asked sent it; one that is none begins a trace of its own.
@@ -79,12 +79,12 @@ class _NoSpan:
 class _NoTraces:
     is_on = False
 
-    def begin(self, kind: str, model: str, parent: str = "", ago_s: float = 0.0) -> Span:  # noqa: ARG002
+    def begin(self, kind: str, model: str, parent: str = "", ago_s: float = 0.0) -> TraceSpan:  # noqa: ARG002
         """Nothing is kept."""
         return NO_SPAN
 
 
-NO_SPAN: Span = _NoSpan()
+NO_SPAN: TraceSpan = _NoSpan()
 NO_TRACES: Traces = _NoTraces()
 
 

@@ -24,7 +24,7 @@ from convoy.engine.run.executor import StepResult
 from convoy.model.backends.host.checks.selfcheck import choose_kernel
 from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.sampling.output_rows import GREEDY, Draw, draw_all
+from convoy.model.sampling.output_rows import GREEDY, SampleJob, draw_all
 from convoy.model.tensors import tokens_from_bytes
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
@@ -35,7 +35,7 @@ _CHUNK = 256
 class Steps(Protocol):
     """What of an `Executor` a bare decode needs."""
 
-    def submit(self, step: Step, draws: Sequence[Draw]) -> None: ...
+    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None: ...
 
     def collect(self) -> StepResult: ...
 
@@ -49,7 +49,7 @@ class InTurn:
         self.kernel = self._owner.options.kernel
         self._results: deque[StepResult] = deque()
 
-    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
         first, *others = self._stages
         hidden = first.run(step, hidden=None, tokens=tokens_from_bytes(step.tokens))
         for stage in others:

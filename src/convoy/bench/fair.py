@@ -22,7 +22,7 @@ from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.run.executor import Executor, Kv, StepResult
 from convoy.errors import ConvoyError
-from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.output_rows import SampleJob
 from convoy.wire.messages.control import Step
 
 _POLL_S = 0.2
@@ -91,7 +91,7 @@ class TimedExecutor:
     def depth(self) -> int:
         return self._executor.depth
 
-    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
         self._submitted.append((time.monotonic(), step))
         self._executor.submit(step, draws)
 

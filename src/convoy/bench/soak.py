@@ -23,7 +23,7 @@ _NUM_SAMPLES = 10
 _SHORT, _LONG, _ONE_LONG_IN = (4, 40), (41, 400), 8  # tokens of a prompt
 
 
-class Watchable(Protocol):
+class WatchedProcess(Protocol):
     """A served cluster whose processes can be looked at. ``names`` has the head first."""
 
     @property
@@ -87,7 +87,7 @@ class Soaked:
 
 
 def measure_soak(
-    cluster: Watchable, bodies: Bodies, options: SoakOptions, *, deadline: Deadline, say: Say
+    cluster: WatchedProcess, bodies: Bodies, options: SoakOptions, *, deadline: Deadline, say: Say
 ) -> Soaked:
     """Idle, then every request, then idle. Raises ConvoyError for a request that ends in an error."""
     _ask_all(cluster, bodies, range(options.concurrent), options, deadline)
@@ -131,7 +131,7 @@ class Bodies:
 
 
 def _ask_all(
-    cluster: Watchable, bodies: Bodies, numbers: range, options: SoakOptions, deadline: Deadline
+    cluster: WatchedProcess, bodies: Bodies, numbers: range, options: SoakOptions, deadline: Deadline
 ) -> None:
     failed = threading.Event()
 
@@ -154,7 +154,7 @@ def _ask_all(
             pass
 
 
-def _idle(cluster: Watchable, idle_s: float, deadline: Deadline) -> dict[str, float]:
+def _idle(cluster: WatchedProcess, idle_s: float, deadline: Deadline) -> dict[str, float]:
     """Each member's share of a core while nobody asks."""
     time.sleep(min(_SETTLE_S, idle_s, deadline.left_s()))  # what is measured is that time passes
     began_s = time.monotonic()

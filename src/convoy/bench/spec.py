@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from convoy.bench.report.clock import Deadline
 from convoy.bench.throughput import GREEDY
-from convoy.engine.completion import Generation, generate
+from convoy.engine.completion import Completion, generate
 from convoy.engine.engine import Engine
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import ConvoyError
@@ -80,7 +80,7 @@ class Said:
     def __init__(self) -> None:
         self._tokens: dict[tuple[str, str], list[tuple[int, ...]]] = {}
 
-    def check(self, kind: str, drawn: str, answers: Sequence[Generation]) -> None:
+    def check(self, kind: str, drawn: str, answers: Sequence[Completion]) -> None:
         """The first answers of a kind are the measure. Raises ConvoyError for others than those."""
         found = [answer.token_ids for answer in answers]
         if self._tokens.setdefault((kind, drawn), found) != found:
@@ -108,7 +108,7 @@ def measure_spec(
         requests = _requests(contenders[0].tokenizer, kind, params, options.num_tokens)
         before = [contender.engine.stats() for contender in contenders]
         rates: list[list[float]] = [[] for _ in contenders]
-        answers: list[list[Generation]] = []
+        answers: list[list[Completion]] = []
         for _ in range(options.num_rounds):
             deadline.left_s()
             turns = [[generate(one.engine, request) for one in contenders] for request in requests]
@@ -147,7 +147,7 @@ def _requests(
     return [GenerationRequest(tuple(ids), params, num_tokens, ignore_eos=endless) for ids in prompts]
 
 
-def _rate(answers: Sequence[Generation]) -> float:
+def _rate(answers: Sequence[Completion]) -> float:
     """Tokens after the first of each text, by the time that they took."""
     num_tokens = sum(len(answer.token_ids) - 1 for answer in answers)
     return num_tokens / sum(answer.total_s - answer.time_to_first_token_s for answer in answers)

@@ -14,7 +14,7 @@ import typer
 
 from convoy.cli.running.endpoint import DEFAULT_URL, ApiKeyFlag, CaFlag, Endpoint, UrlFlag, client_key
 from convoy.cli.show.output import JsonFlag, one_line, print_json, print_note, styled
-from convoy.cli.show.stall_notice import Patience
+from convoy.cli.show.stall_notice import StallNotice
 from convoy.errors import ConvoyError, UsageError
 
 Message = dict[str, str]
@@ -24,7 +24,7 @@ _KEPT = frozenset("\n\t\u200c\u200d")  # line end, tab, zero-width non-joiner an
 
 
 @dataclass
-class Answer:
+class ChatReply:
     """What a streamed answer came to. ``usage`` is the server's own count, None if it sent none."""
 
     text: str = ""
@@ -83,7 +83,7 @@ def _user(text: str) -> Message:
 
 def _once(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], *, as_json: bool) -> None:
     started = time.monotonic()
-    answer = Answer()
+    answer = ChatReply()
     if as_json:
         for _ in _stream(endpoint, messages, options, answer):
             pass
@@ -118,7 +118,7 @@ def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any
         if not line.strip():
             continue
         messages = [*history, _user(line)]
-        answer = Answer()
+        answer = ChatReply()
         try:
             _show(endpoint, messages, options, answer)
         except KeyboardInterrupt:
@@ -144,14 +144,14 @@ def _ask() -> str | None:
     return line.rstrip("\n") if line else None
 
 
-def _show(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], answer: Answer) -> None:
+def _show(endpoint: Endpoint, messages: list[Message], options: dict[str, Any], answer: ChatReply) -> None:
     """Print an answer as it comes; a pause because the cluster recovers is told on a line of its own."""
 
     def tell(reason: str) -> None:
         begins_line = not answer.text or answer.text.endswith("\n")
         print_note(f"{'' if begins_line else chr(10)}(the cluster is recovering: {one_line(reason)})")
 
-    with Patience(lambda: _recovering(endpoint), tell) as patience:
+    with StallNotice(lambda: _recovering(endpoint), tell) as patience:
         for piece in _stream(endpoint, messages, options, answer, patience.came):
             print(printable(piece), end="", flush=True)
 
@@ -182,7 +182,7 @@ def _stream(
     endpoint: Endpoint,
     messages: list[Message],
     options: dict[str, Any],
-    answer: Answer,
+    answer: ChatReply,
     came: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
     body = {"messages": messages, "stream": True, "stream_options": {"include_usage": True}, **options}

@@ -33,7 +33,7 @@ _SERVED = re.compile(r"^serving \S+ at (\S+)/v1$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DemoReply:
     """One answer, token by token: (bytes, log-probability), both exact."""
 
     text: str
@@ -77,7 +77,7 @@ def _quiet(_text: str) -> None:
 
 def _ask_cluster(
     options: LocalOptions, say: Callable[[str], None], *, show: bool
-) -> tuple[list[Answer], ClusterStatus]:
+) -> tuple[list[DemoReply], ClusterStatus]:
     import msgspec
 
     from convoy.cluster.status import ClusterStatus
@@ -113,7 +113,7 @@ def _wait_until_served(local: LocalCluster, say: Callable[[str], None]) -> Endpo
     raise PeerUnreachable(f"the head did not answer within {_START_WAIT_S:g} s")
 
 
-def _ask(endpoint: Endpoint, question: str, *, show: bool) -> Answer:
+def _ask(endpoint: Endpoint, question: str, *, show: bool) -> DemoReply:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": question}],
@@ -138,7 +138,7 @@ def _ask(endpoint: Endpoint, question: str, *, show: bool) -> Answer:
             tokens.append((tuple(token["bytes"] or ()), token["logprob"]))
     if show:
         print("\n")
-    return Answer("".join(pieces), tuple(tokens), time.monotonic() - started, first_s)
+    return DemoReply("".join(pieces), tuple(tokens), time.monotonic() - started, first_s)
 
 
 def _choices(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -150,7 +150,7 @@ def _sealed_bytes(status: ClusterStatus) -> int:
     return sum(stage.sealed_bytes_sent + stage.sealed_bytes_received for stage in status.stages)
 
 
-def _print_summary(status: ClusterStatus, answers: list[Answer], *, equal: bool) -> None:
+def _print_summary(status: ClusterStatus, answers: list[DemoReply], *, equal: bool) -> None:
     longest = max(answers, key=lambda answer: len(answer.tokens))
     num_tokens = sum(len(answer.tokens) for answer in answers)
     print(f"{longest.tokens_per_s:.0f} tokens/s, {num_tokens} tokens in all")
@@ -158,7 +158,7 @@ def _print_summary(status: ClusterStatus, answers: list[Answer], *, equal: bool)
     print(f"tokens and log-probabilities equal those of one process: {'yes' if equal else 'NO'}")
 
 
-def _facts(status: ClusterStatus, answers: list[Answer], *, equal: bool) -> dict[str, object]:
+def _facts(status: ClusterStatus, answers: list[DemoReply], *, equal: bool) -> dict[str, object]:
     return {
         "model": MODEL,
         "stages": status.stages,

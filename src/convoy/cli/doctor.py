@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from convoy.cli.checks.doctor_subject import Patient
+from convoy.cli.checks.doctor_subject import DoctorSubject
 from convoy.cli.flags.discovery import network_of
 from convoy.cli.operator.home import config_file
 from convoy.cli.running.member import default_cache
@@ -78,7 +78,7 @@ def _checks(path: Path | None) -> Iterator[Check]:
         yield Check("speed", partial(check_speed, folder=default_cache()), "measuring this machine ...")
         yield from _extra_checks(Config())
         return
-    patient = Patient(path)
+    patient = DoctorSubject(path)
     yield Check("config", patient.read_config)
     if patient.config is None:
         return
@@ -114,7 +114,7 @@ def _extra_checks(config: Config) -> Iterator[Check]:
     yield Check("tpm", lambda: machine.check_tpm(config.cluster.tpm))
 
 
-def _member_checks(patient: Patient, config: Config) -> Iterator[Check]:
+def _member_checks(patient: DoctorSubject, config: Config) -> Iterator[Check]:
     from convoy.cluster.checkup import machine, member
     from convoy.cluster.checkup.finding import Check
 
@@ -135,7 +135,7 @@ def _member_checks(patient: Patient, config: Config) -> Iterator[Check]:
     yield Check("plan", lambda: member.check_granted(config.plan.layers, roster))
 
 
-def _network_checks(patient: Patient, config: Config) -> Iterator[Check]:
+def _network_checks(patient: DoctorSubject, config: Config) -> Iterator[Check]:
     from convoy.cluster.checkup import network
     from convoy.cluster.checkup.finding import Check
 

@@ -19,7 +19,7 @@ from convoy.errors import ConvoyError, UsageError
 if TYPE_CHECKING:
     from convoy.cluster.running import RunningCluster
     from convoy.evaluate.questions import Question
-    from convoy.evaluate.score import Answer, Score, Scoreboard
+    from convoy.evaluate.score import Score, Scoreboard, ScoredAnswer
 
 _MAX_TOKENS = 64
 _AT_ONCE = 16
@@ -85,16 +85,16 @@ def _ask_all(
     return board, time.monotonic() - started
 
 
-def _ask(cluster: RunningCluster, question: Question) -> Answer:
+def _ask(cluster: RunningCluster, question: Question) -> ScoredAnswer:
     from convoy.engine.completion import generate
     from convoy.engine.requests.request import GenerationRequest
-    from convoy.evaluate.score import Answer
+    from convoy.evaluate.score import ScoredAnswer
     from convoy.model.sampling.params import SamplingParams
 
     prompt = cluster.tokenizer.encode_chat([{"role": "user", "content": question.text}])
     request = GenerationRequest(tuple(prompt), SamplingParams(temperature=0.0), max_tokens=_MAX_TOKENS)
     answer = generate(cluster.engine, request)
-    return Answer(answer.text, len(answer.token_ids), answer.total_s)
+    return ScoredAnswer(answer.text, len(answer.token_ids), answer.total_s)
 
 
 def _print(model: str, members: int, board: Scoreboard, seconds: float, *, as_json: bool) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.audit import roster_subject
-from convoy.cli.operator.files import Desk
+from convoy.cli.operator.files import OperatorFiles
 from convoy.cli.operator.first_machine import make_first_machine
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, local_addresses, parse_place
 from convoy.cli.operator.passphrase import PassphraseFlag
@@ -81,13 +81,15 @@ def invite(
     if config is None and not home.config.exists():
         first = address[0] if address else None
         make_first_machine(home, name=name, address=first, cluster=cluster, passphrase_file=passphrase_file)
-    desk = Desk.open(config or home.config, operator or home.operator, passphrase_file)
+    desk = OperatorFiles.open(config or home.config, operator or home.operator, passphrase_file)
     screen = _Screen(as_json, auto_approve, out)
     with desk.in_use():
         _invite(desk, screen, address, port, minutes)
 
 
-def _invite(desk: Desk, screen: _Screen, address: list[str] | None, port: int | None, minutes: int) -> None:
+def _invite(
+    desk: OperatorFiles, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
+) -> None:
     token, newcomer = _meet(desk, screen, address, port, minutes)
     consumption = desk.consumption(token)
     who = {"id": token.id, "name": newcomer.card.name, "identity": newcomer.card.identity_key.hex()}
@@ -111,7 +113,7 @@ def _invite(desk: Desk, screen: _Screen, address: list[str] | None, port: int | 
 
 
 def _meet(
-    desk: Desk, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
+    desk: OperatorFiles, screen: _Screen, address: list[str] | None, port: int | None, minutes: int
 ) -> tuple[Token, Newcomer]:
     """Listen until a valid proof came. The listener is closed then, and the secret goes with this process."""
     from convoy.cluster.enrolment.inviter import Enrolment
@@ -143,7 +145,7 @@ def _meet(
 
 
 @contextlib.contextmanager
-def _open_in_log(desk: Desk, token: Token, auto_approve: bool) -> Iterator[None]:
+def _open_in_log(desk: OperatorFiles, token: Token, auto_approve: bool) -> Iterator[None]:
     """Write down that an invitation is made, and that it is withdrawn if the block ends with an error."""
     facts = {"id": token.id, "minutes": token.lifetime_s // 60, "auto_approve": auto_approve}
     desk.audit.append("make invitation", facts)
@@ -177,7 +179,7 @@ def _listen(port: int | None) -> socket.socket:
         return listen_everywhere(None, 0)
 
 
-def _let_in(desk: Desk, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:
+def _let_in(desk: OperatorFiles, newcomer: Newcomer, consumption: Consumption) -> tuple[Roster, Member]:
     """Sign, write, hand over: in this order, so that the newcomer never has a roster that is not on disk.
 
     Nobody is signed in who hung up while the operator thought.

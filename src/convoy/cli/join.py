@@ -22,7 +22,7 @@ from convoy.cli.flags.device import DeviceFlag, computing
 from convoy.cli.flags.discovery import DiscoverFlag, network_of, with_discover
 from convoy.cli.flags.metrics import MetricsFlag, MetricsKeyFlag, serving_metrics
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
-from convoy.cli.operator.newcomer import Newcomer, Tell
+from convoy.cli.operator.newcomer import NewcomerFiles, Tell
 from convoy.cli.running.hub import SignedFlag, WeightsFromFlag, weights_from
 from convoy.cli.running.member import load_member, peer_options, watched_roster
 from convoy.cli.running.start import heavy_rooms
@@ -94,7 +94,7 @@ def join(
     as_json: JsonFlag = False,
 ) -> None:
     """Hold layers for a head: one command on each further machine."""
-    newcomer = Newcomer(Home(directory), name, address, port, standby)
+    newcomer = NewcomerFiles(Home(directory), name, address, port, standby)
     file = _file(token, config, newcomer, _teller(as_json))
     settings = _with_flags(with_discover(load_config(file), discover), standby, port)
     asked = override(settings.model, cache=cache, weights_from=weights_from(weights), signed=signed)
@@ -133,7 +133,7 @@ def _families(peer: Peer) -> Iterable[Metric]:
     return peer_families(peer)
 
 
-def _file(token: str | None, config: Path | None, newcomer: Newcomer, tell: Tell) -> Path:
+def _file(token: str | None, config: Path | None, newcomer: NewcomerFiles, tell: Tell) -> Path:
     """The convoy.toml: that which an invitation brings, that which was named, or that in the home folder."""
     file = config_file(config, newcomer.home.directory)
     if token is not None and config is None:
@@ -151,7 +151,7 @@ def _with_flags(settings: Config, standby: bool | None, port: int | None) -> Con
     return override(settings, cluster=cluster, listen=override(settings.listen, port=port))
 
 
-def _check_asked(asked: Newcomer, file: Path, me: Membership, tell: Tell) -> None:
+def _check_asked(asked: NewcomerFiles, file: Path, me: Membership, tell: Tell) -> None:
     """The flags of an invitation, where there was none: honoured, refused, never passed over.
 
     Raises `UsageError`.

@@ -23,7 +23,7 @@ from convoy.errors import ConvoyError, UsageError
 if TYPE_CHECKING:
     from convoy.api.listen.options import ServeOptions
     from convoy.cluster.running import RunningCluster
-    from convoy.engine.completion import Generation
+    from convoy.engine.completion import Completion
     from convoy.engine.requests.request import GenerationRequest
     from convoy.model.checkpoints.source import ModelSource
 
@@ -69,7 +69,7 @@ def run(
         asked = serve_options(Config(serve=http))
         asked.check()
     else:
-        asked = Asked(prompt, raw, max_tokens, temperature, seed).request(source)
+        asked = PromptRun(prompt, raw, max_tokens, temperature, seed).request(source)
     options.check(source.spec)  # what is wrong is said before anything is started
     with LocalCluster(options) as local, pinned(options.head_cores):
         local.start_peers(model)
@@ -97,7 +97,7 @@ def _serve_or_answer(
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptRun:
     """What the flags say about the one prompt."""
 
     prompt: str
@@ -139,14 +139,14 @@ def _answer(
     print_note(_summary(answer))
 
 
-def _summary(answer: Generation) -> str:
+def _summary(answer: Completion) -> str:
     """With a rate where there is more than the first token."""
     num_tokens = len(answer.token_ids)
     summary = f"{counted(num_tokens, 'token')}, first after {answer.time_to_first_token_s * 1000:.0f} ms"
     return f"{summary}, then {answer.decode_tokens_per_s:.1f} tokens/s" if num_tokens > 1 else summary
 
 
-def _facts(cluster: RunningCluster, answer: Generation) -> dict[str, object]:
+def _facts(cluster: RunningCluster, answer: Completion) -> dict[str, object]:
     status = cluster.status()
     return {
         "model": status.model,

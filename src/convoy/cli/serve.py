@@ -22,7 +22,7 @@ from convoy.cli.local.cluster import LocalCluster, LocalOptions
 from convoy.cli.local.members import LayersFlag, spans_by_name
 from convoy.cli.operator.home import DEFAULT_HOME, DirectoryFlag, Home, config_file
 from convoy.cli.operator.passphrase import PassphraseFlag
-from convoy.cli.running.hub import Opened, SignedFlag, WeightsFromFlag, open_model, weights_from
+from convoy.cli.running.hub import OpenedModel, SignedFlag, WeightsFromFlag, open_model, weights_from
 from convoy.cli.running.invite import InviteFlags
 from convoy.cli.running.member import head_options, load_head, serve_options, watched_roster
 from convoy.cli.running.provide import CertificateFlag, CoordinatorKeyFlag, ProvideFlag, Providing
@@ -109,7 +109,7 @@ def _settings(settings: Config, weights: str | None, signed: Path | None, traces
     return override(settings, model=source, telemetry=override(settings.telemetry, traces=traces))
 
 
-def _checked(settings: Config, chosen: Opened) -> Config:
+def _checked(settings: Config, chosen: OpenedModel) -> Config:
     """Return ``settings``, or raise what is wrong with them before anything is started."""
     options = head_options(settings)
     options.check()
@@ -135,7 +135,7 @@ def _whose(config: Path | None, directory: Path) -> str:
     return f"no --config and no {Home(directory).config}: this machine serves alone"
 
 
-def _chosen(settings: Config, model: str | None, *, quiet: bool) -> Opened:
+def _chosen(settings: Config, model: str | None, *, quiet: bool) -> OpenedModel:
     """The model that was named, on this machine."""
     named = model or settings.model_name()
     if named is None:
@@ -174,7 +174,7 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
 
 def serve_cluster(
     settings: Config,
-    model: str | Opened,
+    model: str | OpenedModel,
     *,
     as_json: bool,
     watch: Callable[[], None] | None = None,
@@ -276,7 +276,7 @@ def _say_ready(cluster: RunningCluster, model: str, url: str, *, as_json: bool, 
 
 def start_cluster(
     settings: Config,
-    model: str | Opened,
+    model: str | OpenedModel,
     *,
     quiet: bool,
     me: Membership | None = None,
@@ -295,7 +295,7 @@ def start_cluster(
     from convoy.model.checkpoints.source import ModelSource
 
     me = me or load_head(settings)
-    opened = Opened(ModelSource.resolve(model)) if isinstance(model, str) else model
+    opened = OpenedModel(ModelSource.resolve(model)) if isinstance(model, str) else model
     peers = [member.name for member in me.roster.members if member.name != me.name]
     if peers and not quiet:
         print_note(f"waiting for {', '.join(peers)}, at most {settings.plan.wait_s:g} s (--wait)")

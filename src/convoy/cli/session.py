@@ -69,7 +69,9 @@ def session(
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a prompt, and keep the conversation in a file."""
-    turn = Turn(prompt, load, save, max_tokens, temperature, seed, raw, quiet=as_json, quantize=quantize)
+    turn = SessionTurn(
+        prompt, load, save, max_tokens, temperature, seed, raw, quiet=as_json, quantize=quantize
+    )
     turn.check()
     found = config_file(None) if config is None and members is None and layers is None else None
     keys = SessionKeys.of(turn, KeyFile.of(key, config or found, plain=plain))
@@ -80,7 +82,7 @@ def session(
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SessionTurn:
     """What the flags say about one run of a session."""
 
     prompt: str | None
@@ -159,7 +161,7 @@ class SessionKeys:
     save: bytes | None
 
     @classmethod
-    def of(cls, turn: Turn, file: KeyFile) -> SessionKeys:
+    def of(cls, turn: SessionTurn, file: KeyFile) -> SessionKeys:
         """Check the files of ``turn``, and only then make a key. Raises `SessionError`."""
         load = None if turn.load is None else file.to_load(turn.load)
         turn.check_files(load)
@@ -185,7 +187,9 @@ def next_turn(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return one[len(one) - common :]
 
 
-def _start(turn: Turn, keys: SessionKeys, model: str, config: Path | None, options: LocalOptions) -> None:
+def _start(
+    turn: SessionTurn, keys: SessionKeys, model: str, config: Path | None, options: LocalOptions
+) -> None:
     """On the cluster of ``config``, or on one of this machine's processes."""
     from convoy.model.checkpoints.source import ModelSource
 
@@ -205,7 +209,7 @@ def _start(turn: Turn, keys: SessionKeys, model: str, config: Path | None, optio
             raise local.explain(error) from error
 
 
-def _run(turn: Turn, keys: SessionKeys, cluster: RunningCluster) -> None:
+def _run(turn: SessionTurn, keys: SessionKeys, cluster: RunningCluster) -> None:
     try:
         with cluster.session() as talk:
             facts = _talk(turn, keys, cluster, talk)
@@ -216,7 +220,7 @@ def _run(turn: Turn, keys: SessionKeys, cluster: RunningCluster) -> None:
         cluster.close()
 
 
-def _talk(turn: Turn, keys: SessionKeys, cluster: RunningCluster, talk: Session) -> dict[str, object]:
+def _talk(turn: SessionTurn, keys: SessionKeys, cluster: RunningCluster, talk: Session) -> dict[str, object]:
     tell = (lambda _text: None) if turn.quiet else print_note
     found = 0
     if turn.load is not None:
@@ -247,7 +251,7 @@ def _talk(turn: Turn, keys: SessionKeys, cluster: RunningCluster, talk: Session)
     }
 
 
-def _answer(turn: Turn, tokenizer: Tokenizer, talk: Session) -> tuple[str, str]:
+def _answer(turn: SessionTurn, tokenizer: Tokenizer, talk: Session) -> tuple[str, str]:
     from convoy.model.text.tokens import TextStream
 
     stream = TextStream(tokenizer)

@@ -16,7 +16,7 @@ from convoy.wire.messages.control import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
+class ActivePlan:
     """What the plan came to."""
 
     plan: Plan

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from convoy.cluster.active_plan import Granted
+from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.head.head import Head, LoadProgress
 from convoy.cluster.offer import other_bits
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.presence.first_dial import Arrival
-from convoy.cluster.recovery.rebalance import Renewals
+from convoy.cluster.recovery.rebalance import Rebalancer
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.cluster.status import ClusterStatus, ParallelStatus
-from convoy.cluster.weights.head_weights import OwnWeights
+from convoy.cluster.weights.head_weights import HeadWeights
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.engine.sessions.format import SessionModel
@@ -53,7 +53,7 @@ class RunningCluster:
         network: Network | None = None,
         watch: Callable[[], None] | None = None,
         on_arrival: Arrival | None = None,
-        own: OwnWeights | None = None,
+        own: HeadWeights | None = None,
     ) -> RunningCluster:
         """Bring the cluster up and pass one real token through every stage.
 
@@ -165,11 +165,11 @@ class RunningCluster:
         self.tokenizer.close()
 
 
-def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: HeadOptions) -> Engine:
+def _engine_over(head: Head, granted: ActivePlan, tokenizer: Tokenizer, options: HeadOptions) -> Engine:
     """An engine that asks the head for other stages, and hears from it of losses and of who came."""
     spec = granted.placement.spec
 
-    def limits_of(granted: Granted) -> SchedulerLimits:
+    def limits_of(granted: ActivePlan) -> SchedulerLimits:
         return options.for_kernels(granted.kernels).limits(
             spec,
             num_stages=granted.num_places,
@@ -192,7 +192,7 @@ def _engine_over(head: Head, granted: Granted, tokenizer: Tokenizer, options: He
         recovery=recovery,
     )
     head.company.on_gone = recovery.lost
-    renewals = Renewals(head.company, recovery, engine.renew, engine.between_steps, head.prepare)
+    renewals = Rebalancer(head.company, recovery, engine.renew, engine.between_steps, head.prepare)
     recovery.on_plan = renewals.plan_began
     head.seek(engine.wake, joined)
     renewals.plan_began(())  # somebody may have come while the first plan was loaded

@@ -29,7 +29,7 @@ class Party:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class HandshakeContext:
     """What both ends know before the first message, and must agree on, the roster's epoch excepted.
 
     ``replaces`` is the initiator's to say: the standing link that this one is to replace.
@@ -55,7 +55,7 @@ def claimed_version(message: bytes) -> int:
     return int(_VERSION.unpack_from(message)[0])
 
 
-def encode_claims(context: Context) -> bytes:
+def encode_claims(context: HandshakeContext) -> bytes:
     """The first fields of M1."""
     texts = (context.initiator.name, context.responder.name, context.cluster_id)
     encoded = [text.encode() for text in texts]
@@ -65,14 +65,14 @@ def encode_claims(context: Context) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
+class HandshakeClaims:
     """What M1 alone says."""
 
     replaces: bytes
     epoch: int
 
 
-def check_claims(context: Context, message: bytes) -> tuple[Claims, int]:
+def check_claims(context: HandshakeContext, message: bytes) -> tuple[HandshakeClaims, int]:
     """Compare M1's claims with ours; returns what is new in them, and where they end.
 
     The roster is last, so that foreign ones are named first.
@@ -91,10 +91,10 @@ def check_claims(context: Context, message: bytes) -> tuple[Claims, int]:
     epoch = int.from_bytes(reader.take(8), "big")
     digest = reader.take(32)
     check_same_epoch(context, context.initiator.name, epoch, digest)
-    return Claims(replaces, epoch), reader.offset
+    return HandshakeClaims(replaces, epoch), reader.offset
 
 
-def check_roster(context: Context, peer: str, epoch: int, digest: bytes) -> None:
+def check_roster(context: HandshakeContext, peer: str, epoch: int, digest: bytes) -> None:
     """Both ends must hold the same roster for a link to carry steps. Raises `Incompatible`, naming both."""
     if epoch != context.roster_epoch:
         raise incompatible_epoch(peer, epoch, context.roster_epoch)
@@ -109,7 +109,7 @@ def incompatible_epoch(peer: str, theirs: int, ours: int) -> Incompatible:
     )
 
 
-def check_same_epoch(context: Context, peer: str, epoch: int, digest: bytes) -> None:
+def check_same_epoch(context: HandshakeContext, peer: str, epoch: int, digest: bytes) -> None:
     """Another epoch is for the caller: one end lags. Two rosters of one epoch are an operator's mistake."""
     if epoch == context.roster_epoch and digest != context.roster_digest:
         raise Incompatible(
@@ -140,7 +140,7 @@ def decode_offer(data: bytes) -> tuple[Cipher, ...]:
     return tuple(Cipher(number) for number in data[1:] if number in Cipher._value2member_map_)
 
 
-def check_version(context: Context, peer: str, message: bytes) -> None:
+def check_version(context: HandshakeContext, peer: str, message: bytes) -> None:
     """Raises `Incompatible` naming both versions, or `HandshakeError`."""
     version = claimed_version(message)
     if version != context.version:

@@ -44,7 +44,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
+class EnrolmentProof:
     """The newcomer's second message, apart from its card."""
 
     nonce: bytes
@@ -92,15 +92,15 @@ def transcript(terms: Terms, commitment: bytes, inviter_nonce: bytes, nonce: byt
     return _hash(b"transcript", terms.invitation, terms.fingerprint, commitment, inviter_nonce, nonce, card)
 
 
-def make_proof(terms: Terms, identity: Identity, nonce: bytes, spoken: bytes) -> Proof:
+def make_proof(terms: Terms, identity: Identity, nonce: bytes, spoken: bytes) -> EnrolmentProof:
     """Both keys sign the transcript ``spoken``, and the secret covers all of it without being sent."""
     by_identity = identity.sign(to_sign(b"identity", spoken))
     by_tls_key = identity.sign_with_tls_key(to_sign(b"tls", spoken))
     mac = newcomer_mac(terms.secret, spoken, by_identity, by_tls_key)
-    return Proof(nonce, by_identity, by_tls_key, mac)
+    return EnrolmentProof(nonce, by_identity, by_tls_key, mac)
 
 
-def check_mac(secret: bytes, spoken: bytes, proof: Proof) -> None:
+def check_mac(secret: bytes, spoken: bytes, proof: EnrolmentProof) -> None:
     """The first check: a stranger costs one HMAC, and nothing that it said is looked at.
 
     Raises `HandshakeError`.
@@ -110,7 +110,7 @@ def check_mac(secret: bytes, spoken: bytes, proof: Proof) -> None:
         raise HandshakeError("it does not hold this invitation's secret, or spoke to another listener")
 
 
-def check_signatures(spoken: bytes, proof: Proof, identity_key: bytes, tls_key: bytes) -> None:
+def check_signatures(spoken: bytes, proof: EnrolmentProof, identity_key: bytes, tls_key: bytes) -> None:
     """The newcomer holds both keys of its card. Raises `HandshakeError`."""
     verify(identity_key, proof.identity_signature, to_sign(b"identity", spoken))
     verify(tls_key, proof.tls_signature, to_sign(b"tls", spoken))

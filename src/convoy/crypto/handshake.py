@@ -26,8 +26,8 @@ from convoy.crypto.claims import (
     LINK_ID_BYTES,
     NO_LINK,
     PROTOCOL_VERSION,
-    Claims,
-    Context,
+    HandshakeClaims,
+    HandshakeContext,
     Party,
     check_claims,
     check_same_epoch,
@@ -42,7 +42,7 @@ __all__ = [
     "LINK_ID_BYTES",
     "NO_LINK",
     "PROTOCOL_VERSION",
-    "Context",
+    "HandshakeContext",
     "Ephemeral",
     "Initiator",
     "Party",
@@ -67,7 +67,7 @@ class Secrets:
     """What a handshake yields at one end; never logged, shown or sent.
 
     ``binding`` (32 bytes) names this handshake to both ends alone. ``peer_epoch`` is the other end's; where
-    it is not ours, one end lags. ``replaces``: see `Context`.
+    it is not ours, one end lags. ``replaces``: see `HandshakeContext`.
     """
 
     cipher: Cipher
@@ -113,7 +113,11 @@ class Initiator(_End):
     """The dialling end."""
 
     def __init__(
-        self, context: Context, sign: Sign, ciphers: tuple[Cipher, ...], ephemeral: Ephemeral | None = None
+        self,
+        context: HandshakeContext,
+        sign: Sign,
+        ciphers: tuple[Cipher, ...],
+        ephemeral: Ephemeral | None = None,
     ) -> None:
         super().__init__()
         self._context = context
@@ -185,7 +189,7 @@ class Responder(_End):
 
     def __init__(
         self,
-        context: Context,
+        context: HandshakeContext,
         sign: Sign,
         ciphers: tuple[Cipher, ...],
         ephemeral: X25519PrivateKey | None = None,
@@ -200,7 +204,7 @@ class Responder(_End):
         self._share = b""
         self._kem_key = b""
         self._cipher = Cipher.CHACHA20_POLY1305
-        self._claims = Claims(NO_LINK, 0)
+        self._claims = HandshakeClaims(NO_LINK, 0)
 
     def consume_1(self, message: bytes) -> None:
         """Check M1 against what this end knows.
@@ -277,7 +281,7 @@ class _Turn:
             self._failed()
 
 
-def _first_transcript(context: Context, message: bytes) -> bytes:
+def _first_transcript(context: HandshakeContext, message: bytes) -> bytes:
     return keys.transcript_1(
         context.initiator.certificate_fingerprint, context.responder.certificate_fingerprint, message
     )

@@ -20,7 +20,7 @@ MAX_SEQUENCE = 2**63
 
 
 @dataclass(frozen=True, slots=True)
-class KeyLimits:
+class SealLimits:
     """How much one key seals before the ratchet turns. Part of the protocol: both ends must have the same."""
 
     max_records: int = 2**22
@@ -53,7 +53,7 @@ class _Key:
     The nonce is (ratchet turn, sequence): neither ever goes back.
     """
 
-    def __init__(self, secret: Secret, cipher: Cipher, limits: KeyLimits) -> None:
+    def __init__(self, secret: Secret, cipher: Cipher, limits: SealLimits) -> None:
         self._secret = bytearray(secret)
         self._cipher = cipher
         self._limits = limits
@@ -99,8 +99,8 @@ class _Key:
 class Sealer:
     """Seals the frames of one direction, in order. Not for two threads at once: the link's sender owns it."""
 
-    def __init__(self, secret: Secret, cipher: Cipher, limits: KeyLimits | None = None) -> None:
-        self._key = _Key(secret, cipher, limits or KeyLimits())
+    def __init__(self, secret: Secret, cipher: Cipher, limits: SealLimits | None = None) -> None:
+        self._key = _Key(secret, cipher, limits or SealLimits())
         self.sequence = 0
 
     def seal_into(self, header: Bytes, plaintext: Bytes, out: memoryview) -> None:
@@ -128,8 +128,8 @@ class Opener:
     After a failure it opens nothing more.
     """
 
-    def __init__(self, secret: Secret, cipher: Cipher, limits: KeyLimits | None = None) -> None:
-        self._key = _Key(secret, cipher, limits or KeyLimits())
+    def __init__(self, secret: Secret, cipher: Cipher, limits: SealLimits | None = None) -> None:
+        self._key = _Key(secret, cipher, limits or SealLimits())
         self._failed = False
         self.sequence = 0
 
@@ -162,7 +162,7 @@ class Opener:
         self._key.wipe()
 
 
-def make_sealing(secrets: Secrets, limits: KeyLimits) -> tuple[Sealer, Opener]:
+def make_sealing(secrets: Secrets, limits: SealLimits) -> tuple[Sealer, Opener]:
     """The two directions of one end. It takes the traffic secrets over: those of ``secrets`` are wiped."""
     sealer = Sealer(secrets.send, secrets.cipher, limits)
     opener = Opener(secrets.receive, secrets.cipher, limits)
@@ -171,4 +171,4 @@ def make_sealing(secrets: Secrets, limits: KeyLimits) -> tuple[Sealer, Opener]:
     return sealer, opener
 
 
-__all__ = ["TAG_BYTES", "FrameOpener", "FrameSealer", "KeyLimits", "Opener", "Sealer", "make_sealing"]
+__all__ = ["TAG_BYTES", "FrameOpener", "FrameSealer", "SealLimits", "Opener", "Sealer", "make_sealing"]

@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from convoy.engine.continuation import Continuation
+from convoy.engine.continuation import SequenceOwner
 from convoy.engine.requests.near_tie import NEAR_TIE
 from convoy.engine.run.executor import Executor
 from convoy.engine.scheduler import Scheduled, Scheduler
 from convoy.engine.sequence import Sequence
 from convoy.errors import ConvoyError, StageLost
-from convoy.model.sampling.output_rows import Draw, Outcome
+from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.wire.messages.control import Row
 
 # The executor, the scheduler, and the lock to hold while the scheduler is looked at or changed.
 Between = Callable[[Executor, Scheduler, threading.Condition], Any]
 
 
-class BetweenSteps:
+class PausedWork:
     """Waiting pieces of work, first come, first served. The engine's lock guards all but `do_one`."""
 
     def __init__(self) -> None:
@@ -65,15 +65,15 @@ class BetweenSteps:
 _log = logging.getLogger(__name__)
 
 
-class LiveSequences(Mapping[Sequence, Continuation]):
+class ActiveSequences(Mapping[Sequence, SequenceOwner]):
     """Not thread-safe: the engine holds a lock. Whoever leaves gives its blocks back to ``scheduler``."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._continuations: dict[Sequence, Continuation] = {}
+        self._continuations: dict[Sequence, SequenceOwner] = {}
         self.num_near_ties = 0
 
-    def __getitem__(self, sequence: Sequence) -> Continuation:
+    def __getitem__(self, sequence: Sequence) -> SequenceOwner:
         return self._continuations[sequence]
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -82,16 +82,16 @@ class LiveSequences(Mapping[Sequence, Continuation]):
     def __len__(self) -> int:
         return len(self._continuations)
 
-    def add(self, continuations: Iterable[Continuation]) -> None:
+    def add(self, continuations: Iterable[SequenceOwner]) -> None:
         """They run from now on; the scheduler has them."""
         self._continuations.update((one.sequence, one) for one in continuations)
 
-    def draws(self, scheduled: Scheduled) -> list[Draw]:
+    def draws(self, scheduled: Scheduled) -> list[SampleJob]:
         """What to do with each output of a step's rows."""
         parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
         return [draw for row, sequence, drafts in parts for draw in self[sequence].draws(row, drafts)]
 
-    def advance(self, scheduled: Scheduled, outcomes: tuple[Outcome, ...]) -> int:
+    def advance(self, scheduled: Scheduled, outcomes: tuple[SampleResult, ...]) -> int:
         """Tell everybody what came of a step's draws. Returns how many tokens were generated."""
         num_generated = offset = 0
         parts = zip(scheduled.step.rows, scheduled.sequences, scheduled.drafts, strict=True)
@@ -114,12 +114,12 @@ class LiveSequences(Mapping[Sequence, Continuation]):
                 len(spoken),
             )
 
-    def retire(self, continuation: Continuation) -> None:
+    def retire(self, continuation: SequenceOwner) -> None:
         """It is over."""
         self._scheduler.finish(continuation.sequence)
         del self._continuations[continuation.sequence]
 
-    def release(self, continuation: Continuation) -> None:
+    def release(self, continuation: SequenceOwner) -> None:
         """It is over, whether it runs, waits or rests."""
         self._scheduler.finish(continuation.sequence)
         self._continuations.pop(continuation.sequence, None)
@@ -138,7 +138,11 @@ class LiveSequences(Mapping[Sequence, Continuation]):
             self.end_group(group, error)
 
     def _advance(
-        self, continuation: Continuation, row: Row, drafts: tuple[int, ...], outcomes: tuple[Outcome, ...]
+        self,
+        continuation: SequenceOwner,
+        row: Row,
+        drafts: tuple[int, ...],
+        outcomes: tuple[SampleResult, ...],
     ) -> int:
         sequence = continuation.sequence
         before, num_near_ties = sequence.num_generated, sequence.num_near_ties

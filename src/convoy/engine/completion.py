@@ -15,7 +15,7 @@ from convoy.engine.requests.request import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class Completion:
     """A complete answer of one choice. Times are seconds from submission, by a monotonic clock."""
 
     text: str
@@ -34,7 +34,7 @@ class Generation:
 
 def generate(
     engine: Engine, request: GenerationRequest, on_text: Callable[[str], None] | None = None
-) -> Generation:
+) -> Completion:
     """Submit, wait, return. Raises what the engine raises; an interrupted wait aborts the request."""
     assert request.num_choices == 1, "generate() returns one answer"
     outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
@@ -57,7 +57,7 @@ def generate(
                     on_text(output.text)
             if isinstance(output, FinishOutput):
                 total_s = time.monotonic() - started
-                return Generation(
+                return Completion(
                     "".join(pieces),
                     tuple(token_ids),
                     output.reason,

@@ -9,12 +9,12 @@ from typing import Protocol
 from convoy.engine.outputs import FinishReason
 from convoy.engine.sequence import Sequence
 from convoy.errors import ConvoyError
-from convoy.model.sampling.output_rows import Draw, Outcome
+from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.wire.messages.control import Row
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
+class RowResult:
     """What a row came to: how many of its drafts stand, and whether the sequence is complete, or rests.
 
     One that rests has what it was asked for: the engine knows it no more until `Engine.resume`.
@@ -25,7 +25,7 @@ class Advance:
     rests: bool = False
 
 
-class Continuation(Protocol):
+class SequenceOwner(Protocol):
     """Called on the engine's thread alone, under its lock."""
 
     @property
@@ -35,10 +35,10 @@ class Continuation(Protocol):
     def group(self) -> object:
         """Those of one group fail together, and one of them is told."""
 
-    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[Draw]:
+    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:
         """One for each output of ``row``, whose last ``len(drafts)`` tokens are guesses."""
 
-    def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[Outcome]) -> Advance:
+    def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[SampleResult]) -> RowResult:
         """Take what came of `draws`. Raises ConvoyError for what ends its whole group."""
 
     def finish(self, reason: FinishReason) -> None:

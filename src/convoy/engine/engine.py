@@ -16,12 +16,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
-from convoy.engine.active import Between, BetweenSteps, LiveSequences
-from convoy.engine.continuation import Continuation
+from convoy.engine.active import ActiveSequences, Between, PausedWork
+from convoy.engine.continuation import SequenceOwner
 from convoy.engine.kv.prefix import PrefixTags
 from convoy.engine.options import EngineOptions, EngineStats
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
-from convoy.engine.recovery import Recovered, Recovery, Relapses, Renewal
+from convoy.engine.recovery import NewStages, Recovery, RepeatedFailures, Replan
 from convoy.engine.requests.admission import check_request, check_tokens, fitted, room_for, unfit
 from convoy.engine.requests.choice import Choice, make_choices
 from convoy.engine.requests.request import GenerationRequest
@@ -30,7 +30,7 @@ from convoy.engine.scheduler import Drafter, Scheduled, Scheduler, SchedulerLimi
 from convoy.engine.sequence import SequenceState
 from convoy.engine.stats import EngineProgress
 from convoy.errors import ConvoyError, Draining, NotReady, StageLost, Unavailable
-from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
 
@@ -66,7 +66,7 @@ _CLOSED = "the engine is closed"
 @dataclass(frozen=True, slots=True)
 class _InFlight:
     scheduled: Scheduled
-    draws: list[Draw]
+    draws: list[SampleJob]
     submitted_s: float
 
 
@@ -90,16 +90,16 @@ class Engine:
         self._max_context = options.max_context
         self._tags = PrefixTags(limits.block_size)
         self._scheduler = Scheduler(limits, self._tags, drafter)
-        self._live = LiveSequences(self._scheduler)
+        self._live = ActiveSequences(self._scheduler)
         self._in_flight: deque[_InFlight] = deque()
-        self._between = BetweenSteps()
+        self._between = PausedWork()
         self._changed = threading.Condition()
         self._closing = False
         self._failed: ConvoyError | None = None
         self._recovering = False
         self._woken = False  # look at the ring now, instead of when the next probe is due
-        self._renewal: Renewal | None = None
-        self._relapses = Relapses()
+        self._renewal: Replan | None = None
+        self._relapses = RepeatedFailures()
         self._progress = EngineProgress()
         self._thread = threading.Thread(target=self._run, name="convoy-engine", daemon=True)
 
@@ -149,7 +149,7 @@ class Engine:
                     choice.finish("abort")
             self._changed.notify()
 
-    def resume(self, continuation: Continuation, tokens: SequenceOf[int]) -> bool:
+    def resume(self, continuation: SequenceOwner, tokens: SequenceOf[int]) -> bool:
         """Run ``tokens`` after those of a sequence that rests, or all of one that is new.
 
         False for one that lost its blocks: make it anew. Raises as `submit`; nothing runs then.
@@ -169,7 +169,7 @@ class Engine:
             self._changed.notify()
             return True
 
-    def release(self, continuation: Continuation) -> None:
+    def release(self, continuation: SequenceOwner) -> None:
         """Let a sequence go that runs or rests, without a word; its blocks are free for the next step."""
         with self._changed:
             self._live.release(continuation)
@@ -245,7 +245,7 @@ class Engine:
     def renew(self, why: str) -> None:
         """Once nothing runs, ask for other stages: there may be better ones now."""
         with self._changed:
-            self._renewal = Renewal(why)
+            self._renewal = Replan(why)
             self._changed.notify_all()
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -338,11 +338,11 @@ class Engine:
                 self._scheduler.try_apart(one for one in self._relapses.suspects if one in self._live)
             if not recovered.same_bits:
                 self._live.shake()
-            self._progress.recoveries += not isinstance(error, Renewal)
+            self._progress.recoveries += not isinstance(error, Replan)
             self._progress.other_stages()
             self._woken = True
 
-    def _ask(self, recovery: Recovery, error: StageLost) -> Recovered | None:
+    def _ask(self, recovery: Recovery, error: StageLost) -> NewStages | None:
         """Where nobody takes over in time, what runs ends and nothing is taken on, until somebody does."""
         while True:
             try:

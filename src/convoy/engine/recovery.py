@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from convoy.engine.continuation import Continuation
+from convoy.engine.continuation import SequenceOwner
 from convoy.engine.run.executor import Executor
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.engine.sequence import Sequence
@@ -31,7 +31,7 @@ class _Failures:
         return sorted(member for member, count in self.at.items() if count >= _ENOUGH)
 
 
-class Relapses:
+class RepeatedFailures:
     """Not thread-safe: the engine holds a lock."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Relapses:
 
     def hopeless(
         self,
-        live: Mapping[Sequence, Continuation],
+        live: Mapping[Sequence, SequenceOwner],
         in_flight: Iterable[Sequence],
         error: StageLost,
         member: str | None,
@@ -78,7 +78,7 @@ def _hopeless(failures: _Failures, error: StageLost) -> StageLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
+class NewStages:
     """Other stages, which know no sequence yet.
 
     ``relapse``: no member was lost, and yet the stages failed; so what was in flight may be why. Where it is
@@ -94,7 +94,7 @@ class Recovered:
     same_bits: bool = True
 
 
-class Renewal(StageLost):
+class Replan(StageLost):
     """Nothing is lost, but nothing runs either, and there may be better stages now."""
 
     def __init__(self, why: str) -> None:
@@ -104,7 +104,7 @@ class Renewal(StageLost):
 class Recovery(Protocol):
     """Finds other stages. Called on the engine's thread, without its lock."""
 
-    def recover(self, error: StageLost) -> Recovered | None:
+    def recover(self, error: StageLost) -> NewStages | None:
         """Other stages, or None where nothing was lost and the steps in flight may still come back.
 
         May take as long as members may be waited for. Raises `StageLost` where no stages were to be had in

@@ -43,7 +43,7 @@ class Scheduled:
 
 
 @dataclass(slots=True)
-class Composition:
+class StepBuilder:
     """``rows``: how many tokens of whom, ``drafts`` included, which are the last of a row."""
 
     rows: dict[Sequence, int] = field(default_factory=dict)
@@ -185,7 +185,7 @@ class Scheduler:
 
     def schedule(self) -> Scheduled | None:
         """The next step, or None when nothing can run now. With no rows it only carries releases."""
-        plan = Composition()
+        plan = StepBuilder()
         self._wake()
         num_streams = self._num_streams()
         if self._num_in_flight < self._max_in_flight(num_streams):
@@ -198,7 +198,7 @@ class Scheduler:
 
     def probe(self) -> Scheduled:
         """A step without rows: it passes every stage and comes back."""
-        return self._commit_plan(Composition())
+        return self._commit_plan(StepBuilder())
 
     def collected(self, scheduled: Scheduled) -> None:
         """A step came back from the stages."""
@@ -259,7 +259,7 @@ class Scheduler:
                 self.running.append(sequence)
                 sequence.state = SequenceState.RUNNING
 
-    def _plan_decodes(self, plan: Composition, num_streams: int) -> None:
+    def _plan_decodes(self, plan: StepBuilder, num_streams: int) -> None:
         max_rows = self._max_rows(num_streams)
         for sequence in list(self.running):
             if len(plan.rows) >= max_rows or self._budget(plan) == 0:
@@ -281,7 +281,7 @@ class Scheduler:
         limits = self.limits
         return limits.micro_batches if num_streams else max(limits.micro_batches, limits.max_chunks)
 
-    def _draft(self, sequence: Sequence, plan: Composition, max_rows: int) -> list[int]:
+    def _draft(self, sequence: Sequence, plan: StepBuilder, max_rows: int) -> list[int]:
         """Guesses for a decode: none that would cost another sequence its place in the step or its blocks."""
         if self._drafter is None or sequence.num_in_flight or sequence.all_outputs:
             return []
@@ -295,7 +295,7 @@ class Scheduler:
         )
         return self._drafter.propose(sequence, most)[:most] if most > 0 else []
 
-    def _plan_prefills(self, plan: Composition) -> None:
+    def _plan_prefills(self, plan: StepBuilder) -> None:
         for sequence in list(self.running):
             if (
                 len(sequence.tokens) > sequence.num_scheduled + 1
@@ -304,7 +304,7 @@ class Scheduler:
             ):
                 self._plan_chunk(sequence, plan)
 
-    def _admit(self, plan: Composition) -> None:
+    def _admit(self, plan: StepBuilder) -> None:
         while self.waiting and len(self.running) < self.limits.max_batch and self._budget(plan) > 0:
             sequence = self.waiting[0]
             if sequence in self._suspects and self._is_one_tried():
@@ -344,7 +344,7 @@ class Scheduler:
         }
         return any(sequence.state is SequenceState.RUNNING for sequence in self._suspects)
 
-    def _plan_chunk(self, sequence: Sequence, plan: Composition) -> None:
+    def _plan_chunk(self, sequence: Sequence, plan: StepBuilder) -> None:
         most = self.limits.prefill_chunk
         if self.limits.cost is not None:
             most = self.limits.cost.level_chunk(sequence.num_scheduled, most)
@@ -362,7 +362,7 @@ class Scheduler:
         return pending if num_chunks < 2 else pending // num_chunks // TILE * TILE
 
     def _plan_row(
-        self, sequence: Sequence, num_tokens: int, plan: Composition, drafts: SequenceOf[int] = ()
+        self, sequence: Sequence, num_tokens: int, plan: StepBuilder, drafts: SequenceOf[int] = ()
     ) -> None:
         if sequence.state is not SequenceState.RUNNING:  # preempted a moment ago, for another row
             return
@@ -379,7 +379,7 @@ class Scheduler:
             plan.grants.extend(self.pools.grow(sequence, missing))
         plan.add(sequence, num_tokens, drafts)
 
-    def _budget(self, plan: Composition) -> int:
+    def _budget(self, plan: StepBuilder) -> int:
         return self.limits.max_step_tokens - plan.num_tokens
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -403,7 +403,7 @@ class Scheduler:
         self.pools.release(sequence)
         self._released.append(sequence.table_id)
 
-    def _commit_plan(self, plan: Composition) -> Scheduled:
+    def _commit_plan(self, plan: StepBuilder) -> Scheduled:
         scheduled = plan.write(self._next_step, self._released, self._tags)
         for sequence in plan.rows:
             known = plan.known_end(sequence)

@@ -71,7 +71,7 @@ class LeakReport:
 
 
 @dataclass(frozen=True)
-class Found:
+class RecoveredPrompt:
     """The tokens of a search, in order, and at how many positions it had more than one nearest token."""
 
     tokens: tuple[int, ...]
@@ -140,7 +140,7 @@ def leak(
 
 def search(
     candidates: Candidates, sent: torch.Tensor, progress: Callable[[int], None] = lambda _: None
-) -> Found:
+) -> RecoveredPrompt:
     """The tokens behind ``sent`` [T, hidden_size], each the nearest behind those before it.
 
     It has the activations and the layers, not the prompt. Of several nearest tokens it takes the lowest.
@@ -153,7 +153,7 @@ def search(
         nearest = int(distances.argmin())
         ties += int((distances == distances[nearest]).sum()) > 1
         tokens.append(nearest)
-    return Found(tuple(tokens), ties)
+    return RecoveredPrompt(tuple(tokens), ties)
 
 
 def _distances(rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

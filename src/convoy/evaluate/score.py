@@ -11,7 +11,7 @@ from convoy.evaluate.questions import Question
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScoredAnswer:
     """What a model said, and what it took."""
 
     text: str
@@ -20,11 +20,11 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ScoreResult:
     """A question with the model's answer."""
 
     question: Question
-    answer: Answer
+    answer: ScoredAnswer
     right: bool
 
 
@@ -35,16 +35,16 @@ def is_right(answer: str, expected: str) -> bool:
 
 def ask_all(
     questions: Iterable[Question],
-    ask: Callable[[Question], Answer],
-    each: Callable[[Callable[[Question], Answer], Iterable[Question]], Iterable[Answer]] = map,
-) -> Iterator[Result]:
+    ask: Callable[[Question], ScoredAnswer],
+    each: Callable[[Callable[[Question], ScoredAnswer], Iterable[Question]], Iterable[ScoredAnswer]] = map,
+) -> Iterator[ScoreResult]:
     """Ask every question, yielding results in order as they come.
 
     ``each`` is `map`, or an executor's ``map`` for several questions at once.
     """
     questions = list(questions)
     for question, answer in zip(questions, each(ask, questions), strict=True):
-        yield Result(question, answer, is_right(answer.text, question.answer))
+        yield ScoreResult(question, answer, is_right(answer.text, question.answer))
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Score:
         """Tokens by the answers' own time; 0 where none was measured."""
         return self.num_tokens / self.duration_s if self.duration_s > 0 else 0.0
 
-    def add(self, result: Result) -> None:
+    def add(self, result: ScoreResult) -> None:
         """Count one result."""
         self.total += 1
         self.right += result.right
@@ -82,7 +82,7 @@ class Scoreboard:
     overall: Score = field(default_factory=Score)
     _answers: list[str] = field(default_factory=list)
 
-    def add(self, result: Result) -> None:
+    def add(self, result: ScoreResult) -> None:
         """Count one result."""
         self.kinds.setdefault(result.question.kind, Score()).add(result)
         self.overall.add(result)

@@ -38,7 +38,7 @@ class AdmissionLimits:
     max_addresses: int = 1024
 
 
-class Refusal(enum.Enum):
+class LinkRefusal(enum.Enum):
     """Why a connection was closed before anything was read from it."""
 
     ADDRESS_RATE = "too many connections a second from its address"
@@ -127,7 +127,7 @@ class Admission:
         with self._lock:
             self._listed = listed
 
-    def admit(self, host: str, cut: Callable[[], None]) -> Ticket | Refusal:
+    def admit(self, host: str, cut: Callable[[], None]) -> Ticket | LinkRefusal:
         """A place for a connection from ``host``, or why there is none.
 
         ``cut`` ends that connection without waiting, should it have to give way; any thread may call it.
@@ -139,7 +139,7 @@ class Admission:
             if refusal is not None:
                 return refusal
             loser = self._in_the_way(place, known)
-            if isinstance(loser, Refusal):
+            if isinstance(loser, LinkRefusal):
                 return loser
             if loser is not None:
                 del self._tickets[loser]
@@ -170,7 +170,7 @@ class Admission:
         with self._lock:
             self._tickets.pop(ticket, None)
 
-    def _spend(self, place: str, known: bool) -> Refusal | None:
+    def _spend(self, place: str, known: bool) -> LinkRefusal | None:
         limits, now_s = self._limits, self._clock()
         bucket = self._buckets.pop(place, None)
         if bucket is None:
@@ -180,12 +180,12 @@ class Admission:
         if len(self._buckets) > limits.max_addresses:
             self._buckets.popitem(last=False)
         if not bucket.take(now_s):
-            return Refusal.ADDRESS_RATE
+            return LinkRefusal.ADDRESS_RATE
         if not known and not self._strangers.take(now_s):
-            return Refusal.RATE
+            return LinkRefusal.RATE
         return None
 
-    def _in_the_way(self, place: str, known: bool) -> Ticket | Refusal | None:
+    def _in_the_way(self, place: str, known: bool) -> Ticket | LinkRefusal | None:
         """What has to give way for one more from ``place``: nothing, a connection, or the newcomer itself."""
         limits = self._limits
         here = [ticket for ticket in self._tickets if ticket.place == place]
@@ -197,7 +197,7 @@ class Admission:
         if len(self._tickets) < self._max_half_open:
             return None
         loser = _oldest_unproved(_of_the_fullest_place(strangers))
-        return _oldest_unproved(here) if isinstance(loser, Refusal) and known else loser
+        return _oldest_unproved(here) if isinstance(loser, LinkRefusal) and known else loser
 
 
 def place_of(host: str) -> str | None:
@@ -223,5 +223,5 @@ def _of_the_fullest_place(tickets: list[Ticket]) -> list[Ticket]:
     return [ticket for ticket in unproved if ticket.place == fullest]
 
 
-def _oldest_unproved(tickets: list[Ticket]) -> Ticket | Refusal:
-    return next((ticket for ticket in tickets if ticket.member is None), Refusal.FULL)
+def _oldest_unproved(tickets: list[Ticket]) -> Ticket | LinkRefusal:
+    return next((ticket for ticket in tickets if ticket.member is None), LinkRefusal.FULL)

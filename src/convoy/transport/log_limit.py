@@ -21,7 +21,7 @@ class _Tally:
     left_out: int = 0
 
 
-class QuietLog:
+class RateLimitedLog:
     """Writes warnings, at most ``max_lines`` of a cause in each ``interval_s``.
 
     What was left out is counted, and the count written after the interval: with the next warning of that

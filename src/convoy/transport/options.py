@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from convoy.crypto.cipher import Cipher
-from convoy.crypto.seal import KeyLimits
+from convoy.crypto.seal import SealLimits
 from convoy.transport.admission import AdmissionLimits
 from convoy.transport.budget import ByteBudget
 
@@ -40,4 +40,4 @@ class LinkOptions:
     replace_after_records: int = 2**23
     max_tls_records: int = 2**24
     replace_retry_s: float = 1.0
-    key_limits: KeyLimits = field(default_factory=KeyLimits)
+    key_limits: SealLimits = field(default_factory=SealLimits)

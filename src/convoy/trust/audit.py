@@ -72,7 +72,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedLog:
     """A chain that holds. ``head``: the last entry's hash; ``num_torn_bytes``: of a last line without an end.
 
     ``num_after``: how many entries follow the expected one; None where none was expected.
@@ -272,7 +272,7 @@ def read_entries(path: Path) -> Iterator[Entry | int]:
         ) from error
 
 
-def verify_log(path: Path, *, expected: str | None = None, key: str | None = None) -> Verified:
+def verify_log(path: Path, *, expected: str | None = None, key: str | None = None) -> VerifiedLog:
     """Check every signature, number and link of a log.
 
     ``expected``: a hash that was noted before, which must be in the chain. ``key``: that must have signed.
@@ -307,7 +307,7 @@ def verify_log(path: Path, *, expected: str | None = None, key: str | None = Non
             f"another log",
             hint=f"it ends with entry {num_entries}, hash {head}",
         )
-    return Verified(num_entries, key, head, num_torn, None if found_at is None else num_entries - found_at)
+    return VerifiedLog(num_entries, key, head, num_torn, None if found_at is None else num_entries - found_at)
 
 
 def _entry(line: bytes) -> Entry:

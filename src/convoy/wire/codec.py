@@ -17,7 +17,6 @@ from convoy.wire.messages.control import (
     BlockGrant,
     BlocksDone,
     Bye,
-    DrawRequest,
     Entries,
     FrameType,
     Hello,
@@ -26,6 +25,7 @@ from convoy.wire.messages.control import (
     Refuse,
     Released,
     Row,
+    SampleRequest,
     Step,
     StepFailed,
 )
@@ -93,7 +93,7 @@ _step = msgspec.msgpack.Decoder(Step)
 _rank_step_parts = msgspec.msgpack.Decoder(_RankStepParts)
 _step_parts = msgspec.msgpack.Decoder(_StepParts)
 _grant = msgspec.msgpack.Decoder(BlockGrant)
-_draw = msgspec.msgpack.Decoder(DrawRequest)
+_draw = msgspec.msgpack.Decoder(SampleRequest)
 
 
 def _decode_long_step(payload: bytes | bytearray | memoryview) -> Step:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from convoy.bench.fleet.provider import SimulatedProvider, Work
+from convoy.bench.fleet.provider import SimulatedProvider, SimulatedWork
 from convoy.bench.fleet.simulation import (
     FIRST_TO_FINISH,
     SimOptions,
@@ -16,7 +16,7 @@ from convoy.bench.fleet.simulation import (
 from convoy.bench.report.clock import Deadline
 from convoy.errors import ConvoyError
 from convoy.fleet.capacity import Capacity
-from convoy.fleet.coordinator.routing.ask import Ask
+from convoy.fleet.coordinator.routing.ask import RouteRequest
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,9 @@ def test_shares_of_machines_are_of_a_hundred() -> None:
 def test_a_simulated_provider_takes_as_long_as_its_rates_say() -> None:
     capacity = Capacity(slots=2, decode_rate=10, batch_rate=16, prefill_rate=100, max_context=4096)
     provider = SimulatedProvider("p", capacity)
-    work = [Work(Ask(number, "a", "m", 50, 100, 0.0, math.inf), 11, 0.0) for number in (0, 1)]
+    work = [
+        SimulatedWork(RouteRequest(number, "a", "m", 50, 100, 0.0, math.inf), 11, 0.0) for number in (0, 1)
+    ]
     for one in work:
         provider.start(one, 0.0)
     assert provider.next_s() == pytest.approx(0.5)

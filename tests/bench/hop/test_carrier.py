@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from convoy.bench.hop.carrier import Ask, StreamCarrier
+from convoy.bench.hop.carrier import HopTask, StreamCarrier
 from convoy.bench.hop.plain import PlainStream
 from convoy.errors import LinkBroken
 from convoy.wire.tensor import WireTensor
@@ -35,13 +35,13 @@ def test_tensors_of_any_size_arrive_whole_and_in_order(order: list[int]) -> None
 
     def send_all() -> None:
         for item in tensors:
-            here.send(item, Ask.KEEP)
+            here.send(item, HopTask.KEEP)
 
     sender = threading.Thread(target=send_all)
     sender.start()
     for item in tensors:
         ask, data = there.receive()
-        assert (ask, bytes(data)) == (Ask.KEEP, item.data)
+        assert (ask, bytes(data)) == (HopTask.KEEP, item.data)
     sender.join()
     here.close()
     there.close()

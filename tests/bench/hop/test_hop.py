@@ -16,7 +16,7 @@ import pytest
 from bench.rows import made_up_rows
 from cli.transcript import run_convoy
 from convoy.bench.hop.hop import HopOptions, ratios_of, size_name
-from convoy.bench.hop.pair import Pair
+from convoy.bench.hop.pair import HopPair
 from convoy.bench.report.percentile import percentile
 from convoy.errors import PeerError
 
@@ -88,7 +88,7 @@ def test_a_second_process_that_cannot_start_is_named_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", _script(tmp_path, "echo out of luck >&2; exit 3"))
-    with pytest.raises(PeerError, match="exit status 3: out of luck"), Pair():
+    with pytest.raises(PeerError, match="exit status 3: out of luck"), HopPair():
         pass
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.bench.ranks.tp import MODES, Machine, ModeRow, mode_row, ratios_of
+from convoy.bench.ranks.tp import MODES, ModeRow, TpMachine, mode_row, ratios_of
 from convoy.bench.report.report import DecodeRow
 from convoy.plan.speed import Speed
 from plan.placement.test_placement import spec_of
@@ -13,8 +13,8 @@ SPEC = spec_of(num_layers=4)
 SUMS = 2 * 4 + 1
 
 
-def machine(all_reduce_s: float) -> Machine:
-    return Machine(SPEC, "plain-f32", Speed(1e9, 1e12), all_reduce_s)
+def machine(all_reduce_s: float) -> TpMachine:
+    return TpMachine(SPEC, "plain-f32", Speed(1e9, 1e12), all_reduce_s)
 
 
 def row(mode: str, count: int, rate: float) -> ModeRow:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from convoy.cli.show.stall_notice import Patience
+from convoy.cli.show.stall_notice import StallNotice
 
 SOON_S = 0.01
 
@@ -29,7 +29,7 @@ class Cluster:
 
 def test_each_recovery_is_told_once_and_health_not_at_all() -> None:
     cluster = Cluster("beta is gone", "beta is gone", None, "gamma is gone", "it loads", None)
-    with Patience(cluster.reason, cluster.told.put, SOON_S):
+    with StallNotice(cluster.reason, cluster.told.put, SOON_S):
         cluster.wait(8)
     told = [cluster.told.get_nowait() for _ in range(cluster.told.qsize())]
     assert told == ["beta is gone", "gamma is gone"]
@@ -37,7 +37,7 @@ def test_each_recovery_is_told_once_and_health_not_at_all() -> None:
 
 def test_a_recovery_after_a_piece_of_the_answer_is_another_one() -> None:
     cluster = Cluster("beta is gone")
-    with Patience(cluster.reason, cluster.told.put, SOON_S) as patience:
+    with StallNotice(cluster.reason, cluster.told.put, SOON_S) as patience:
         assert cluster.told.get(timeout=30) == "beta is gone"
         patience.came()
         assert cluster.told.get(timeout=30) == "beta is gone"
@@ -45,6 +45,6 @@ def test_a_recovery_after_a_piece_of_the_answer_is_another_one() -> None:
 
 def test_nothing_is_asked_where_the_answer_comes_in_time() -> None:
     cluster = Cluster("never asked")
-    with Patience(cluster.reason, cluster.told.put, quiet_s=3600.0) as patience:
+    with StallNotice(cluster.reason, cluster.told.put, quiet_s=3600.0) as patience:
         patience.came()
     assert not cluster.asked.acquire(blocking=False)

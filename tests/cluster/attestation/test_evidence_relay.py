@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from convoy.cluster.attestation.evidence_maker import Attester
-from convoy.cluster.attestation.evidence_relay import Vouching
+from convoy.cluster.attestation.evidence_maker import EvidenceMaker
+from convoy.cluster.attestation.evidence_relay import EvidenceRelay
 from convoy.cluster.rights import FROM_HEAD, FROM_PEER
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.transport.member import LocalMember
@@ -15,7 +15,7 @@ from convoy.transport.memory_link import memory_link_pair
 from convoy.trust.evidence.evidence import Occasion, provider_binding
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import Policy
-from convoy.trust.evidence.verify import Context, appraise
+from convoy.trust.evidence.verify import VerificationContext, appraise
 from convoy.wire.messages.claims import Claims
 from convoy.wire.messages.control import Evidence, FrameType
 from convoy.wire.messages.vouch import Vouched
@@ -28,7 +28,7 @@ PURPOSE = b"p" * 32
 class Side:
     def __init__(self, me: LocalMember, link: Link) -> None:
         self.me, self.link = me, link
-        self.vouching = Vouching(lambda: me, Attester(None, CLAIMS))
+        self.vouching = EvidenceRelay(lambda: me, EvidenceMaker(None, CLAIMS))
         self.silent = False
 
     def deliver(self, link: Link, received: Received) -> None:
@@ -57,7 +57,7 @@ def head_and_peer() -> Iterator[tuple[Side, Side]]:
 def level(of: LocalMember, vouched: Vouched, provider: bytes, purpose: bytes = PURPOSE) -> Level:
     evidence = Evidence(vouched.claims, vouched.signature, vouched.kind, vouched.parts)
     occasion = Occasion(provider_binding(provider), purpose, of.identity.public_key)
-    return appraise(evidence, Policy(), Context(of.name, b"", occasion, [0, 7], CLAIMS)).level
+    return appraise(evidence, Policy(), VerificationContext(of.name, b"", occasion, [0, 7], CLAIMS)).level
 
 
 def test_a_peer_proves_itself_for_its_head_and_this_purpose_alone() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from convoy.cluster.attestation.claims import own_claims, package_digest
-from convoy.cluster.attestation.evidence_maker import Attester
+from convoy.cluster.attestation.evidence_maker import EvidenceMaker
 from convoy.cluster.attestation.exchange import Attestation
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.rights import FROM_PEER
@@ -91,7 +91,7 @@ def enrolled(members: Sequence[LocalMember], name: str, key_der: bytes) -> tuple
 def side(me: LocalMember, link: Link, policy: Policy, hardware: FakeHardware | None = None) -> Side:
     fallen: queue.SimpleQueue[Verdict] = queue.SimpleQueue()
     attestation = Attestation(
-        lambda: me, Attester(hardware, CLAIMS), policy, lambda _link, verdict: fallen.put(verdict)
+        lambda: me, EvidenceMaker(hardware, CLAIMS), policy, lambda _link, verdict: fallen.put(verdict)
     )
     attestation.attach(link)
     return Side(me, attestation, link, fallen)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.cluster.enrolment.newcomer import Asked, NameTaken, join_by_token
+from convoy.cluster.enrolment.newcomer import EnrolmentRequest, NameTaken, join_by_token
 from convoy.crypto.enrolment import MAX_UNPROVED_CHALLENGES, Terms, newcomer_mac, to_sign
 from convoy.crypto.identity import Identity, OperatorKey
 from convoy.errors import HandshakeError, InviteError, LinkBroken, RosterError
@@ -69,7 +69,7 @@ def test_a_replayed_proof_is_refused_and_uses_nothing_up(tmp_path: Path) -> None
 
 def test_an_address_of_another_member_is_refused_with_what_to_do_and_uses_nothing_up(tmp_path: Path) -> None:
     with invitation(tmp_path, limits=LIMITS) as offer:
-        taken = Asked("beta", None, offer.roster.member("alpha").address[1])
+        taken = EnrolmentRequest("beta", None, offer.roster.member("alpha").address[1])
         with pytest.raises(InviteError, match=r"another member .* has the address 127\.0\.0\.1:7") as caught:
             join_by_token(offer.token, Identity.generate(), taken, lambda _code: None)
         assert "--port PORT" in str(caught.value.hint)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from convoy.cluster.attestation.member_verifier import Vetting
-from convoy.cluster.head.planning import Planner, Proposal
+from convoy.cluster.attestation.member_verifier import MemberVerifier
+from convoy.cluster.head.planning import PlannedStages, Planner
 from convoy.cluster.options import HeadOptions, MemberOptions
 from convoy.errors import Incompatible, PlanError
 from convoy.model.checkpoints.source import ModelSource
@@ -32,7 +32,9 @@ def hello(
 def planner(spans: dict[str, str] | None = None) -> Planner:
     members = make_local_members(NAMES)
     options = HeadOptions(MemberOptions(), spans=spans)
-    return Planner(membership_of(members[0]), SOURCE, options, Vetting(lambda: members[0], MemberOptions()))
+    return Planner(
+        membership_of(members[0]), SOURCE, options, MemberVerifier(lambda: members[0], MemberOptions())
+    )
 
 
 def bytes_for(first_layers: int) -> int:
@@ -249,7 +251,7 @@ def test_a_standby_of_another_kind_preloads_with_its_own_kernel() -> None:
 def together(asked: Asked = "auto", predict: Predict | None = None, ranks: int | None = None) -> Planner:
     members = make_local_members(NAMES)
     options = HeadOptions(MemberOptions(), parallel=asked, ranks=ranks)
-    vetting = Vetting(lambda: members[0], MemberOptions())
+    vetting = MemberVerifier(lambda: members[0], MemberOptions())
     return Planner(membership_of(members[0]), SOURCE, options, vetting, predict=predict)
 
 
@@ -257,7 +259,7 @@ def faster_as_ranks(placement: Placement) -> float:
     return 0.01 if placement.mode == "tensor" else 0.02
 
 
-def shape(proposal: Proposal) -> list[tuple[str, ...]]:
+def shape(proposal: PlannedStages) -> list[tuple[str, ...]]:
     return [tuple(stage.holders) for stage in proposal.plan.stages]
 
 

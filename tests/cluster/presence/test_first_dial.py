@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.cluster.presence.first_dial import Muster, Mustered
+from convoy.cluster.presence.first_dial import FirstDial, Mustered
 from convoy.errors import HandshakeError, HandshakeLate
 from convoy.transport.link.link import Link
 from convoy.transport.member import Member
@@ -32,7 +32,7 @@ def muster(network: Failing, wait_s: float) -> Mustered:
     alpha, beta = make_local_members(("alpha", "beta"))
     came: list[Link] = []
     network.listen(membership_of(beta), beta.member.address, came.append)
-    calling = Muster(membership_of(alpha), network, wait_s, lambda: None, on_link=lambda _: None)
+    calling = FirstDial(membership_of(alpha), network, wait_s, lambda: None, on_link=lambda _: None)
     found = calling.call()
     for link in (*found.links.values(), *came):
         link.close("done")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cluster.presence.test_slow_members import Clock
-from convoy.cluster.presence.slow_members import Laggards
+from convoy.cluster.presence.slow_members import LateMembers
 
 
 def test_who_answers_late_at_three_steps_within_a_minute_is_one() -> None:
     clock = Clock()
-    laggards = Laggards(clock)
+    laggards = LateMembers(clock)
     for step in range(2):
         assert laggards.note(step, {"beta": 0.9, "gamma": 0.001}) == "beta"
         clock.now_s += 2
@@ -21,21 +21,21 @@ def test_who_answers_late_at_three_steps_within_a_minute_is_one() -> None:
 
 
 def test_several_looks_at_one_step_are_one() -> None:
-    laggards = Laggards(Clock())
+    laggards = LateMembers(Clock())
     for _ in range(5):
         assert laggards.note(7, {"beta": 0.9}) == "beta"
     assert not laggards.is_one("beta")
 
 
 def test_where_all_answer_late_it_is_nobody() -> None:
-    laggards = Laggards(Clock())
+    laggards = LateMembers(Clock())
     for step in range(5):
         assert laggards.note(step, {"beta": 0.52, "gamma": 0.5, "delta": 0.51}) is None
     assert not laggards.is_one("beta")
 
 
 def test_who_answers_at_once_is_none_however_late_the_steps_are() -> None:
-    laggards = Laggards(Clock())
+    laggards = LateMembers(Clock())
     for step in range(5):
         assert laggards.note(step, {"beta": 0.03, "gamma": 0.001}) is None
     assert laggards.note(5, {}) is None
@@ -43,7 +43,7 @@ def test_who_answers_at_once_is_none_however_late_the_steps_are() -> None:
 
 
 def test_who_was_given_up_counts_from_the_beginning() -> None:
-    laggards = Laggards(Clock())
+    laggards = LateMembers(Clock())
     for step in range(3):
         laggards.note(step, {"beta": 0.9})
     laggards.forget("beta")

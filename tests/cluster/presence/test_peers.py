@@ -13,7 +13,7 @@ import pytest
 
 from convoy.cluster.head.head import Head
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
-from convoy.cluster.presence.peers import Company
+from convoy.cluster.presence.peers import Peers
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.errors import ConvoyError, PlanError, StageLost
 from convoy.transport.link.link import Link
@@ -30,9 +30,9 @@ HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
 
 def company_of(
     me: LocalMember, network: MemoryNetwork, joined: threading.Event, options: MemberOptions = MEMBER
-) -> Company:
+) -> Peers:
     """``joined`` is set whenever somebody came."""
-    return Company(
+    return Peers(
         membership_of(me),
         network,
         HeadOptions(options),

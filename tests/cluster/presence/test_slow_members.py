@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from convoy.cluster.presence.backoff import FIRST_S, STAYED_S, Backoffs
-from convoy.cluster.presence.slow_members import TRUSTED_AFTER_S, Slow
+from convoy.cluster.presence.slow_members import TRUSTED_AFTER_S, SlowMembers
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
 def test_one_that_was_slow_is_like_the_others_a_minute_after_it_answers_again() -> None:
     clock = Clock()
-    slow = Slow(clock)
+    slow = SlowMembers(clock)
     slow.came("beta")
     slow.add("gamma")
     clock.now_s += 3600
@@ -36,7 +36,7 @@ def test_one_that_was_slow_is_like_the_others_a_minute_after_it_answers_again() 
 
 def test_one_that_is_slow_again_has_to_wait_again() -> None:
     clock = Clock()
-    slow = Slow(clock)
+    slow = SlowMembers(clock)
     slow.add("gamma")
     slow.came("gamma")
     clock.now_s += TRUSTED_AFTER_S

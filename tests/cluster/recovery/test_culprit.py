@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from convoy.cluster.recovery.fault import first_that_keeps
+from convoy.cluster.recovery.fault import find_holder
 
 RING = ("beta", "gamma", "delta")
 
@@ -25,4 +25,4 @@ RING = ("beta", "gamma", "delta")
     ],
 )
 def test_the_step_stands_where_nobody_behind_has_it(reached: dict[str, int], keeps: str | None) -> None:
-    assert first_that_keeps(RING, reached, 7) == keeps
+    assert find_holder(RING, reached, 7) == keeps

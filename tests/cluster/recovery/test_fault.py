@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.cluster.recovery.fault import Blame
+from convoy.cluster.recovery.fault import FaultTracker
 
 
 class Clock:
@@ -14,17 +14,17 @@ class Clock:
 
 
 def test_a_member_that_fails_by_itself_is_named_from_the_third_time_on() -> None:
-    blame = Blame()
+    blame = FaultTracker()
     assert [blame.note(["beta"]) for _ in range(4)] == [[], [], ["beta"], ["beta"]]
 
 
 def test_of_two_that_may_have_been_it_the_accused_comes_first() -> None:
-    blame = Blame()
+    blame = FaultTracker()
     assert [blame.note(["beta", "gamma"]) for _ in range(3)] == [[], [], ["beta", "gamma"]]
 
 
 def test_who_accuses_one_member_after_another_is_the_likeliest() -> None:
-    blame = Blame()
+    blame = FaultTracker()
     for _ in range(3):
         blame.note(["beta", "gamma"])
     assert blame.note(["delta", "gamma"]) == ["gamma"]
@@ -34,7 +34,7 @@ def test_who_accuses_one_member_after_another_is_the_likeliest() -> None:
 
 def test_a_failure_after_a_calm_minute_is_a_new_one() -> None:
     clock = Clock()
-    blame = Blame(clock)
+    blame = FaultTracker(clock)
     blame.note(["beta"])
     blame.note(["beta"])
     clock.now_s = 50.0
@@ -46,7 +46,7 @@ def test_a_failure_after_a_calm_minute_is_a_new_one() -> None:
 
 
 def test_each_wait_is_longer_until_something_else_happens() -> None:
-    blame = Blame()
+    blame = FaultTracker()
     waits_s = [blame.wait_s() for _ in range(5)]
     assert waits_s[4] > waits_s[0]
     blame.forget()

@@ -14,10 +14,10 @@ import pytest
 from msgspec.structs import replace as change
 
 from cluster.recovery.test_recovery import Scene, ask, scene, small, stages
-from convoy.cluster.presence.peers import Company
-from convoy.cluster.presence.slow_members import Slow
+from convoy.cluster.presence.peers import Peers
+from convoy.cluster.presence.slow_members import SlowMembers
 from convoy.cluster.recovery import rebalance as renewal
-from convoy.cluster.recovery.rebalance import Renewals
+from convoy.cluster.recovery.rebalance import Rebalancer
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.cluster.running import RunningCluster
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
@@ -318,7 +318,7 @@ class FakeCompany:
     """Every member is here, and no time passes."""
 
     def __init__(self) -> None:
-        self.slow = Slow()
+        self.slow = SlowMembers()
         self.closed = threading.Event()
         self.waits_s: queue.SimpleQueue[float] = queue.SimpleQueue()
 
@@ -343,7 +343,7 @@ class FakeRecovery:
 @contextmanager
 def renewals_over_fakes(
     num_failures: int = 0, company: FakeCompany | None = None
-) -> Iterator[tuple[Renewals, FakeCompany, queue.SimpleQueue[str]]]:
+) -> Iterator[tuple[Rebalancer, FakeCompany, queue.SimpleQueue[str]]]:
     """The first ``num_failures`` preparations fail."""
     company, asked, prepared = company or FakeCompany(), queue.SimpleQueue[str](), list[str]()
 
@@ -356,7 +356,7 @@ def renewals_over_fakes(
 
     try:
         yield (
-            Renewals(cast(Company, company), cast(StageRecovery, FakeRecovery()), asked.put, never, prepare),
+            Rebalancer(cast(Peers, company), cast(StageRecovery, FakeRecovery()), asked.put, never, prepare),
             company,
             asked,
         )

@@ -12,9 +12,9 @@ import pytest
 
 from convoy.cluster.options import MemberOptions, PeerOptions
 from convoy.cluster.rights import FROM_HEAD, FROM_PEER, FROM_PREDECESSOR
-from convoy.cluster.weights.client import MAX_ASKED, PIECE_BYTES, Fetches, Want, pieces_of
-from convoy.cluster.weights.head_server import Supply
-from convoy.cluster.weights.peer_weights import Asker, Weights
+from convoy.cluster.weights.client import MAX_ASKED, PIECE_BYTES, PartClient, Want, pieces_of
+from convoy.cluster.weights.head_server import HeadWeightServer
+from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, StepError
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.source import ModelSource
@@ -33,9 +33,9 @@ HELLO = Hello("test", ["float32"], ["plain-f32"], 1 << 30, 1, "test")
 class Ends:
     """A head's end that answers from ``supply``, or by hand where there is none, and a peer's."""
 
-    def __init__(self, supply: Supply | None) -> None:
+    def __init__(self, supply: HeadWeightServer | None) -> None:
         head, peer = make_local_members(("alpha", "beta"))
-        self.fetches = Fetches()
+        self.fetches = PartClient()
         to_peer, self.to_head = memory_link_pair(head, peer)
         self.asked: queue.SimpleQueue[Fetch] = queue.SimpleQueue()
         self.ended: queue.SimpleQueue[ConvoyError] = queue.SimpleQueue()
@@ -66,17 +66,17 @@ class Ends:
 
 
 @pytest.fixture(scope="module")
-def supply() -> Supply:
-    return Supply(ModelSource.resolve("demo-mini"), MemberOptions())
+def supply() -> HeadWeightServer:
+    return HeadWeightServer(ModelSource.resolve("demo-mini"), MemberOptions())
 
 
 @pytest.fixture(scope="module")
-def manifest(supply: Supply) -> Manifest:
+def manifest(supply: HeadWeightServer) -> Manifest:
     return supply.manifest()
 
 
 @pytest.fixture
-def served(supply: Supply) -> Iterator[Ends]:
+def served(supply: HeadWeightServer) -> Iterator[Ends]:
     ends = Ends(supply)
     yield ends
     ends.close()
@@ -129,7 +129,7 @@ def test_a_head_hands_out_nothing_but_what_its_manifest_lists(
 
 
 def test_drawn_weights_are_handed_out_by_nobody() -> None:
-    supply = Supply(ModelSource.resolve("synthetic:llama-250m"), MemberOptions())
+    supply = HeadWeightServer(ModelSource.resolve("synthetic:llama-250m"), MemberOptions())
     manifest = supply.manifest()
     norm = manifest.tensors["model.norm.weight"]
     assert supply._answer(Fetch(0, manifest.digest, norm.digest, 0, 1)).error
@@ -201,7 +201,7 @@ def _answered(ends: Ends, answers: list[Piece], *wants: Want) -> Iterator[tuple[
 
 
 def test_who_waits_for_its_turn_notices_that_its_link_ended(by_hand: Ends) -> None:
-    weights = Weights("beta", PeerOptions(MEMBER))
+    weights = PeerWeights("beta", PeerOptions(MEMBER))
     weights._lock.acquire()
     threading.Timer(0.3, by_hand.close).start()
     with pytest.raises(LinkBroken, match="ended while its weights were got ready"):

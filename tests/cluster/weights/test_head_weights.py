@@ -13,7 +13,7 @@ import pytest
 from cluster.weights.test_peer_weights import SPANS, answer_of, change_a_byte, started
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
-from convoy.cluster.weights.head_weights import OwnWeights
+from convoy.cluster.weights.head_weights import HeadWeights
 from convoy.errors import HubUnreachable, ModelError, PeerRefused
 from convoy.model.checkpoints.hub.stream import HubCommit
 from convoy.model.checkpoints.hub.weights import HubWeights
@@ -29,18 +29,18 @@ from support.members import make_local_members, membership_of
 Heard = list[tuple[str, int, int]]
 
 
-def opened(hub: FakeHub, manifest: Manifest, cache: Path) -> OwnWeights:
+def opened(hub: FakeHub, manifest: Manifest, cache: Path) -> HeadWeights:
     """What a head has before a plan: every file but the weights."""
     received = ReceivedModel(cache, manifest)
     with received.open(lambda: None):
         for name in manifest.files:
             shutil.copy(hub.directory / name, received.folder / name)
     source = received.source(REPO, received.file("config.json"))
-    return OwnWeights(received, source, HubWeights(HubCommit(REPO, COMMIT, hub.url)))
+    return HeadWeights(received, source, HubWeights(HubCommit(REPO, COMMIT, hub.url)))
 
 
 @contextmanager
-def partly(own: OwnWeights, peer: PeerOptions) -> Iterator[tuple[RunningCluster, Heard]]:
+def partly(own: HeadWeights, peer: PeerOptions) -> Iterator[tuple[RunningCluster, Heard]]:
     network, members, heard = MemoryNetwork(), make_local_members(NAMES[:2]), Heard()
     thread = PeerThread(members[1], peer, network)
     options = HeadOptions(replace(MEMBER, signed=own.manifest.digest), spans=SPANS, wait_s=60, num_blocks=64)

@@ -15,7 +15,7 @@ import pytest
 from convoy.cluster.head.head import Head
 from convoy.cluster.options import HeadOptions, MemberOptions, PeerOptions
 from convoy.cluster.running import RunningCluster
-from convoy.cluster.weights.head_server import Supply
+from convoy.cluster.weights.head_server import HeadWeightServer
 from convoy.engine.completion import generate
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import PeerRefused
@@ -187,13 +187,13 @@ def test_half_a_tensor_is_gone_on_with_through_the_link(
     victim.unlink()
     victim.with_name(f"{victim.name}.part").write_bytes(data[:1000])
     asked: list[Fetch] = []
-    answer = Supply._answer
+    answer = HeadWeightServer._answer
 
-    def counted(self: Supply, fetch: Fetch, *more: Any) -> Piece:
+    def counted(self: HeadWeightServer, fetch: Fetch, *more: Any) -> Piece:
         asked.append(fetch)
         return answer(self, fetch, *more)
 
-    monkeypatch.setattr(Supply, "_answer", counted)
+    monkeypatch.setattr(HeadWeightServer, "_answer", counted)
     with started(model, with_cache(tmp_path / "cache")) as (cluster, heard):
         assert answer_of(cluster) == expected
     assert [(fetch.start, fetch.num_bytes) for fetch in asked] == [(1000, len(data) - 1000)]
@@ -242,7 +242,7 @@ def test_a_file_that_changes_at_the_head_after_it_was_hashed_is_found_out(own: P
 
 def test_a_file_that_was_cut_short_at_the_head_is_named_with_the_tensor(own: Path) -> None:
     source = ModelSource.resolve(str(own))
-    supply = Supply(source, MemberOptions())
+    supply = HeadWeightServer(source, MemberOptions())
     manifest = supply.manifest()
     last = max(source.tensors.values(), key=lambda tensor: tensor.offset)
     with last.path.open("r+b") as file:

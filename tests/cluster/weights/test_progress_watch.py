@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.cluster.weights.progress_watch import Advance
+from convoy.cluster.weights.progress_watch import ProgressWatch
 from convoy.wire.messages.control import Progress
 
 
@@ -11,24 +11,24 @@ def fetched(done: int, total: int) -> Progress:
 
 
 def test_only_more_than_ever_is_further() -> None:
-    advance = Advance()
+    advance = ProgressWatch()
     steps = [(0, 9), (4, 9), (4, 9), (3, 9), (9, 9)]
     assert [advance.is_further("beta", fetched(*step)) for step in steps] == [True, True, False, False, True]
 
 
 def test_another_pass_begins_anew() -> None:
-    advance = Advance()
+    advance = ProgressWatch()
     assert advance.is_further("beta", fetched(900, 900))
     assert advance.is_further("beta", fetched(1, 5000))
     assert advance.is_further("beta", Progress(1, 1, 900, "check"))
 
 
 def test_one_member_says_nothing_of_another() -> None:
-    advance = Advance()
+    advance = ProgressWatch()
     assert advance.is_further("beta", fetched(9, 9))
     assert advance.is_further("gamma", fetched(1, 9))
 
 
 def test_passes_without_end_are_not_waited_for() -> None:
-    advance = Advance()
+    advance = ProgressWatch()
     assert sum(advance.is_further("beta", fetched(0, total)) for total in range(1000)) == 32

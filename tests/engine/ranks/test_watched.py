@@ -8,7 +8,7 @@ import torch
 from convoy.engine.ranks.watched import WatchedDraws, WatchedResult
 from convoy.errors import CollectiveError, StepError
 from convoy.model.backends.host.stage import Computed
-from convoy.model.sampling.output_rows import Drawing, Outcome
+from convoy.model.sampling.output_rows import SampleResult, SampleTask
 from convoy.model.sampling.sample import Sampled
 
 
@@ -25,9 +25,9 @@ class Devices:
             raise CollectiveError("a rank did not come to a sum")
 
 
-def drawn(*, failed: bool) -> Drawing:
+def drawn(*, failed: bool) -> SampleTask:
     error = StepError("3 of 8 logits are not finite, expected none") if failed else None
-    return Drawing((Outcome(Sampled(1)), Outcome(Sampled(0), error=error)))
+    return SampleTask((SampleResult(Sampled(1)), SampleResult(Sampled(0), error=error)))
 
 
 def hidden(value: float) -> Computed:

@@ -10,7 +10,7 @@ import pytest
 
 from convoy.engine.completion import generate
 from convoy.engine.outputs import Output, TokenOutput
-from convoy.engine.recovery import Recovered
+from convoy.engine.recovery import NewStages
 from convoy.engine.requests.near_tie import NEAR_TIE, is_near_tie
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.model.sampling.params import SamplingParams
@@ -23,10 +23,10 @@ PROMPT = [1, 2]
 RIVAL_AT = 16  # well behind the loss
 
 
-def others(distance: float, *, same_bits: bool = False, limits: SchedulerLimits = LIMITS) -> Recovered:
+def others(distance: float, *, same_bits: bool = False, limits: SchedulerLimits = LIMITS) -> NewStages:
     executor = FakeExecutor()
     executor.rival = (RIVAL_AT, distance)
-    return Recovered(executor, limits, 128, same_bits=same_bits)
+    return NewStages(executor, limits, 128, same_bits=same_bits)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def others(distance: float, *, same_bits: bool = False, limits: SchedulerLimits 
     ],
 )
 def test_a_near_tie_behind_a_loss_is_counted_and_told_once(
-    stages: Recovered, num_told: int, caplog: pytest.LogCaptureFixture
+    stages: NewStages, num_told: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     engine = start(FakeExecutor(fail_at=6), FakeRecovery([stages]))

@@ -12,7 +12,7 @@ import pytest
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.kv.limits import GroupLimits, SchedulerLimits
 from convoy.engine.outputs import ErrorOutput, FinishOutput, Output, TokenOutput
-from convoy.engine.recovery import Recovered
+from convoy.engine.recovery import NewStages
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import Restrictions
 from convoy.errors import RequestError
@@ -156,7 +156,7 @@ def test_a_loss_in_mid_answer_changes_nothing(fail_at: int) -> None:
     )
     expected = answer(asked)
     executor = FakeExecutor(fail_at=fail_at)
-    recovery = FakeRecovery([Recovered(FakeExecutor(), LIMITS, CONTEXT)])
+    recovery = FakeRecovery([NewStages(FakeExecutor(), LIMITS, CONTEXT)])
     recovery.gate.set()
     assert answer(asked, executor, recovery) == expected
     assert len(recovery.losses) == 1

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from convoy.engine.run.kv_client import BlockCarrier
-from convoy.engine.run.kv_server import BlockKeeper
+from convoy.engine.run.kv_client import KvClient
+from convoy.engine.run.kv_server import KvServer
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import ConvoyError, StageLost
 from convoy.model.backends.host.stage import Stage, StageOptions
@@ -66,11 +66,11 @@ class SlowStream:
 
 
 @contextmanager
-def carrying(source: ModelSource, mine: Link, theirs: Link, *, answers: bool) -> Iterator[BlockCarrier]:
+def carrying(source: ModelSource, mine: Link, theirs: Link, *, answers: bool) -> Iterator[KvClient]:
     """A head's carrier over real links. ``answers`` False: the peer is stopped, as by SIGSTOP."""
     guard = SendGuard(lambda: 60.0)
     head = make_stage(source, STAGES[0])
-    carrier = BlockCarrier(
+    carrier = KvClient(
         head, STAGES, "alpha", {"beta": mine}, generation=GENERATION, timeout_s=60.0, guard=guard
     )
 
@@ -82,7 +82,7 @@ def carrying(source: ModelSource, mine: Link, theirs: Link, *, answers: bool) ->
 
     mine.start(take, ended, TO_HEAD)
     if answers:
-        keeper = BlockKeeper(make_stage(source, STAGES[1]), theirs, GENERATION)
+        keeper = KvServer(make_stage(source, STAGES[1]), theirs, GENERATION)
         theirs.start(answer_with(keeper), lambda _link, _error: None, TO_PEER)
     try:
         yield carrier
@@ -92,7 +92,7 @@ def carrying(source: ModelSource, mine: Link, theirs: Link, *, answers: bool) ->
             link.revoke("the test is over")
 
 
-def answer_with(keeper: BlockKeeper) -> Callable[[Link, Received], None]:
+def answer_with(keeper: KvServer) -> Callable[[Link, Received], None]:
     """As a peer does: who receives is free to answer a ping while another thread works."""
     arrived: queue.SimpleQueue[Received] = queue.SimpleQueue()
 

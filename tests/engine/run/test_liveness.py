@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from convoy.engine.run.liveness import Pulse, patience_after
+from convoy.engine.run.liveness import LivenessProbe, patience_after
 from convoy.errors import LinkBroken, PeerUnreachable
 from convoy.transport.link.link import Link
 
@@ -46,11 +46,11 @@ def link() -> FakeLink:
     return FakeLink()
 
 
-def pulse_of(link: FakeLink, patience_s: float = 0.0) -> Pulse:
-    return Pulse(cast(Link, link), patience_s=patience_s, now=link.now)
+def pulse_of(link: FakeLink, patience_s: float = 0.0) -> LivenessProbe:
+    return LivenessProbe(cast(Link, link), patience_s=patience_s, now=link.now)
 
 
-def first_gone_s(link: FakeLink, pulse: Pulse) -> float:
+def first_gone_s(link: FakeLink, pulse: LivenessProbe) -> float:
     """Looked at as the carrier does."""
     while not pulse.is_gone():
         link.at_s += 0.25

@@ -17,12 +17,12 @@ from convoy.engine.requests.choice import make_choices
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.run.sampling import answer_of, draw_of, outcome_of, request_of
 from convoy.errors import PeerError, StepError
-from convoy.model.sampling.output_rows import Draw, Outcome, distinct, draw
+from convoy.model.sampling.output_rows import SampleJob, SampleResult, distinct, draw
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.text.tokens import Tokenizer
 from convoy.wire.codec import encode_message
 from convoy.wire.frame import MAX_PAYLOAD_BYTES
-from convoy.wire.messages.control import DrawAnswer, DrawRequest, FrameType, Row, Step
+from convoy.wire.messages.control import FrameType, Row, SampleReply, SampleRequest, Step
 from support.fake_tokenizer import FakeTokenizer
 
 VOCAB = 40
@@ -43,7 +43,7 @@ params_of = st.builds(
 )
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 draws = st.builds(
-    Draw,
+    SampleJob,
     params_of,
     st.integers(0, 3),
     st.integers(0, 99),
@@ -56,24 +56,24 @@ draws = st.builds(
 )
 
 
-def over_the_wire(asked: Draw, logits: np.ndarray[Any, Any]) -> Outcome:
-    request = msgspec.msgpack.decode(msgspec.msgpack.encode(request_of(asked)), type=DrawRequest)
+def over_the_wire(asked: SampleJob, logits: np.ndarray[Any, Any]) -> SampleResult:
+    request = msgspec.msgpack.decode(msgspec.msgpack.encode(request_of(asked)), type=SampleRequest)
     answer = answer_of(draw(logits, draw_of(request, VOCAB)))
-    return outcome_of(msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=DrawAnswer), asked, VOCAB)
+    return outcome_of(msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=SampleReply), asked, VOCAB)
 
 
 def test_a_step_whose_draws_all_look_back_on_a_long_context_fits_in_its_frame() -> None:
     """One that does not would end the engine, and any client could ask for it."""
     limits = SchedulerLimits(groups=(GroupLimits(1),), block_size=16)
     params = SamplingParams(repetition_penalty=1.1)
-    back = Draw(params, 0, 131_072, prompt_ids=range(65_536), generated_ids=range(65_536))
+    back = SampleJob(params, 0, 131_072, prompt_ids=range(65_536), generated_ids=range(65_536))
     step = Step(0, [], [], [], b"", [request_of(back)] * (limits.max_batch + limits.max_drafts))
     assert len(encode_message(step)) < MAX_PAYLOAD_BYTES[FrameType.STEP]
 
 
 @settings(derandomize=True, max_examples=400)
 @given(draws)
-def test_a_draw_by_a_peer_is_what_the_head_would_have_drawn(asked: Draw) -> None:
+def test_a_draw_by_a_peer_is_what_the_head_would_have_drawn(asked: SampleJob) -> None:
     here, there = draw(LOGITS, asked), over_the_wire(asked, LOGITS)
     assert here.sampled.token_id == there.sampled.token_id
     assert here.sampled.top == there.sampled.top
@@ -86,11 +86,11 @@ def test_a_draw_by_a_peer_is_what_the_head_would_have_drawn(asked: Draw) -> None
 
 def test_tokens_go_only_where_a_penalty_looks_back() -> None:
     history = (distinct([7, 7, 5]), [9, 9])
-    plain = request_of(Draw(SamplingParams(logit_bias={1: 2.0}), 0, 5, *history))
+    plain = request_of(SampleJob(SamplingParams(logit_bias={1: 2.0}), 0, 5, *history))
     assert (plain.prompt, plain.generated) == (b"", b"")
-    counted = request_of(Draw(SamplingParams(frequency_penalty=1.0), 0, 5, *history))
+    counted = request_of(SampleJob(SamplingParams(frequency_penalty=1.0), 0, 5, *history))
     assert (len(counted.prompt), len(counted.generated)) == (0, 8)
-    repeated = request_of(Draw(SamplingParams(repetition_penalty=1.1), 0, 5, *history))
+    repeated = request_of(SampleJob(SamplingParams(repetition_penalty=1.1), 0, 5, *history))
     assert (len(repeated.prompt), len(repeated.generated)) == (8, 8), "each token of the prompt once"
 
 
@@ -115,7 +115,7 @@ def test_a_prompt_is_gone_through_once_for_a_request_however_often_is_drawn() ->
 
 
 def test_logits_that_nobody_can_draw_from_are_this_draws_misfortune() -> None:
-    outcome = over_the_wire(Draw(SamplingParams(), 0, 5), np.full(VOCAB, np.nan, dtype=np.float32))
+    outcome = over_the_wire(SampleJob(SamplingParams(), 0, 5), np.full(VOCAB, np.nan, dtype=np.float32))
     assert isinstance(outcome.error, StepError)
 
 
@@ -136,7 +136,7 @@ def test_logits_that_nobody_can_draw_from_are_this_draws_misfortune() -> None:
     ],
 )
 def test_an_answer_that_no_such_draw_has_is_refused(changes: dict[str, Any], expected: str) -> None:
-    asked = Draw(SamplingParams(logprobs=2), 0, 5, wants_logits=True)
+    asked = SampleJob(SamplingParams(logprobs=2), 0, 5, wants_logits=True)
     answer = answer_of(draw(LOGITS, asked))
     outcome_of(answer, asked, VOCAB)
     with pytest.raises(PeerError, match=expected):
@@ -145,7 +145,7 @@ def test_an_answer_that_no_such_draw_has_is_refused(changes: dict[str, Any], exp
 
 @pytest.mark.parametrize("rules", [{"banned": [7]}, {"allowed": [6, 8]}])
 def test_an_answer_with_a_token_that_was_not_allowed_is_refused(rules: dict[str, Any]) -> None:
-    asked = Draw(SamplingParams(), 0, 5, **rules)
+    asked = SampleJob(SamplingParams(), 0, 5, **rules)
     answer = answer_of(draw(LOGITS, asked))
     outcome_of(answer, asked, VOCAB)
     with pytest.raises(PeerError, match="a token that was not allowed"):
@@ -154,14 +154,14 @@ def test_an_answer_with_a_token_that_was_not_allowed_is_refused(rules: dict[str,
 
 @pytest.mark.parametrize(("score", "rank"), [(7, 0), (7, VOCAB + 1), (7, -1), (None, 1)])
 def test_an_answer_with_a_rank_that_no_token_has_is_refused(score: int | None, rank: int) -> None:
-    asked = Draw(SamplingParams(logprobs=0), 0, 5, score=score)
+    asked = SampleJob(SamplingParams(logprobs=0), 0, 5, score=score)
     answer = answer_of(draw(LOGITS, asked))
     with pytest.raises(PeerError, match=f"has the rank {rank}, expected"):
         outcome_of(msgspec.structs.replace(answer, rank=rank), asked, VOCAB)
 
 
 def test_an_answer_to_another_question_is_refused() -> None:
-    asked = Draw(SamplingParams(logprobs=0), 0, 5, score=7)
+    asked = SampleJob(SamplingParams(logprobs=0), 0, 5, score=7)
     answer = answer_of(draw(LOGITS, asked))
     with pytest.raises(PeerError, match="scores another token"):
         outcome_of(answer, replace(asked, score=8), VOCAB)
@@ -185,6 +185,6 @@ def test_an_answer_to_another_question_is_refused() -> None:
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(changes: dict[str, Any], expected: str) -> None:
-    request = msgspec.structs.replace(request_of(Draw(SamplingParams(), 0, 5)), **changes)
+    request = msgspec.structs.replace(request_of(SampleJob(SamplingParams(), 0, 5)), **changes)
     with pytest.raises(StepError, match=expected):
         draw_of(request, VOCAB)

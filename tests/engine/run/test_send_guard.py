@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import cast
 
-from convoy.engine.run.liveness import Pulse
+from convoy.engine.run.liveness import LivenessProbe
 from convoy.engine.run.send_guard import SendGuard
 from convoy.transport.link.link import Link
 
@@ -60,7 +60,7 @@ def test_a_send_that_is_long_takes_its_time_while_the_peer_is_there() -> None:
             return self.gone
 
     guard, link, pulse = SendGuard(lambda: 0.0), FakeLink(), Beats()
-    guard.begin(cast(Link, link), cast(Pulse, pulse))
+    guard.begin(cast(Link, link), cast(LivenessProbe, pulse))
     for _ in range(2):
         assert looked.acquire(timeout=WAIT_S)
     assert not link.dismissed.is_set()

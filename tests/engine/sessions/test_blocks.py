@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from convoy.engine.run.kv_client import BlockCarrier
-from convoy.engine.run.kv_server import BlockKeeper
+from convoy.engine.run.kv_client import KvClient
+from convoy.engine.run.kv_server import KvServer
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import LinkBroken, StageLost, StepError
 from convoy.model.backends.host.stage import Stage, StageOptions
@@ -87,8 +87,8 @@ def said() -> queue.SimpleQueue[Received]:
 
 
 @pytest.fixture
-def keeper(stage: Stage, said: queue.SimpleQueue[Received]) -> BlockKeeper:
-    return BlockKeeper(stage, cast(Link, Wire("alpha", said.put)), GENERATION)
+def keeper(stage: Stage, said: queue.SimpleQueue[Received]) -> KvServer:
+    return KvServer(stage, cast(Link, Wire("alpha", said.put)), GENERATION)
 
 
 def kv_of(num_blocks: int, num_layers: int = 2, seed: int = 1) -> torch.Tensor:
@@ -110,7 +110,7 @@ def write_blocks(digest: str, blocks: Sequence[int] = (3, 1), tags: bytes = b"".
 
 
 def test_what_is_written_is_read_and_may_be_shared_under_its_tags(
-    stage: Stage, keeper: BlockKeeper, said: queue.SimpleQueue[Received]
+    stage: Stage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     kv = kv_of(2)
     keeper.accept(write_blocks(stage.model_digest), GENERATION)
@@ -146,7 +146,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 )
 def test_a_stage_refuses_and_changes_nothing(
     stage: Stage,
-    keeper: BlockKeeper,
+    keeper: KvServer,
     said: queue.SimpleQueue[Received],
     asked: dict[str, Any],
     sent: dict[str, Any],
@@ -165,7 +165,7 @@ def test_a_stage_refuses_and_changes_nothing(
 
 
 def test_blocks_whose_layers_come_in_parts_are_shared_only_once_all_have_come(
-    stage: Stage, keeper: BlockKeeper, said: queue.SimpleQueue[Received]
+    stage: Stage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     kv = kv_of(2)
     grant = BlockGrant(0, 0, [3, 1], b"".join(TAGS))
@@ -181,7 +181,7 @@ def test_blocks_whose_layers_come_in_parts_are_shared_only_once_all_have_come(
 
 
 def test_a_block_that_a_sequence_holds_is_not_written(
-    stage: Stage, keeper: BlockKeeper, said: queue.SimpleQueue[Received]
+    stage: Stage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     stage.apply(Step(0, [], [BlockGrant(0, 0, [1])], [], b""))
     keeper.accept(write_blocks(stage.model_digest), GENERATION)
@@ -191,7 +191,7 @@ def test_a_block_that_a_sequence_holds_is_not_written(
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (1, 3), (3, 5), (3, 3), (4, 3), (-1, 3)])
 def test_layers_that_are_not_its_own_are_not_read(
-    stage: Stage, keeper: BlockKeeper, said: queue.SimpleQueue[Received], start: int, end: int
+    stage: Stage, keeper: KvServer, said: queue.SimpleQueue[Received], start: int, end: int
 ) -> None:
     keeper.accept(ReadBlocks(1, stage.model_digest, start, end, [0]), GENERATION)
     assert "are asked for, and this stage has [2, 4)" in answer(said).error
@@ -205,7 +205,7 @@ def test_too_much_at_once_is_refused_before_it_is_allocated(source: ModelSource)
 
 
 def test_a_tensor_that_was_not_announced_or_is_of_another_plan_does_nothing(
-    stage: Stage, keeper: BlockKeeper, said: queue.SimpleQueue[Received]
+    stage: Stage, keeper: KvServer, said: queue.SimpleQueue[Received]
 ) -> None:
     keeper.accept_tensor(tensor_of(kv_of(2)))
     keeper.accept(write_blocks(stage.model_digest), GENERATION - 1)
@@ -221,7 +221,7 @@ class Pair:
         self.head = make_stage(source, STAGES[0])
         self.peer = make_stage(source, STAGES[1])
         to_head = Wire("beta", self.deliver)
-        keeper = BlockKeeper(self.peer, cast(Link, to_head), GENERATION)
+        keeper = KvServer(self.peer, cast(Link, to_head), GENERATION)
 
         def hear(received: Received) -> None:
             if isinstance(received, ReceivedTensor):
@@ -233,7 +233,7 @@ class Pair:
         links = {"beta": cast(Link, self.to_peer)}
         guard = SendGuard(lambda: 60.0)
         guard.close()  # nothing is sent but within this thread
-        self.carrier = BlockCarrier(
+        self.carrier = KvClient(
             self.head, STAGES, "alpha", links, generation=GENERATION, timeout_s=0.2, guard=guard
         )
         self.taken: list[bool] = []

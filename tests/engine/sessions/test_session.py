@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from convoy.engine.active import BetweenSteps
+from convoy.engine.active import PausedWork
 from convoy.engine.completion import generate
 from convoy.engine.engine import Engine, EngineOptions
 from convoy.engine.outputs import Output
@@ -680,7 +680,7 @@ def test_a_session_that_cannot_be_carried_in_time_says_so_and_stays_what_it_was(
 
 
 def test_what_was_begun_between_steps_cannot_be_taken_back() -> None:
-    between, lock = BetweenSteps(), threading.Condition()
+    between, lock = PausedWork(), threading.Condition()
     taken: list[bool] = []
     begun = between.add(lambda *_: taken.append(between.drop(begun)))
     waits = between.add(lambda *_: taken.append(True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.engine.sessions.slice_size import Pace
+from convoy.engine.sessions.slice_size import SliceSize
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -14,7 +14,7 @@ class Wire:
         self.bytes_per_s = bytes_per_s
         self.at_s = 0.0
 
-    def carry(self, pace: Pace, times: int) -> list[float]:
+    def carry(self, pace: SliceSize, times: int) -> list[float]:
         took = []
         for _ in range(times):
             began_s = self.at_s
@@ -26,7 +26,7 @@ class Wire:
 
 def test_a_fast_wire_soon_gets_the_most_that_may_be() -> None:
     wire = Wire(1e9)
-    pace = Pace(16 * MIB, now=lambda: wire.at_s)
+    pace = SliceSize(16 * MIB, now=lambda: wire.at_s)
     wire.carry(pace, 4)
     assert pace.num_bytes == 16 * MIB
     wire.carry(pace, 4)
@@ -35,7 +35,7 @@ def test_a_fast_wire_soon_gets_the_most_that_may_be() -> None:
 
 def test_a_slow_wire_holds_steps_up_for_half_a_second_and_goes_on() -> None:
     wire = Wire(256 * KIB)
-    pace = Pace(16 * MIB, now=lambda: wire.at_s)
+    pace = SliceSize(16 * MIB, now=lambda: wire.at_s)
     took = wire.carry(pace, 20)
     assert took[0] == 4.0, "nothing is known before the first"
     assert max(took[4:]) <= 0.5
@@ -48,4 +48,4 @@ def test_a_slow_wire_holds_steps_up_for_half_a_second_and_goes_on() -> None:
 
 
 def test_little_is_enough_where_little_may_be() -> None:
-    assert Pace(32).num_bytes == 32
+    assert SliceSize(32).num_bytes == 32

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, text
 
 from convoy.api.refusals import NoBalance
 from convoy.fleet.books.clerk import Clerk
-from convoy.fleet.books.ledger import Bill, Hold, Ledger, Usage
+from convoy.fleet.books.ledger import AccountUsage, Bill, Hold, Ledger
 from convoy.fleet.books.store import Store
 from support.waiting import wait_until
 
@@ -73,7 +73,7 @@ def test_what_is_asked_at_once_is_one_transaction_and_one_wait_for_the_disk(
             assert 1 <= counts[1] <= 4
 
     run(store, ledger, work)
-    assert ledger.usage() == [Usage("ann", "demo", 40, 40, 40, 160)]
+    assert ledger.usage() == [AccountUsage("ann", "demo", 40, 40, 40, 160)]
     assert ledger.balance("ann") == 1000 - 160
     assert ledger.check() == []
 

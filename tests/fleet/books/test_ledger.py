@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from convoy.api.refusals import Conflict, NoBalance
 from convoy.errors import ConfigError, RequestError
-from convoy.fleet.books.ledger import KEY_LIFE_S, MAX_SERVED, Bill, Hold, Ledger, Usage
+from convoy.fleet.books.ledger import KEY_LIFE_S, MAX_SERVED, AccountUsage, Bill, Hold, Ledger
 from convoy.fleet.books.price import MAX_MICRO, Price
 from convoy.fleet.books.store import Store
 from convoy.fleet.books.tables import CHARGES
@@ -35,7 +35,7 @@ def test_a_request_holds_its_worst_case_and_is_charged_what_it_came_to(ledger: L
     assert ledger.balance("ann") == 400
     assert ledger.settle("r1", BILL) == 250
     assert ledger.balance("ann") == 750
-    assert ledger.usage() == [Usage("ann", "demo", 1, 10, 20, 250)]
+    assert ledger.usage() == [AccountUsage("ann", "demo", 1, 10, 20, 250)]
     assert ledger.check() == []
 
 

@@ -21,7 +21,7 @@ from convoy.fleet.asked import ModelOptions, read_wanted
 from convoy.fleet.books.price import Price
 from convoy.fleet.books.tables import CHARGES
 from convoy.fleet.capacity import Capacity
-from convoy.fleet.coordinator.bounds import Outcome, most_billed
+from convoy.fleet.coordinator.bounds import BilledOutcome, most_billed
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.seen import MAX_LINE_BYTES, SeenText
 from convoy.wire.fleet.messages import Began, Chunk, Done, FleetMessage, Offer, Registered, Serve
@@ -43,7 +43,7 @@ def fleet(tmp_path: Path) -> Iterator[FleetUnderTest]:
     made.close()
 
 
-def greedy(serve: Serve, sealer: AnswerSealer, said: Outcome) -> list[FleetMessage]:
+def greedy(serve: Serve, sealer: AnswerSealer, said: BilledOutcome) -> list[FleetMessage]:
     """An answer of one character, of which its provider says something else."""
     return [
         Began(serve.request_id, sealer.nonce),
@@ -55,13 +55,13 @@ def greedy(serve: Serve, sealer: AnswerSealer, said: Outcome) -> list[FleetMessa
     ]
 
 
-Answer = Callable[[Serve, AnswerSealer, Outcome], list[FleetMessage]]
+Answer = Callable[[Serve, AnswerSealer, BilledOutcome], list[FleetMessage]]
 
 
 def charged(
     fleet: FleetUnderTest,
     body: bytes,
-    said: Outcome,
+    said: BilledOutcome,
     template_tokens: int = 0,
     *,
     answer: Answer = greedy,
@@ -94,15 +94,15 @@ BODY = msgspec.json.encode(question(20, 22, stream=True))
 @pytest.mark.parametrize(
     ("said", "template_tokens", "billed"),
     [
-        (Outcome(14, 1), 0, 14 + 1),
-        (Outcome(1 << 30, 0), 0, len(BODY)),
-        (Outcome(1 << 30, 0), 512, len(BODY) + 512),
-        (Outcome(0, 1024), 0, 1 + 64),
-        (Outcome(1 << 39, 1 << 39), 100, len(BODY) + 100 + 1 + 64),
+        (BilledOutcome(14, 1), 0, 14 + 1),
+        (BilledOutcome(1 << 30, 0), 0, len(BODY)),
+        (BilledOutcome(1 << 30, 0), 512, len(BODY) + 512),
+        (BilledOutcome(0, 1024), 0, 1 + 64),
+        (BilledOutcome(1 << 39, 1 << 39), 100, len(BODY) + 100 + 1 + 64),
     ],
 )
 def test_a_provider_bills_what_was_sent_and_seen_and_no_more(
-    fleet: FleetUnderTest, said: Outcome, template_tokens: int, billed: int
+    fleet: FleetUnderTest, said: BilledOutcome, template_tokens: int, billed: int
 ) -> None:
     assert charged(fleet, BODY, said, template_tokens) == billed
     beyond = said.prompt_tokens + said.completion_tokens - billed
@@ -111,7 +111,7 @@ def test_a_provider_bills_what_was_sent_and_seen_and_no_more(
 
 
 def test_what_was_not_billed_and_the_template_are_shown(fleet: FleetUnderTest, tmp_path: Path) -> None:
-    charged(fleet, BODY, Outcome(10_000, 1000), 7)
+    charged(fleet, BODY, BilledOutcome(10_000, 1000), 7)
     with fleet.admin() as admin:
         key = admin.post("/keys", json={"scope": "metrics"}).json()["key"]
         scraped = admin.get("/metrics", headers={"authorization": f"Bearer {key}"}).text
@@ -143,12 +143,12 @@ def test_an_answer_is_bounded_by_its_text_and_by_what_was_asked() -> None:
 def test_a_prompt_that_is_refused_as_too_long_costs_a_sixteenth_of_its_guess() -> None:
     long = read_wanted(msgspec.json.encode(question(1, 2, user="x" * 64_000)), "chat", "", {})
     most = most_billed(long, template_tokens=512, text_bytes=10**6, refusal=TOO_LONG)
-    assert most == Outcome(len(msgspec.json.encode(question(1, 2, user="x" * 64_000))) // 4 // 16, 0)
+    assert most == BilledOutcome(len(msgspec.json.encode(question(1, 2, user="x" * 64_000))) // 4 // 16, 0)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", TOO_LONG[:-1], b'{"error":{"code":"invalid_json"}}', b"[]"])
 def test_any_other_refusal_is_bounded_by_nothing_at_all(body: bytes) -> None:
-    assert most_billed(WANTED, template_tokens=512, text_bytes=10**6, refusal=body) == Outcome(0, 0)
+    assert most_billed(WANTED, template_tokens=512, text_bytes=10**6, refusal=body) == BilledOutcome(0, 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -161,7 +161,7 @@ def test_what_a_refusal_costs_is_read_in_its_body_whatever_its_provider_says(
     asked = msgspec.json.encode(question(20, 22, stream=stream, user="x" * 100))
     assert len(asked) // 4 // 16 == 3
 
-    def refusal(serve: Serve, sealer: AnswerSealer, said: Outcome) -> list[FleetMessage]:
+    def refusal(serve: Serve, sealer: AnswerSealer, said: BilledOutcome) -> list[FleetMessage]:
         head = msgspec.json.encode(AnswerHead(400, "application/json"))
         pieces = [head, body[:20], body[20:]]
         return [
@@ -171,7 +171,7 @@ def test_what_a_refusal_costs_is_read_in_its_body_whatever_its_provider_says(
             Done(serve.request_id, said.prompt_tokens, said.completion_tokens),
         ]
 
-    assert charged(fleet, asked, Outcome(1 << 30, 1 << 30), answer=refusal, status=400) == billed
+    assert charged(fleet, asked, BilledOutcome(1 << 30, 1 << 30), answer=refusal, status=400) == billed
 
 
 def test_a_prompt_that_the_engine_refuses_as_too_long_costs_something_and_any_other_refusal_nothing(

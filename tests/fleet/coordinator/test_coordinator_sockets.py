@@ -22,7 +22,7 @@ from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers import connection as provider_socket
 from convoy.fleet.coordinator.providers.answering import ProviderFailed
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
-from convoy.fleet.coordinator.routing.ask import Ask
+from convoy.fleet.coordinator.routing.ask import RouteRequest
 from convoy.fleet.coordinator.routing.policy import FirstToFinish
 from convoy.fleet.coordinator.server import Doors, run_coordinator
 from convoy.wire.fleet.messages import (
@@ -216,7 +216,7 @@ def test_a_provider_that_cannot_join_leaves_nothing_behind(
         raise ArithmeticError
 
     async def scene(coordinator: Coordinator, identity: Identity) -> None:
-        asked = Ask(0, "a", MODEL, 10, 10, 0.0, time.monotonic() + 60)
+        asked = RouteRequest(0, "a", MODEL, 10, 10, 0.0, time.monotonic() + 60)
         waiting = asyncio.ensure_future(coordinator.place(asked))
         await asyncio.sleep(0)
         monkeypatch.setattr(FirstToFinish, "choose", broken)

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import Ask
+from convoy.fleet.coordinator.routing.ask import RouteRequest
 from convoy.fleet.coordinator.routing.dispatch import Dispatcher
-from convoy.fleet.provider.pace import Pace
+from convoy.fleet.provider.pace import StreamRates
 from convoy.trust.evidence.level import Level
 
 BOTH = Capacity(slots=4, decode_rate=100, batch_rate=200, prefill_rate=5000, max_context=4096)
@@ -21,7 +21,7 @@ class Clock:
 
 def test_what_each_stream_got_is_measured_and_how_many_there_were() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = StreamRates(clock)
     pace.begin()
     pace.begin()
     for _ in range(20):  # 2 seconds of two streams, 10 tokens a second each
@@ -35,7 +35,7 @@ def test_what_each_stream_got_is_measured_and_how_many_there_were() -> None:
 
 def test_what_was_long_ago_counts_for_less_and_then_for_nothing() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = StreamRates(clock)
     pace.begin()
     clock.now_s += 1.0
     pace.given(8)
@@ -51,7 +51,7 @@ def test_what_was_long_ago_counts_for_less_and_then_for_nothing() -> None:
 
 def test_a_reader_that_holds_a_stream_up_makes_no_engine_slow() -> None:
     clock = Clock()
-    pace = Pace(clock)
+    pace = StreamRates(clock)
     pace.begin()
     clock.now_s += 1.0
     pace.given(10)
@@ -60,8 +60,8 @@ def test_a_reader_that_holds_a_stream_up_makes_no_engine_slow() -> None:
     assert pace.beat() == pytest.approx((10.0, 1.0))
 
 
-def ask(number: int) -> Ask:
-    return Ask(number, "a", "m", 100, 50, 0.0, 60.0)
+def ask(number: int) -> RouteRequest:
+    return RouteRequest(number, "a", "m", 100, 50, 0.0, 60.0)
 
 
 def went(dispatcher: Dispatcher, number: int) -> str:

@@ -11,7 +11,7 @@ from convoy.api.listen.options import ServeOptions
 from convoy.errors import ConfigError, ProviderError
 from convoy.fleet.capacity import Load
 from convoy.fleet.coordinator.options import CoordinatorOptions
-from convoy.fleet.coordinator.routing.providers import Seats
+from convoy.fleet.coordinator.routing.providers import ProviderTable
 from convoy.fleet.coordinator.server import Doors
 from convoy.fleet.provider.greeting import CoordinatorUnproved
 from convoy.fleet.provider.provide import ProvideOptions, Provider
@@ -175,13 +175,13 @@ def test_a_heartbeat_says_what_the_engine_gave_each_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[Load] = []
-    note_load = Seats.note_load
+    note_load = ProviderTable.note_load
 
-    def heard(self: Seats, name: str, load: Load) -> None:
+    def heard(self: ProviderTable, name: str, load: Load) -> None:
         said.append(load)
         note_load(self, name, load)
 
-    monkeypatch.setattr(Seats, "note_load", heard)
+    monkeypatch.setattr(ProviderTable, "note_load", heard)
     fleet = FleetUnderTest(tmp_path, CoordinatorOptions(instance="test"))
     engine = FakeEngine()
     try:

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 from websockets.sync.client import connect
 
-from convoy.cluster.attestation.evidence_maker import Attester
-from convoy.cluster.attestation.evidence_relay import Vouching
-from convoy.cluster.head.provider_evidence import HeadWitness, OwnProcess, Witnessed
+from convoy.cluster.attestation.evidence_maker import EvidenceMaker
+from convoy.cluster.attestation.evidence_relay import EvidenceRelay
+from convoy.cluster.head.provider_evidence import GatheredEvidence, HeadEvidence, OwnProcess
 from convoy.cluster.rights import FROM_HEAD, FROM_PEER
 from convoy.crypto.identity import Identity
 from convoy.crypto.sealed.request import RequestKey
@@ -61,7 +61,7 @@ OPTIONS = CoordinatorOptions(instance="test", prove_every_s=0.2, greeting_s=5.0,
 
 
 def own(identity: Identity, claims: Claims = CLAIMS) -> OwnProcess:
-    return OwnProcess(identity, Attester(None, claims))
+    return OwnProcess(identity, EvidenceMaker(None, claims))
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Drifts:
     claims: Claims = CLAIMS
     asked: list[bytes] = field(default_factory=list)
 
-    def gather(self, purpose: bytes, registers: Sequence[int]) -> Witnessed:
+    def gather(self, purpose: bytes, registers: Sequence[int]) -> GatheredEvidence:
         self.asked.append(purpose)
         return own(self.identity, self.claims).gather(purpose, registers)
 
@@ -197,14 +197,14 @@ def test_a_provider_that_drifts_is_out_at_the_next_challenge_and_hears_why(
     fleet.stop_provider(-1)
 
 
-def _to(vouching: Vouching) -> Callable[[Link, Received], None]:
+def _to(vouching: EvidenceRelay) -> Callable[[Link, Received], None]:
     def deliver(link: Link, received: Received) -> None:
         assert vouching.takes(link, received)
 
     return deliver
 
 
-def _from(vouching: Vouching) -> Callable[[Link, ConvoyError], None]:
+def _from(vouching: EvidenceRelay) -> Callable[[Link, ConvoyError], None]:
     def ended(link: Link, _: ConvoyError) -> None:
         vouching.detach(link)
 
@@ -212,7 +212,7 @@ def _from(vouching: Vouching) -> Callable[[Link, ConvoyError], None]:
 
 
 @contextmanager
-def two_members(identity_of: dict[str, Identity], *, hardware: bool) -> Iterator[HeadWitness]:
+def two_members(identity_of: dict[str, Identity], *, hardware: bool) -> Iterator[HeadEvidence]:
     members = make_local_members(("alpha", "beta"))
     if hardware:
         keyed = tuple(replace(one, attestation_key=LyingTpm().key_der) for one in members[0].roster.members)
@@ -221,12 +221,12 @@ def two_members(identity_of: dict[str, Identity], *, hardware: bool) -> Iterator
     alpha, beta = members
     identity_of["alpha"] = alpha.identity
     links = memory_link_pair(alpha, beta)
-    head = Vouching(lambda: alpha, Attester(SoftTpm(), CLAIMS))
-    peer = Vouching(lambda: beta, Attester(SoftTpm(), CLAIMS))
+    head = EvidenceRelay(lambda: alpha, EvidenceMaker(SoftTpm(), CLAIMS))
+    peer = EvidenceRelay(lambda: beta, EvidenceMaker(SoftTpm(), CLAIMS))
     for link, vouching, allowed in ((links[0], head, FROM_PEER), (links[1], peer, FROM_HEAD)):
         link.start(_to(vouching), _from(vouching), allowed)
     try:
-        yield HeadWitness(membership_of(alpha), head, lambda: [links[0]], 5.0)
+        yield HeadEvidence(membership_of(alpha), head, lambda: [links[0]], 5.0)
     finally:
         for vouching, link in zip((head, peer), links, strict=True):
             vouching.close()

@@ -7,7 +7,7 @@ import pytest
 from convoy.plan.placement.placement import Placement, place
 from convoy.plan.placement.ways import find_ways
 from convoy.plan.rates.compare import compare
-from convoy.plan.rates.rates import Links, Load, Workload, all_reduce_s, predict, stage_time
+from convoy.plan.rates.rates import Links, StepLoad, Workload, all_reduce_s, predict, stage_time
 from convoy.plan.spec.model import ModelSpec
 from convoy.plan.speed import Speed
 from convoy.wire.messages.control import StageAssignment
@@ -64,7 +64,7 @@ def test_a_batch_in_flight_goes_at_the_pace_of_the_slowest_stage() -> None:
     found = predict(placement, speeds, NEAR, Workload(context=64, batch=8))
     bandwidth = speeds[names(placement)[0]]
     slowest = max(
-        stage_time(SPEC, stage, "float32", bandwidth, Load(4, 64)).total_s for stage in placement.stages
+        stage_time(SPEC, stage, "float32", bandwidth, StepLoad(4, 64)).total_s for stage in placement.stages
     )
     assert found.decode_batch.tokens_per_s == pytest.approx(4 / slowest, rel=1e-3)
     assert found.decode_batch.batch == 8
@@ -84,7 +84,7 @@ def test_a_mixture_of_experts_reads_what_its_token_uses() -> None:
     placement = two(spec)
     stages, speed = placement.stages, Speed(1e9, 1e15, layer_s=7e-3)
     lone, many = (
-        [stage_time(spec, stage, "float32", speed, Load(num_rows, 0)) for stage in stages]
+        [stage_time(spec, stage, "float32", speed, StepLoad(num_rows, 0)) for stage in stages]
         for num_rows in (1, 1000)
     )
     held = sum(held_bytes(spec, stage) for stage in stages)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from convoy.crypto.cipher import Cipher
-from convoy.crypto.seal import KeyLimits
+from convoy.crypto.seal import SealLimits
 from convoy.errors import ConvoyError, FrameError, FrameTooLong, LinkBroken, LinkClosed, PeerUnreachable
 from convoy.transport.link.link import Link, LinkOptions, Received, ReceivedMessage, ReceivedTensor
 from convoy.transport.memory_link import memory_link_pair
@@ -219,7 +219,7 @@ def test_a_number_that_does_not_fit_the_header_is_the_callers_error(ends: tuple[
 
 
 def test_keys_may_turn_while_frames_flow() -> None:
-    limits = LinkOptions(key_limits=KeyLimits(max_records=3))
+    limits = LinkOptions(key_limits=SealLimits(max_records=3))
     links = memory_link_pair(ALPHA, BETA, options=limits)
     here, there = End(links[0]).start(), End(links[1]).start()
     for number in range(20):

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from convoy.transport.link.read_lock import Turn
+from convoy.transport.link.read_lock import ReadLock
 
 pytestmark = pytest.mark.skipif(not hasattr(__import__("select"), "epoll"), reason="needs epoll")
 
@@ -36,7 +36,7 @@ def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
 def test_what_is_borrowed_wakes_the_receiver_once_it_is_given_back(
     pairs: list[tuple[socket.socket, socket.socket]],
 ) -> None:
-    turn, (mine, other) = Turn(), pairs[0]
+    turn, (mine, other) = ReadLock(), pairs[0]
     turn.watch(Bare(mine))
     turn.borrow()
     other.send(b"x")
@@ -49,7 +49,7 @@ def test_what_is_borrowed_wakes_the_receiver_once_it_is_given_back(
 def test_a_connection_that_is_replaced_while_it_is_borrowed_wakes_the_receiver(
     pairs: list[tuple[socket.socket, socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turn, (old, _), (fresh, other) = Turn(), *pairs
+    turn, (old, _), (fresh, other) = ReadLock(), *pairs
     turn.watch(Bare(old))
     real, borrowing, go_on = turn._arm, threading.Event(), threading.Event()
 
@@ -78,7 +78,7 @@ def test_a_connection_that_is_replaced_while_it_is_borrowed_wakes_the_receiver(
 def test_what_comes_is_seen_by_who_waits_asleep_or_awake(
     pairs: list[tuple[socket.socket, socket.socket]], awake_s: float
 ) -> None:
-    turn, (mine, other) = Turn(), pairs[0]
+    turn, (mine, other) = ReadLock(), pairs[0]
     turn.watch(Bare(mine))
     assert not turn.is_there(0.01, awake_s=awake_s), "nothing came, and no longer than asked for is waited"
     sending = threading.Timer(0.05, other.send, [b"x"])

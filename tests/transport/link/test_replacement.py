@@ -16,9 +16,9 @@ import pytest
 from convoy.crypto.seal import MAX_SEQUENCE
 from convoy.errors import ConvoyError, FrameError, HandshakeError, LinkBroken, LinkClosed, PeerUnreachable
 from convoy.transport.dial import dial
-from convoy.transport.link.key_usage import Wear
+from convoy.transport.link.key_usage import KeyUsage
 from convoy.transport.link.link import Link, LinkOptions, ReceivedMessage, ReceivedTensor
-from convoy.transport.link.outgoing import Parcel, message_parcel
+from convoy.transport.link.outgoing import OutgoingFrame, message_parcel
 from convoy.transport.link.replacement import Connections, Replacement
 from convoy.transport.listen.listener import Listener
 from convoy.transport.memory_link import memory_link_pair
@@ -231,7 +231,7 @@ def test_closing_while_connections_are_replaced_ends_both_ends(make: Make) -> No
         assert isinstance(pair.there.error(), LinkBroken | LinkClosed)
 
 
-def switch_to(link_id: bytes) -> Parcel:
+def switch_to(link_id: bytes) -> OutgoingFrame:
     return message_parcel(FrameType.SWITCH, encode_message(Switch(link_id)), 0, 0)
 
 
@@ -431,7 +431,7 @@ def test_a_replacement_that_fails_is_told_once_the_link_stands_long_enough_after
 
 def test_wear_counts_whole_records_and_calls_until_somebody_acts() -> None:
     calls: list[int] = []
-    wear = Wear(
+    wear = KeyUsage(
         LinkOptions(replace_after_records=3, max_tls_records=6), lambda: calls.append(wear.num_records)
     )
     for _ in range(5):

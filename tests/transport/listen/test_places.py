@@ -6,7 +6,7 @@ import pytest
 
 from convoy.api.listen.http_limits import HttpLimits
 from convoy.errors import QueueFull
-from convoy.transport.listen.places import Capacity, Given, Place, Places
+from convoy.transport.listen.places import ConnectionSlot, ConnectionSlots, Given, SlotLimits
 
 HOME, AWAY = "192.0.2.1", "192.0.2.2"
 
@@ -24,11 +24,11 @@ class Door:
 
     def __init__(self, unproven: int = 4, per_address: int = 4, kept: int = 2) -> None:
         self.clock = Clock()
-        self.places = Places(Capacity(unproven, 2, kept, per_address), 10.0, self.clock)
+        self.places = ConnectionSlots(SlotLimits(unproven, 2, kept, per_address), 10.0, self.clock)
         self.cut: list[int] = []
         self.num_taken = 0
 
-    def take(self, host: str = HOME) -> Place:
+    def take(self, host: str = HOME) -> ConnectionSlot:
         number = self.num_taken
         self.num_taken += 1
         return self.places.take(host, lambda: self.cut.append(number))

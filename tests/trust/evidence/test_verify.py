@@ -14,7 +14,7 @@ from convoy.trust.evidence.evidence import Occasion, make_evidence, qualifying_d
 from convoy.trust.evidence.level import Level, weakest
 from convoy.trust.evidence.policy import PcrRule, Policy, SoftwareRule
 from convoy.trust.evidence.verdict import Verdict
-from convoy.trust.evidence.verify import Context, appraise, asked_registers
+from convoy.trust.evidence.verify import VerificationContext, appraise, asked_registers
 from convoy.wire.messages.claims import Claims, decode_claims, encode_claims
 from convoy.wire.messages.control import Evidence
 from support.tpm_vectors import IDENTITY, IDENTITY_KEY, LyingTpm, recorded, recorded_parts, vectors
@@ -30,8 +30,8 @@ def enrolled(parts: list[bytes]) -> bytes:
     return parse_public(parts[0]).key_der
 
 
-def context(key: bytes, **changes: object) -> Context:
-    made = Context("beta", key, OCCASION, REGISTERS, decode_claims(CLAIMS))
+def context(key: bytes, **changes: object) -> VerificationContext:
+    made = VerificationContext("beta", key, OCCASION, REGISTERS, decode_claims(CLAIMS))
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -14,7 +14,7 @@ from convoy.errors import ConfigError, IdentityError, RosterError
 from convoy.transport.member import Roster
 from convoy.transport.membership import Membership
 from convoy.trust.roster.accepted import AcceptedFile
-from convoy.trust.roster.authority import Opened, OperatorAuthority, open_membership
+from convoy.trust.roster.authority import OpenedRoster, OperatorAuthority, open_membership
 from convoy.trust.roster.card import member_of
 from convoy.trust.roster.operator import Handover, make_handover
 from convoy.trust.roster.roster import make_roster, open_roster, sign_roster, verify_roster
@@ -33,7 +33,7 @@ def at(epoch: int) -> Roster:
     return replace(ROSTER, epoch=epoch)
 
 
-def start(folder: Path, signed: bytes, key: OperatorKey = OLD) -> Opened:
+def start(folder: Path, signed: bytes, key: OperatorKey = OLD) -> OpenedRoster:
     """A process of alpha begins with this roster file."""
     return open_membership("alpha", ALPHA, signed, operator_key=key.public_key, file=AcceptedFile(folder))
 

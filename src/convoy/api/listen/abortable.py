@@ -8,7 +8,7 @@ from starlette.types import Scope
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from convoy.api.listen.kept import PLACE
-from convoy.transport.listen.places import Place
+from convoy.transport.listen.places import ConnectionSlot
 
 _ABORT = "convoy.abort"  # of a scope's extensions
 
@@ -16,7 +16,7 @@ _ABORT = "convoy.abort"  # of a scope's extensions
 class AbortableSocket(WebSocketsSansIOProtocol):
     """uvicorn's, with `abort` and with the connection's place."""
 
-    def __init__(self, *args: Any, place: Place | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, place: ConnectionSlot | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._place = place
 

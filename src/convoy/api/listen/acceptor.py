@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable
 from functools import partial
 
-from convoy.transport.listen.places import Place, Places
+from convoy.transport.listen.places import ConnectionSlot, ConnectionSlots
 
 # Between two turns of the loop: those that came are read before many more are taken.
 _ACCEPTS_AT_ONCE = 32
@@ -24,14 +24,14 @@ class Acceptor:
     """Accepts on one listening socket, from construction to `close`; on the event loop's thread.
 
     asyncio's own server makes its protocol only after a TLS handshake, and accepts without a limit. Here a
-    connection has a `Place` from its accept on, with the deadline of its header.
+    connection has a `ConnectionSlot` from its accept on, with the deadline of its header.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        places: Places,
-        protocol: Callable[[Place], asyncio.Protocol],
+        places: ConnectionSlots,
+        protocol: Callable[[ConnectionSlot], asyncio.Protocol],
         *,
         tls: ssl.SSLContext | None = None,
         handshake_s: float,
@@ -95,7 +95,7 @@ class Acceptor:
         self._opening.add(task)
         task.add_done_callback(partial(self._opened, sock, place))
 
-    async def _connect(self, sock: socket.socket, place: Place) -> None:
+    async def _connect(self, sock: socket.socket, place: ConnectionSlot) -> None:
         handshake_s = None if self._tls is None else self._handshake_s
         try:
             await self._loop.connect_accepted_socket(
@@ -105,7 +105,7 @@ class Acceptor:
             place.release()
             sock.close()
 
-    def _opened(self, sock: socket.socket, place: Place, task: asyncio.Task[None]) -> None:
+    def _opened(self, sock: socket.socket, place: ConnectionSlot, task: asyncio.Task[None]) -> None:
         self._opening.discard(task)
         # A task that is cancelled before its first step has closed nothing.
         if task.cancelled():

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from convoy.transport.listen.descriptors import descriptor_limit
-from convoy.transport.listen.places import Capacity, Clock
+from convoy.transport.listen.places import Clock, SlotLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class HttpLimits:
     spare_descriptors: int = 384
     clock: Clock = field(default=time.monotonic, compare=False, repr=False)
 
-    def fit(self, num_descriptors: int | None = None) -> Capacity:
+    def fit(self, num_descriptors: int | None = None) -> SlotLimits:
         """Return how many connections a process with ``num_descriptors`` may hold. None: this one."""
         most = descriptor_limit() if num_descriptors is None else num_descriptors
         room = max(3, most - min(self.spare_descriptors, most // 2))
         unproven = min(self.max_unproven, room // 3)
         kept = min(self.max_kept, room - 2 * unproven)
-        return Capacity(unproven, unproven, kept, min(self.max_unproven_per_address, unproven))
+        return SlotLimits(unproven, unproven, kept, min(self.max_unproven_per_address, unproven))

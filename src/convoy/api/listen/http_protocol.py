@@ -16,8 +16,8 @@ from convoy.api.listen.kept import PLACE
 from convoy.api.problem import answer_for, body_for, headers_for
 from convoy.api.refusals import HeaderTooLong, NotHttp
 from convoy.errors import ConvoyError
-from convoy.transport.listen.places import Place
-from convoy.transport.log_limit import QuietLog
+from convoy.transport.listen.places import ConnectionSlot
+from convoy.transport.log_limit import RateLimitedLog
 
 # Small enough that the parser keeps little between two checks, large enough that a body costs few calls.
 _PIECE_BYTES = 16 * 1024
@@ -34,7 +34,7 @@ class BoundedHttp(HttpToolsProtocol):
     """
 
     def __init__(
-        self, *args: Any, limits: HttpLimits, place: Place, log: BoundedLogger, **kwargs: Any
+        self, *args: Any, limits: HttpLimits, place: ConnectionSlot, log: BoundedLogger, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self.logger = self._log = log
@@ -160,7 +160,7 @@ class BoundedLogger(logging.Logger):
     def __init__(self) -> None:
         super().__init__("uvicorn.error")
         self.parent = logging.getLogger("uvicorn.error")
-        self.quiet = QuietLog(self.parent)
+        self.quiet = RateLimitedLog(self.parent)
         self.addFilter(self._pass)
 
     def _pass(self, record: logging.LogRecord) -> bool:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from convoy.transport.listen.places import Place
+from convoy.transport.listen.places import ConnectionSlot
 
 PLACE = "convoy.place"  # of a scope's extensions
 
 
 def keep_place(scope: Scope) -> None:
     """Say that what ``scope`` asks was let in. Raises `QueueFull` where too many are answered already."""
-    place: Place | None = scope.get("extensions", {}).get(PLACE, {}).get("place")
+    place: ConnectionSlot | None = scope.get("extensions", {}).get(PLACE, {}).get("place")
     if place is not None:
         place.keep()
 

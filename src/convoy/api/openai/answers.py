@@ -12,7 +12,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TokenUsage(msgspec.Struct, frozen=True):
     """Tokens of the prompt, counted once however many choices, and of all answers."""
 
     prompt_tokens: int
@@ -81,7 +81,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
@@ -109,7 +109,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: TokenUsage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
@@ -140,7 +140,7 @@ class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[TextChoice]
-    usage: Usage | UnsetType | None = UNSET
+    usage: TokenUsage | UnsetType | None = UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,9 +16,9 @@ from convoy.api.openai.answers import (
     Delta,
     PromptLogprobs,
 )
-from convoy.api.openai.parsed_request import Asked
-from convoy.api.openai.token_text import Pieces
-from convoy.api.openai.usage import Tally
+from convoy.api.openai.parsed_request import ParsedRequest
+from convoy.api.openai.token_text import TokenText
+from convoy.api.openai.usage import UsageCounter
 from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
 
 
@@ -32,9 +32,9 @@ class _Message:
 class ChatAnswer:
     """Implements `Answer` for chat."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.tally = Tally(asked, "chatcmpl-")
-        self._pieces = Pieces(asked.model.tokenizer)
+    def __init__(self, asked: ParsedRequest) -> None:
+        self.tally = UsageCounter(asked, "chatcmpl-")
+        self._pieces = TokenText(asked.model.tokenizer)
         self._wants_logprobs = asked.requests[0].params.logprobs is not None
         self._prompt_logprobs: PromptLogprobs | UnsetType = UNSET
         self._messages = [_Message() for _ in range(self.tally.num_choices)]

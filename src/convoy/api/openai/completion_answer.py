@@ -10,16 +10,16 @@ from dataclasses import replace
 from msgspec import UNSET
 
 from convoy.api.openai.answers import PromptLogprobs, TextChoice, TextCompletion, TextLogprobs
-from convoy.api.openai.parsed_request import Asked
-from convoy.api.openai.token_text import Pieces, TextLogprobWriter
-from convoy.api.openai.usage import Tally
+from convoy.api.openai.parsed_request import ParsedRequest
+from convoy.api.openai.token_text import TextLogprobWriter, TokenText
+from convoy.api.openai.usage import UsageCounter
 from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogprob, TokenOutput
 
 
 class _Text:
     """One choice: what came so far, and where its next token's text begins."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: TokenText) -> None:
         self.writer = TextLogprobWriter(pieces)
         self.texts: list[str] = []
         self.tokens: list[tuple[int, TokenLogprob | None]] = []
@@ -30,9 +30,9 @@ class _Text:
 class CompletionAnswer:
     """Implements `Answer` for completions."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.tally = Tally(asked, "cmpl-")
-        pieces = self._pieces = Pieces(asked.model.tokenizer)
+    def __init__(self, asked: ParsedRequest) -> None:
+        self.tally = UsageCounter(asked, "cmpl-")
+        pieces = self._pieces = TokenText(asked.model.tokenizer)
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by request
         self._wants_logprobs = asked.requests[0].params.logprobs is not None
         self._choices = [_Text(pieces) for _ in range(self.tally.num_choices)]

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from convoy.api.body.intake import Intake, Upload, most_body_bytes
 from convoy.api.body.read_body import read_body
-from convoy.api.engine_stream import Batch, Generation
+from convoy.api.engine_stream import Batch, EngineStream
 from convoy.api.exchange import Exchange
 from convoy.api.keys.key_use import RequestUse
 from convoy.api.keys.keys import Caller
@@ -23,11 +23,11 @@ from convoy.api.keys.repeats import Repeats
 from convoy.api.lifecycle import Lifecycle
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import Body, ChatBody, decode_body
-from convoy.api.openai.parsed_request import Asked
-from convoy.api.openai.usage import Answer
+from convoy.api.openai.parsed_request import ParsedRequest
+from convoy.api.openai.usage import ResponseBuilder
 from convoy.api.problem import body_for
 from convoy.api.service import Service
-from convoy.api.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, STREAM, Span
+from convoy.api.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, STREAM, TraceSpan
 from convoy.engine.outputs import ErrorOutput, FinishOutput
 from convoy.errors import ConvoyError, Unavailable
 
@@ -44,8 +44,8 @@ class Generate(Generic[Body]):
     intake: Intake
     repeats: Repeats
     body: type[Body]
-    translate: Callable[[Body, Service, ServeOptions, bytes], Asked]
-    answer: Callable[[Asked], Answer]
+    translate: Callable[[Body, Service, ServeOptions, bytes], ParsedRequest]
+    answer: Callable[[ParsedRequest], ResponseBuilder]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - the exchange sends
         exchange: Exchange = scope["convoy.exchange"]
@@ -75,7 +75,7 @@ class Generate(Generic[Body]):
         read_s = time.monotonic() - began_s
         use.hold(asked.num_prompt_tokens, asked.most_tokens)
         answer = self.answer(asked)
-        generation = Generation(asked.model.engine, asked.requests)
+        generation = EngineStream(asked.model.engine, asked.requests)
         kind = "chat" if self.body is ChatBody else "completion"
         span = self.options.traces.begin(kind, asked.model.name, parent, read_s)
         try:
@@ -97,10 +97,10 @@ class Generate(Generic[Body]):
             if self.options.traces.is_on:
                 _end_span(span, exchange, answer, began_s, read_s)
 
-    def _prepare(self, data: bytes, *, salt: bytes) -> Asked:
+    def _prepare(self, data: bytes, *, salt: bytes) -> ParsedRequest:
         return self.translate(decode_body(data, self.body), self.service, self.options, salt)
 
-    async def _whole(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
+    async def _whole(self, exchange: Exchange, generation: EngineStream, answer: ResponseBuilder) -> None:
         async for batch in generation.batches(self.options.heartbeat_s):
             _raise_error(batch)
             for index, output in batch:
@@ -109,7 +109,7 @@ class Generate(Generic[Body]):
         body = await self.intake.short.run(answer.whole)
         await exchange.send_json(200, body)
 
-    async def _stream(self, exchange: Exchange, generation: Generation, answer: Answer) -> None:
+    async def _stream(self, exchange: Exchange, generation: EngineStream, answer: ResponseBuilder) -> None:
         try:
             async for batch in generation.batches(self.options.heartbeat_s):
                 _raise_error(batch)
@@ -141,14 +141,14 @@ def _raise_error(batch: Batch) -> None:
             raise Unavailable(text, public=text)
 
 
-def _settle(use: RequestUse, answer: Answer) -> None:
+def _settle(use: RequestUse, answer: ResponseBuilder) -> None:
     """What an answer came to, also one that broke; a request that never ran used nothing."""
     tally = answer.tally
     if tally.first_token_s is not None:
         use.used(tally.asked.num_prompt_tokens, tally.cached_tokens, tally.completion_tokens)
 
 
-def _report(exchange: Exchange, answer: Answer, began_s: float) -> None:
+def _report(exchange: Exchange, answer: ResponseBuilder, began_s: float) -> None:
     """One line per generation: counts and times, no text, no token ids."""
     tally, now_s = answer.tally, time.monotonic()
     first_s = f"{tally.first_token_s - began_s:.3f}" if tally.first_token_s is not None else "-"
@@ -167,7 +167,9 @@ def _report(exchange: Exchange, answer: Answer, began_s: float) -> None:
     )
 
 
-def _end_span(span: Span, exchange: Exchange, answer: Answer, began_s: float, read_s: float) -> None:
+def _end_span(
+    span: TraceSpan, exchange: Exchange, answer: ResponseBuilder, began_s: float, read_s: float
+) -> None:
     """Reading (the body into tokens), waiting for a step, prefill to the first token, and decoding."""
     tally, end_s = answer.tally, time.monotonic() - began_s
     asked = tally.asked

@@ -15,7 +15,7 @@ from typing import Any
 
 from convoy.api.listen.options import ServeOptions
 from convoy.api.openai.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, StreamOptions
-from convoy.api.service import ServedModel, Service, Tokenizer
+from convoy.api.service import ServedModel, ServedTokenizer, Service
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
 from convoy.errors import RequestError
@@ -31,7 +31,7 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ParsedRequest:
     """One HTTP request as the engine sees it: a `GenerationRequest` per prompt, choices numbered prompt-
     major.
 
@@ -65,7 +65,7 @@ class Asked:
         return self.num_prompt_tokens + answers
 
 
-def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: bytes) -> Asked:
+def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: bytes) -> ParsedRequest:
     """``salt``: of the caller's key. Raises `RequestError` or `UnknownModel`."""
     model = service.model(body.model)
     if not body.messages:
@@ -84,7 +84,9 @@ def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: byt
     return _read(body, model, options, prompts=[prompt_ids], params=params, max_tokens=max_tokens, salt=salt)
 
 
-def read_completion(body: CompletionBody, service: Service, options: ServeOptions, salt: bytes) -> Asked:
+def read_completion(
+    body: CompletionBody, service: Service, options: ServeOptions, salt: bytes
+) -> ParsedRequest:
     """``salt``: of the caller's key. Raises `RequestError` or `UnknownModel`."""
     model = service.model(body.model)
     _check_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)
@@ -112,7 +114,7 @@ def _read(
     max_tokens: int | None,
     salt: bytes,
     texts: tuple[str, ...] = (),
-) -> Asked:
+) -> ParsedRequest:
     params.check_vocabulary(model.tokenizer.vocab_size)
     asked = _stream_options(body)
     _check_prompt_logprobs(body)
@@ -121,7 +123,7 @@ def _read(
     shared = _shared(body, model, options, params, max_tokens=max_tokens, scored=scored, salt=salt)
     shared = replace(shared, ignore_eos=shared.ignore_eos or scoring)
     requests = tuple(_with_prompt(shared, ids, model) for ids in prompts)
-    return Asked(
+    return ParsedRequest(
         model=model,
         requests=requests,
         num_choices=shared.num_choices,
@@ -342,7 +344,7 @@ def _allowed(given: list[int] | None) -> tuple[int, ...]:
     return tuple(given or ())
 
 
-def _bad_words(given: list[str] | None, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def _bad_words(given: list[str] | None, tokenizer: ServedTokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each word, and of the same word behind a space where that is another first token.
 
     This is what vLLM does: a word is banned at the beginning of a text and within it.

@@ -14,17 +14,17 @@ from convoy.api.openai.answers import (
     TextLogprobs,
     TopLogprob,
 )
-from convoy.api.service import Tokenizer
+from convoy.api.service import ServedTokenizer
 from convoy.engine.outputs import TokenLogprob
 
 # JSON has no infinity; OpenAI's stand-in for "very unlikely".
 _LEAST = -9999.0
 
 
-class Pieces:
+class TokenText:
     """The bytes and text of tokens, looked up once each."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: ServedTokenizer) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
         self._shown: dict[int, bytes] = {}
@@ -77,7 +77,7 @@ class Pieces:
 class TextLogprobWriter:
     """Log-probabilities of one choice's text, with the offset of each token in characters."""
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: TokenText) -> None:
         self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0

@@ -10,16 +10,16 @@ from typing import Protocol
 
 import msgspec
 
-from convoy.api.openai.answers import PromptTokensDetails, Usage
-from convoy.api.openai.parsed_request import Asked
+from convoy.api.openai.answers import PromptTokensDetails, TokenUsage
+from convoy.api.openai.parsed_request import ParsedRequest
 from convoy.engine.outputs import FinishOutput, Output, TokenOutput
 
 
-class Answer(Protocol):
+class ResponseBuilder(Protocol):
     """An answer in the making: fed with every output in order, read as stream events or as one body."""
 
     @property
-    def tally(self) -> Tally: ...
+    def tally(self) -> UsageCounter: ...
 
     def opening(self) -> Sequence[msgspec.Struct]:
         """Events before the first token."""
@@ -43,10 +43,10 @@ class Answer(Protocol):
 
 
 @dataclass(slots=True)
-class Tally:
+class UsageCounter:
     """Counts of one answer."""
 
-    asked: Asked
+    asked: ParsedRequest
     prefix: str
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -78,13 +78,13 @@ class Tally:
         return len(self.asked.requests) * self.asked.num_choices
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         prompt = self.asked.num_prompt_tokens
         details = PromptTokensDetails(self.cached_tokens)
-        return Usage(prompt, self.completion_tokens, prompt + self.completion_tokens, details)
+        return TokenUsage(prompt, self.completion_tokens, prompt + self.completion_tokens, details)
 
     @property
-    def event_usage(self) -> Usage | msgspec.UnsetType | None:
+    def event_usage(self) -> TokenUsage | msgspec.UnsetType | None:
         """What a chunk's ``usage`` is: the count so far, null where a usage event will come, or absent."""
         if self.asked.continuous_usage:
             return self.usage

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from convoy.api.listen.options import is_loopback
-from convoy.api.traces import ERROR, MODEL, OUTCOME, Span, Value, operation_of, read_traceparent
+from convoy.api.traces import ERROR, MODEL, OUTCOME, TraceSpan, Value, operation_of, read_traceparent
 from convoy.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class OtlpTraces:
         )
         return cls(service, processor)
 
-    def begin(self, kind: str, model: str, parent: str = "", ago_s: float = 0.0) -> Span:
+    def begin(self, kind: str, model: str, parent: str = "", ago_s: float = 0.0) -> TraceSpan:
         """See `Traces`."""
         from opentelemetry.trace import SpanKind
 

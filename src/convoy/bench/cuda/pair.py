@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from convoy.bench.cuda.single import BLOCK_SIZE, CONTEXT, Findings, measure_decode, measure_machine
-from convoy.model.backends.cuda.memory.pending import Pending
+from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.options import KERNEL
 from convoy.model.backends.cuda.stage import CudaStage
 from convoy.model.checkpoints.source import ModelSource
@@ -32,12 +32,12 @@ _Passed = tuple[int, Step, torch.Tensor]  # micro-batch, step, token ids or hidd
 
 
 def _pass_on(
-    run: Callable[[Step, torch.Tensor], Pending],
+    run: Callable[[Step, torch.Tensor], PendingResult],
     source: queue.Queue[_Passed | None],
     target: queue.Queue[_Passed | None],
 ) -> None:
     """A stage's life: the next step starts before the last one's result is waited for."""
-    waiting: deque[tuple[int, Step, Pending]] = deque()
+    waiting: deque[tuple[int, Step, PendingResult]] = deque()
     while True:
         if waiting and (len(waiting) > 1 or source.empty()):
             number, step, pending = waiting.popleft()
@@ -51,7 +51,7 @@ def _pass_on(
         waiting.append((number, step, run(step, given)))
 
 
-class Pair:
+class CudaPair:
     """Both stages, and the micro-batches that go round between them."""
 
     def __init__(self, source: ModelSource, batch: int, num_micro_batches: int) -> None:
@@ -118,14 +118,14 @@ class Pair:
             thread.join(_WAIT_S)
         return seconds
 
-    def _first(self, step: Step, ids: torch.Tensor) -> Pending:
+    def _first(self, step: Step, ids: torch.Tensor) -> PendingResult:
         return self._stages[0].start(step, None, ids)
 
-    def _second(self, step: Step, hidden: torch.Tensor) -> Pending:
+    def _second(self, step: Step, hidden: torch.Tensor) -> PendingResult:
         stage = self._stages[1]
         found = stage.device_output(stage.start(step, hidden, None).wait())
         with torch.cuda.device(stage.device):
-            return Pending.copied(found.argmax(-1), self._copies)
+            return PendingResult.copied(found.argmax(-1), self._copies)
 
     def _decode_step(self, number: int, length: list[int]) -> Step:
         sequences = range(number * self._batch, (number + 1) * self._batch)
@@ -145,7 +145,7 @@ def measure_pair(
     source: ModelSource, batch: int, num_micro_batches: int, alone_tokens_per_s: float
 ) -> dict[str, object]:
     """Tokens per second of both devices together, beside one device's with the same batch."""
-    pair = Pair(source, batch, num_micro_batches)
+    pair = CudaPair(source, batch, num_micro_batches)
     seconds = pair.decode(pair.read(), _STEPS)
     rate = batch * num_micro_batches * (_STEPS - _WARM_STEPS) / seconds
     return {

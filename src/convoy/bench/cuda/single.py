@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 import triton
 
-from convoy.model.backends.cuda.decoder import Decoder
+from convoy.model.backends.cuda.decoder import DeviceDecoder
 from convoy.model.backends.cuda.kernels.lone import TILES, Tile, lone_linear
-from convoy.model.backends.cuda.memory.weights import LayerWeights, StageWeights
+from convoy.model.backends.cuda.memory.weights import DeviceLayerWeights, StageWeights
 from convoy.model.backends.cuda.options import KERNEL
 from convoy.model.backends.cuda.stage import CudaStage
 from convoy.model.checkpoints.source import ModelSource
@@ -136,7 +136,7 @@ def measure_machine() -> dict[str, object]:
     }
 
 
-def measure_lone(layers: Sequence[LayerWeights], copy_gb_per_s: float) -> list[dict[str, object]]:
+def measure_lone(layers: Sequence[DeviceLayerWeights], copy_gb_per_s: float) -> list[dict[str, object]]:
     """Each linear of a lone row, with each tile and through the library, over all layers in turn."""
     rows: list[dict[str, object]] = []
     for name, gated in (("qkv", False), ("out", False), ("gate_up", True), ("down", False)):
@@ -215,7 +215,7 @@ def measure_prefill(stage: CudaStage, num_rows: int, length: int, tflop_per_s: f
 
 def weights_of(stage: CudaStage) -> StageWeights:
     """Those of a model that runs on our own layers."""
-    assert isinstance(stage.model, Decoder)
+    assert isinstance(stage.model, DeviceDecoder)
     return stage.model.weights
 
 

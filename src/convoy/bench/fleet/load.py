@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from convoy.bench.fleet.scenario import Asked, Scenario
+from convoy.bench.fleet.scenario import Scenario, SimulatedRequest
 from convoy.errors import PeerUnreachable
 
 CLIENT_S = 300.0  # how long a client waits for an answer's next byte
@@ -21,10 +21,10 @@ _TIMING = ": timing "
 
 
 @dataclass(slots=True)
-class Answer:
+class LoadResult:
     """What came back for a request. ``timing_us`` is the coordinator's own; ``total_s`` this client's."""
 
-    asked: Asked
+    asked: SimulatedRequest
     status: int = 0
     error: str = ""  # of the client's connection, or what the answer says instead of one
     text: str = ""
@@ -42,7 +42,7 @@ class Answer:
         return self.status == 200 and not self.error and self.is_complete and self.ends == 1
 
 
-class Load:
+class FleetLoad:
     """Asks all of a scenario's requests, each once, ``concurrency`` of them at any time."""
 
     def __init__(self, scenario: Scenario, url: str, keys: Mapping[str, str]) -> None:
@@ -52,7 +52,7 @@ class Load:
         self._keys = keys
         self._places = threading.Semaphore(scenario.concurrency)
 
-    def run(self) -> tuple[list[Answer], float]:
+    def run(self) -> tuple[list[LoadResult], float]:
         """The answers in the order of the requests, and seconds from the first's start to the last's end."""
         asked = self._scenario.all_asked()
         limits = httpx.Limits(max_connections=None)
@@ -64,8 +64,8 @@ class Load:
             answers = list(pool.map(lambda one: self._ask(client, one), asked))
             return answers, time.perf_counter() - began
 
-    def _ask(self, client: httpx.Client, asked: Asked) -> Answer:
-        answer = Answer(asked)
+    def _ask(self, client: httpx.Client, asked: SimulatedRequest) -> LoadResult:
+        answer = LoadResult(asked)
         headers = {"authorization": f"Bearer {self._keys[asked.account]}"}
         with self._places:
             began = time.perf_counter()
@@ -87,20 +87,20 @@ class Load:
         return answer
 
 
-def _begin(answer: Answer, response: httpx.Response) -> None:
+def _begin(answer: LoadResult, response: httpx.Response) -> None:
     answer.status = response.status_code
     answer.provider = response.headers.get("x-convoy-provider", "")
     if timing := response.headers.get("x-timing"):
         answer.timing_us.update(json.loads(timing))
 
 
-def _read_whole(answer: Answer, data: bytes) -> None:
+def _read_whole(answer: LoadResult, data: bytes) -> None:
     found = json.loads(data)
     _note(answer, found, "message")
     answer.is_complete = "error" not in found
 
 
-def _read_stream(answer: Answer, response: httpx.Response) -> None:
+def _read_stream(answer: LoadResult, response: httpx.Response) -> None:
     if response.status_code != 200:
         _read_whole(answer, response.read())
         return
@@ -113,7 +113,7 @@ def _read_stream(answer: Answer, response: httpx.Response) -> None:
             _note(answer, json.loads(line.removeprefix("data: ")), "delta")
 
 
-def _note(answer: Answer, found: dict[str, Any], said: str) -> None:
+def _note(answer: LoadResult, found: dict[str, Any], said: str) -> None:
     """What an event of a stream, or a whole answer, adds to what is known."""
     if "error" in found:
         answer.error = str(found["error"].get("code") or found["error"].get("type") or "error")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from convoy.bench.fleet.load import Answer
+from convoy.bench.fleet.load import LoadResult
 from convoy.bench.report.plot import Point, plot
 from convoy.bench.report.report import Report
 
@@ -20,7 +20,7 @@ _STYLE = (
 _PLOTTED = ("first_token", "queue_wait", "coordinator_to_provider")
 
 
-def waits(answers: Sequence[Answer]) -> dict[str, list[Point]]:
+def waits(answers: Sequence[LoadResult]) -> dict[str, list[Point]]:
     """How many of the served requests took at most so many milliseconds; counts double, as the plot does."""
     served = [answer for answer in answers if answer.is_served]
     taken = {"total_e2e": [1000 * answer.total_s for answer in served]}

@@ -9,14 +9,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import Ask
+from convoy.fleet.coordinator.routing.ask import RouteRequest
 
 
 @dataclass(slots=True)
-class Work:
+class SimulatedWork:
     """One request there."""
 
-    ask: Ask
+    ask: RouteRequest
     output_tokens: int
     began_s: float
     first_s: float = 0.0  # when its first token came; 0: not yet
@@ -31,20 +31,20 @@ class SimulatedProvider:
     capacity: Capacity
     factor: float = 1.0  # true seconds over those that follow from what it says
     refuses: bool = False
-    reading: deque[Work] = field(default_factory=deque)
+    reading: deque[SimulatedWork] = field(default_factory=deque)
     reads_until_s: float = 0.0
-    decoding: dict[int, Work] = field(default_factory=dict)
+    decoding: dict[int, SimulatedWork] = field(default_factory=dict)
     at_s: float = 0.0  # up to when decodes are counted
     version: int = 0
 
-    def start(self, work: Work, now_s: float) -> None:
+    def start(self, work: SimulatedWork, now_s: float) -> None:
         """It came here."""
         self._advance(now_s)
         self.reading.append(work)
         if len(self.reading) == 1:
             self.reads_until_s = now_s + self._read_s(work)
 
-    def step(self, now_s: float) -> tuple[list[Work], list[Work]]:
+    def step(self, now_s: float) -> tuple[list[SimulatedWork], list[SimulatedWork]]:
         """What gave its first token by now, and what is over."""
         self._advance(now_s)
         begun = []
@@ -83,5 +83,5 @@ class SimulatedProvider:
     def _token_s(self) -> float:
         return self.capacity.token_s(len(self.decoding)) * self.factor
 
-    def _read_s(self, work: Work) -> float:
+    def _read_s(self, work: SimulatedWork) -> float:
         return work.ask.prompt_tokens / self.capacity.prefill_rate * self.factor

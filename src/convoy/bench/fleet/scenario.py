@@ -34,7 +34,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def num_providers(self) -> int:
         return sum(self.providers.values())
 
-    def asked(self, number: int) -> Asked:
+    def asked(self, number: int) -> SimulatedRequest:
         """The request of this number, from 0: accounts and models take turns."""
         models = list(self.providers)
         prompt = f"What is {number}+{number + 1}? Answer with just the number."
@@ -44,15 +44,15 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "max_tokens": self.max_tokens,
             "temperature": 0.0,
         }
-        return Asked(number, account_name(number % self.users), body, str(2 * number + 1))
+        return SimulatedRequest(number, account_name(number % self.users), body, str(2 * number + 1))
 
-    def all_asked(self) -> list[Asked]:
+    def all_asked(self) -> list[SimulatedRequest]:
         """In the order in which they begin."""
         return [self.asked(number) for number in range(self.requests)]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SimulatedRequest:
     """``body`` says nothing of streams; ``total`` is what the sum really is."""
 
     number: int

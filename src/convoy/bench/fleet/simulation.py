@@ -17,15 +17,15 @@ from importlib import resources
 
 import numpy as np
 
-from convoy.bench.fleet.provider import SimulatedProvider, Work
+from convoy.bench.fleet.provider import SimulatedProvider, SimulatedWork
 from convoy.bench.report.clock import Deadline
 from convoy.bench.report.percentile import percentile
 from convoy.errors import QueueFull
 from convoy.fleet.capacity import Capacity
-from convoy.fleet.coordinator.routing.ask import Ask
+from convoy.fleet.coordinator.routing.ask import RouteRequest
 from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher, QueueLimits
-from convoy.fleet.coordinator.routing.policy import FirstToFinish, Policy
-from convoy.fleet.coordinator.routing.providers import Seats
+from convoy.fleet.coordinator.routing.policy import FirstToFinish, RoutingPolicy
+from convoy.fleet.coordinator.routing.providers import ProviderTable
 from convoy.trust.evidence.level import Level
 
 MODEL = "simulated"
@@ -45,12 +45,12 @@ class AtRandom:
 
     def choose(
         self,
-        seats: Seats,
-        ask: Ask,
+        seats: ProviderTable,
+        ask: RouteRequest,
         output_tokens: float,  # noqa: ARG002 - it does not look
         now_s: float,
     ) -> str | None:
-        """As `Policy` says."""
+        """As `RoutingPolicy` says."""
         found = np.flatnonzero(seats.allowed(ask, now_s))
         return seats.name(int(self._random.choice(found))) if len(found) else None
 
@@ -60,12 +60,12 @@ class LeastLoaded:
 
     def choose(
         self,
-        seats: Seats,
-        ask: Ask,
+        seats: ProviderTable,
+        ask: RouteRequest,
         output_tokens: float,  # noqa: ARG002 - it does not look
         now_s: float,
     ) -> str | None:
-        """As `Policy` says."""
+        """As `RoutingPolicy` says."""
         found = np.flatnonzero(seats.allowed(ask, now_s))
         if not len(found):
             return None
@@ -117,13 +117,13 @@ def machines() -> list[tuple[float, Capacity]]:
     ]
 
 
-def policies(seed: int) -> dict[str, Policy]:
+def policies(seed: int) -> dict[str, RoutingPolicy]:
     """What is compared, by name."""
     return {FIRST_TO_FINISH: FirstToFinish(), "least loaded": LeastLoaded(), "random": AtRandom(seed)}
 
 
 @dataclass(slots=True)
-class Tally:
+class SimulationCounts:
     """What a run saw, a number for each request."""
 
     decide_us: list[float] = field(default_factory=list)
@@ -139,18 +139,18 @@ class Tally:
 class FleetSimulation:
     """One run of one policy: the same requests and providers for the same options."""
 
-    def __init__(self, options: SimOptions, policy: Policy) -> None:
+    def __init__(self, options: SimOptions, policy: RoutingPolicy) -> None:
         self._options = options
         self._random = random.Random(options.seed)  # noqa: S311 - a simulation
         self._dispatcher = Dispatcher(QueueLimits(1_000_000, 1_000_000, 3600.0), policy)
         self._providers = self._make_providers()
         self._events: list[tuple[float, int, str, object]] = []
         self._count = 0
-        self._tally = Tally()
+        self._tally = SimulationCounts()
         self._outputs: dict[int, int] = {}
         self._now_s = 0.0
 
-    def run(self, deadline: Deadline) -> Tally:
+    def run(self, deadline: Deadline) -> SimulationCounts:
         """All requests, to the end. Raises ConvoyError at the deadline."""
         for provider in self._providers.values():
             self._dispatcher.join(provider.name, {MODEL: provider.capacity}, Level.NONE, 0.0)
@@ -192,7 +192,7 @@ class FleetSimulation:
         at_s = 0.0
         for number, (account, prompt, output) in enumerate(zip(accounts, prompts, outputs, strict=True)):
             at_s += rand.expovariate(rate)
-            ask = Ask(number, f"a{account}", MODEL, prompt, 1024, at_s, math.inf)
+            ask = RouteRequest(number, f"a{account}", MODEL, prompt, 1024, at_s, math.inf)
             self._outputs[number] = output
             self._at(at_s, "request", ask)
 
@@ -202,7 +202,7 @@ class FleetSimulation:
 
     def _handle(self, kind: str, what: object) -> None:
         match what:
-            case Ask() as ask:
+            case RouteRequest() as ask:
                 self._submit(ask)
             case SimulatedProvider() as provider if kind == "heartbeat":
                 self._place(self._dispatcher.note_load(provider.name, {MODEL: provider.load()}, self._now_s))
@@ -216,7 +216,7 @@ class FleetSimulation:
             case _:
                 pass  # a provider's earlier guess of when something happens
 
-    def _submit(self, ask: Ask) -> None:
+    def _submit(self, ask: RouteRequest) -> None:
         self._tally.asked.add(ask.account)
         began = time.perf_counter()
         try:
@@ -234,7 +234,7 @@ class FleetSimulation:
                 self._at(self._now_s + 0.01, "refuse", (provider, assignment))
                 continue
             ask = assignment.ask
-            provider.start(Work(ask, self._outputs[ask.number], self._now_s), self._now_s)
+            provider.start(SimulatedWork(ask, self._outputs[ask.number], self._now_s), self._now_s)
             self._wait_for(provider)
 
     def _wait_for(self, provider: SimulatedProvider) -> None:
@@ -250,7 +250,7 @@ class FleetSimulation:
             self._finish(work)
         self._wait_for(provider)
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: SimulatedWork) -> None:
         tally, ask = self._tally, work.ask
         tally.wait_s.append(work.began_s - ask.arrived_s)
         tally.first_s.append(work.first_s - ask.arrived_s)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from convoy.bench.fleet.load import Answer
+from convoy.bench.fleet.load import LoadResult
 from convoy.bench.fleet.scenario import PRICE, Scenario
 from convoy.bench.report.percentile import percentile
 from convoy.fleet.books.ledger import Ledger
@@ -96,7 +96,7 @@ class ScenarioRow:
     held: bool
 
 
-def segment_rows(scenario: str, answers: Sequence[Answer]) -> list[SegmentRow]:
+def segment_rows(scenario: str, answers: Sequence[LoadResult]) -> list[SegmentRow]:
     """A row for each segment that any served request spent time in."""
     rows = []
     for segment in SEGMENTS:
@@ -108,14 +108,14 @@ def segment_rows(scenario: str, answers: Sequence[Answer]) -> list[SegmentRow]:
     return rows
 
 
-def failure_rows(scenario: str, answers: Sequence[Answer]) -> list[FailureRow]:
+def failure_rows(scenario: str, answers: Sequence[LoadResult]) -> list[FailureRow]:
     """A row for each way in which requests failed; no rows where all were served."""
     ways = Counter((one.status, one.error or "it ended early") for one in answers if not one.is_served)
     return [FailureRow(scenario, *way, count) for way, count in sorted(ways.items())]
 
 
 def check_rows(
-    scenario: Scenario, answers: Sequence[Answer], own: Mapping[int, str], books: Books
+    scenario: Scenario, answers: Sequence[LoadResult], own: Mapping[int, str], books: Books
 ) -> list[CheckRow]:
     """Everything that has to hold. ``own``: the model's own answers, by request."""
     rows = [*_answers(scenario, answers, own), *_segments(scenario.name, answers)]
@@ -124,7 +124,7 @@ def check_rows(
 
 def scenario_row(
     scenario: Scenario,
-    answers: Sequence[Answer],
+    answers: Sequence[LoadResult],
     own: Mapping[int, str],
     seconds: float,
     checks: Sequence[CheckRow],
@@ -148,17 +148,17 @@ def scenario_row(
     )
 
 
-def _ms(answer: Answer, segment: str) -> float:
+def _ms(answer: LoadResult, segment: str) -> float:
     if segment == "total_e2e":  # to the last byte, as whoever asked sees it
         return 1000 * answer.total_s
     return answer.timing_us.get(f"{segment}_us", 0) / 1000
 
 
-def _is_right(answer: Answer, own: Mapping[int, str]) -> bool:
+def _is_right(answer: LoadResult, own: Mapping[int, str]) -> bool:
     return answer.text == own.get(answer.asked.number)
 
 
-def _answers(scenario: Scenario, answers: Sequence[Answer], own: Mapping[int, str]) -> list[CheckRow]:
+def _answers(scenario: Scenario, answers: Sequence[LoadResult], own: Mapping[int, str]) -> list[CheckRow]:
     served = [answer for answer in answers if answer.is_served]
     names = Counter((answer.provider, answer.response_id) for answer in served)
     twice = sum(count - 1 for count in names.values()) + sum(answer.ends > 1 for answer in answers)
@@ -169,7 +169,7 @@ def _answers(scenario: Scenario, answers: Sequence[Answer], own: Mapping[int, st
     ]
 
 
-def _segments(scenario: str, answers: Sequence[Answer]) -> list[CheckRow]:
+def _segments(scenario: str, answers: Sequence[LoadResult]) -> list[CheckRow]:
     served = [answer for answer in answers if answer.is_served]
     rows = []
     for segment in SEGMENTS:
@@ -189,7 +189,7 @@ def _segments(scenario: str, answers: Sequence[Answer]) -> list[CheckRow]:
     return rows
 
 
-def _ledger(scenario: Scenario, answers: Sequence[Answer], books: Books) -> list[CheckRow]:
+def _ledger(scenario: Scenario, answers: Sequence[LoadResult], books: Books) -> list[CheckRow]:
     charged: Counter[str] = Counter()
     cost: Counter[str] = Counter()
     for answer in answers:

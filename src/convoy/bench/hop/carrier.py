@@ -22,7 +22,7 @@ _BUFFER_BYTES = 256 * 1024
 _WAIT_S = 30.0
 
 
-class Ask(enum.IntEnum):
+class HopTask(enum.IntEnum):
     """What the other end does with a tensor."""
 
     RETURN = 0  # send it back
@@ -33,10 +33,10 @@ class Ask(enum.IntEnum):
 class Carrier(Protocol):
     """One way between the two processes. For one thread."""
 
-    def send(self, tensor: WireTensor, ask: Ask) -> None:
+    def send(self, tensor: WireTensor, ask: HopTask) -> None:
         """Raises `LinkBroken`."""
 
-    def receive(self) -> tuple[Ask, memoryview | bytes]:
+    def receive(self) -> tuple[HopTask, memoryview | bytes]:
         """The next tensor's bytes, valid until the next call. Raises `ConvoyError`."""
 
     def close(self) -> None:
@@ -59,10 +59,10 @@ class LinkCarrier:
     def cipher(self) -> str:
         return self._link.cipher
 
-    def send(self, tensor: WireTensor, ask: Ask) -> None:
+    def send(self, tensor: WireTensor, ask: HopTask) -> None:
         self._link.send_tensor(tensor, generation=0, step=0, boundary=ask)
 
-    def receive(self) -> tuple[Ask, memoryview | bytes]:
+    def receive(self) -> tuple[HopTask, memoryview | bytes]:
         try:
             item = self._arrived.get(timeout=self._wait_s)
         except queue.Empty:
@@ -71,7 +71,7 @@ class LinkCarrier:
             raise item
         if not isinstance(item, ReceivedTensor):
             raise LinkBroken("the other process sent a message, expected a tensor")
-        return Ask(item.boundary), item.tensor.data
+        return HopTask(item.boundary), item.tensor.data
 
     def close(self) -> None:
         self._link.close("the bench is over")
@@ -99,7 +99,7 @@ class StreamCarrier:
         self._end = 0
         self._large = memoryview(b"")
 
-    def send(self, tensor: WireTensor, ask: Ask) -> None:
+    def send(self, tensor: WireTensor, ask: HopTask) -> None:
         header = _HEADER.pack(ask, tensor.nbytes)
         if tensor.nbytes + _HEADER.size <= _BUFFER_BYTES:
             self._outgoing.send_all(header + tensor.data)
@@ -107,7 +107,7 @@ class StreamCarrier:
             self._outgoing.send_all(header)
             self._outgoing.send_all(tensor.data)
 
-    def receive(self) -> tuple[Ask, memoryview | bytes]:
+    def receive(self) -> tuple[HopTask, memoryview | bytes]:
         self._fill(_HEADER.size)
         number, num_bytes = _HEADER.unpack_from(self._view, self._start)
         self._start += _HEADER.size
@@ -115,8 +115,8 @@ class StreamCarrier:
             self._fill(num_bytes)
             data = self._view[self._start : self._start + num_bytes]
             self._start += num_bytes
-            return Ask(number), data
-        return Ask(number), self._rest_of(num_bytes)
+            return HopTask(number), data
+        return HopTask(number), self._rest_of(num_bytes)
 
     def close(self) -> None:
         for stream in (self._outgoing, self._incoming):

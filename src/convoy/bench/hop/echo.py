@@ -11,7 +11,7 @@ import sys
 import threading
 from pathlib import Path
 
-from convoy.bench.hop.carrier import Ask, Carrier, LinkCarrier, StreamCarrier
+from convoy.bench.hop.carrier import Carrier, HopTask, LinkCarrier, StreamCarrier
 from convoy.bench.hop.connection import bench_member, dial_plain, dial_tls
 from convoy.bench.hop.names import ECHO, HOME, HOST
 from convoy.errors import ConvoyError
@@ -45,10 +45,10 @@ def _answer(carrier: Carrier) -> None:
     with contextlib.suppress(ConvoyError):
         while True:
             ask, data = carrier.receive()
-            if ask is Ask.RETURN:
-                carrier.send(WireTensor("float32", (len(data) // 4,), data), Ask.KEEP)
-            elif ask is Ask.CONFIRM:
-                carrier.send(_CONFIRMED, Ask.KEEP)
+            if ask is HopTask.RETURN:
+                carrier.send(WireTensor("float32", (len(data) // 4,), data), HopTask.KEEP)
+            elif ask is HopTask.CONFIRM:
+                carrier.send(_CONFIRMED, HopTask.KEEP)
     carrier.close()
 
 

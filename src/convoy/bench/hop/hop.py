@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from convoy.bench.hop.carrier import Ask, Carrier
-from convoy.bench.hop.pair import Pair
+from convoy.bench.hop.carrier import Carrier, HopTask
+from convoy.bench.hop.pair import HopPair
 from convoy.bench.report.clock import Deadline
 from convoy.bench.report.percentile import percentile
 from convoy.errors import LinkBroken
@@ -81,7 +81,7 @@ def measure_hop(options: HopOptions, deadline: Deadline, progress: Progress | No
     """
     blocks: dict[tuple[int, str], list[_Block]] = {}
     num_all = options.num_blocks * len(options.sizes)
-    with Pair() as pair:
+    with HopPair() as pair:
         tensors = [
             WireTensor("float32", (count, WIDTH), os.urandom(size))
             for count, size in zip(options.rows, options.sizes, strict=True)
@@ -109,7 +109,7 @@ def _check(carriers: Mapping[str, Carrier], tensor: WireTensor) -> None:
     """Every way brings back what was sent; also the warm-up."""
     for sealing, carrier in carriers.items():
         for _ in range(3):
-            carrier.send(tensor, Ask.RETURN)
+            carrier.send(tensor, HopTask.RETURN)
             _, data = carrier.receive()
             if bytes(data) != tensor.data:
                 raise LinkBroken(f"a tensor of {tensor.nbytes} bytes came back changed, sealing {sealing}")
@@ -136,7 +136,7 @@ def _rotated(turn: int) -> tuple[str, ...]:
 
 def _round_trip_s(carrier: Carrier, tensor: WireTensor) -> float:
     started_s = time.perf_counter()
-    carrier.send(tensor, Ask.RETURN)
+    carrier.send(tensor, HopTask.RETURN)
     carrier.receive()
     return time.perf_counter() - started_s
 
@@ -145,8 +145,8 @@ def _gb_per_s(carrier: Carrier, tensor: WireTensor, count: int) -> float:
     """``count`` tensors one after the other; the clock stops when the other end says that it has the last."""
     started_s = time.perf_counter()
     for _ in range(count - 1):
-        carrier.send(tensor, Ask.KEEP)
-    carrier.send(tensor, Ask.CONFIRM)
+        carrier.send(tensor, HopTask.KEEP)
+    carrier.send(tensor, HopTask.CONFIRM)
     carrier.receive()
     return count * tensor.nbytes / (time.perf_counter() - started_s) / 1e9
 

@@ -26,7 +26,7 @@ _POLL_S = 0.2
 _LOG = "echo.log"
 
 
-class Pair(Started):
+class HopPair(Started):
     """Starts the second process; leaving the `with` ends it and removes every file, Ctrl-C included.
 
     ``carriers`` by sealing: "none", "outer", "both". Raises `PeerError` if the process does not connect.

@@ -39,7 +39,7 @@ class ModeRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class TpMachine:
     """What rates are predicted from: a member's speed, and seconds of an all-reduce of one row."""
 
     spec: ModelSpec
@@ -56,7 +56,7 @@ class Machine:
         return compare(find_ways(self.spec, offers, ranks=2), speeds, links, load)
 
 
-def mode_row(mode: str, row: DecodeRow, machine: Machine) -> ModeRow:
+def mode_row(mode: str, row: DecodeRow, machine: TpMachine) -> ModeRow:
     """A measured row with what was predicted for it."""
     found = machine.predict(row.context_tokens, row.concurrent).rates[mode]
     rate = found.decode if row.concurrent == 1 else found.decode_batch
@@ -70,7 +70,7 @@ def mode_row(mode: str, row: DecodeRow, machine: Machine) -> ModeRow:
     )
 
 
-def ratios_of(rows: Sequence[ModeRow], machine: Machine) -> Mapping[str, float]:
+def ratios_of(rows: Sequence[ModeRow], machine: TpMachine) -> Mapping[str, float]:
     """Tensor over the others, by count of requests; and the all-reduce below which it pays for one request.
 
     ``crossover_us`` is predicted, ``crossover_measured_us`` from the difference between what was measured,

@@ -14,7 +14,7 @@ from convoy.cli.show.files import replace_file
 from convoy.cli.show.output import print_table
 
 if TYPE_CHECKING:
-    from convoy.bench.fleet.load import Answer
+    from convoy.bench.fleet.load import LoadResult
     from convoy.bench.fleet.scenario import Scenario
     from convoy.bench.fleet.verdict import CheckRow
     from convoy.bench.report.report import Report
@@ -62,8 +62,10 @@ def providers(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _measure(run: BenchRun, scenario: Scenario, slots: int) -> tuple[Any, Any, list[CheckRow], list[Answer]]:
-    from convoy.bench.fleet.load import Load
+def _measure(
+    run: BenchRun, scenario: Scenario, slots: int
+) -> tuple[Any, Any, list[CheckRow], list[LoadResult]]:
+    from convoy.bench.fleet.load import FleetLoad
     from convoy.bench.fleet.scenario import PRICE, account_name
     from convoy.bench.fleet.verdict import check_rows, scenario_row, segment_rows
     from convoy.cli.local.fleet import FleetOptions, LocalFleet
@@ -76,7 +78,7 @@ def _measure(run: BenchRun, scenario: Scenario, slots: int) -> tuple[Any, Any, l
         keys = {name: fleet.open_account(name, scenario.balance_micro) for name in names}
         fleet.put_coordinator_first()
         run.say(f"{scenario.name}: {scenario.requests} requests, {scenario.concurrency} at once")
-        answers, seconds = Load(scenario, fleet.url, keys).run()
+        answers, seconds = FleetLoad(scenario, fleet.url, keys).run()
         books = fleet.books()
         run.say(f"{scenario.name}: asking the models themselves")
         own = _own_answers(fleet, scenario)

@@ -12,7 +12,7 @@ from convoy.errors import UsageError
 
 if TYPE_CHECKING:
     from convoy.bench.ranks.all_reduce import AllReduceRow
-    from convoy.bench.ranks.tp import Machine
+    from convoy.bench.ranks.tp import TpMachine
     from convoy.bench.report.report import DecodeRow, Report
     from convoy.bench.throughput import DecodeOptions
 
@@ -85,9 +85,9 @@ def _all_reduces(run: BenchRun, sizes: tuple[int, ...]) -> list[AllReduceRow]:
     return measure_all_reduce(options, run.clock.deadline, run.say, through=(SEALED,))
 
 
-def _machine(run: BenchRun, sums: list[AllReduceRow]) -> Machine:
+def _machine(run: BenchRun, sums: list[AllReduceRow]) -> TpMachine:
     """On the cores of one member, by itself."""
-    from convoy.bench.ranks.tp import Machine
+    from convoy.bench.ranks.tp import TpMachine
     from convoy.model.backends.host.checks.selfcheck import choose_kernel
     from convoy.model.backends.host.speed import measure_speed
     from convoy.model.checkpoints.source import ModelSource
@@ -96,7 +96,7 @@ def _machine(run: BenchRun, sums: list[AllReduceRow]) -> Machine:
     kernel = choose_kernel(run.kernel, threads)
     with pinned(run.alone_cores):
         speed = measure_speed(kernel, threads)
-    return Machine(ModelSource.resolve(run.named_model).spec, kernel, speed, sums[0].p50_us / 1e6)
+    return TpMachine(ModelSource.resolve(run.named_model).spec, kernel, speed, sums[0].p50_us / 1e6)
 
 
 def _print(report: Report) -> None:

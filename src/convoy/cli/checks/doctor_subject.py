@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from convoy.transport.membership import Membership
 
 
-class Patient:
+class DoctorSubject:
     """``config`` and ``roster`` are None until they were read, and stay so where they could not be."""
 
     def __init__(self, path: Path) -> None:

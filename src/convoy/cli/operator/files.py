@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class OperatorFiles:
     """The operator's side: the key, the rosters, and the record of used invitations."""
 
     key: OperatorKey
@@ -39,7 +39,7 @@ class Desk:
     audit: AuditLog
 
     @classmethod
-    def open(cls, config: Path, operator: Path, passphrase_file: Path | None) -> Desk:
+    def open(cls, config: Path, operator: Path, passphrase_file: Path | None) -> OperatorFiles:
         settings = load_config(config)
         key = load_operator(operator, passphrase_file)
         desk = cls(key, settings, operator / "invites", operator_log(operator, key))

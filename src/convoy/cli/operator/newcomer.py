@@ -23,7 +23,7 @@ Tell = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Newcomer:
+class NewcomerFiles:
     """What the flags say; None is the default of each. ``address`` is HOST or HOST:PORT, where others reach
     this machine; it listens on ``port``, which is another one where a port is forwarded.
     """
@@ -104,14 +104,14 @@ class Newcomer:
 def _enrol(
     token: Token, identity: Identity, asked: tuple[str | None, str | None, int], tell: Tell
 ) -> Enrolled:
-    from convoy.cluster.enrolment.newcomer import Asked, NameTaken, join_by_token
+    from convoy.cluster.enrolment.newcomer import EnrolmentRequest, NameTaken, join_by_token
 
     name, host, port = asked
 
     def on_code(digits: str) -> None:
         tell("code", f"{digits} - the inviting machine must show the same; its operator is asked")
 
-    first = Asked(name or host_name(), host, port)
+    first = EnrolmentRequest(name or host_name(), host, port)
     try:
         return join_by_token(token, identity, first, on_code)
     except NameTaken:
@@ -119,7 +119,7 @@ def _enrol(
             raise
     # Nobody chose the host's name, so nobody minds another; machines often have the same one.
     other = f"{first.name[:58]}-{identity.public_key[:2].hex()}"
-    return join_by_token(token, identity, Asked(other, host, port), on_code)
+    return join_by_token(token, identity, EnrolmentRequest(other, host, port), on_code)
 
 
 def _read_token(text: str) -> str:

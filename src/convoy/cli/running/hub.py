@@ -15,7 +15,7 @@ from convoy.cli.show.progress import loading_bars
 from convoy.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from convoy.cluster.weights.head_weights import OwnWeights
+    from convoy.cluster.weights.head_weights import HeadWeights
     from convoy.config.settings import Config
     from convoy.model.checkpoints.hub.files import HubName
     from convoy.model.checkpoints.source import ModelSource
@@ -41,11 +41,11 @@ def weights_from(text: str | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedModel:
     """A model that a head is to run. ``own``: how its tensors come, where it is not here whole."""
 
     source: ModelSource
-    own: OwnWeights | None = None
+    own: HeadWeights | None = None
 
 
 def local_model(settings: Config, named: str, *, quiet: bool) -> str:
@@ -66,7 +66,7 @@ def local_model(settings: Config, named: str, *, quiet: bool) -> str:
     return str(directory)
 
 
-def open_model(settings: Config, named: str, *, quiet: bool) -> Opened:
+def open_model(settings: Config, named: str, *, quiet: bool) -> OpenedModel:
     """The model for a head: of a hub's commit that the operator signed, only what is not weights comes now.
 
     Raises ModelError.
@@ -75,7 +75,7 @@ def open_model(settings: Config, named: str, *, quiet: bool) -> Opened:
 
     name, signed = _hub_name(named), signed_model(settings)
     if name is None or signed is None or not _is_of(name, signed):
-        return Opened(ModelSource.resolve(local_model(settings, named, quiet=quiet)))
+        return OpenedModel(ModelSource.resolve(local_model(settings, named, quiet=quiet)))
     opened = _open_signed(settings, name, signed)
     if not quiet:
         commit = signed.hub.rpartition("@")[2]
@@ -83,8 +83,8 @@ def open_model(settings: Config, named: str, *, quiet: bool) -> Opened:
     return opened
 
 
-def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> Opened:
-    from convoy.cluster.weights.head_weights import OwnWeights
+def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> OpenedModel:
+    from convoy.cluster.weights.head_weights import HeadWeights
     from convoy.model.checkpoints.hub.stream import HubCommit
     from convoy.model.checkpoints.hub.weights import HubWeights
     from convoy.model.checkpoints.manifest import Manifest
@@ -104,7 +104,7 @@ def _open_signed(settings: Config, name: HubName, signed: SignedModel) -> Opened
                 if not file.finish():
                     raise ModelError(f"{part.name} of {signed.hub} is not what the operator signed")
     source = received.source(name.repo, received.file("config.json"))
-    return Opened(source, OwnWeights(received, source, HubWeights(commit)))
+    return OpenedModel(source, HeadWeights(received, source, HubWeights(commit)))
 
 
 def _is_of(name: HubName, signed: SignedModel) -> bool:

@@ -11,7 +11,7 @@ from typing import Self
 QUIET_S = 2.0
 
 
-class Patience:
+class StallNotice:
     """From entry to exit of its block, as long as `came` is not called for ``quiet_s`` at a time, asks why.
 
     ``reason`` is what the cluster says that it is recovering from, or None where it is not; it may block for

@@ -46,7 +46,7 @@ class TpmHardware:
         return self._tpm.quote(key_algorithm(me.member.attestation_key), qualifying, registers)
 
 
-class Attester:
+class EvidenceMaker:
     """Makes evidence. Slow where hardware is asked: not for a thread that a token waits for."""
 
     def __init__(self, hardware: Hardware | None = None, claims: Claims | None = None) -> None:

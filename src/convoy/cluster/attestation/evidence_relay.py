@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from convoy.cluster.attestation.evidence_maker import Attester
+from convoy.cluster.attestation.evidence_maker import EvidenceMaker
 from convoy.errors import ConvoyError
 from convoy.transport.link.link import Link, Received, ReceivedMessage
-from convoy.transport.log_limit import QuietLog
+from convoy.transport.log_limit import RateLimitedLog
 from convoy.transport.member import LocalMember
 from convoy.trust.evidence.evidence import provider_binding
 from convoy.wire.messages.control import Challenge
@@ -31,13 +31,13 @@ class _Asked:
     answer: Vouched | None = None
 
 
-class Vouching:
+class EvidenceRelay:
     """Both sides. Which of them a member may be on a link is fixed by `cluster.rights`."""
 
-    def __init__(self, me: Callable[[], LocalMember], attester: Attester) -> None:
+    def __init__(self, me: Callable[[], LocalMember], attester: EvidenceMaker) -> None:
         self._me = me
         self._attester = attester
-        self._quiet = QuietLog(_log)
+        self._quiet = RateLimitedLog(_log)
         self._wake = threading.Condition()
         self._asked: dict[Link, _Asked] = {}
         self._to_answer: dict[Link, Vouch] = {}

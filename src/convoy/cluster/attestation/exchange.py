@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
-from convoy.cluster.attestation.evidence_maker import Attester, TpmHardware
-from convoy.cluster.attestation.evidence_relay import Vouching
+from convoy.cluster.attestation.evidence_maker import EvidenceMaker, TpmHardware
+from convoy.cluster.attestation.evidence_relay import EvidenceRelay
 from convoy.cluster.attestation.tpm import Tpm
 from convoy.cluster.options import MemberOptions
 from convoy.errors import AttestationError, ConvoyError, RosterError
 from convoy.transport.link.link import Link, Received, ReceivedMessage
-from convoy.transport.log_limit import QuietLog
+from convoy.transport.log_limit import RateLimitedLog
 from convoy.transport.member import LocalMember
 from convoy.trust.evidence.evidence import NONCE_BYTES, Occasion
 from convoy.trust.evidence.level import Level
 from convoy.trust.evidence.policy import Policy
 from convoy.trust.evidence.verdict import Verdict, no_evidence
-from convoy.trust.evidence.verify import Context, appraise, asked_registers
+from convoy.trust.evidence.verify import VerificationContext, appraise, asked_registers
 from convoy.wire.messages.control import Challenge, Evidence
 
 _log = logging.getLogger(__name__)
@@ -52,18 +52,18 @@ class Attestation:
     def __init__(
         self,
         me: Callable[[], LocalMember],
-        attester: Attester,
+        attester: EvidenceMaker,
         policy: Policy,
         on_fall: OnFall,
     ) -> None:
         self.policy = policy
         self.attester = attester
-        self.vouching = Vouching(me, attester)
+        self.vouching = EvidenceRelay(me, attester)
         self._me = me
         self._on_fall = on_fall
         self._lock = threading.Lock()
         self._bindings: dict[Link, bytes] = {}
-        self._quiet = QuietLog(_log)
+        self._quiet = RateLimitedLog(_log)
         self._asked: dict[Link, _Asked] = {}
         self._owing: dict[Link, _Asked] = {}  # asked while they held a stage of a plan that is over
         self._to_prove: dict[Link, Challenge] = {}
@@ -80,7 +80,7 @@ class Attestation:
     def of(cls, me: Callable[[], LocalMember], options: MemberOptions, on_fall: OnFall) -> Attestation:
         """With what this member's operator configured. Raises `AttestationError` for a TPM named wrongly."""
         hardware = None if options.tpm is None else TpmHardware(Tpm(options.tpm))
-        return cls(me, Attester(hardware), options.policy, on_fall)
+        return cls(me, EvidenceMaker(hardware), options.policy, on_fall)
 
     # Owners and receiver threads.
 
@@ -242,7 +242,7 @@ class Attestation:
             member = self._me().roster.member(name)
         except RosterError as error:  # a newer roster took it out while it was asked
             return no_evidence(name, error.message)
-        context = Context(
+        context = VerificationContext(
             member=name,
             attestation_key=member.attestation_key,
             occasion=Occasion(asked.binding, asked.challenge.nonce, member.identity_key),

@@ -19,7 +19,7 @@ from convoy.wire.messages.control import Plan
 _log = logging.getLogger(__name__)
 
 
-class Vetting:
+class MemberVerifier:
     """One head's verdicts on its members. ``excluded`` are those below the minimum, which got no stage.
 
     The head itself is judged like the others and shown, but keeps its stage: it is the one that judges, and

@@ -62,7 +62,7 @@ class NameTaken(InviteError):  # noqa: N818 - a state, as in errors.py
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class EnrolmentRequest:
     """What the newcomer wants to be. ``host`` None: its own address on the way to the inviting machine."""
 
     name: str
@@ -81,7 +81,7 @@ class Enrolled:
 def join_by_token(
     token: Token,
     identity: Identity,
-    asked: Asked,
+    asked: EnrolmentRequest,
     on_code: Callable[[str], None],
     *,
     dial_timeout_s: float = DIAL_TIMEOUT_S,

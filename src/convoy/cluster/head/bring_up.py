@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from convoy.cluster.active_plan import Granted
-from convoy.cluster.head.planning import Planner, Proposal
-from convoy.cluster.presence.peers import Company
+from convoy.cluster.active_plan import ActivePlan
+from convoy.cluster.head.planning import PlannedStages, Planner
+from convoy.cluster.presence.peers import Peers
 from convoy.cluster.presence.unfit import drop_failed_kernel
 from convoy.errors import CapacityError, ConvoyError, LinkClosed, PeerError, SelfCheckError, SpanError
 from convoy.wire.messages.control import Hello
@@ -19,14 +19,14 @@ _LOOK_UP_S = 0.5
 
 
 def begin(
-    company: Company,
+    company: Peers,
     planner: Planner,
     hellos: Callable[[], dict[str, Hello]],
-    install: Callable[[Proposal], Granted],
+    install: Callable[[PlannedStages], ActivePlan],
     *,
     replaceable: bool,
     watch: Callable[[], None] | None,
-) -> Granted:
+) -> ActivePlan:
     """Over those who came. Where that fails for want of the others, raises why the first did not come.
 
     ``hellos``: of those that are here, the head's first. ``replaceable``: where ranks do not come together,
@@ -61,11 +61,11 @@ def begin(
 
 
 def _first(
-    company: Company,
+    company: Peers,
     planner: Planner,
     hellos: Callable[[], dict[str, Hello]],
     watch: Callable[[], None] | None,
-) -> Proposal:
+) -> PlannedStages:
     """The first plan that members who are here can hold; ``watch`` as for `begin`."""
     told = None
     while True:
@@ -85,14 +85,14 @@ def _first(
 
 
 def _next(
-    company: Company,
+    company: Peers,
     planner: Planner,
     hellos: Callable[[], dict[str, Hello]],
-    before: Proposal,
+    before: PlannedStages,
     error: ConvoyError,
     *,
     fell: bool,
-) -> Proposal:
+) -> PlannedStages:
     """Members ended while the first plan was loaded: as after a loss, those that are left hold the model.
 
     So do all of them, with whole layers, where ranks did not come together and nobody asked for them. Raises

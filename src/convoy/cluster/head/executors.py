@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from convoy.cluster.active_plan import Granted
+from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.options import HeadOptions
 from convoy.engine.ranks.executor import GroupExecutor, GroupPipeline
 from convoy.engine.ranks.leader import LeaderStage
@@ -15,7 +15,7 @@ from convoy.transport.link.link import Link
 
 
 def make_executor(
-    granted: Granted,
+    granted: ActivePlan,
     stage: Stage,
     leader: LeaderStage | None,
     *,

@@ -12,23 +12,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from convoy.cluster.active_plan import Granted, NoRoom, common_blocks, plan_digest
-from convoy.cluster.attestation.member_verifier import Vetting
+from convoy.cluster.active_plan import ActivePlan, NoRoom, common_blocks, plan_digest
+from convoy.cluster.attestation.member_verifier import MemberVerifier
 from convoy.cluster.head.bring_up import begin
 from convoy.cluster.head.executors import make_executor
 from convoy.cluster.head.picture import describe_stages
-from convoy.cluster.head.planning import Planner, Proposal
-from convoy.cluster.head.prefetch import Preparations
+from convoy.cluster.head.planning import PlannedStages, Planner
+from convoy.cluster.head.prefetch import HeadPrefetch
 from convoy.cluster.head.standbys import Standbys
-from convoy.cluster.head.step_time import Pace
+from convoy.cluster.head.step_time import StepTimes
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.peer.loaded_plan import group_of, stage_options
-from convoy.cluster.peer.ranks import RankGroup
-from convoy.cluster.presence.mailbox import Mailbox
-from convoy.cluster.presence.peers import Company
+from convoy.cluster.peer.ranks import RankPeers
+from convoy.cluster.presence.mailbox import PlanMailbox
+from convoy.cluster.presence.peers import Peers
 from convoy.cluster.status import StageStatus, StandbyStatus
-from convoy.cluster.weights.head_server import Supply, doing
-from convoy.cluster.weights.head_weights import OwnWeights
+from convoy.cluster.weights.head_server import HeadWeightServer, doing
+from convoy.cluster.weights.head_weights import HeadWeights
 from convoy.engine.ranks.executor import GroupExecutor
 from convoy.engine.ranks.load_stage import load_stage
 from convoy.engine.run.deadline import StepClock
@@ -66,7 +66,7 @@ class Head:
         network: Network | None = None,
         watch: Callable[[], None] | None = None,
         *,
-        own: OwnWeights | None = None,
+        own: HeadWeights | None = None,
     ) -> None:
         """``watch`` is called while waiting for peers; what it raises ends the bring-up.
 
@@ -83,29 +83,29 @@ class Head:
         self._options = options
         self.on_lost: Callable[[], None] = lambda: None
         self.on_joined: Callable[[str], None] = lambda _name: None
-        self.company = Company(
+        self.company = Peers(
             me, network or TcpNetwork(), options, receive=self._deliver, lost=self._lost, joined=self._joined
         )
-        self._supply = Supply(source, options.member, own, self.company.present)
+        self._supply = HeadWeightServer(source, options.member, own, self.company.present)
         vetting, supply = self.company.vetting, self._supply
-        pace = Pace(self.company, options.member).step_s
+        pace = StepTimes(self.company, options.member).step_s
         self.planner = Planner(
             me, source, options, vetting, lambda: self.manifest, hub=supply.hub, predict=pace
         )
-        self._preparations = Preparations(me.name, self.company, self.planner, options.load_wait_s)
+        self._preparations = HeadPrefetch(me.name, self.company, self.planner, options.load_wait_s)
         self.clock = StepClock(options.step_timeout_s)
         self._standbys = Standbys()
         self._stage: Stage | None = None  # the head's own
-        self._group: RankGroup | None = None  # who holds it too
+        self._group: RankPeers | None = None  # who holds it too
         self._members: set[str] = set()
-        self._receiver: Mailbox | PipelineExecutor | GroupExecutor | None = None
+        self._receiver: PlanMailbox | PipelineExecutor | GroupExecutor | None = None
         self._closed = False
         self.failed: str | None = None
         self.executor: Executor | None = None
-        self.granted: Granted | None = None
+        self.granted: ActivePlan | None = None
 
     @property
-    def vetting(self) -> Vetting:
+    def vetting(self) -> MemberVerifier:
         return self.company.vetting
 
     @property
@@ -130,7 +130,7 @@ class Head:
     def roster(self) -> Roster:
         return self._me.roster
 
-    def bring_up(self, on_load: LoadProgress | None = None) -> Granted:
+    def bring_up(self, on_load: LoadProgress | None = None) -> ActivePlan:
         """Everything up to the first step.
 
         Raises `PeerError`, `PlanError` or `ModelError`; the links are closed then.
@@ -172,8 +172,8 @@ class Head:
         }
 
     def install(
-        self, proposal: Proposal, watch: Callable[[], None], on_load: LoadProgress | None = None
-    ) -> Granted:
+        self, proposal: PlannedStages, watch: Callable[[], None], on_load: LoadProgress | None = None
+    ) -> ActivePlan:
         """Load, activate, and make the executor of this plan; `stop` was called if another one ran.
 
         ``watch`` is called meanwhile, and what it raises ends it. Raises `PeerError`, `PlanError` or
@@ -181,7 +181,7 @@ class Head:
         """
         plan = proposal.plan
         links = self.company.require(sorted(proposal.members - {self.name}))
-        mailbox = Mailbox(watch, plan.generation)
+        mailbox = PlanMailbox(watch, plan.generation)
         self._receiver, self._members, self.failed = mailbox, proposal.members, None
         try:
             for link in links.values():
@@ -272,7 +272,7 @@ class Head:
         return load_stage(self._source, mine, options, progress, before=before, shard=shard)
 
     def _gather_ready(
-        self, mailbox: Mailbox, links: dict[str, Link], on_load: LoadProgress | None
+        self, mailbox: PlanMailbox, links: dict[str, Link], on_load: LoadProgress | None
     ) -> dict[str, Ready]:
         def tell(peer: str, said: Progress) -> None:
             if on_load is not None:
@@ -290,12 +290,12 @@ class Head:
 
     def _activate(
         self,
-        proposal: Proposal,
+        proposal: PlannedStages,
         stage: Stage,
-        mailbox: Mailbox,
+        mailbox: PlanMailbox,
         links: dict[str, Link],
         readies: dict[str, Ready],
-    ) -> Granted:
+    ) -> ActivePlan:
         plan = proposal.plan
         room = Room(stage.room_bytes(self.company.hello.memory_bytes), stage.block_bytes)
         rooms = {self.name: room} | {name: self._room_of(name, ready) for name, ready in readies.items()}
@@ -319,9 +319,9 @@ class Head:
             raise
         weights = {self.name: stage.weight_bytes} | {n: r.weight_bytes for n, r in readies.items()}
         num_places = len(plan.stages) - 1 + stage.num_devices
-        return Granted(plan, proposal.placement, weights, num_blocks, plan.max_context, num_places)
+        return ActivePlan(plan, proposal.placement, weights, num_blocks, plan.max_context, num_places)
 
-    def _note_failed_ranks(self, proposal: Proposal, error: ConvoyError) -> None:
+    def _note_failed_ranks(self, proposal: PlannedStages, error: ConvoyError) -> None:
         """Where nobody asked for ranks, the next plan over the same members has none."""
         if self._group is not None:
             self.failed = self.failed or self._group.culprit
@@ -332,7 +332,7 @@ class Head:
 
     # 5. run
 
-    def _run(self, granted: Granted, links: dict[str, Link]) -> None:
+    def _run(self, granted: ActivePlan, links: dict[str, Link]) -> None:
         leader = None if self._group is None else self._group.leader
         assert self._stage is not None
         self.clock.settle()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from convoy.cluster.active_plan import Granted
+from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.status import StageStatus
 from convoy.errors import LinkClosed, PeerError
 from convoy.plan.spec.sharding import share_of
@@ -15,7 +15,7 @@ from convoy.transport.member import Roster
 
 
 def describe_stages(
-    granted: Granted,
+    granted: ActivePlan,
     head: str,
     roster: Roster,
     links: Mapping[str, Link],

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from convoy.cluster.attestation.member_verifier import Vetting
+from convoy.cluster.attestation.member_verifier import MemberVerifier
 from convoy.cluster.offer import MIXED, agree_dtype, agree_kernels, can_take_part, other_bits
 from convoy.cluster.options import HeadOptions
 from convoy.errors import ConvoyError, PlanError
@@ -43,7 +43,7 @@ _MAX_STANDBY_ORDERS = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class PlannedStages:
     """A plan and where it came from."""
 
     plan: Plan
@@ -71,7 +71,7 @@ class Planner:
         me: Membership,
         source: ModelSource,
         options: HeadOptions,
-        vetting: Vetting,
+        vetting: MemberVerifier,
         manifest: Callable[[], str] = lambda: "",
         *,
         hub: str = "",
@@ -94,7 +94,7 @@ class Planner:
         self._kernels: frozenset[str] = frozenset()  # of the first plan, and so of all texts
         self._told: set[tuple[str, str]] = set()  # whose bits are others than the head's, and which
 
-    def first(self, hellos: Mapping[str, Hello]) -> Proposal:
+    def first(self, hellos: Mapping[str, Hello]) -> PlannedStages:
         """The plan of a bring-up. Raises `PlanError`, `SpanError` or `Incompatible`."""
         self._forget_failure(hellos)
         self._kernels = frozenset()  # of a first plan that did not come to run
@@ -106,7 +106,7 @@ class Planner:
 
     def again(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str] = ()
-    ) -> Proposal:
+    ) -> PlannedStages:
         """The best plan after a loss; ``before`` None: nothing was lost, and better is wanted.
 
         Raises `PlanError` with why the members that are here, and no standby, do not do.
@@ -128,7 +128,7 @@ class Planner:
 
     def _again(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str] = ()
-    ) -> Proposal:
+    ) -> PlannedStages:
         refused: ConvoyError | None = None
         useful = {name: hello for name, hello in hellos.items() if self._has_use_for(name, hello)}
         ways = self._ways(hellos, before, slow)
@@ -227,7 +227,7 @@ class Planner:
         for count in range(1, len(spare) + 1):
             yield _Way([*active, *spare[:count]])
 
-    def _propose(self, hellos: Mapping[str, Hello], way: _Way, *, fewer: bool = True) -> Proposal:
+    def _propose(self, hellos: Mapping[str, Hello], way: _Way, *, fewer: bool = True) -> PlannedStages:
         """``fewer``: ranks than were asked for do as well, because somebody may be lost."""
         kernels = agree_kernels(hellos, self._me.name, self._kernels)
         self._tell_other_bits(hellos, kernels[self._me.name] if len(set(kernels.values())) == 1 else MIXED)
@@ -246,7 +246,7 @@ class Planner:
             placement = self._place(offers, way, fewer=fewer, against=self._against_ranks(hellos))
         used = [kernels[stage.member] for stage in placement.stages]
         dtype = agree_dtype({name: hellos[name] for name in placement.holders}, self._me.name, used)
-        return Proposal(self._plan(placement, used, dtype), placement)
+        return PlannedStages(self._plan(placement, used, dtype), placement)
 
     def _against_ranks(self, hellos: Mapping[str, Hello]) -> str | None:
         """Why no ranks of these members can begin together."""

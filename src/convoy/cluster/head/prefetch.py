@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 
 from convoy.cluster.head.planning import Planner
-from convoy.cluster.presence.peers import Company
-from convoy.cluster.weights.progress_watch import Advance
+from convoy.cluster.presence.peers import Peers
+from convoy.cluster.weights.progress_watch import ProgressWatch
 from convoy.errors import ConvoyError
 from convoy.model.checkpoints.source import needs_no_files
 from convoy.transport.link.link import Link, Received, ReceivedMessage
@@ -28,10 +28,10 @@ _MAX_OVER = 64
 _AGAIN_S = 1.0  # until the plan that came first is looked at
 
 
-class Preparations:
+class HeadPrefetch:
     """A head's side. ``takes`` is for receiver threads; ``joined`` returns at once."""
 
-    def __init__(self, me: str, company: Company, planner: Planner, wait_s: float) -> None:
+    def __init__(self, me: str, company: Peers, planner: Planner, wait_s: float) -> None:
         self._me = me
         self._company = company
         self._planner = planner
@@ -39,7 +39,7 @@ class Preparations:
         self._changed = threading.Condition()
         self._asked: dict[int, set[str]] = {}  # who is to prepare, by generation
         self._answers: dict[tuple[int, str], str] = {}
-        self._advance: dict[int, Advance] = {}  # of those who prepare, by generation
+        self._advance: dict[int, ProgressWatch] = {}  # of those who prepare, by generation
         self._over: deque[int] = deque(maxlen=_MAX_OVER)  # of these somebody may still say something
         self._num_told = 0
 
@@ -86,7 +86,7 @@ class Preparations:
     def _prepare(self, plan: Plan, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
         names = {name for stage in plan.stages for name in stage.holders} - {self._me}
         with self._changed:
-            self._asked[plan.generation], self._advance[plan.generation] = names, Advance()
+            self._asked[plan.generation], self._advance[plan.generation] = names, ProgressWatch()
         try:
             for link in self._company.require(sorted(names)).values():
                 link.send(Prepare(plan))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from convoy.cluster.attestation.evidence_maker import Attester
-from convoy.cluster.attestation.evidence_relay import Vouching
+from convoy.cluster.attestation.evidence_maker import EvidenceMaker
+from convoy.cluster.attestation.evidence_relay import EvidenceRelay
 from convoy.crypto.identity import Identity
 from convoy.transport.link.link import Link
 from convoy.transport.membership import Membership
@@ -31,7 +31,7 @@ DEADLINE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Witnessed:
+class GatheredEvidence:
     """``roster``: as its operator signed it, empty where there is none."""
 
     members: list[MemberEvidence]
@@ -41,27 +41,29 @@ class Witnessed:
 class OwnProcess:
     """A provider outside any cluster: what this process says of itself, and nothing of what is behind it."""
 
-    def __init__(self, identity: Identity, attester: Attester | None = None, name: str = "provider") -> None:
+    def __init__(
+        self, identity: Identity, attester: EvidenceMaker | None = None, name: str = "provider"
+    ) -> None:
         self._identity = identity
         self._name = name
-        self._attester = attester or Attester()
+        self._attester = attester or EvidenceMaker()
 
-    def gather(self, purpose: bytes, registers: Sequence[int]) -> Witnessed:  # noqa: ARG002 - of no TPM
+    def gather(self, purpose: bytes, registers: Sequence[int]) -> GatheredEvidence:  # noqa: ARG002 - of no TPM
         """For this purpose, see `trust.evidence.evidence.provider_purpose`."""
         identity = self._identity
         occasion = Occasion(provider_binding(identity.public_key), purpose, identity.public_key)
         made = make_evidence(identity.sign, occasion, encode_claims(self._attester.claims))
         one = MemberEvidence(self._name, identity.public_key, made.claims, made.signature, "", [])
-        return Witnessed([one])
+        return GatheredEvidence([one])
 
 
-class HeadWitness:
+class HeadEvidence:
     """A head and the peers that are here, standbys too; each says so itself, and this passes it on."""
 
     def __init__(
         self,
         me: Membership,
-        vouching: Vouching,
+        vouching: EvidenceRelay,
         peers: Callable[[], Iterable[Link]],
         deadline_s: float = DEADLINE_S,
     ) -> None:
@@ -70,7 +72,7 @@ class HeadWitness:
         self._peers = peers
         self._deadline_s = deadline_s
 
-    def gather(self, purpose: bytes, registers: Sequence[int]) -> Witnessed:
+    def gather(self, purpose: bytes, registers: Sequence[int]) -> GatheredEvidence:
         """Waits for the slowest, at most the deadline. Whoever sends nothing in time is not in it."""
         links = [link for link in self._peers() if not link.is_over]
         found = {self._me.name: self._vouching.own(purpose, registers)}
@@ -85,10 +87,10 @@ class HeadWitness:
                 _log.warning("the evidence of %s is more than a coordinator takes", member.name)
                 continue
             members.append(made)
-        return Witnessed(members, signed if len(signed) <= MAX_ROSTER_BYTES else b"")
+        return GatheredEvidence(members, signed if len(signed) <= MAX_ROSTER_BYTES else b"")
 
 
-def witness_of(head: Head, identity: Identity) -> OwnProcess | HeadWitness:
+def witness_of(head: Head, identity: Identity) -> OwnProcess | HeadEvidence:
     """Of a provider with this identity that ``head`` answers for.
 
     A head of another identity (one that was started without a roster of its owner's) is this process alone.
@@ -97,7 +99,7 @@ def witness_of(head: Head, identity: Identity) -> OwnProcess | HeadWitness:
 
     if me.member.identity_key != identity.public_key:
         return OwnProcess(identity, attestation.attester)
-    return HeadWitness(
+    return HeadEvidence(
         me, attestation.vouching, lambda: [link for link, _ in head.company.present().values()]
     )
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from convoy.cluster.active_plan import Granted
+from convoy.cluster.active_plan import ActivePlan
 from convoy.cluster.status import StandbyStatus
 from convoy.errors import ConvoyError
 from convoy.transport.link.link import Link, Received, ReceivedMessage
@@ -51,7 +51,7 @@ class Standbys:
 
     def preload_largest(
         self,
-        granted: Granted,
+        granted: ActivePlan,
         head: str,
         present: Mapping[str, tuple[Link, Hello]],
         in_place_of: Callable[[Plan, str, str, Hello], Plan],

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 
 from convoy.cluster.options import MemberOptions
-from convoy.cluster.presence.peers import Company
+from convoy.cluster.presence.peers import Peers
 from convoy.errors import ConvoyError, LinkClosed, PeerError
 from convoy.model.backends.host.speed import measure_speed
 from convoy.model.device import choose_devices
@@ -28,10 +28,10 @@ _UNKNOWN_S = 0.5e-3  # of a link that answers none
 _CONTEXT = 512
 
 
-class Pace:
+class StepTimes:
     """Measures once for each kernel; round trips whenever it is asked."""
 
-    def __init__(self, company: Company, options: MemberOptions) -> None:
+    def __init__(self, company: Peers, options: MemberOptions) -> None:
         self._company = company
         self._options = options
         self._speeds: dict[str, Speed | None] = {}

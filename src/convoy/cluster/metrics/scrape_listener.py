@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler
 
-from convoy.transport.listen.places import Capacity, Clock, Place, Places
+from convoy.transport.listen.places import Clock, ConnectionSlot, ConnectionSlots, SlotLimits
 
 _ACCEPTS_AT_ONCE = 32
 _POLL_S = 0.2
@@ -52,8 +52,8 @@ class ScrapeListener:
         self.port: int = self._socket.getsockname()[1]
         self._answer = _Answers(app, address[0], self.port)
         most, of_one_address = self._limits.max_connections, self._limits.max_connections_per_address
-        capacity = Capacity(waiting=most, working=0, kept=0, of_one_address=of_one_address)
-        self._places = Places(capacity, self._limits.request_timeout_s, self._limits.clock)
+        capacity = SlotLimits(waiting=most, working=0, kept=0, of_one_address=of_one_address)
+        self._places = ConnectionSlots(capacity, self._limits.request_timeout_s, self._limits.clock)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._socket, selectors.EVENT_READ)
         self._closed = threading.Event()
@@ -109,7 +109,7 @@ class _Scraper:
         self._max_bytes = limits.max_header_bytes
         self._header = bytearray()
         self._unsent = memoryview(b"")
-        self.place: Place | None = None
+        self.place: ConnectionSlot | None = None
         self.closed = False
         selector.register(sock, selectors.EVENT_READ, self)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from convoy.cluster.options import MemberOptions, PeerOptions
-from convoy.cluster.peer.ranks import RankGroup, Reach
-from convoy.cluster.weights.peer_weights import Asker, Weights
+from convoy.cluster.peer.ranks import RankPeers, Reach
+from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.engine.ranks.follower import FollowerLoop, Order
 from convoy.engine.ranks.load_stage import load_stage
 from convoy.engine.run.device_sender import Failed
-from convoy.engine.run.kv_server import MAX_REASON, BlockKeeper
-from convoy.engine.run.stage_worker import StageLoop, StageRoute
+from convoy.engine.run.kv_server import MAX_REASON, KvServer
+from convoy.engine.run.stage_worker import StageRoute, StageWorker
 from convoy.engine.stats import Histogram
 from convoy.errors import CollectiveError, ConvoyError, HiddenError, Incompatible, StepError
 from convoy.model.backends.host.stage import Stage, StageOptions
@@ -39,11 +39,11 @@ class LoadedPlan:
     stage: Stage
     position: int
     room_bytes: int
-    loop: StageLoop | None = None
-    keeper: BlockKeeper | None = None
+    loop: StageWorker | None = None
+    keeper: KvServer | None = None
     successor: Link | None = None
     predecessor: Link | None = None
-    group: RankGroup | None = None  # where other members hold the stage too
+    group: RankPeers | None = None  # where other members hold the stage too
     follower: FollowerLoop | None = None  # instead of a loop, where another of them is rank 0
     step_s: Histogram | None = None  # of this member, over all its plans
 
@@ -86,7 +86,7 @@ class LoadedPlan:
         if self.group is not None:
             stage = self.group.join(self.stage, {}, reach)
         self.activate(activate, head.peer, successor, failed, stage)
-        self.keeper = BlockKeeper(stage, head, generation)
+        self.keeper = KvServer(stage, head, generation)
         if self.predecessor_name == head.peer:
             self.predecessor = head
 
@@ -105,10 +105,10 @@ class LoadedPlan:
         successor: Link,
         failed: Failed = lambda _step, _error: None,
         stage: Stage | None = None,
-    ) -> StageLoop:
+    ) -> StageWorker:
         """Make the pools and take the place in the ring. Raises `StepError` for what was not offered.
 
-        ``failed``: see `StageLoop`. ``stage``: what runs, where other ranks run with it.
+        ``failed``: see `StageWorker`. ``stage``: what runs, where other ranks run with it.
         """
         self._make_pools(activate, head)
         stage, stages = stage or self.stage, self.plan.stages
@@ -121,7 +121,7 @@ class LoadedPlan:
             overlaps=stage.overlaps,
         )
         self.successor = successor
-        self.loop = StageLoop(stage, route, successor, failed, self.step_s)
+        self.loop = StageWorker(stage, route, successor, failed, self.step_s)
         return self.loop
 
     def _make_pools(self, activate: Activate, head: str) -> None:
@@ -208,7 +208,7 @@ def load_plan(
     me: str,
     hello: Hello,
     options: PeerOptions,
-    weights: Weights,
+    weights: PeerWeights,
     asker: Asker,
     before: Stage | None = None,
 ) -> LoadedPlan:
@@ -241,11 +241,11 @@ def load_plan(
     return LoadedPlan(plan, digest, stage, position, max(0, room), group=group)
 
 
-def group_of(plan: Plan, digest: bytes, position: int, me: str, spec: ModelSpec) -> RankGroup | None:
+def group_of(plan: Plan, digest: bytes, position: int, me: str, spec: ModelSpec) -> RankPeers | None:
     """Who holds a stage together with this member; None where it holds it alone."""
     if plan.stages[position].world_size == 1:
         return None
-    return RankGroup(plan, digest, position, me, spec.cache_groups[0].num_kv_heads)
+    return RankPeers(plan, digest, position, me, spec.cache_groups[0].num_kv_heads)
 
 
 def stage_options(plan: Plan, position: int, member: MemberOptions) -> StageOptions:

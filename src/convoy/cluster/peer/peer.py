@@ -17,19 +17,19 @@ from convoy.cluster.peer.dials import Dials
 from convoy.cluster.peer.event import PeerEvent
 from convoy.cluster.peer.facts import PeerFacts, facts_of
 from convoy.cluster.peer.loaded_plan import LoadedPlan, could_not_leave, load_plan
-from convoy.cluster.peer.plan_clock import SUPERSEDED, NewestPlan
-from convoy.cluster.peer.prefetch import Preparing
+from convoy.cluster.peer.plan_clock import SUPERSEDED, PlanClock
+from convoy.cluster.peer.prefetch import PeerPrefetch
 from convoy.cluster.peer.refusal import refusal
 from convoy.cluster.rights import FROM_DIALLER, FROM_HEAD
 from convoy.cluster.traffic import Traffic
-from convoy.cluster.weights.peer_weights import Asker, Weights
+from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.engine.run.kv_server import MAX_REASON
 from convoy.engine.stats import STEP_S, Histogram
 from convoy.errors import ConvoyError, LinkClosed, StepError
 from convoy.model.backends.host.stage import Stage
 from convoy.transport.link.inbox import Inbox, weight_of
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
-from convoy.transport.log_limit import QuietLog
+from convoy.transport.log_limit import RateLimitedLog
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network, TcpNetwork
 from convoy.trust.evidence.verdict import Verdict
@@ -68,18 +68,18 @@ class Peer:
         self._network = network or TcpNetwork()
         self._options = options
         self._on_event = on_event or (lambda _event: None)
-        self._quiet = QuietLog(_log)  # a member that sends nonsense without end fills no disk
+        self._quiet = RateLimitedLog(_log)  # a member that sends nonsense without end fills no disk
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
         self._hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
         self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
-        self._weights = Weights(me.name, options)
-        self._preparing = Preparing(me.name, self._weights)
+        self._weights = PeerWeights(me.name, options)
+        self._preparing = PeerPrefetch(me.name, self._weights)
         self._links: set[Link] = set()
         self._head: Link | None = None
         self._loaded: LoadedPlan | None = None
         self._kept: Stage | None = None  # of a plan that is over: its weights, for the next
         self._generation = 0  # of the newest plan on the head's link; what is older was given up
-        self._newest = NewestPlan()  # that came on it, and may wait for another to be loaded
+        self._newest = PlanClock()  # that came on it, and may wait for another to be loaded
         self._dials = Dials(self._dial, self._begin_link)
         self._refused: Link | None = None  # of a head below this member's minimum
         self._stopping = False

@@ -10,7 +10,7 @@ from convoy.wire.messages.ranks import RankOutput, RankStep
 SUPERSEDED = "another plan is here"
 
 
-class NewestPlan:
+class PlanClock:
     """Noted on the receiver's thread, before the peer's own has time for it; asked on both."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import logging
 import threading
 
 from convoy.cluster.peer.loaded_plan import check_plan
-from convoy.cluster.weights.peer_weights import Asker, Weights
+from convoy.cluster.weights.peer_weights import Asker, PeerWeights
 from convoy.engine.run.kv_server import MAX_REASON
 from convoy.errors import ConvoyError, LinkClosed, StepError
 from convoy.transport.link.link import Link
@@ -16,10 +16,10 @@ from convoy.wire.messages.fetch import SUPERSEDED, Prepared
 _log = logging.getLogger(__name__)
 
 
-class Preparing:
+class PeerPrefetch:
     """A peer's side: one thread at a time gets what a later plan needs, and tells the head."""
 
-    def __init__(self, me: str, weights: Weights) -> None:
+    def __init__(self, me: str, weights: PeerWeights) -> None:
         self._me = me
         self._weights = weights
         self._over = threading.Event()

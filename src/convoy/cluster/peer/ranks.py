@@ -30,7 +30,7 @@ OPERATION_S = 60.0  # a rank's part of a long prompt may take that much longer t
 _MAX_EARLY = 2 * MAX_RANKS  # what neighbours say, and pass on of others, before this rank is there
 
 
-class RankGroup:
+class RankPeers:
     """Of one plan generation. One thread calls `join`; receiver threads and others the rest."""
 
     def __init__(self, plan: Plan, digest: bytes, position: int, me: str, num_kv_heads: int) -> None:

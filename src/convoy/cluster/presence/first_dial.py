@@ -35,7 +35,7 @@ class _Absent:
     error: PeerUnreachable
 
 
-class Muster:
+class FirstDial:
     """``watch`` is called between dials; what it raises ends them all.
 
     ``on_link`` and ``on_arrival`` are called by `call`'s own thread for each that comes, at once: a link that

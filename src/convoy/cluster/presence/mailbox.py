@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from convoy.cluster.weights.progress_watch import Advance
+from convoy.cluster.weights.progress_watch import ProgressWatch
 from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PeerUnreachable
 from convoy.transport.link.inbox import Inbox, weight_of
 from convoy.transport.link.link import Link, Received, ReceivedMessage
@@ -26,7 +26,7 @@ class KernelRefused(PeerRefused):
         self.kernel = kernel
 
 
-class Mailbox:
+class PlanMailbox:
     """Collects one answer of a given type from each of several peers, within a deadline.
 
     Bounded: a receiver thread that finds its link's share full waits, which holds its peer back. ``watch`` is
@@ -66,7 +66,7 @@ class Mailbox:
         missing = set(peers)
         answers: dict[str, M] = {}
         deadline = time.monotonic() + timeout_s
-        advance = Advance()
+        advance = ProgressWatch()
         while missing:
             peer, message = self._next(deadline, missing, kind, timeout_s)
             if isinstance(message, Progress):

@@ -13,14 +13,14 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
-from convoy.cluster.attestation.member_verifier import Vetting
+from convoy.cluster.attestation.member_verifier import MemberVerifier
 from convoy.cluster.offer import make_hello
 from convoy.cluster.options import HeadOptions
 from convoy.cluster.presence.backoff import Backoffs
-from convoy.cluster.presence.first_dial import Arrival, Muster
+from convoy.cluster.presence.first_dial import Arrival, FirstDial
 from convoy.cluster.presence.idle import IdleTimes
-from convoy.cluster.presence.mailbox import Mailbox
-from convoy.cluster.presence.slow_members import Slow
+from convoy.cluster.presence.mailbox import PlanMailbox
+from convoy.cluster.presence.slow_members import SlowMembers
 from convoy.cluster.rights import FROM_PEER
 from convoy.cluster.traffic import Traffic
 from convoy.errors import ConvoyError, LinkBroken, PeerUnreachable
@@ -37,7 +37,7 @@ _GREET_S = 10.0
 _EXCLUDED_AGAIN_S = 60.0
 
 
-class Company:
+class Peers:
     """Thread-safe. ``receive`` and ``lost`` are called on receiver threads, ``joined`` on a dial's."""
 
     def __init__(
@@ -50,10 +50,10 @@ class Company:
         lost: Callable[[Link, ConvoyError], None],
         joined: Callable[[str], None],
     ) -> None:
-        self.vetting = Vetting(lambda: me.current, options.member)
+        self.vetting = MemberVerifier(lambda: me.current, options.member)
         self.links: dict[str, Link] = {}
         self.hellos: dict[str, Hello] = {}
-        self.slow = Slow()
+        self.slow = SlowMembers()
         self.idle = IdleTimes()
         self.traffic = Traffic()
         self.why_kernel = ""  # why not a better one, where that showed as the model was loaded
@@ -67,7 +67,7 @@ class Company:
         self._hello = self._capped(me.name, make_hello(options.member), head=True)
         self._changed = threading.Condition()
         self._num_changes = 0
-        self._greeting: dict[Link, Mailbox] = {}
+        self._greeting: dict[Link, PlanMailbox] = {}
         self._sought: set[str] = set()
         self._seen: set[str] = set()  # who was here before
         self._backoffs = Backoffs()
@@ -130,14 +130,14 @@ class Company:
 
         Raises for the first what else it comes to.
         """
-        mailbox = Mailbox(watch)
+        mailbox = PlanMailbox(watch)
         links: dict[str, Link] = {}
 
         def greet(link: Link) -> None:
             self._greet(link, mailbox)
 
         try:
-            muster = Muster(
+            muster = FirstDial(
                 self._me,
                 self._network,
                 self._options.wait_s,
@@ -263,7 +263,7 @@ class Company:
 
     # Dials' and receiver threads.
 
-    def _greet(self, link: Link, mailbox: Mailbox) -> None:
+    def _greet(self, link: Link, mailbox: PlanMailbox) -> None:
         self.traffic.began(link)
         self.vetting.attestation.attach(link)
         with self._changed:
@@ -377,7 +377,7 @@ class Company:
     def _fetch(self, member: Member) -> None:
         """Dial, greet and admit one. Raises `ConvoyError` if any of that fails."""
         link = self._network.dial(self._me, member, _DIAL_S)
-        mailbox = Mailbox(self._require_open)
+        mailbox = PlanMailbox(self._require_open)
         links = {member.name: link}
         try:
             self._greet(link, mailbox)

@@ -12,7 +12,7 @@ _MAX_TIMES = 3
 _WITHIN_S = 60.0
 
 
-class Laggards:
+class LateMembers:
     """Told of looks at late steps; of several at one step the first counts."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +45,7 @@ class Laggards:
 TRUSTED_AFTER_S = 60.0
 
 
-class Slow:
+class SlowMembers:
     """By name. Read from any thread; every change is one assignment."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

@@ -10,14 +10,14 @@ import logging
 
 from convoy.cluster.peer.refusal import failed_kernel
 from convoy.cluster.presence.mailbox import KernelRefused
-from convoy.cluster.presence.peers import Company
+from convoy.cluster.presence.peers import Peers
 from convoy.errors import ConvoyError
 from convoy.wire.messages.control import Plan
 
 _log = logging.getLogger(__name__)
 
 
-def drop_failed_kernel(company: Company, plan: Plan, head: str, error: ConvoyError) -> bool:
+def drop_failed_kernel(company: Peers, plan: Plan, head: str, error: ConvoyError) -> bool:
     """Where ``error`` is that a kernel of ``plan`` does not hold somewhere, it is offered from there no more.
 
     ``head``: who loads in this process. False where that is not why, or where the member has no other kernel.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from convoy.cluster.presence.backoff import Backoff
 
 
-def first_that_keeps(members: Sequence[str], reached: Mapping[str, int], step: int) -> str | None:
+def find_holder(members: Sequence[str], reached: Mapping[str, int], step: int) -> str | None:
     """Of ``members`` in the ring's order, the one that keeps ``step``; None if all have passed it on.
 
     ``reached`` has the last step that each sent on. Who does not answer is held back with its inbox full: by
@@ -31,7 +31,7 @@ _MAX_FAILURES = 2  # of one member: a wire may fail once, and a replay once more
 _CALM_S = 60.0  # after so long without a failure, the next is a new one
 
 
-class Blame:
+class FaultTracker:
     """Failures by member, of one trouble; where it may have been either of two, both are counted."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

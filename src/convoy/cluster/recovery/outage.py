@@ -12,7 +12,7 @@ _MAX_TOLD = 20  # a member's words may differ each time
 _PROGRESS_S = 5.0
 
 
-class Outage:
+class OutageLog:
     """From the loss to the plan that runs, however many searches were in vain between.
 
     ``began_s``: when it was noticed, by the clock ``now``.

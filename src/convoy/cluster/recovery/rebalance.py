@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from convoy.cluster.presence.peers import Company
+from convoy.cluster.presence.peers import Peers
 from convoy.cluster.recovery.recovery import StageRecovery
 from convoy.engine.active import Between
-from convoy.engine.recovery import Renewal
+from convoy.engine.recovery import Replan
 from convoy.errors import ConvoyError
 
 _log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ MAX_AT_ONCE = 5  # so often one that comes again is used as soon as nothing runs
 _MAX_DOUBLINGS = 5  # of AGAIN_S, for a member with which no plan comes to run
 
 
-class Renewals:
+class Rebalancer:
     """Asks an engine for other stages. ``joined`` and ``plan_began`` return soon, on any thread.
 
     ``when_idle`` and ``between_steps`` are the engine's `renew` and `between_steps`. ``prepare`` calls its
@@ -42,7 +42,7 @@ class Renewals:
 
     def __init__(
         self,
-        company: Company,
+        company: Peers,
         recovery: StageRecovery,
         when_idle: Callable[[str], None],
         between_steps: Callable[[Between], Any],
@@ -130,12 +130,12 @@ class Renewals:
         self._used_s[name] = time.monotonic()
 
         def renew(*_: object) -> None:
-            raise Renewal(_why(name))
+            raise Replan(_why(name))
 
         try:
             self._between_steps(renew)
         except ConvoyError as error:
-            if not isinstance(error, Renewal):  # it recovers now, or is closed: then nobody has to be asked
+            if not isinstance(error, Replan):  # it recovers now, or is closed: then nobody has to be asked
                 _log.debug("not shared out anew for %s: %s", name, error.message)
 
     def _has_waited(self, name: str) -> bool:

@@ -15,15 +15,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from convoy.cluster.active_plan import Granted, world_sizes
+from convoy.cluster.active_plan import ActivePlan, world_sizes
 from convoy.cluster.head.head import Head
-from convoy.cluster.head.planning import Proposal
+from convoy.cluster.head.planning import PlannedStages
 from convoy.cluster.presence.backoff import Backoff
-from convoy.cluster.presence.slow_members import Laggards
-from convoy.cluster.recovery.fault import Blame, first_that_keeps
-from convoy.cluster.recovery.outage import Outage
+from convoy.cluster.presence.slow_members import LateMembers
+from convoy.cluster.recovery.fault import FaultTracker, find_holder
+from convoy.cluster.recovery.outage import OutageLog
 from convoy.engine.ranks.executor import GroupExecutor
-from convoy.engine.recovery import Recovered, Renewal
+from convoy.engine.recovery import NewStages, Replan
 from convoy.engine.run.pipeline import PipelineExecutor
 from convoy.engine.scheduler import SchedulerLimits
 from convoy.errors import (
@@ -61,7 +61,11 @@ class StageRecovery:
     """The engine's `Recovery` over a head. ``limits_of`` gives what the scheduler keeps to."""
 
     def __init__(
-        self, head: Head, wait_s: float, load_wait_s: float, limits_of: Callable[[Granted], SchedulerLimits]
+        self,
+        head: Head,
+        wait_s: float,
+        load_wait_s: float,
+        limits_of: Callable[[ActivePlan], SchedulerLimits],
     ) -> None:
         self._head = head
         self._wait_s = wait_s
@@ -71,15 +75,15 @@ class StageRecovery:
         self._cancelled = threading.Event()
         self._state = self._cause = ""
         self._late = _Late(-1)
-        self._outage = Outage(0.0)
-        self._laggards = Laggards()
+        self._outage = OutageLog(0.0)
+        self._laggards = LateMembers()
         self._refusals: dict[str, int] = {}
-        self._blame = Blame()
+        self._blame = FaultTracker()
         self._sums: list[int] = []  # of the plan that was lost
         self._tried: dict[str, Link] = {}  # members of this recovery's plans, as they were then
         self.on_plan: Callable[[set[str]], None] = lambda _tried: None
 
-    def recover(self, error: StageLost) -> Recovered | None:
+    def recover(self, error: StageLost) -> NewStages | None:
         """See `engine.recovery.Recovery`. Raises `StageLost` naming the missing layers."""
         began_s = time.monotonic()
         again = error is self._gave_up  # nobody took over in time, and the engine still asks
@@ -90,12 +94,12 @@ class StageRecovery:
             company.wait(company.num_changes, _LOOK_UP_S)
         self._sums = world_sizes(self._granted.plan)
         self._say("looking who is there")
-        if isinstance(error, Renewal):
+        if isinstance(error, Replan):
             return self._renew(began_s)
         if isinstance(error, StepLate) and self._still_comes():
             return None
         if not again:
-            self._outage = Outage(self._late.since_s if isinstance(error, StepLate) else began_s)
+            self._outage = OutageLog(self._late.since_s if isinstance(error, StepLate) else began_s)
         self._head.stop()
         self._drop_silent()
         relapse, blamed = not self._lost_text(), self._blamed()
@@ -138,18 +142,18 @@ class StageRecovery:
         self._cancelled.set()
         self._head.company.wake()
 
-    def _renew(self, began_s: float) -> Recovered | None:
+    def _renew(self, began_s: float) -> NewStages | None:
         if self._better(self._head.company.slow.names()) is None:
             return None
         self._head.stop()
-        self._outage = Outage(began_s)
+        self._outage = OutageLog(began_s)
         self._head.vetting.settle(self._require_wanted)
         granted = self._find_stages(None, began_s)
         took = f"after {self._outage.lasts_s:.2f} s ({self._cause})"
         self._outage.end(f"in use: {granted.placement.route.text}, {took}")
         return self._recovered(granted)
 
-    def _better(self, slow: set[str]) -> Proposal | None:
+    def _better(self, slow: set[str]) -> PlannedStages | None:
         """A plan that has members which the one that runs lacks, and lacks none but standbys of it."""
         head = self._head
         hellos = head.hellos()
@@ -164,13 +168,13 @@ class StageRecovery:
         return proposal if kept and proposal.members - self._granted.members else None
 
     def _recovered(
-        self, granted: Granted, *, relapse: bool = False, failed_at: str | None = None
-    ) -> Recovered:
+        self, granted: ActivePlan, *, relapse: bool = False, failed_at: str | None = None
+    ) -> NewStages:
         executor = self._head.executor
         assert executor is not None
         links = self._head.links  # one that came on another link since then was not tried
         self.on_plan({name for name, link in self._tried.items() if links.get(name) is link})
-        return Recovered(
+        return NewStages(
             executor,
             self._limits_of(granted),
             granted.max_context,
@@ -246,7 +250,7 @@ class StageRecovery:
         others = self._granted.members - {self._head.name}
         reached = self._head.company.positions(plan.generation, others, _PING_S)
         ring = [name for stage in plan.stages for name in stage.holders if name in others]
-        return first_that_keeps(ring, reached, step)
+        return find_holder(ring, reached, step)
 
     def _keep(self, name: str) -> bool:
         """Whether to go on waiting for a member; one that is not kept is given up, or its links made anew."""
@@ -275,7 +279,7 @@ class StageRecovery:
             if self._can_spare(name):
                 company.give_up(name, "it answers no ping")
 
-    def _find_stages(self, before: Placement | None, began_s: float) -> Granted:
+    def _find_stages(self, before: Placement | None, began_s: float) -> ActivePlan:
         """The next plan, running, as near to ``before`` as it can be; None: the best one.
 
         Raises `StageLost` if there was none for too long: what it waits for members is bounded, and all of it
@@ -319,7 +323,7 @@ class StageRecovery:
                 self._cancelled.wait(wait_s)
             waited_s += time.monotonic() - waits_s
 
-    def _try_once(self, before: Placement | None, watch: Callable[[], None]) -> Granted:
+    def _try_once(self, before: Placement | None, watch: Callable[[], None]) -> ActivePlan:
         head = self._head
         head.failed = None
         hellos = head.hellos()
@@ -343,7 +347,7 @@ class StageRecovery:
         finally:
             done.set()
 
-    def _look_after(self, proposal: Proposal, done: threading.Event) -> None:
+    def _look_after(self, proposal: PlannedStages, done: threading.Event) -> None:
         """Those that a plan is made for: who hangs meanwhile would be waited for until its link times out."""
         company = self._head.company
         num_silent: Counter[str] = Counter()
@@ -386,7 +390,7 @@ class StageRecovery:
         return f"missing {self._head.route().missing}, {' and '.join(gone)} {verb} gone"
 
     @property
-    def _granted(self) -> Granted:
+    def _granted(self) -> ActivePlan:
         granted = self._head.granted
         assert granted is not None, "nothing ran, so nothing can be lost"
         return granted

@@ -36,7 +36,7 @@ class Want:
     wrong: str = ""
 
 
-class Fetches:
+class PartClient:
     """All that this member has asked others for. Any thread may call `takes`, `ended` and `abandon`.
 
     ``stall_s``: how long nothing may come of what was asked.

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from convoy.cluster.options import MemberOptions
-from convoy.cluster.weights.head_weights import HubReader, OwnWeights, Tell
-from convoy.cluster.weights.part_index import Place, places_of
-from convoy.cluster.weights.peer_source import PeerReader, Present, Sources
-from convoy.cluster.weights.request_queue import Answer, Answers
+from convoy.cluster.weights.head_weights import HeadWeights, HubReader, Tell
+from convoy.cluster.weights.part_index import PartLocation, places_of
+from convoy.cluster.weights.peer_source import PeerReader, PeerWeightSource, Present
+from convoy.cluster.weights.request_queue import Answer, RequestQueue
 from convoy.errors import LinkClosed, ModelError
 from convoy.model.checkpoints.hub.cache import InUse
 from convoy.model.checkpoints.hub.files import commit_of
@@ -29,14 +29,14 @@ from convoy.wire.messages.fetch import Fetch, Piece
 _MAX_REASON = 400
 
 
-class Supply:
+class HeadWeightServer:
     """Any thread may ask for the manifest; `takes` is for receiver threads."""
 
     def __init__(
         self,
         source: ModelSource,
         options: MemberOptions,
-        own: OwnWeights | None = None,
+        own: HeadWeights | None = None,
         present: Present = dict,
     ) -> None:
         """``own``: where the model is not here whole, what it is and a hub that has the rest.
@@ -49,11 +49,11 @@ class Supply:
         self._hashing = Hashing(options.cache, options.num_threads or 0)
         self._making = threading.Lock()
         self._manifest: Manifest | None = None
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, PartLocation] = {}
         self._tensors: frozenset[str] = frozenset()
         self._in_use = InUse(source.path) if commit_of(source.path) else None
-        self._answers = Answers(self._begin)
-        self._sources = Sources(present)
+        self._answers = RequestQueue(self._begin)
+        self._sources = PeerWeightSource(present)
         self._origins: defaultdict[str, Counter[str]] = defaultdict(Counter)  # bytes, by member and source
         self._latest: dict[str, str] = {}  # of whom each member's last piece was, where not of the head
 
@@ -65,7 +65,7 @@ class Supply:
         return commit_of(self._source.path) if self._own is None else self._own.hub
 
     def make_ready(self, mine: StageAssignment, watch: Callable[[], None], tell: Tell) -> None:
-        """The head's own tensors are here; see `OwnWeights`."""
+        """The head's own tensors are here; see `HeadWeights`."""
         if self._own is not None:
             reader = self._reader(mine.member, watch)
             try:
@@ -159,12 +159,12 @@ class Supply:
             return Piece(fetch.number, 0, b"", error.message[:_MAX_REASON])
         return Piece(fetch.number, place.num_bytes, data, "", source)
 
-    def _find(self, fetch: Fetch) -> Place:
+    def _find(self, fetch: Fetch) -> PartLocation:
         manifest = self._manifest
         if manifest is None or fetch.manifest != manifest.digest:
             raise ModelError(f"the model with the manifest {fetch.manifest[:12]} is not served here")
         if fetch.part == manifest.digest:
-            return Place("the manifest", None, 0, len(manifest.encoded), manifest.encoded)
+            return PartLocation("the manifest", None, 0, len(manifest.encoded), manifest.encoded)
         place = self._places.get(fetch.part)
         if place is None:
             raise ModelError(f"the model has no part with the digest {fetch.part[:12]} that lies in a file")
@@ -178,7 +178,7 @@ class Absent:
     hub: HubReader
     peers: PeerReader
 
-    def read(self, place: Place, fetch: Fetch) -> tuple[bytes, str]:
+    def read(self, place: PartLocation, fetch: Fetch) -> tuple[bytes, str]:
         """The bytes, and the peer that they are of. Raises ModelError with what both came to."""
         num_bytes = place.clip(fetch.start, fetch.num_bytes)
         if fetch.wrong:

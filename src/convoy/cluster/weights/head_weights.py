@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from convoy.cluster.weights.peer_source import NobodyHas, PeerReader
 from convoy.errors import ModelError
 from convoy.model.checkpoints.hub.cache import InUse
-from convoy.model.checkpoints.hub.weights import Held, HubWeights
+from convoy.model.checkpoints.hub.weights import HeldTensors, HubWeights
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.owned import owned_tensors
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.checkpoints.store.parts import Part, is_whole
-from convoy.model.checkpoints.store.received import ReceivedModel, Verified
+from convoy.model.checkpoints.store.parts import ModelPart, is_whole
+from convoy.model.checkpoints.store.received import ReceivedModel, VerifiedParts
 from convoy.wire.messages.control import StageAssignment
 
 _log = logging.getLogger(__name__)
@@ -27,14 +27,14 @@ _log = logging.getLogger(__name__)
 Tell = Callable[[str, int, int], None]  # "check", "hub" or "peer", bytes done, bytes in all
 
 
-class OwnWeights:
+class HeadWeights:
     """``make_ready`` is for the thread that loads; any thread may have a `HubReader`."""
 
     def __init__(self, received: ReceivedModel, source: ModelSource, hub: HubWeights) -> None:
         self._received = received
         self._source = source
         self._hub = hub
-        self._verified = Verified()
+        self._verified = VerifiedParts()
         self._in_use = InUse(received.folder)
 
     @property
@@ -71,7 +71,7 @@ class OwnWeights:
             self._verified.add(parts)
 
     def _from_hub(
-        self, parts: list[Part], tell: Callable[[int, int], None], watch: Callable[[], None]
+        self, parts: list[ModelPart], tell: Callable[[int, int], None], watch: Callable[[], None]
     ) -> ModelError | None:
         """Why some of them did not come."""
         try:
@@ -87,7 +87,7 @@ class OwnWeights:
 
     def _from_peers(
         self,
-        parts: list[Part],
+        parts: list[ModelPart],
         peers: PeerReader | None,
         why: ModelError,
         tell: Callable[[int, int], None],
@@ -123,7 +123,7 @@ class _At:
 
     name: str
     start: int
-    held: Held
+    held: HeldTensors
 
 
 class HubReader:
@@ -137,7 +137,7 @@ class HubReader:
         """Bytes [start, start + num_bytes) of a tensor that has ``total``. Raises ModelError."""
         at = self._at
         if at is None or (at.name, at.start) != (name, start):
-            at = _At(name, start, Held(self._hub.stream(name, start, total - start)))
+            at = _At(name, start, HeldTensors(self._hub.stream(name, start, total - start)))
         self._at = None
         data = b"".join(_pieces(at.held, num_bytes))
         if len(data) != num_bytes:
@@ -146,7 +146,7 @@ class HubReader:
         return data
 
 
-def _pieces(held: Held, num_bytes: int) -> Iterator[memoryview]:
+def _pieces(held: HeldTensors, num_bytes: int) -> Iterator[memoryview]:
     while num_bytes and (taken := held.take(num_bytes)):
         num_bytes -= len(taken)
         yield taken

@@ -13,7 +13,7 @@ from convoy.cluster.options import MemberOptions
 from convoy.errors import HubUnreachable, Incompatible, ModelError
 from convoy.model.checkpoints.hub.stream import HubCommit
 from convoy.model.checkpoints.hub.weights import HubWeights
-from convoy.model.checkpoints.store.parts import Part, is_whole
+from convoy.model.checkpoints.store.parts import ModelPart, is_whole
 from convoy.wire.messages.control import Plan
 
 _log = logging.getLogger(__name__)
@@ -30,10 +30,10 @@ class FromHub:
     def get(
         self,
         plan: Plan,
-        parts: Sequence[Part],
+        parts: Sequence[ModelPart],
         tell: Callable[[int, int], None],
         watch: Callable[[], None],
-    ) -> list[Part]:
+    ) -> list[ModelPart]:
         """Get ``parts``, tensors, of the commit that ``plan`` names, or none where it names none.
 
         Returns those that are the head's to send. Raises what ``tell`` and ``watch`` raise; and where only a
@@ -68,7 +68,7 @@ class FromHub:
             hint="start the head with org/name, or this member with --weights-from auto",
         )
 
-    def _check(self, named: str, wrong: list[Part]) -> list[Part]:
+    def _check(self, named: str, wrong: list[ModelPart]) -> list[ModelPart]:
         if not wrong:
             return []
         what = f"{named} has not the bytes of {wrong[0].name} that the manifest lists"

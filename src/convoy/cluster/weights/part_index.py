@@ -12,7 +12,7 @@ from convoy.model.checkpoints.source import ModelSource
 from convoy.wire.messages.fetch import MAX_HELD_TENSORS
 
 
-class Place(NamedTuple):
+class PartLocation(NamedTuple):
     """Where the bytes of a part lie. ``path`` None: in ``data``."""
 
     name: str
@@ -46,24 +46,24 @@ class Place(NamedTuple):
         return min(num_bytes, self.num_bytes - start)
 
 
-def places_of(source: ModelSource, manifest: Manifest) -> dict[str, Place]:
+def places_of(source: ModelSource, manifest: Manifest) -> dict[str, PartLocation]:
     """Of all parts that lie in a file, or are described to, by digest: none where weights are drawn."""
     if source.seed is not None:
         return {}  # drawn wherever they are needed
     places = {
-        entry.digest: Place(name, source.path / name, 0, entry.num_bytes)
+        entry.digest: PartLocation(name, source.path / name, 0, entry.num_bytes)
         for name, entry in manifest.files.items()
     }
     return places | tensor_places(source, manifest)
 
 
-def tensor_places(source: ModelSource, manifest: Manifest) -> dict[str, Place]:
+def tensor_places(source: ModelSource, manifest: Manifest) -> dict[str, PartLocation]:
     """Of the tensors that ``source`` has in the form that is listed; their bytes are not looked at."""
     places = {}
     for name, entry in manifest.tensors.items():
         stored = source.tensors.get(name)
         if stored is not None and (stored.dtype, tuple(stored.shape)) == (entry.dtype, entry.shape):
-            places[entry.digest] = Place(name, stored.path, stored.offset, stored.num_bytes)
+            places[entry.digest] = PartLocation(name, stored.path, stored.offset, stored.num_bytes)
     return places
 
 

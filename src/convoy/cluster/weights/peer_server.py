@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from convoy.cluster.weights.part_index import Place, check_listable, to_bits
-from convoy.cluster.weights.request_queue import Answer, Answers
+from convoy.cluster.weights.part_index import PartLocation, check_listable, to_bits
+from convoy.cluster.weights.request_queue import Answer, RequestQueue
 from convoy.errors import ConvoyError, ModelError
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.transport.link.link import Link, Received, ReceivedMessage
@@ -19,15 +19,15 @@ from convoy.wire.messages.fetch import Fetch, Held, Holding, Piece, Prepare
 
 _MAX_REASON = 400
 
-Look = Callable[[Link, Plan], tuple[Manifest, dict[str, Place]]]
+Look = Callable[[Link, Plan], tuple[Manifest, dict[str, PartLocation]]]
 
 
-class Shelf:
+class PeerWeightServer:
     """``look`` says what is here of a plan's model: the manifest, and each tensor's place by its digest."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
-        self._answers = Answers(self._begin)
+        self._answers = RequestQueue(self._begin)
         self._lock = threading.Lock()
         self._plans: dict[Link, Plan] = {}
 
@@ -53,9 +53,9 @@ class Shelf:
         self._answers.close()
 
     def _begin(self, link: Link) -> Answer:
-        known: list[tuple[Manifest, dict[str, Place]]] = []  # what was looked up last
+        known: list[tuple[Manifest, dict[str, PartLocation]]] = []  # what was looked up last
 
-        def find(manifest: str, *, anew: bool) -> tuple[Manifest, dict[str, Place]]:
+        def find(manifest: str, *, anew: bool) -> tuple[Manifest, dict[str, PartLocation]]:
             with self._lock:
                 plan = self._plans.get(link)
             if plan is None or not manifest or plan.manifest != manifest:
@@ -76,7 +76,7 @@ class Shelf:
         return answer
 
 
-def held(manifest: str, find: Callable[[], tuple[Manifest, dict[str, Place]]]) -> Held:
+def held(manifest: str, find: Callable[[], tuple[Manifest, dict[str, PartLocation]]]) -> Held:
     """What ``find`` looks up, as bits, or why there are none."""
     try:
         listed, places = find()
@@ -87,7 +87,7 @@ def held(manifest: str, find: Callable[[], tuple[Manifest, dict[str, Place]]]) -
     return Held(manifest, to_bits(listed.tensors, here), "")
 
 
-def _piece(fetch: Fetch, find: Callable[[], dict[str, Place]]) -> Piece:
+def _piece(fetch: Fetch, find: Callable[[], dict[str, PartLocation]]) -> Piece:
     try:
         place = find().get(fetch.part)
         if place is None:

@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from convoy.cluster.weights.client import PIECE_BYTES, Fetches, pieces_of
-from convoy.cluster.weights.part_index import Place, check_listable, from_bits
+from convoy.cluster.weights.client import PIECE_BYTES, PartClient, pieces_of
+from convoy.cluster.weights.part_index import PartLocation, check_listable, from_bits
 from convoy.errors import ConvoyError, ModelError
-from convoy.model.checkpoints.hub.weights import Held as HeldBack
+from convoy.model.checkpoints.hub.weights import HeldTensors as HeldBack
 from convoy.model.checkpoints.manifest import Manifest
-from convoy.model.checkpoints.store.parts import Part, PartFile
+from convoy.model.checkpoints.store.parts import ModelPart, PartFile
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.wire.messages.control import Hello
 from convoy.wire.messages.fetch import Held, Holding
@@ -52,12 +52,12 @@ class _Said:
     is_late: bool = False
 
 
-class Sources:
+class PeerWeightSource:
     """One for a head. Any thread may call anything."""
 
     def __init__(self, present: Present) -> None:
         """``present``: who is here now."""
-        self.fetches = Fetches(STALL_S)
+        self.fetches = PartClient(STALL_S)
         self._present = present
         self._changed = threading.Condition()
         self._said: dict[Link, _Said] = {}
@@ -168,7 +168,9 @@ class PeerReader:
     One thread. ``asker`` says of whose bytes it got others than the manifest lists; that counts for it alone.
     """
 
-    def __init__(self, sources: Sources, manifest: Callable[[], Manifest], asker: str, watch: Watch) -> None:
+    def __init__(
+        self, sources: PeerWeightSource, manifest: Callable[[], Manifest], asker: str, watch: Watch
+    ) -> None:
         self._sources = sources
         self._manifest = manifest
         self._asker = asker
@@ -178,14 +180,14 @@ class PeerReader:
         self._failures: Counter[str] = Counter()
         self.taken: Counter[str] = Counter()  # bytes, by member
 
-    def blame(self, place: Place, digest: str, member: str) -> None:
+    def blame(self, place: PartLocation, digest: str, member: str) -> None:
         """What ``asker`` got of it from ``member`` were other bytes."""
         link = self._sources.link_to(member)
         if link is not None and (digest, link) not in self._wrong:
             _log.warning("%s got other bytes of %s from %s", self._asker, place.name, member)
             self._fail(digest, link, f"{member} sent other bytes of it")
 
-    def read(self, place: Place, digest: str, start: int, num_bytes: int) -> tuple[bytes, str]:
+    def read(self, place: PartLocation, digest: str, start: int, num_bytes: int) -> tuple[bytes, str]:
         """Bytes [start, start + num_bytes) of a tensor, and whose they are.
 
         Raises NobodyHas, with why those that have it could not send it, and what ``watch`` raises.
@@ -207,9 +209,9 @@ class PeerReader:
             self.taken[at.source.peer] += num_bytes
             return data, at.source.peer
 
-    def fill(self, part: Part, tell: Callable[[int], None]) -> None:
+    def fill(self, part: ModelPart, tell: Callable[[int], None]) -> None:
         """Get one tensor whole; ``tell`` hears how many bytes are here. Raises as `read`, and ModelError."""
-        place = Place(part.name, None, 0, part.num_bytes)
+        place = PartLocation(part.name, None, 0, part.num_bytes)
         for _ in range(_MAX_TRIES):
             with PartFile(part, lambda _num_bytes: self._watch()) as file:
                 resumed, members = file.resumed, set()
@@ -225,7 +227,7 @@ class PeerReader:
                 self.blame(place, part.digest, members.pop())
         raise ModelError(f"{_MAX_TRIES} times other bytes of {part.name} came than the manifest lists")
 
-    def _begin(self, place: Place, digest: str, start: int) -> _At:
+    def _begin(self, place: PartLocation, digest: str, start: int) -> _At:
         manifest = self._manifest()
         failed = {link for part, link in self._wrong if part == digest}
         usable = self._sources.having(manifest, place.name, self._asker, failed, self._watch)

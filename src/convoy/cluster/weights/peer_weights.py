@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Literal
 
 from convoy.cluster.options import PeerOptions
-from convoy.cluster.weights.client import Fetches, Want, pieces_of
+from convoy.cluster.weights.client import PartClient, Want, pieces_of
 from convoy.cluster.weights.hub import FromHub
-from convoy.cluster.weights.part_index import Place, tensor_places
-from convoy.cluster.weights.peer_server import Shelf
+from convoy.cluster.weights.part_index import PartLocation, tensor_places
+from convoy.cluster.weights.peer_server import PeerWeightServer
 from convoy.errors import Incompatible, LinkBroken, ModelError, StepError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.hub.cache import InUse
@@ -29,8 +29,8 @@ from convoy.model.checkpoints.manifest import MAX_MANIFEST_BYTES, Manifest
 from convoy.model.checkpoints.owned import owned_tensors
 from convoy.model.checkpoints.source import ModelSource, needs_no_files
 from convoy.model.checkpoints.store.digests import Hashing, make_manifest, tensor_digests
-from convoy.model.checkpoints.store.parts import Part, PartFile, is_whole
-from convoy.model.checkpoints.store.received import ReceivedModel, Verified
+from convoy.model.checkpoints.store.parts import ModelPart, PartFile, is_whole
+from convoy.model.checkpoints.store.received import ReceivedModel, VerifiedParts
 from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import Plan, Progress, StageAssignment
 from convoy.wire.messages.fetch import Piece
@@ -67,29 +67,29 @@ class Asker:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundWeights:
     """A model that is described here. ``received``: its tensors come from the head, and may be missing."""
 
     source: ModelSource
     received: ReceivedModel | None = None
 
 
-class Weights:
+class PeerWeights:
     """One for a peer: for the thread that loads, and one that gets ready for a later plan."""
 
     def __init__(self, me: str, options: PeerOptions) -> None:
-        self.fetches = Fetches()
-        self._shelf = Shelf(self.on_hand)
+        self.fetches = PartClient()
+        self._shelf = PeerWeightServer(self.on_hand)
         self._me = me
         self._options = options
         self._from_hub = FromHub(me, options.member)
         self._hashing = Hashing(options.member.cache, options.member.num_threads or 0)
         self._manifest: Manifest | None = None  # the last one that was needed
         self._lock = threading.Lock()
-        self._verified = Verified()
+        self._verified = VerifiedParts()
         self._in_use: InUse | None = None
 
-    def find(self, asker: Asker) -> Found:
+    def find(self, asker: Asker) -> FoundWeights:
         """The model of a plan: known by its configuration and what its tensors are.
 
         Raises `ModelError` where it cannot be had, `Incompatible` where it is another one here, and what
@@ -108,10 +108,10 @@ class Weights:
         finally:
             self._lock.release()
 
-    def _find(self, asker: Asker) -> Found:
+    def _find(self, asker: Asker) -> FoundWeights:
         self._check_signed(asker.plan)
         own = self._own_source(asker.plan.model)
-        found = self._described(asker) if own is None else Found(own)
+        found = self._described(asker) if own is None else FoundWeights(own)
         if found.source.digest != asker.plan.model_digest:
             raise Incompatible(
                 f"{asker.plan.model} differs: the head's digest is {asker.plan.model_digest[:12]}, "
@@ -138,7 +138,7 @@ class Weights:
         self.fetches.ended(link)
         self._shelf.ended(link)
 
-    def make_ready(self, asker: Asker, found: Found, mine: StageAssignment) -> None:
+    def make_ready(self, asker: Asker, found: FoundWeights, mine: StageAssignment) -> None:
         """Every tensor that ``mine`` owns is here, and is the one of the manifest. Raises as `find` does."""
         owned = owned_tensors(found.source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
         with self._turn(asker):
@@ -183,7 +183,7 @@ class Weights:
 
     # For others.
 
-    def on_hand(self, link: Link, plan: Plan) -> tuple[Manifest, dict[str, Place]]:
+    def on_hand(self, link: Link, plan: Plan) -> tuple[Manifest, dict[str, PartLocation]]:
         """The manifest of a plan's model, and where each tensor of it lies that is here, by digest.
 
         In this member's own files, whose bytes nobody has looked at, or in its cache. Raises as `find` does.
@@ -200,11 +200,13 @@ class Weights:
             raise ModelError(f"{self._me} has no files for {plan.model}")
         received = ReceivedModel(cache, manifest := self._listed(asker))
         parts = (part for part in map(received.tensor, manifest.tensors) if is_whole(part))
-        return manifest, {part.digest: Place(part.name, part.place, 0, part.num_bytes) for part in parts}
+        return manifest, {
+            part.digest: PartLocation(part.name, part.place, 0, part.num_bytes) for part in parts
+        }
 
     # From the hub or the head.
 
-    def _described(self, asker: Asker) -> Found:
+    def _described(self, asker: Asker) -> FoundWeights:
         cache, model = self._options.member.cache, asker.plan.model
         if cache is None or not asker.plan.manifest:
             raise ModelError(
@@ -214,7 +216,7 @@ class Weights:
         received = ReceivedModel(cache, self._listed(asker))
         config = received.file(_CONFIG)
         self._get(asker, received, [config], from_hub=False)
-        return Found(received.source(model, config), received)
+        return FoundWeights(received.source(model, config), received)
 
     def close(self) -> None:
         """Nothing is loaded any more: what was got may be removed."""
@@ -254,7 +256,9 @@ class Weights:
             data += piece.data
         return bytes(data)
 
-    def _get(self, asker: Asker, received: ReceivedModel, parts: Sequence[Part], *, from_hub: bool) -> None:
+    def _get(
+        self, asker: Asker, received: ReceivedModel, parts: Sequence[ModelPart], *, from_hub: bool
+    ) -> None:
         """``from_hub``: of the hub that the plan names, if any; a file the head alone sends."""
         with received.open(asker.check):
             self._hold(received.folder)
@@ -327,7 +331,7 @@ class Weights:
 class _Wanted:
     """A part, and whose bytes of it were others."""
 
-    part: Part
+    part: ModelPart
     wrong: str = ""
 
 
@@ -357,7 +361,7 @@ def _paced(tell: Tell) -> Tell:
     return paced
 
 
-def _wrong(asker: Asker, received: ReceivedModel, part: Part) -> Incompatible:
+def _wrong(asker: Asker, received: ReceivedModel, part: ModelPart) -> Incompatible:
     digest = received.manifest.digest[:12]
     return Incompatible(
         f"{asker.link.peer} sent other bytes of {part.name} than the manifest {digest} lists; none were kept",

@@ -7,7 +7,7 @@ from convoy.wire.messages.control import Progress
 _MAX_PASSES = 32  # of one member: files, digests, a hub and the head, and each once more
 
 
-class Advance:
+class ProgressWatch:
     """What members said of how far they are. Not thread-safe."""
 
     def __init__(self) -> None:

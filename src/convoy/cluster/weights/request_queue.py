@@ -21,7 +21,7 @@ _WEIGHT_BYTES = 1024
 _MAX_WAITING = 64  # questions of one link; then its receiver waits
 
 
-class Answers:
+class RequestQueue:
     """``begin`` is called once for each link that asks, and what it returns for each question of it."""
 
     def __init__(self, begin: Callable[[Link], Answer]) -> None:

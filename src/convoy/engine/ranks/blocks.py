@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from convoy.engine.run.kv_client import BlockCarrier
+from convoy.engine.run.kv_client import KvClient
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import ConvoyError, StepError
 from convoy.model.backends.host.stage import Stage
@@ -42,7 +42,7 @@ class RankBlocks:
         self._guard = SendGuard(lambda: timeout_s)
         mine = own.assignment
         self._carriers = {
-            rank: BlockCarrier(
+            rank: KvClient(
                 own,
                 [StageAssignment(link.peer, mine.start, mine.end, embed=False, output=False)],
                 mine.member,

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from convoy.engine.ranks.host_ranks import RankGroup, RankStages
+from convoy.engine.ranks.host_ranks import HostRanks, RankStages
 from convoy.engine.ranks.watched import WatchedDraws, WatchedResult
 from convoy.errors import StageLost
 from convoy.model.backends.cuda.checked import CheckedStep
 from convoy.model.backends.cuda.graphs import DecodeGraph
 from convoy.model.backends.cuda.kernels.sums import DeviceGroup
-from convoy.model.backends.cuda.memory.pending import Pending
+from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.stage import CudaStage
 from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
-from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.output_rows import SampleJob
 from convoy.plan.spec.sharding import Shard
 from convoy.wire.messages.control import StageAssignment, Step
 
@@ -54,7 +54,7 @@ class DeviceRankStages(RankStages):
         self._hidden = [one.tensor for one in found]
         return WatchedResult(found[0], self._devices.check_sums)
 
-    def _replayed(self, checked: CheckedStep, *, selects: bool) -> list[Pending] | None:
+    def _replayed(self, checked: CheckedStep, *, selects: bool) -> list[PendingResult] | None:
         """A decode that all ranks have captured: started here, one right behind the other.
 
         On the first device it waits for the second, so nothing that may wait for a device comes in between.
@@ -81,7 +81,7 @@ class DeviceRankStages(RankStages):
     def apply(self, step: Step) -> None:
         self._cuda[0].apply(step)
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> Any:
+    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> Any:
         """As `CudaStage.draw`."""
         self._check()
         own = [hidden] * len(self.stages)
@@ -117,7 +117,7 @@ class DeviceRankStages(RankStages):
         return min(found)
 
     @classmethod
-    def _begin_group(cls, devices: Sequence[str], member: str) -> RankGroup:  # noqa: ARG003 - of a host
+    def _begin_group(cls, devices: Sequence[str], member: str) -> HostRanks:  # noqa: ARG003 - of a host
         return DeviceGroup([check_device(device) for device in devices])
 
     @classmethod

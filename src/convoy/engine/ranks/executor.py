@@ -11,7 +11,7 @@ from convoy.engine.run.executor import Kv, StepResult
 from convoy.engine.run.local import LocalExecutor
 from convoy.engine.run.pipeline import PipelineExecutor, PipelineOptions
 from convoy.errors import CollectiveError, ConvoyError, StageLost
-from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.output_rows import SampleJob
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.wire.messages.control import StageAssignment, Step, StepFailed
 
@@ -53,7 +53,7 @@ class GroupExecutor(LocalExecutor):
         lost.__cause__ = error
         self._end(lost)
 
-    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
         self._check()
         super().submit(step, draws)
 
@@ -93,7 +93,7 @@ class GroupPipeline(PipelineExecutor):
         super().__init__(stage.as_stage(), stages, head, links, options, clock=clock)
         self._leader = stage
 
-    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
         with self._blaming():
             super().submit(step, draws)
 

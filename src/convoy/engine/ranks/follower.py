@@ -11,7 +11,7 @@ import time
 import torch
 
 from convoy.engine.ranks.protocol import RankCollective, prove
-from convoy.engine.run.kv_server import BlockKeeper
+from convoy.engine.run.kv_server import KvServer
 from convoy.engine.stats import Histogram
 from convoy.errors import HiddenError, StepError
 from convoy.model.backends.host.stage import Stage
@@ -39,7 +39,7 @@ class FollowerLoop:
         self._stage = stage
         self._collective = collective
         self._generation = generation
-        self._keeper: BlockKeeper | None = None
+        self._keeper: KvServer | None = None
         self._waiting: RankStep | RankOutput | None = None  # an order whose hidden state comes next
         self._last: tuple[Step, torch.Tensor] | None = None
 
@@ -54,7 +54,7 @@ class FollowerLoop:
             raise StepError(f"a {type(order).__name__} came in place of a hidden state")
         match order:
             case ReadBlocks() | WriteBlocks():
-                self._keeper = self._keeper or BlockKeeper(self._stage, leader, generation)
+                self._keeper = self._keeper or KvServer(self._stage, leader, generation)
                 self._keeper.accept(order, generation)
             case RankStep() | RankOutput() if order.hidden:
                 self._waiting = order

@@ -22,7 +22,7 @@ from convoy.engine.ranks.sums.local import GLOO, LocalGroup
 from convoy.errors import CollectiveError, ConvoyError, StageLost, StepError
 from convoy.model.backends.host.stage import Computed, Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.sampling.output_rows import Draw, Drawing, draw_all
+from convoy.model.sampling.output_rows import SampleJob, SampleTask, draw_all
 from convoy.plan.spec.sharding import WHOLE, Shard, first_kv_head, kv_heads_of
 from convoy.wire.messages.control import StageAssignment, Step
 
@@ -35,7 +35,7 @@ JOIN = "+"  # between the devices of ranks; a comma separates stages
 _HEADS = 3  # the dimension of heads in [layers, 2, positions, heads, head_dim]
 
 
-class RankGroup(Protocol):
+class HostRanks(Protocol):
     """What ranks share; `local.LocalGroup` or `model.backends.cuda.kernels.sums.DeviceGroup`."""
 
     @property
@@ -89,7 +89,7 @@ class RankStages:
     num_devices = 1
 
     def __init__(
-        self, source: ModelSource, stages: Sequence[Stage], threads: Sequence[RankThread], group: RankGroup
+        self, source: ModelSource, stages: Sequence[Stage], threads: Sequence[RankThread], group: HostRanks
     ) -> None:
         first = stages[0]
         self.assignment = first.assignment
@@ -144,7 +144,7 @@ class RankStages:
         return cls(source, stages, threads, group)
 
     @classmethod
-    def _begin_group(cls, devices: Sequence[str], member: str) -> RankGroup:
+    def _begin_group(cls, devices: Sequence[str], member: str) -> HostRanks:
         return LocalGroup(GLOO, [member] * len(devices))
 
     @classmethod
@@ -191,8 +191,8 @@ class RankStages:
         self._check()
         return self._all(lambda stage: stage.output(hidden))[0]
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> Drawing:
-        return Drawing(draw_all(self.output(hidden).numpy(), draws))
+    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> SampleTask:
+        return SampleTask(draw_all(self.output(hidden).numpy(), draws))
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
         """As `Stage.read_blocks`, with the K/V heads of all ranks."""

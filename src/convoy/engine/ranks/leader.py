@@ -17,7 +17,7 @@ from convoy.engine.ranks.protocol import RankCollective, named, prove
 from convoy.engine.ranks.watch import RankWatch
 from convoy.errors import CollectiveError, ConvoyError, LinkBroken, LinkClosed, StageLost
 from convoy.model.backends.host.stage import Computed, Stage
-from convoy.model.sampling.output_rows import Draw, Drawing
+from convoy.model.sampling.output_rows import SampleJob, SampleTask
 from convoy.model.tensors import to_wire
 from convoy.transport.link.link import Link, Received
 from convoy.wire.messages.control import Message, StageAssignment, Step
@@ -142,7 +142,7 @@ class LeaderStage:
             self._order_output(hidden)
             return self._own.output(hidden)
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> Drawing:
+    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> SampleTask:
         with self._blaming():
             self._order_output(hidden)
             return self._own.draw(hidden, draws)

@@ -12,13 +12,13 @@ from typing import Protocol
 
 import torch
 
-from convoy.model.sampling.output_rows import Outcome
+from convoy.model.sampling.output_rows import SampleResult
 
 _EVERY = 256  # numbers of a row: a sum that was not made leaves more than so many beside each other
 
 
-class Result(Protocol):
-    """As `model.backends.cuda.memory.pending.Pending`."""
+class RankResult(Protocol):
+    """As `model.backends.cuda.memory.pending.PendingResult`."""
 
     @property
     def tensor(self) -> torch.Tensor: ...
@@ -28,10 +28,10 @@ class Result(Protocol):
         ...
 
 
-class Drawn(Protocol):
-    """As `model.sampling.output_rows.Drawing`."""
+class SampledStep(Protocol):
+    """As `model.sampling.output_rows.SampleTask`."""
 
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[SampleResult, ...]:
         """Once they are known."""
         ...
 
@@ -40,7 +40,7 @@ class Drawn(Protocol):
 class WatchedResult:
     """Hidden states, [rows, width]. ``check`` raises where a rank did not come."""
 
-    result: Result
+    result: RankResult
     check: Callable[[], None]
 
     @property
@@ -59,10 +59,10 @@ class WatchedResult:
 class WatchedDraws:
     """Outcomes. ``check`` raises where a rank did not come."""
 
-    drawing: Drawn
+    drawing: SampledStep
     check: Callable[[], None]
 
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[SampleResult, ...]:
         """One for each draw, in their order."""
         found = self.drawing.outcomes()
         if any(one.error is not None for one in found):

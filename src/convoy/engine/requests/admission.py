@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from collections.abc import Set as SetOf
 from dataclasses import replace
 
-from convoy.engine.continuation import Continuation
+from convoy.engine.continuation import SequenceOwner
 from convoy.engine.kv.pools import BlockPools
 from convoy.engine.requests.request import GenerationRequest
 from convoy.engine.requests.restrictions import check_restrictions
@@ -73,7 +73,7 @@ def fitted(request: GenerationRequest, room: int) -> GenerationRequest:
     return replace(request, max_tokens=left)
 
 
-def unfit(continuations: Iterable[Continuation], room: int) -> list[tuple[object, CapacityError]]:
+def unfit(continuations: Iterable[SequenceOwner], room: int) -> list[tuple[object, CapacityError]]:
     """The groups that have more tokens already than other stages have room for, and why.
 
     All others go on, and end at the new wall if they ever get there.

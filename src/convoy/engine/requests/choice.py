@@ -6,7 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from convoy.engine.continuation import Advance
+from convoy.engine.continuation import RowResult
 from convoy.engine.outputs import (
     ErrorOutput,
     FinishOutput,
@@ -22,7 +22,7 @@ from convoy.engine.requests.restrictions import Restrictions
 from convoy.engine.sequence import Sequence
 from convoy.engine.stats import ChoiceMeter, RequestCounts
 from convoy.errors import ConvoyError
-from convoy.model.sampling.output_rows import GREEDY, Draw, Outcome, distinct
+from convoy.model.sampling.output_rows import GREEDY, SampleJob, SampleResult, distinct
 from convoy.model.sampling.sample import Sampled
 from convoy.model.text.tokens import TextStream, Tokenizer
 from convoy.wire.messages.control import Row
@@ -46,13 +46,13 @@ class Choice:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     prompt_told: bool = False
 
-    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[Draw]:
+    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:
         """One for each output of ``row``, whose last ``len(drafts)`` tokens are guesses."""
         self.meter.admitted()
         end = row.start + row.num_tokens
         return [self._draw(after + 1, drafts) for after in range(end - row.num_outputs, end)]
 
-    def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[Outcome]) -> Advance:
+    def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[SampleResult]) -> RowResult:
         """Take what came of `draws`, draft by draft as long as each is the token that was drawn.
 
         Raises ConvoyError where one could not be drawn.
@@ -60,16 +60,16 @@ class Choice:
         if self.request.prompt_logprobs is not None and self.index == 0:
             self._score_prompt(outcomes, row.start)
         if row.start + row.num_tokens - len(drafts) < len(self.sequence.tokens) or not outcomes:
-            return Advance()
+            return RowResult()
         self.meter.advanced()
         num_accepted = 0
         for outcome, draft in zip(outcomes[-len(drafts) - 1 :], [*drafts, None], strict=True):
             if self._append(_sampled(outcome)):
-                return Advance(num_accepted, complete=True)
+                return RowResult(num_accepted, complete=True)
             if self.sequence.tokens[-1] != draft:
                 break
             num_accepted += 1
-        return Advance(num_accepted)
+        return RowResult(num_accepted)
 
     def finish(self, reason: FinishReason) -> None:
         """Emit what was held back and the reason, once."""
@@ -87,15 +87,15 @@ class Choice:
         if error is not None:
             self.emit(ErrorOutput(error))
 
-    def _draw(self, position: int, drafts: SequenceOf[int]) -> Draw:
+    def _draw(self, position: int, drafts: SequenceOf[int]) -> SampleJob:
         request, known = self.request, len(self.sequence.tokens)
         if position < len(request.prompt_ids):
             params = replace(request.params, logprobs=request.prompt_logprobs)
-            return Draw(params, self.index, position, score=request.prompt_ids[position])
+            return SampleJob(params, self.index, position, score=request.prompt_ids[position])
         if position < known:
             return GREEDY  # it was drawn before this sequence was preempted
         params = with_two_best(request.params) if self._watches_ties else request.params
-        drawn = Draw(params, self.index, position)
+        drawn = SampleJob(params, self.index, position)
         if request.params.reshapes:
             generated = [*self.sequence.generated_ids, *drafts[: position - known]]
             drawn = replace(drawn, prompt_ids=self.prompt_seen, generated_ids=generated)
@@ -137,7 +137,7 @@ class Choice:
     def _at_the_wall(self) -> bool:
         return len(self.sequence.tokens) >= self.sequence.wall
 
-    def _score_prompt(self, outcomes: SequenceOf[Outcome], start: int) -> None:
+    def _score_prompt(self, outcomes: SequenceOf[SampleResult], start: int) -> None:
         # A sequence that was preempted computes its prompt again: score each position once.
         prompt = self.request.prompt_ids
         for position, outcome in enumerate(outcomes, start + 1):
@@ -178,7 +178,7 @@ def _scored(sampled: Sampled) -> TokenLogprob:
     return TokenLogprob(sampled.token_id, sampled.logprob, sampled.top, sampled.rank)
 
 
-def _sampled(outcome: Outcome) -> Sampled:
+def _sampled(outcome: SampleResult) -> Sampled:
     if outcome.error is not None:
         raise outcome.error
     return outcome.sampled

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 Failed = Callable[[int, ConvoyError], None]
 
 
-class HandOver:
+class DeviceSender:
     """Steps leave in the order in which they were put.
 
     ``failed`` is told, on the thread, of the first step that could not leave; nothing leaves after it.

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from convoy.model.sampling.output_rows import Draw, Outcome
+from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.wire.messages.control import Step
 
 Kv = npt.NDArray[np.float32]  # [layers, 2 (K, then V), positions, kv_heads, head_dim]
@@ -25,7 +25,7 @@ class StepResult:
     """One outcome per output of the rows, in row order: as many as there were draws."""
 
     number: int
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SampleResult, ...]
 
 
 class Executor(Protocol):
@@ -35,7 +35,7 @@ class Executor(Protocol):
     def depth(self) -> int:
         """How many steps may be in flight at once."""
 
-    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
         """Start a step. ``draws``: what to do with each output of its rows.
 
         Raises `StageLost` if a stage is gone, or the head's own cannot run it.

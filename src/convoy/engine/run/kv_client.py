@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from convoy.engine.run.executor import Kv
-from convoy.engine.run.liveness import Pulse, patience_after
+from convoy.engine.run.liveness import LivenessProbe, patience_after
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, StageLost, StepError
 from convoy.model.backends.host.stage import Stage
@@ -38,7 +38,7 @@ _FLOOR_BYTES_PER_S = 256 * 1024.0
 _LOOK_S = 0.25
 
 
-class BlockCarrier:
+class KvClient:
     """Reads and writes blocks over the head's own stage (if it has layers) and its peers'.
 
     One thread reads and writes, while no step is in flight. ``guard`` ends the link of a peer that takes
@@ -145,14 +145,14 @@ class BlockCarrier:
 
     def _send(
         self, member: str, message: ReadBlocks | WriteBlocks, tensor: tuple[WireTensor, int] | None
-    ) -> Pulse:
+    ) -> LivenessProbe:
         """Returns by what to see whether the peer is still there."""
         generation, number = self._generation, message.number
         link = self._links.get(member)
         if link is None:
             raise StageLost(f"there is no link to {member}")
         began_s = time.monotonic()
-        self._guard.begin(link, Pulse(link))
+        self._guard.begin(link, LivenessProbe(link))
         try:
             link.send(message, generation=generation, step=number)
             if tensor is not None:
@@ -164,9 +164,9 @@ class BlockCarrier:
         finally:
             self._guard.end()
         num_bytes = 0 if tensor is None else tensor[0].nbytes
-        return Pulse(link, patience_s=patience_after(num_bytes, time.monotonic() - began_s))
+        return LivenessProbe(link, patience_s=patience_after(num_bytes, time.monotonic() - began_s))
 
-    def _await(self, member: str, pulse: Pulse, num_bytes: float) -> Received:
+    def _await(self, member: str, pulse: LivenessProbe, num_bytes: float) -> Received:
         """Raises `StageLost`, and `StepError` for what the peer refused."""
         answer = self._arrival(member, pulse, self._timeout_s + num_bytes / _FLOOR_BYTES_PER_S)
         if isinstance(answer, ConvoyError):
@@ -176,7 +176,7 @@ class BlockCarrier:
             raise StepError(f"{member} refused K/V of a session: {said.error}")
         return answer
 
-    def _arrival(self, member: str, pulse: Pulse, within_s: float) -> Received | ConvoyError:
+    def _arrival(self, member: str, pulse: LivenessProbe, within_s: float) -> Received | ConvoyError:
         deadline_s = time.monotonic() + within_s
         while (left_s := deadline_s - time.monotonic()) > 0.0:
             with contextlib.suppress(queue.Empty):

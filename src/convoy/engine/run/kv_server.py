@@ -14,7 +14,7 @@ from convoy.wire.messages.control import PREFIX_TAG_BYTES, BlocksDone, FrameType
 MAX_REASON = 500  # characters of an error that go to the head
 
 
-class BlockKeeper:
+class KvServer:
     """Reads and fills blocks of one stage, for one plan generation. ``head``: the link of the plan's head."""
 
     def __init__(self, stage: Stage, head: Link, generation: int) -> None:

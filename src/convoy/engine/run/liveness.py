@@ -18,7 +18,7 @@ _PING_BYTES = 4096  # fewer that were sent may be our own pings
 _BUFFERED_BYTES = 4 * 1024 * 1024  # that the system may hold of what was sent, and a ping stands behind
 
 
-class Pulse:
+class LivenessProbe:
     """Of one link, during one exchange. One thread looks at it."""
 
     def __init__(

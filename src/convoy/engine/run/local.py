@@ -11,7 +11,7 @@ import torch
 from convoy.engine.run.executor import Kv, StepResult
 from convoy.engine.run.own_stage import own_stage
 from convoy.model.backends.host.stage import Stage
-from convoy.model.sampling.output_rows import Draw, Outcome
+from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.model.tensors import tokens_from_bytes
 from convoy.wire.messages.control import Step
 
@@ -19,7 +19,7 @@ from convoy.wire.messages.control import Step
 class Outcomes(Protocol):
     """Draws that are done, or that a device works on."""
 
-    def outcomes(self) -> tuple[Outcome, ...]: ...
+    def outcomes(self) -> tuple[SampleResult, ...]: ...
 
 
 class LocalExecutor:
@@ -33,7 +33,7 @@ class LocalExecutor:
         self._stage = stage
         self._running: deque[tuple[int, Outcomes]] = deque()
 
-    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
         with own_stage(step.number):
             tokens = tokens_from_bytes(step.tokens)
             hidden = self._stage.start(step, None, tokens, selects=True).wait()

@@ -22,20 +22,20 @@ import msgspec
 import torch
 
 from convoy.engine.run.deadline import StepClock
-from convoy.engine.run.device_sender import HandOver
+from convoy.engine.run.device_sender import DeviceSender
 from convoy.engine.run.executor import Kv, StepResult
-from convoy.engine.run.kv_client import BlockCarrier
+from convoy.engine.run.kv_client import KvClient
 from convoy.engine.run.local import Outcomes
 from convoy.engine.run.own_stage import own_stage
 from convoy.engine.run.sampling import outcome_of, request_of
 from convoy.engine.run.send_guard import SendGuard
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed, PeerError, StageLost, StepError, StepLate
 from convoy.model.backends.host.stage import Stage
-from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.link.inbox import Inbox, weight_of
 from convoy.transport.link.link import Link, Received, ReceivedMessage, ReceivedTensor
-from convoy.wire.messages.control import Drawn, FrameType, StageAssignment, Step, StepFailed
+from convoy.wire.messages.control import FrameType, SampleReplies, StageAssignment, Step, StepFailed
 
 _LEAST_ARRIVED_BYTES = 32 * 1024 * 1024
 _ROW_BYTES = 16 * 1024  # what an answer with all its alternatives holds
@@ -48,7 +48,7 @@ def _not_its_turn(step: int) -> StepFailed:
 @dataclass(frozen=True, slots=True)
 class _Running:
     step: Step
-    draws: Sequence[Draw]
+    draws: Sequence[SampleJob]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +94,14 @@ class PipelineExecutor:
         self._owner = next(stage.member for stage in stages if stage.output)
         self._in_flight: deque[_Running] = deque()
         self._arrivals: Inbox[Received | ConvoyError] = Inbox(max_bytes=self._max_arrived_bytes())
-        self._returned: dict[int, torch.Tensor | Drawn] = {}
+        self._returned: dict[int, torch.Tensor | SampleReplies] = {}
         self._drawings: dict[int, Outcomes] = {}  # begun before anybody asked
         # Who failed first, or sent what no sound member sends; two where it may have been either.
         self.blamed: tuple[str, ...] = ()
         self._guard = SendGuard(self.clock.allowed_s)
         self._leaving_guard = SendGuard(self.clock.allowed_s) if options.overlaps else self._guard
-        self._leaves = HandOver(f"leave {head}", self._could_not_leave) if options.overlaps else None
-        self._carrier = BlockCarrier(
+        self._leaves = DeviceSender(f"leave {head}", self._could_not_leave) if options.overlaps else None
+        self._carrier = KvClient(
             stage,
             self._stages,
             head,
@@ -125,7 +125,7 @@ class PipelineExecutor:
         """
         if self._carrier.takes(link, received):
             return
-        is_end = isinstance(received, ReceivedTensor) or isinstance(received.message, Drawn)
+        is_end = isinstance(received, ReceivedTensor) or isinstance(received.message, SampleReplies)
         is_stray = isinstance(received, ReceivedTensor) and received.kind is not FrameType.HIDDEN
         if is_end and (is_stray or link.peer != self._predecessor):
             received = ReceivedMessage(received.generation, received.step, _not_its_turn(received.step))
@@ -146,7 +146,7 @@ class PipelineExecutor:
         self._arrivals.put_last(link, lost)
         self._carrier.end(lost)
 
-    def submit(self, step: Step, draws: Sequence[Draw]) -> None:
+    def submit(self, step: Step, draws: Sequence[SampleJob]) -> None:
         self._draw_arrived()
         self._in_flight.append(_Running(step, draws))
         self.clock.sent(step)
@@ -166,7 +166,7 @@ class PipelineExecutor:
         returned = self._await_return(running.step)
         self._in_flight.popleft()
         self.clock.returned()
-        if isinstance(returned, Drawn):
+        if isinstance(returned, SampleReplies):
             return self._read(returned, running)
         with own_stage(running.step.number, self._blame_head):
             if not self._head_first:
@@ -219,7 +219,7 @@ class PipelineExecutor:
         doubted = accused in neighbours - {self._head, member}
         self.blamed = (accused, member) if doubted else (member,)
 
-    def _announce(self, step: Step, draws: Sequence[Draw]) -> None:
+    def _announce(self, step: Step, draws: Sequence[SampleJob]) -> None:
         for assignment in self._stages:
             if assignment.member != self._head:
                 link = self._links[assignment.member]
@@ -228,7 +228,7 @@ class PipelineExecutor:
                 link.send(part, generation=self._options.generation, step=step.number)
         self._guard.end()
 
-    def _part_of(self, step: Step, draws: Sequence[Draw], assignment: StageAssignment) -> Step:
+    def _part_of(self, step: Step, draws: Sequence[SampleJob], assignment: StageAssignment) -> Step:
         """Token ids are for the embedding and layers that need them, draws for the owner of the output."""
         return msgspec.structs.replace(
             step,
@@ -289,7 +289,7 @@ class PipelineExecutor:
         text = f"the head could not run step {step}: {error.message}"
         self._arrivals.put_last(self, StageLost(text, hint=error.hint, public=public))
 
-    def _await_return(self, step: Step) -> torch.Tensor | Drawn:
+    def _await_return(self, step: Step) -> torch.Tensor | SampleReplies:
         while step.number not in self._returned:
             due_s = self.clock.due_s()
             try:
@@ -312,7 +312,7 @@ class PipelineExecutor:
         if isinstance(item, ReceivedMessage):
             if isinstance(item.message, StepFailed):
                 raise StageLost(self._what_failed(item.message), public=self._who_failed())
-            if isinstance(item.message, Drawn):
+            if isinstance(item.message, SampleReplies):
                 self._expect(item.message.number, self._owner != self._head)
                 self._returned[item.message.number] = item.message
             return
@@ -335,7 +335,7 @@ class PipelineExecutor:
             raise self._malformed(f"the end of step {number} was not expected")
         return step
 
-    def _read(self, drawn: Drawn, running: _Running) -> StepResult:
+    def _read(self, drawn: SampleReplies, running: _Running) -> StepResult:
         if len(drawn.answers) != len(running.draws):
             found, expected = len(drawn.answers), len(running.draws)
             raise self._malformed(f"step {drawn.number} came back with {found} draws, expected {expected}")

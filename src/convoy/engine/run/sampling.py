@@ -8,20 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 
 from convoy.errors import PeerError, RequestError, StepError
-from convoy.model.sampling.output_rows import Draw, Logits, Outcome
+from convoy.model.sampling.output_rows import Logits, SampleJob, SampleResult
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.sampling.sample import Sampled
-from convoy.wire.messages.control import DrawAnswer, DrawRequest
+from convoy.wire.messages.control import SampleReply, SampleRequest
 
 
-def request_of(draw: Draw) -> DrawRequest:
+def request_of(draw: SampleJob) -> SampleRequest:
     """What goes to the owner of the output. Tokens go only where a penalty looks back, and the prompt's as
     they are in the draw: once each, where `distinct` was asked, as it is once for a request.
     """
     params, drawn = draw.params, draw.score is None
     repeats = drawn and params.repetition_penalty != 1
     looks_back = repeats or (drawn and bool(params.presence_penalty or params.frequency_penalty))
-    return DrawRequest(
+    return SampleRequest(
         position=draw.position,
         choice=draw.choice,
         seed=params.seed,
@@ -43,7 +43,7 @@ def request_of(draw: Draw) -> DrawRequest:
     )
 
 
-def draw_of(request: DrawRequest, vocab_size: int) -> Draw:
+def draw_of(request: SampleRequest, vocab_size: int) -> SampleJob:
     """What a peer does for a request. Raises `StepError` for one that makes no sense."""
     try:
         params = SamplingParams(
@@ -63,7 +63,7 @@ def draw_of(request: DrawRequest, vocab_size: int) -> Draw:
         raise StepError(f"a draw has a parameter out of its range: {error.param}") from error
     if not -1 <= request.score < vocab_size or request.choice < 0 or request.position < 0:
         raise StepError("a draw names a token, choice or position that does not exist")
-    return Draw(
+    return SampleJob(
         params,
         request.choice,
         request.position,
@@ -76,21 +76,23 @@ def draw_of(request: DrawRequest, vocab_size: int) -> Draw:
     )
 
 
-def answer_of(outcome: Outcome) -> DrawAnswer:
+def answer_of(outcome: SampleResult) -> SampleReply:
     """What goes back to the head."""
     if outcome.error is not None:
-        return DrawAnswer(0, 0.0, [], b"", outcome.error.message, 0)
+        return SampleReply(0, 0.0, [], b"", outcome.error.message, 0)
     sampled = outcome.sampled
     logits = b"" if outcome.logits is None else outcome.logits.astype("<f4", copy=False).tobytes()
-    return DrawAnswer(sampled.token_id, sampled.logprob, list(sampled.top), logits, "", sampled.rank)
+    return SampleReply(sampled.token_id, sampled.logprob, list(sampled.top), logits, "", sampled.rank)
 
 
-def outcome_of(answer: DrawAnswer, draw: Draw, vocab_size: int) -> Outcome:
+def outcome_of(answer: SampleReply, draw: SampleJob, vocab_size: int) -> SampleResult:
     """What the head makes of an answer. Raises `PeerError` for one that no such draw has."""
     if answer.error:
-        return Outcome(Sampled(0), error=StepError("the owner of the output could not draw from its logits"))
+        return SampleResult(
+            Sampled(0), error=StepError("the owner of the output could not draw from its logits")
+        )
     _check_answer(answer, draw, vocab_size)
-    return Outcome(
+    return SampleResult(
         Sampled(
             answer.token_id,
             answer.logprob,
@@ -101,7 +103,7 @@ def outcome_of(answer: DrawAnswer, draw: Draw, vocab_size: int) -> Outcome:
     )
 
 
-def _check_answer(answer: DrawAnswer, draw: Draw, vocab_size: int) -> None:
+def _check_answer(answer: SampleReply, draw: SampleJob, vocab_size: int) -> None:
     tokens = [answer.token_id, *(token for token, _ in answer.top)]
     if not all(0 <= token < vocab_size for token in tokens):
         raise PeerError(f"an answer has a token outside the vocabulary of {vocab_size}")
@@ -124,7 +126,7 @@ def _check_answer(answer: DrawAnswer, draw: Draw, vocab_size: int) -> None:
         raise PeerError(f"an answer has {len(answer.logits)} bytes of logits, and none were asked for")
 
 
-def _may_be_drawn(token_id: int, draw: Draw) -> bool:
+def _may_be_drawn(token_id: int, draw: SampleJob) -> bool:
     return token_id not in draw.banned and (not draw.allowed or token_id in draw.allowed)
 
 

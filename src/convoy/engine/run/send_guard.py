@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from convoy.engine.run.liveness import Pulse
+from convoy.engine.run.liveness import LivenessProbe
 from convoy.transport.link.link import Link
 
 _log = logging.getLogger(__name__)
@@ -24,11 +24,11 @@ class SendGuard:
 
     def __init__(self, allowed_s: Callable[[], float]) -> None:
         self._allowed_s = allowed_s
-        self._sending: tuple[Link, float, Pulse | None] | None = None
+        self._sending: tuple[Link, float, LivenessProbe | None] | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._run, name="send guard", daemon=True).start()
 
-    def begin(self, link: Link, pulse: Pulse | None = None) -> None:
+    def begin(self, link: Link, pulse: LivenessProbe | None = None) -> None:
         """``pulse``: what is sent is long, and may take any time in which the peer shows that it is there."""
         self._sending = (link, time.monotonic(), pulse)
 

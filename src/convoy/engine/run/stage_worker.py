@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from convoy.engine.run.device_sender import Failed, HandOver
+from convoy.engine.run.device_sender import DeviceSender, Failed
 from convoy.engine.run.executor import MAX_IN_FLIGHT
 from convoy.engine.run.sampling import answer_of, draw_of
 from convoy.engine.stats import Histogram
 from convoy.errors import HiddenError, StepError
 from convoy.model.backends.host.stage import Stage
-from convoy.model.sampling.output_rows import Draw, Outcome
+from convoy.model.sampling.output_rows import SampleJob, SampleResult
 from convoy.model.tensors import from_wire, to_wire, tokens_from_bytes
 from convoy.transport.link.inbox import weight_of_message
 from convoy.transport.link.link import Link, ReceivedTensor
-from convoy.wire.messages.control import Drawn, StageAssignment, Step
+from convoy.wire.messages.control import SampleReplies, StageAssignment, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class StageRoute:
     overlaps: bool = False  # the stage computes on a device while this process goes on
 
 
-class StageLoop:
+class StageWorker:
     """Owns the order of steps at one peer. Called from one thread."""
 
     def __init__(
@@ -65,7 +65,7 @@ class StageLoop:
         self._next_step = 0
         self._began_s: dict[int, float] = {}
         self.finished_step = -1  # the last one that was run and sent on; read from other threads
-        self._hand_over = HandOver(f"leave {route.assignment.member}", failed) if route.overlaps else None
+        self._hand_over = DeviceSender(f"leave {route.assignment.member}", failed) if route.overlaps else None
 
     def close(self) -> None:
         """The plan is over: nothing more is sent."""
@@ -149,7 +149,7 @@ class StageLoop:
         self._send(step, self._stage.select(step, out) if self._route.last else out)
 
     def _start(
-        self, leaves: HandOver, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None
+        self, leaves: DeviceSender, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None
     ) -> None:
         """As `_run`, but what the device computes is waited for elsewhere."""
         if self._route.assignment.output:
@@ -169,11 +169,11 @@ class StageLoop:
         )
         self._finished(step)
 
-    def _draws(self, step: Step) -> list[Draw]:
+    def _draws(self, step: Step) -> list[SampleJob]:
         return [draw_of(request, self._stage.vocab_size) for request in step.draws]
 
-    def _send_drawn(self, step: Step, outcomes: tuple[Outcome, ...]) -> None:
-        drawn = Drawn(step.number, [answer_of(outcome) for outcome in outcomes])
+    def _send_drawn(self, step: Step, outcomes: tuple[SampleResult, ...]) -> None:
+        drawn = SampleReplies(step.number, [answer_of(outcome) for outcome in outcomes])
         self._successor.send(drawn, generation=self._route.generation, step=step.number)
         self._finished(step)
 

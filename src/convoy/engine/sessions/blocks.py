@@ -26,7 +26,7 @@ from convoy.engine.scheduler import Scheduled, Scheduler
 from convoy.engine.sequence import Sequence, SequenceState
 from convoy.engine.sessions.file import SessionReader, SessionWriter
 from convoy.engine.sessions.format import Progress, SavedSession, SavedState, SessionModel, encode_start
-from convoy.engine.sessions.slice_size import Pace
+from convoy.engine.sessions.slice_size import SliceSize
 from convoy.errors import StageLost, StepLate, Unavailable
 
 _MAX_BYTES = 16 * 1024 * 1024  # of a slice
@@ -55,7 +55,7 @@ class SessionBlocks:
         self._engine = engine
         self._timeout_s = timeout_s
         self._model = model
-        self._pace = Pace(_MAX_BYTES)
+        self._pace = SliceSize(_MAX_BYTES)
         self._passed_s = time.monotonic()
 
     def save(

@@ -15,22 +15,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from convoy.engine.continuation import Advance
+from convoy.engine.continuation import RowResult
 from convoy.engine.engine import Engine
 from convoy.engine.outputs import FinishReason
 from convoy.engine.sequence import Sequence
 from convoy.engine.sessions.blocks import SessionBlocks
 from convoy.engine.sessions.format import Progress, SavedState, SessionModel
 from convoy.errors import ConvoyError, Draining, RequestError, Unavailable
-from convoy.model.sampling.output_rows import Draw, Logits, Outcome
+from convoy.model.sampling.output_rows import Logits, SampleJob, SampleResult
 from convoy.model.sampling.params import SamplingParams
 from convoy.model.sampling.sample import Sampled, sample
 from convoy.wire.messages.control import Row
 
-_LOGITS = Draw(SamplingParams(temperature=0.0), choice=0, position=0, wants_logits=True)
+_LOGITS = SampleJob(SamplingParams(temperature=0.0), choice=0, position=0, wants_logits=True)
 
 
-class Run:
+class SessionRun:
     """What stands behind a session's sequence in the engine, for one way through it."""
 
     def __init__(self, tokens: SequenceOf[int], salt: bytes) -> None:
@@ -44,18 +44,18 @@ class Run:
     def group(self) -> object:
         return self
 
-    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[Draw]:  # noqa: ARG002 - nobody guesses here
+    def draws(self, row: Row, drafts: SequenceOf[int]) -> list[SampleJob]:  # noqa: ARG002 - nobody guesses here
         return [_LOGITS] * row.num_outputs
 
-    def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[Outcome]) -> Advance:  # noqa: ARG002
+    def advance(self, row: Row, drafts: SequenceOf[int], outcomes: SequenceOf[SampleResult]) -> RowResult:  # noqa: ARG002
         self.num_run += row.num_tokens
         if not outcomes or row.start + row.num_tokens < len(self.sequence.tokens):
-            return Advance()
+            return RowResult()
         if outcomes[-1].error is not None:
             raise outcomes[-1].error
         self.logits = outcomes[-1].logits
         self.done.set()
-        return Advance(rests=True)
+        return RowResult(rests=True)
 
     def finish(self, reason: FinishReason) -> None:
         self.fail(Draining(f"the session was ended: {reason}"))
@@ -93,7 +93,7 @@ class Session:
         self._salt = secrets.token_bytes(32) if salt is None else salt
         self._tokens: list[int] = []
         self._num_prompt = 0  # what penalties take for the prompt
-        self._run: Run | None = None
+        self._run: SessionRun | None = None
         self._logits: Logits | None = None
         self._closed = False
 
@@ -244,20 +244,20 @@ class Session:
         if not tokens:
             self._tokens = []
             return 0
-        run = Run(tokens, self._salt)
+        run = SessionRun(tokens, self._salt)
         self._resume(run, ())
         self._await(run)
         self._tokens = tokens
         return run.num_run
 
-    def _resume(self, run: Run, new: SequenceOf[int]) -> bool:
+    def _resume(self, run: SessionRun, new: SequenceOf[int]) -> bool:
         run.done.clear()
         if not self._engine.resume(run, new):
             return False
         self._run, self._logits = run, None
         return True
 
-    def _await(self, run: Run) -> None:
+    def _await(self, run: SessionRun) -> None:
         try:
             if not run.done.wait(self._timeout_s):
                 raise Unavailable(f"the session's tokens were not run within {self._timeout_s:g} s")

@@ -11,7 +11,7 @@ _LEAST_BYTES = 64 * 1024
 _LONG_S = 0.5
 
 
-class Pace:
+class SliceSize:
     """``num_bytes``: of the next slice, between 64 KiB and ``max_bytes``, as takes up to half a second."""
 
     def __init__(self, max_bytes: int, now: Callable[[], float] = time.monotonic) -> None:

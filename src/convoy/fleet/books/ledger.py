@@ -114,7 +114,7 @@ class _Earlier:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class AccountUsage:
     """Of an account and a model, all that was settled."""
 
     account: str
@@ -280,7 +280,7 @@ class Ledger:
                 self.release_in(db, request_id)
         return len(broken)
 
-    def usage(self, account: str | None = None) -> list[Usage]:
+    def usage(self, account: str | None = None) -> list[AccountUsage]:
         """By account and model, of what was answered; of one account where it is named."""
         columns = CHARGES.c
         sums = [
@@ -300,7 +300,8 @@ class Ledger:
             query = query.where(columns.account == account)
         with self._store.read() as db:
             return [
-                Usage(name, model, *(int(one) for one in rest)) for name, model, *rest in db.execute(query)
+                AccountUsage(name, model, *(int(one) for one in rest))
+                for name, model, *rest in db.execute(query)
             ]
 
     def check(self) -> list[str]:

@@ -39,7 +39,7 @@ from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.approvals import Approvals
 from convoy.fleet.coordinator.providers.connection import Heard, ProviderSocket, Registration, Unapproved
 from convoy.fleet.coordinator.providers.proof import CoordinatorProof
-from convoy.fleet.coordinator.routing.ask import Ask, Owner
+from convoy.fleet.coordinator.routing.ask import Owner, RouteRequest
 from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher
 from convoy.fleet.vetting import ProviderVetting
 from convoy.wire.fleet.messages import Refused
@@ -96,18 +96,18 @@ class Coordinator:
         """Of a request, for routing."""
         return next(self._numbers)
 
-    async def place(self, ask: Ask) -> str:
+    async def place(self, ask: RouteRequest) -> str:
         """The provider that ``ask`` goes to, as soon as there is one.
 
         Raises `QueueFull`, also where its deadline passes while it waits, and `NotReady`.
         """
         return await self._wait(ask, self._dispatcher.submit(ask, time.monotonic()))
 
-    async def place_again(self, ask: Ask) -> str:
+    async def place_again(self, ask: RouteRequest) -> str:
         """As `place`, for one that a provider failed."""
         return await self._wait(ask, self._dispatcher.again(ask, time.monotonic()))
 
-    async def _wait(self, ask: Ask, assignment: Assignment | None) -> str:
+    async def _wait(self, ask: RouteRequest, assignment: Assignment | None) -> str:
         if assignment is not None:
             return assignment.provider
         if self.lifecycle.draining:
@@ -138,11 +138,11 @@ class Coordinator:
             raise ProviderError(f"{provider} is gone")
         return socket
 
-    def first_token(self, ask: Ask) -> None:
+    def first_token(self, ask: RouteRequest) -> None:
         """It has read the prompt."""
         self._dispatcher.first_token(ask.number)
 
-    def finished(self, ask: Ask, *, first_s: float, output_tokens: int, decode_s: float) -> None:
+    def finished(self, ask: RouteRequest, *, first_s: float, output_tokens: int, decode_s: float) -> None:
         """It was answered whole."""
         self._go_on(
             self._dispatcher.finished(
@@ -153,7 +153,7 @@ class Coordinator:
             )
         )
 
-    def failed(self, ask: Ask) -> Ask:
+    def failed(self, ask: RouteRequest) -> RouteRequest:
         """Its provider failed it: as it may be placed again."""
         again, placed = self._dispatcher.failed(ask.number, time.monotonic())
         self._go_on(placed)
@@ -368,7 +368,7 @@ class Coordinator:
             except TimeoutError:
                 continue
 
-    def _end_waiting(self, ask: Ask) -> None:
+    def _end_waiting(self, ask: RouteRequest) -> None:
         future = self._waiting.get(ask.number)
         if future is None or future.done():
             return

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from convoy.cluster.metrics.families import Metric, build_info, counter, gauge, histogram
 from convoy.engine.stats import Histogram, HistogramCounts
-from convoy.fleet.coordinator.bounds import Outcome
+from convoy.fleet.coordinator.bounds import BilledOutcome
 from convoy.fleet.outcomes import LabelSums, word_of
 from convoy.fleet.timing import SEGMENTS, Timing
 
@@ -46,7 +46,7 @@ class FleetCounts:
         self._tokens.add(model, "completion", amount=completion_tokens)
         self._charged.add(model, amount=cost_micro)
 
-    def claimed(self, provider: str, said: Outcome, billed: Outcome) -> None:
+    def claimed(self, provider: str, said: BilledOutcome, billed: BilledOutcome) -> None:
         """It said more than could be: what is beyond the bounds was not billed."""
         for kind in ("prompt", "completion"):
             beyond = getattr(said, f"{kind}_tokens") - getattr(billed, f"{kind}_tokens")

@@ -45,7 +45,7 @@ class ToolCall(Strict, frozen=True):
     index: Int | None = None
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+class AllowedMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn. What else clients send back of an answer (refusals, annotations) is left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -88,7 +88,7 @@ class ResponseFormat(Strict, frozen=True):
     json_schema: Schema | None = None
 
 
-class StreamOptions(Strict, frozen=True):
+class AllowedStreamOptions(Strict, frozen=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
@@ -126,14 +126,14 @@ _BOTH: dict[str, Any] = {
     "allowed_token_ids": Ids,
     "bad_words": Words,
     "logit_bias": dict[str, float],
-    "stream_options": StreamOptions,
+    "stream_options": AllowedStreamOptions,
     "response_format": ResponseFormat,
     "reasoning_effort": Literal["none", "minimal", "low", "medium", "high", "xhigh"],
     "cache_salt": str,
 }
 _OF_KIND: dict[str, dict[str, Any]] = {
     "chat": {
-        "messages": list[Message],
+        "messages": list[AllowedMessage],
         "tools": list[Tool],
         "tool_choice": Literal["none", "auto", "required"] | ToolChoice,
         "chat_template_kwargs": TemplateSwitches,
@@ -182,7 +182,7 @@ def for_engine(wanted: Wanted, *, shares_cache: bool) -> bytes:
     if shares_cache:
         fields.pop("cache_salt", None)
     if wanted.stream:
-        options = fields.get("stream_options", StreamOptions())
+        options = fields.get("stream_options", AllowedStreamOptions())
         fields["stream_options"] = msgspec.structs.replace(options, include_usage=True)
     return msgspec.json.encode(fields)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from convoy.cluster.head.provider_evidence import Witnessed
+from convoy.cluster.head.provider_evidence import GatheredEvidence
 from convoy.crypto.identity import Identity
 from convoy.errors import ConvoyError
 from convoy.trust.evidence.evidence import provider_purpose
@@ -17,17 +17,17 @@ from convoy.wire.fleet.provider_evidence import ProviderEvidence, sign_provider_
 _log = logging.getLogger(__name__)
 
 
-class Witness(Protocol):
+class EvidenceSource(Protocol):
     """`cluster.head.provider_evidence` has those that there are."""
 
-    def gather(self, purpose: bytes, registers: Sequence[int]) -> Witnessed: ...
+    def gather(self, purpose: bytes, registers: Sequence[int]) -> GatheredEvidence: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Shower:
+class EvidencePresenter:
     """Whose evidence, and the key for requests that it is shown for."""
 
-    witness: Witness
+    witness: EvidenceSource
     identity: Identity
     request_key: bytes
     expires_s: int

@@ -10,7 +10,7 @@ _KEPT = 0.5  # of what was counted, at each heartbeat: the last few count
 _LEAST_TOKENS, _LEAST_S = 4.0, 0.05  # fewer say nothing
 
 
-class Pace:
+class StreamRates:
     """Of one model's streams, on one event loop's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -23,9 +23,9 @@ from convoy.crypto.sealed.request import RequestKey
 from convoy.errors import ConfigError, ConvoyError, FrameError, PeerRefused, ProviderError
 from convoy.fleet.capacity import Capacity
 from convoy.fleet.outward import verified_tls, why_unreachable
-from convoy.fleet.provider.evidence import Shower, Witness
+from convoy.fleet.provider.evidence import EvidencePresenter, EvidenceSource
 from convoy.fleet.provider.greeting import CoordinatorUnproved, Greeting, NotYet, after_approval, binary
-from convoy.fleet.provider.pace import Pace
+from convoy.fleet.provider.pace import StreamRates
 from convoy.fleet.provider.provided import Provided, SeenRequests
 from convoy.fleet.provider.provided_span import AnswerSpan
 from convoy.fleet.provider.upstream import Upstream
@@ -36,7 +36,7 @@ from convoy.wire.fleet.messages import (
     Cancel,
     Challenge,
     Credit,
-    Draining,
+    DrainNotice,
     FleetMessage,
     FromCoordinator,
     Heartbeat,
@@ -78,7 +78,7 @@ class ProvideOptions:
     drain_s: float = 60.0
     coordinator_key: bytes | None = None
     certificate: bytes = b""
-    witness: Witness | None = None  # who shows evidence; None: nobody
+    witness: EvidenceSource | None = None  # who shows evidence; None: nobody
     authorities: str | None = None  # instead of the URL's own, where a proxy has another
     events: Callable[[str], None] = field(default=lambda _text: None)
     traces: Traces = NO_TRACES
@@ -134,7 +134,7 @@ class Provider:
         self._sending = asyncio.Lock()
         self._connection: ClientConnection | None = None
         self._proving: asyncio.Task[None] | None = None
-        self._paces = {model: Pace() for model in options.offers}
+        self._paces = {model: StreamRates() for model in options.offers}
         self._said = ""  # why the last try failed
         self._was_registered = False
 
@@ -285,7 +285,7 @@ class Provider:
         if self._options.witness is None:
             return b""
         expires_s = int(self._key_made_s) + _KEY_S
-        shower = Shower(self._options.witness, self._identity, self._key.public, expires_s)
+        shower = EvidencePresenter(self._options.witness, self._identity, self._key.public, expires_s)
         return await shower.show(coordinator, asked.nonce, asked.registers)
 
     def _serve(self, serve: Serve, name: str, window: int) -> None:
@@ -354,7 +354,7 @@ class Provider:
         """Once it drains, or its key is old; either way what runs is ended first."""
         await _first(self._draining.wait(), self._key_is_old())
         self._leaving = True
-        await self._send(Draining())
+        await self._send(DrainNotice())
         if not self._draining.is_set():
             await _first(self._idle.wait(), self._draining.wait(), asyncio.sleep(_KEY_DRAIN_S))
         if self._draining.is_set():

@@ -26,7 +26,7 @@ from convoy.fleet.answer import (
 from convoy.fleet.asked import Kind, Wanted, read_wanted, refused_prompt_tokens
 from convoy.fleet.events import EventReader
 from convoy.fleet.provider.allowed import for_engine, wants_usage
-from convoy.fleet.provider.pace import Pace
+from convoy.fleet.provider.pace import StreamRates
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
 from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Serve
 
@@ -60,7 +60,7 @@ class SeenRequests:
         self._expires_s[request_id] = expires_s
 
 
-class Window:
+class SendWindow:
     """How many chunks may be sent before whoever reads them took some."""
 
     def __init__(self, size: int) -> None:
@@ -92,9 +92,9 @@ class Provided:
         self._serve = serve
         self._trace = trace
         self._send = send
-        self.window = Window(window)
+        self.window = SendWindow(window)
         self.prompt_tokens = 0  # a guess, for the provider's own account of its load
-        self.pace = Pace()  # a provider has one for all that it answers for a model
+        self.pace = StreamRates()  # a provider has one for all that it answers for a model
         self.shares_cache = False  # the engine's prefixes, between accounts
         self._decodes = False
         self._tokens = 0

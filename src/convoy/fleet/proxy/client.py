@@ -32,7 +32,7 @@ _CONNECT_S, _READ_S = 10.0, 600.0
 _MAX_MODELS_BYTES = 16 * 1024 * 1024
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, not a fault
+class ProxyRefusal(Exception):  # noqa: N818 - an answer, not a fault
     """The coordinator says no, in words that were made harmless; ``retry_after``: its seconds, or empty."""
 
     def __init__(self, status: int, body: ErrorBody, retry_after: str) -> None:
@@ -78,7 +78,7 @@ class CoordinatorClient:
         )
 
     async def lease(self, asked: LeaseAsked, idempotency_key: str | None, trace: str = "") -> Lease:
-        """``trace``: a traceparent. Raises `Refusal`, and `ProviderError` for what is no answer."""
+        """``trace``: a traceparent. Raises `ProxyRefusal`, and `ProviderError` for what is no answer."""
         headers = {"content-type": "application/json"} | ({"traceparent": trace} if trace else {})
         if idempotency_key is not None:
             headers["idempotency-key"] = idempotency_key
@@ -190,7 +190,7 @@ def _timing(response: httpx.Response) -> dict[str, int]:
     return {name: us for name, us in found.items() if name.isascii() and name.isidentifier()}
 
 
-def _refusal(response: httpx.Response, data: bytes) -> Refusal:
+def _refusal(response: httpx.Response, data: bytes) -> ProxyRefusal:
     status = response.status_code if 400 <= response.status_code <= 599 else 502
     try:
         said = msgspec.json.decode(data, type=ErrorBody).error
@@ -207,4 +207,4 @@ def _refusal(response: httpx.Response, data: bytes) -> Refusal:
         detail = ErrorDetail(text, "server_error", None, "coordinator")
     retry_after = response.headers.get("retry-after", "")
     wait = retry_after if retry_after.isascii() and retry_after.isdigit() and len(retry_after) < 6 else ""
-    return Refusal(status, ErrorBody(detail), wait)
+    return ProxyRefusal(status, ErrorBody(detail), wait)

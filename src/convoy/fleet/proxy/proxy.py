@@ -29,7 +29,7 @@ from convoy.fleet.answer import SEALED_HEADER, AnswerHead, start
 from convoy.fleet.asked import Kind, ModelOptions, Wanted, read_wanted
 from convoy.fleet.lease import Lease, LeaseAsked, facts_of
 from convoy.fleet.proxy.answer import AnswerReader
-from convoy.fleet.proxy.client import CoordinatorClient, Refusal, SealedAnswer, pieces, suspect
+from convoy.fleet.proxy.client import CoordinatorClient, ProxyRefusal, SealedAnswer, pieces, suspect
 from convoy.fleet.proxy.metrics import ProxyCounts
 from convoy.fleet.proxy.span import ProxySpan, proxied
 from convoy.fleet.proxy.trust import LeaseCheck, Trust, Untrusted
@@ -111,7 +111,7 @@ class Proxy:
             if idempotency_key is not None:  # in clear it is another request than what was sealed
                 hidden = self._tags.of("idempotency in plain", idempotency_key.encode()).hex()
             await self._plain(data, wanted, hidden, exchange)
-        except Refusal as refusal:
+        except ProxyRefusal as refusal:
             exchange.outcome = "Refusal"
             headers = {"retry-after": refusal.retry_after} if refusal.retry_after else {}
             await exchange.send_json(refusal.status, refusal.body, headers)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from convoy.api.exchange import Exchange
-from convoy.api.traces import FIRST_S, MAX_TOKENS, MODEL, STREAM, Span, Traces
+from convoy.api.traces import FIRST_S, MAX_TOKENS, MODEL, STREAM, Traces, TraceSpan
 from convoy.fleet.asked import Wanted
 from convoy.fleet.outcomes import outcome_of
 
@@ -15,7 +15,7 @@ from convoy.fleet.outcomes import outcome_of
 class ProxySpan:
     """Lease, first token, and the rest."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: TraceSpan) -> None:
         self._span = span
         self._began_s = time.perf_counter()
         self._leased_s = self._first_s = 0.0

@@ -20,7 +20,7 @@ LoadProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What is to be read: all that a stage owns, what it lacks of that, or a portion of either."""
 
     layers: frozenset[int]
@@ -34,7 +34,7 @@ class Reading:
     def __init__(
         self,
         source: ModelSource,
-        part: Part,
+        part: TensorPart,
         progress: LoadProgress | None,
         shard: Shard = WHOLE,
     ) -> None:
@@ -46,7 +46,7 @@ class Reading:
         self._num_layers = len(part.layers)
         self._total = sum(map(self._share, self._owned(part)))
 
-    def read(self, part: Part) -> dict[str, torch.Tensor]:
+    def read(self, part: TensorPart) -> dict[str, torch.Tensor]:
         """The portion's tensors by their names in the decoder, unpacked."""
         state: dict[str, torch.Tensor] = {}
         for stored in self._owned(part):
@@ -71,7 +71,7 @@ class Reading:
         with named(stored):
             return self._slices.take(decoder_name(name), whole)
 
-    def _owned(self, part: Part) -> list[StoredTensor]:
+    def _owned(self, part: TensorPart) -> list[StoredTensor]:
         return owned_tensors(self._source, part.layers, embed=part.embed, output=part.output)
 
     def _share(self, stored: StoredTensor) -> int:

@@ -1,6 +1,6 @@
 """What the K/V of a stage is wherever it lies: tables of every cache group, and checks of what is carried.
 
-`stage_kv.StageKv` keeps its pools on the host, `gpu.pools.DevicePools` on a device.
+`stage_kv.HostKvStore` keeps its pools on the host, `gpu.pools.DevicePools` on a device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from convoy.plan.spec.model import ModelSpec
 MAX_CARRIED_BYTES = 64 * 1024 * 1024  # of K/V that is read or written at once
 
 
-class SpanKv(ABC):
+class KvStore(ABC):
     """Of ``layers``. Tables are kept of all groups alike: a step says the same to every stage.
 
     ``failures`` are what making pools raises where there is no room for them ``where``.

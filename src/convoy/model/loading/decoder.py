@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES, decoder_name
-from convoy.model.checkpoints.reading import Part
+from convoy.model.checkpoints.reading import TensorPart
 from convoy.model.checkpoints.slices import narrow_config
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.layers.attention import ATTENTION_NAME, packed_attention
@@ -46,7 +46,7 @@ def _read_config(source: ModelSource) -> Any:
     )
 
 
-def decoder_config(source: ModelSource, part: Part, shard: Shard) -> Any:
+def decoder_config(source: ModelSource, part: TensorPart, shard: Shard) -> Any:
     """The library's configuration of a rank's slice of ``part``. Raises ModelError for what it cannot be."""
     try:
         with LIBRARY:
@@ -90,7 +90,7 @@ def _check_padding(source: ModelSource, config: Any) -> None:
 
 
 def build_decoder(
-    source: ModelSource, part: Part, config: Any, state: _State, shard: Shard, *, withheld: Withheld
+    source: ModelSource, part: TensorPart, config: Any, state: _State, shard: Shard, *, withheld: Withheld
 ) -> nn.Module:
     """The model of ``config`` with the tensors of ``state`` in it, and no more of it than ``part``; what is
     ``withheld`` stands in it as it is stored.
@@ -105,7 +105,7 @@ def build_decoder(
 
 
 def _build(
-    source: ModelSource, part: Part, config: Any, state: _State, shard: Shard, *, withheld: Withheld
+    source: ModelSource, part: TensorPart, config: Any, state: _State, shard: Shard, *, withheld: Withheld
 ) -> nn.Module:
     looks_up = source.spec.layer_input_size > 0 and bool(part.layers)
     keep_embedding = part.embed or looks_up or (part.output and source.spec.tied_embeddings)

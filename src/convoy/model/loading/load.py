@@ -11,7 +11,7 @@ from torch import nn
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.owned import LAYER_INPUT_NAMES
-from convoy.model.checkpoints.reading import LoadProgress, Part, Reading
+from convoy.model.checkpoints.reading import LoadProgress, Reading, TensorPart
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.checkpoints.tied import check_tied
 from convoy.model.kernels.freed import large_apart
@@ -87,28 +87,28 @@ def _usable(kept: LoadedModules | None, assignment: StageAssignment) -> LoadedMo
     return kept
 
 
-def _portions(source: ModelSource, part: Part) -> Iterator[Part]:
+def _portions(source: ModelSource, part: TensorPart) -> Iterator[TensorPart]:
     """What is built at a time: the ends, then as few layers as are worth it."""
     if source.spec.layer_input_size and part.layers:
         yield part  # what these layers take beside is made for all of them at once
         return
     if part.output and part.embed and not source.spec.tied_embeddings:
         # what stays of it may be a quarter of what is read, so it comes while nothing else is there
-        yield Part(frozenset(), embed=False, output=True)
-        yield Part(frozenset(), embed=True, output=False)
+        yield TensorPart(frozenset(), embed=False, output=True)
+        yield TensorPart(frozenset(), embed=True, output=False)
     elif part.embed or part.output or not part.layers:
         yield replace(part, layers=frozenset())
     layers: set[int] = set()
     for layer in sorted(part.layers):
         layers.add(layer)
         if sum(source.spec.layer_bytes(one, "float32") for one in layers) >= _PORTION_BYTES:
-            yield Part(frozenset(layers), embed=False, output=False)
+            yield TensorPart(frozenset(layers), embed=False, output=False)
             layers = set()
     if layers:
-        yield Part(frozenset(layers), embed=False, output=False)
+        yield TensorPart(frozenset(layers), embed=False, output=False)
 
 
-def _load_portion(source: ModelSource, part: Part, reading: Reading, *, packed: bool) -> LoadedModules:
+def _load_portion(source: ModelSource, part: TensorPart, reading: Reading, *, packed: bool) -> LoadedModules:
     config = decoder_config(source, part, reading.shard)
     state = reading.read(part)
     beside = {name: state.pop(name) for name in list(state) if name.startswith(LAYER_INPUT_NAMES)}
@@ -119,12 +119,12 @@ def _load_portion(source: ModelSource, part: Part, reading: Reading, *, packed: 
     return _take_modules(source, model, beside, embed=part.embed, packed=packed)
 
 
-def _lacking(assignment: StageAssignment, kept: LoadedModules | None) -> Part:
+def _lacking(assignment: StageAssignment, kept: LoadedModules | None) -> TensorPart:
     layers = frozenset(range(assignment.start, assignment.end))
     if kept is None:
-        return Part(layers, assignment.embed, assignment.output)
+        return TensorPart(layers, assignment.embed, assignment.output)
     ends = kept.embedding is None and kept.output is None
-    return Part(layers - kept.layers.keys(), assignment.embed and ends, assignment.output and ends)
+    return TensorPart(layers - kept.layers.keys(), assignment.embed and ends, assignment.output and ends)
 
 
 def _joined(kept: LoadedModules, fresh: LoadedModules) -> LoadedModules:

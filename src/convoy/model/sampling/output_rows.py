@@ -21,7 +21,7 @@ Logits = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampleJob:
     """Draw the token at ``position``; with ``score``, score that token there instead.
 
     ``prompt_ids`` and ``generated_ids`` are every token before ``position``; they are read only where
@@ -41,8 +41,8 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a `Draw`. ``error``: these logits cannot be drawn from, and ``sampled`` means nothing."""
+class SampleResult:
+    """The result of a `SampleJob`. With an ``error``, no token is drawn, and ``sampled`` means nothing."""
 
     sampled: Sampled
     logits: Logits | None = None
@@ -50,17 +50,17 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class SampleTask:
     """Draws that are done; those that a device still works on have the same face (`gpu.drawing`)."""
 
-    done: tuple[Outcome, ...]
+    done: tuple[SampleResult, ...]
 
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[SampleResult, ...]:
         """One for each draw, in their order."""
         return self.done
 
 
-GREEDY = Draw(SamplingParams(temperature=0.0), choice=0, position=0)
+GREEDY = SampleJob(SamplingParams(temperature=0.0), choice=0, position=0)
 
 
 def distinct(tokens: Sequence[int]) -> Sequence[int]:
@@ -68,23 +68,23 @@ def distinct(tokens: Sequence[int]) -> Sequence[int]:
     return array("I", sorted(set(tokens)))
 
 
-def draw_all(logits: Logits, draws: Sequence[Draw]) -> tuple[Outcome, ...]:
+def draw_all(logits: Logits, draws: Sequence[SampleJob]) -> tuple[SampleResult, ...]:
     """One outcome per row of ``logits``, [num_outputs, vocabulary]. Raises StepError for another number."""
     if len(logits) != len(draws):
         raise StepError(f"a step has {len(logits)} outputs and {len(draws)} draws")
     return tuple(draw(row, one) for row, one in zip(logits, draws, strict=True))
 
 
-def draw(logits: Logits, one: Draw) -> Outcome:
+def draw(logits: Logits, one: SampleJob) -> SampleResult:
     """The outcome of one row, [vocabulary]. What cannot be drawn is that row's misfortune, not the step's."""
     try:
         sampled = _draw(logits, one)
     except ConvoyError as error:
-        return Outcome(Sampled(0), error=error)
-    return Outcome(sampled, logits.copy() if one.wants_logits else None)
+        return SampleResult(Sampled(0), error=error)
+    return SampleResult(sampled, logits.copy() if one.wants_logits else None)
 
 
-def _draw(logits: Logits, one: Draw) -> Sampled:
+def _draw(logits: Logits, one: SampleJob) -> Sampled:
     if one.score is not None:
         return prompt_logprob(logits, one.score, one.params.logprobs or 0)
     return sample(

@@ -46,22 +46,22 @@ class ParallelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ParallelChoice:
     """``reason`` is for people: one clause, lower case."""
 
     mode: Mode
     reason: str
 
 
-def choose_parallel(asked: Asked, facts: ParallelFacts) -> Choice:
+def choose_parallel(asked: Asked, facts: ParallelFacts) -> ParallelChoice:
     """The first row that applies, see docs/tensor-parallel.md.
 
     Raises PlanError where tensor parallelism was asked for and cannot be: it is never replaced in silence.
     """
     if facts.num_members < 2:
-        return Choice("single", "there is one member, so nobody to share layers with")
+        return ParallelChoice("single", "there is one member, so nobody to share layers with")
     if asked in ("single", "pipeline"):
-        return Choice(asked, f"asked for: {asked}")
+        return ParallelChoice(asked, f"asked for: {asked}")
     against = why_not_tensor(facts)
     if asked == "tensor":
         if against is not None:
@@ -69,13 +69,13 @@ def choose_parallel(asked: Asked, facts: ParallelFacts) -> Choice:
                 f"tensor parallelism was asked for, and cannot be: {against}",
                 hint="with --parallel auto or pipeline the members hold whole layers, one after the other",
             )
-        return Choice("tensor", "asked for: tensor")
+        return ParallelChoice("tensor", "asked for: tensor")
     if against is None:
         against = _why_not_by_itself(facts)
     if against is not None:
-        return Choice("pipeline", against)
+        return ParallelChoice("pipeline", against)
     assert facts.steps is not None
-    return Choice("tensor", f"predicted faster: {_compared(facts.steps)}")
+    return ParallelChoice("tensor", f"predicted faster: {_compared(facts.steps)}")
 
 
 def why_not_tensor(facts: ParallelFacts) -> str | None:

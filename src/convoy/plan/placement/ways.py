@@ -15,8 +15,8 @@ from convoy.plan.offer import MemberOffer
 from convoy.plan.placement.grouping import best_world_size, in_groups, is_grouped
 from convoy.plan.placement.parallel import (
     Asked,
-    Choice,
     Mode,
+    ParallelChoice,
     ParallelFacts,
     PredictedSteps,
     choose_parallel,
@@ -115,7 +115,7 @@ def choose_way(
             )
         if asked == "auto":
             choose_parallel("tensor", dataclasses.replace(ways.facts, collective=collective))
-            return _given(ways, Choice("tensor", "asked for: a span is for several ranks"))
+            return _given(ways, ParallelChoice("tensor", "asked for: a span is for several ranks"))
     facts = dataclasses.replace(ways.facts, collective=collective)
     if asked == "auto" and predict is not None and _depends(ways, facts):
         pipeline_s, tensor_s = predict(ways.of("pipeline")), predict(ways.of("tensor"))
@@ -124,7 +124,7 @@ def choose_way(
     return _given(ways, choose_parallel(asked, facts))
 
 
-def _given(ways: Ways, choice: Choice) -> Placement:
+def _given(ways: Ways, choice: ParallelChoice) -> Placement:
     return dataclasses.replace(ways.of(choice.mode), reason=choice.reason)
 
 

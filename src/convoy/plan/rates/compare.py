@@ -11,8 +11,8 @@ from convoy.plan.placement.placement import Placement
 from convoy.plan.placement.ways import Ways
 from convoy.plan.rates.rates import (
     Links,
-    Load,
     RatesReport,
+    StepLoad,
     Workload,
     all_reduce_s,
     num_all_reduces,
@@ -63,7 +63,7 @@ def compare(ways: Ways, speeds: Mapping[str, Speed], links: Links, workload: Wor
 
 def _tensor(placement: Placement, links: Links, workload: Workload, faster_s: float) -> TensorReport:
     """``faster_s``: by how much its step is shorter than the pipeline's, all-reduces included."""
-    spec, load = placement.spec, Load(1, workload.context)
+    spec, load = placement.spec, StepLoad(1, workload.context)
     shared = [stage for stage in placement.stages if stage.world_size > 1]
     count = sum(num_all_reduces(stage) for stage in shared)
     each_s = max(all_reduce_s(stage.holders, links, 4 * spec.hidden_size) for stage in shared)

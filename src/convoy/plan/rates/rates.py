@@ -51,7 +51,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """One step: decodes that look back on ``context`` tokens each, or a chunk of one prompt that does."""
 
     num_rows: float  # of hidden states
@@ -119,13 +119,13 @@ def predict(
 ) -> RatesReport:
     """``speeds`` has every member that holds a stage, or a slice of one."""
     num_stages = len(placement.stages)
-    lone = _works(placement, speeds, links, Load(1, workload.context))
+    lone = _works(placement, speeds, links, StepLoad(1, workload.context))
     in_flight = min(num_stages, workload.batch)
     shared = workload.batch / in_flight
-    micro = _works(placement, speeds, links, Load(shared, workload.context))
+    micro = _works(placement, speeds, links, StepLoad(shared, workload.context))
     size = min(workload.chunk, workload.context)
     behind = (workload.context - size) / 2  # of a chunk, in the middle of the prompt
-    chunk = _works(placement, speeds, links, Load(size, behind, is_chunk=True))
+    chunk = _works(placement, speeds, links, StepLoad(size, behind, is_chunk=True))
     return RatesReport(
         context=workload.context,
         decode=_in_turn(lone),
@@ -135,7 +135,7 @@ def predict(
     )
 
 
-def _works(placement: Placement, speeds: Mapping[str, Speed], links: Links, load: Load) -> list[_Work]:
+def _works(placement: Placement, speeds: Mapping[str, Speed], links: Links, load: StepLoad) -> list[_Work]:
     """Of every stage, then of every hop."""
     stages = []
     for stage in placement.stages:
@@ -148,7 +148,7 @@ def _works(placement: Placement, speeds: Mapping[str, Speed], links: Links, load
 
 
 def _time_of_ranks(
-    placement: Placement, stage: StageAssignment, speeds: Mapping[str, Speed], links: Links, load: Load
+    placement: Placement, stage: StageAssignment, speeds: Mapping[str, Speed], links: Links, load: StepLoad
 ) -> StageTime:
     """Of the slowest, for which the others wait at every sum."""
     spec, kernel = rank_spec(placement.spec, stage.world_size), placement.kernels[stage.member]
@@ -157,7 +157,7 @@ def _time_of_ranks(
     return replace(slowest, summing_s=summing_s(placement.spec, stage, links, load))
 
 
-def summing_s(spec: ModelSpec, stage: StageAssignment, links: Links, load: Load) -> float:
+def summing_s(spec: ModelSpec, stage: StageAssignment, links: Links, load: StepLoad) -> float:
     """What the ranks of a stage send each other in a step: sums of every layer, and logits at its end."""
     if stage.world_size == 1:
         return 0.0
@@ -226,7 +226,9 @@ def _per_second(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
 
 
-def stage_time(spec: ModelSpec, stage: StageAssignment, kernel: str, speed: Speed, load: Load) -> StageTime:
+def stage_time(
+    spec: ModelSpec, stage: StageAssignment, kernel: str, speed: Speed, load: StepLoad
+) -> StageTime:
     """What a step takes in one stage, without its hops."""
     layers = spec.layers[stage.start : stage.end]
     reading, multiplying, linears = 0.0, 0.0, 0.0
@@ -264,7 +266,7 @@ def _num_linears(layer: LayerWeights, chosen: int, num_rows: float) -> float:
     return each + experts * layer.reached_share(chosen, num_rows)
 
 
-def _cache_bytes(spec: ModelSpec, stage: StageAssignment, kernel: str, load: Load) -> float:
+def _cache_bytes(spec: ModelSpec, stage: StageAssignment, kernel: str, load: StepLoad) -> float:
     """What decodes read of K/V; states are written too. A chunk reads none that is worth a word."""
     if load.is_chunk:
         return 0.0
@@ -276,7 +278,7 @@ def _cache_bytes(spec: ModelSpec, stage: StageAssignment, kernel: str, load: Loa
     return load.num_rows * sum(sizes)
 
 
-def _attention_flop(spec: ModelSpec, stage: StageAssignment, load: Load) -> float:
+def _attention_flop(spec: ModelSpec, stage: StageAssignment, load: StepLoad) -> float:
     """Of a chunk, over the keys before it and over states; its own keys are in its rows' time."""
     if not load.is_chunk:
         return 0.0

@@ -13,7 +13,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
-class Form:
+class KernelForm:
     """``dtype``: of K/V, and of all weights that are in no linear or not rounded.
 
     ``packed``: linears are laid out for the kernel, and cannot be looked up by row. ``bits``: of a rounded
@@ -41,17 +41,19 @@ class Form:
         return outputs * (-(-inputs * self.bits // 8) + groups * self.scale_bytes)
 
 
-FORMS: dict[str, Form] = {
-    **{dtype: Form(dtype) for dtype in DTYPE_BYTES},
-    "exact-f32": Form("float32", packed=True),
-    "plain-f32": Form("float32"),
-    "w8a8": Form("float32", packed=True, bits=8),
+FORMS: dict[str, KernelForm] = {
+    **{dtype: KernelForm(dtype) for dtype in DTYPE_BYTES},
+    "exact-f32": KernelForm("float32", packed=True),
+    "plain-f32": KernelForm("float32"),
+    "w8a8": KernelForm("float32", packed=True, bits=8),
     # as `model.layers.int4` does it: a scale and a middle in bfloat16
-    "w4a16": Form("float32", packed=True, bits=4, group=32, scale_bytes=4, outputs=16, otherwise="w8a8"),
-    "cuda-bf16": Form("bfloat16"),
-    "cuda-int8": Form("bfloat16", packed=True, bits=8),
+    "w4a16": KernelForm(
+        "float32", packed=True, bits=4, group=32, scale_bytes=4, outputs=16, otherwise="w8a8"
+    ),
+    "cuda-bf16": KernelForm("bfloat16"),
+    "cuda-int8": KernelForm("bfloat16", packed=True, bits=8),
     # as `model.backends.cuda.kernels.rounded` does it: a scale and a least value in bfloat16
-    "cuda-int4": Form("bfloat16", packed=True, bits=4, group=64, scale_bytes=4, otherwise="cuda-int8"),
+    "cuda-int4": KernelForm("bfloat16", packed=True, bits=4, group=64, scale_bytes=4, otherwise="cuda-int8"),
 }
 
 
@@ -64,7 +66,7 @@ def on_device(kernel: str) -> bool:
     return kernel.startswith("cuda-")
 
 
-def form_of(word: str) -> Form:
+def form_of(word: str) -> KernelForm:
     """ModelError for a kernel or dtype that no stage holds weights in."""
     if word not in FORMS:
         raise ModelError(f"{word!r} is no dtype and no kernel, expected one of {', '.join(sorted(FORMS))}")

@@ -14,7 +14,7 @@ from convoy.errors import PlanError
 from convoy.plan.span import Span
 from convoy.plan.spec.cache import CacheGroup
 from convoy.plan.spec.model import ModelSpec
-from convoy.plan.spec.weights import LayerWeights, Matrix, Part
+from convoy.plan.spec.weights import LayerWeights, Matrix, WeightPart
 from convoy.wire.messages.control import StageAssignment
 
 Experts = Literal["auto", "split", "whole"]
@@ -201,17 +201,17 @@ def _heads_of(spec: ModelSpec, layer: int) -> tuple[int, int]:
     return group.num_heads, group.num_kv_heads
 
 
-def _of_rank(part: Part, heads: tuple[int, int], world_size: int) -> Part:
+def _of_rank(part: WeightPart, heads: tuple[int, int], world_size: int) -> WeightPart:
     linears = tuple(_slice_of(matrix, heads, world_size) for matrix in part.linears)
     split = part.others_split // world_size
     keys = part.others_keys // heads[1] * kv_heads_of(heads[1], world_size)
     others = part.others - part.others_split - part.others_keys + split + keys
-    return Part(linears, others, split, keys)
+    return WeightPart(linears, others, split, keys)
 
 
-def _own_experts(part: Part, world_size: int) -> Part:
+def _own_experts(part: WeightPart, world_size: int) -> WeightPart:
     linears = tuple(replace(matrix, count=matrix.count // world_size) for matrix in part.linears)
-    return Part(linears, part.others // world_size)
+    return WeightPart(linears, part.others // world_size)
 
 
 def _slice_of(matrix: Matrix, heads: tuple[int, int], world_size: int) -> Matrix:

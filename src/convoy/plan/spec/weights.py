@@ -50,7 +50,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightPart:
     """Linears, and elements of all else: norms, biases, routers."""
 
     linears: tuple[Matrix, ...] = ()
@@ -74,8 +74,8 @@ class Part:
 class LayerWeights:
     """One layer's, by use: passed by every token, by a token's experts alone, or looked up by token id."""
 
-    each: Part
-    experts: Part = Part()  # of all experts together
+    each: WeightPart
+    experts: WeightPart = WeightPart()  # of all experts together
     num_experts: int = 0
     looked_up: int = 0  # elements of tables, of which a token reads a row
 
@@ -125,7 +125,7 @@ def layer_weights(
             others[use] += math.prod(shape)
             shared[use, split_of(name)] += math.prod(shape)
     each, experts = (
-        Part(
+        WeightPart(
             tuple(Matrix(*key[:2], count, key[2]) for key, count in sorted(linears[use].items())),
             others[use],
             *(shared[use, "outputs"], shared[use, "keys"]),

@@ -15,7 +15,7 @@ from convoy.crypto.claims import (
     LINK_ID_BYTES,
     NO_LINK,
     PROTOCOL_VERSION,
-    Context,
+    HandshakeContext,
     check_roster,
     claimed_version,
     incompatible_version,
@@ -118,9 +118,9 @@ def _context(
     version: int,
     *,
     replaces: bytes = NO_LINK,
-) -> Context:
+) -> HandshakeContext:
     roster = me.roster
-    return Context(
+    return HandshakeContext(
         initiator.party,
         responder.party,
         link_id,
@@ -134,7 +134,7 @@ def _context(
 
 def _link(
     peer: Member,
-    context: Context,
+    context: HandshakeContext,
     streams: tuple[Stream, Stream],
     secrets: Secrets,
     options: LinkOptions,
@@ -173,7 +173,7 @@ def _receive_frame(stream: Stream) -> tuple[FrameType, bytes]:
     return kind, bytes(payload)
 
 
-def _expect(kind: FrameType, stream: Stream, context: Context, peer: str) -> bytes:
+def _expect(kind: FrameType, stream: Stream, context: HandshakeContext, peer: str) -> bytes:
     got, payload = _receive_frame(stream)
     if got is FrameType.HANDSHAKE_END:
         _read_end(payload, context, peer)
@@ -182,7 +182,7 @@ def _expect(kind: FrameType, stream: Stream, context: Context, peer: str) -> byt
     return payload
 
 
-def _read_end(payload: bytes, context: Context, peer: str) -> NoReturn:
+def _read_end(payload: bytes, context: HandshakeContext, peer: str) -> NoReturn:
     """Raise what END lets us know: another version, another roster, or just that the peer refused."""
     version = claimed_version(payload)
     if version != context.version:
@@ -193,7 +193,9 @@ def _read_end(payload: bytes, context: Context, peer: str) -> NoReturn:
     raise HandshakeError(f"{peer} refused the handshake", hint=f"the reason stands in the log of {peer}")
 
 
-def _refuse(streams: tuple[Stream, Stream], context: Context, peer: str, error: ConvoyError) -> ConvoyError:
+def _refuse(
+    streams: tuple[Stream, Stream], context: HandshakeContext, peer: str, error: ConvoyError
+) -> ConvoyError:
     """Tell the other end that it is over, but not why; close; and return the error for this end's caller.
 
     Within the deadline of the handshake: once that has passed, nothing is said.

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Generic, TypeVar
 
 from convoy.transport.link.incoming import Received, ReceivedTensor
-from convoy.wire.messages.control import Drawn, Message, Plan, ReadBlocks, Step, WriteBlocks
+from convoy.wire.messages.control import Message, Plan, ReadBlocks, SampleReplies, Step, WriteBlocks
 from convoy.wire.messages.fetch import Held, Piece, Prepare
 from convoy.wire.messages.ranks import RankStep
 
@@ -123,7 +123,7 @@ def weight_of_message(message: Message) -> int:
                 num_objects += 1 + len(draw.logit_bias)
                 num_bytes += len(draw.prompt) + len(draw.generated) + len(draw.allowed) + len(draw.banned)
             return num_objects * _OBJECT_BYTES + num_numbers * _NUMBER_BYTES + num_bytes
-        case Drawn(answers=answers):
+        case SampleReplies(answers=answers):
             num_objects = 1 + sum(1 + len(answer.top) for answer in answers)
             return num_objects * _OBJECT_BYTES + sum(len(answer.logits) for answer in answers)
         case ReadBlocks(blocks=blocks) | WriteBlocks(blocks=blocks):

@@ -18,7 +18,7 @@ import numpy as np
 from convoy.crypto.cipher import TAG_BYTES
 from convoy.crypto.seal import FrameOpener
 from convoy.errors import FrameError, LinkBroken, SealError
-from convoy.transport.link.key_usage import Wear
+from convoy.transport.link.key_usage import KeyUsage
 from convoy.transport.options import LinkOptions
 from convoy.transport.streams.stream import Stream
 from convoy.wire.codec import decode_message
@@ -62,7 +62,7 @@ Received = ReceivedMessage | ReceivedTensor
 ReadEnd = Callable[[bytes], NoReturn]
 
 
-class Patience:
+class ReceiveDeadline:
     """How long this end has waited for the peer: written by the receiver, judged by the link's watch.
 
     Attributes are set whole, so no lock is needed; reading one too early or late moves a verdict by a moment.
@@ -124,8 +124,8 @@ class Incoming:
         self._end = 0
         self.num_frames = 0
         self.num_bytes = 0
-        self.patience = Patience()
-        self._wear = Wear(options, on_worn)
+        self.patience = ReceiveDeadline()
+        self._wear = KeyUsage(options, on_worn)
 
     def receive(self, allowed: frozenset[FrameType]) -> Received:
         """The next message or whole tensor.

@@ -13,7 +13,7 @@ from convoy.transport.options import LinkOptions
 TLS_RECORD_BYTES = 16 * 1024
 
 
-class Wear:
+class KeyUsage:
     """Counts for one direction. For the thread that sends, or the one that receives.
 
     ``on_worn`` is called, and called again with every record, once there are ``replace_after_records``.

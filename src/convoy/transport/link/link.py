@@ -23,7 +23,7 @@ from convoy.transport.link.incoming import (
     ReceivedTensor,
     max_tensor_bytes,
 )
-from convoy.transport.link.outgoing import Outgoing, Parcel, message_parcel
+from convoy.transport.link.outgoing import Outgoing, OutgoingFrame, message_parcel
 from convoy.transport.link.pings import Pings
 from convoy.transport.link.reader import Reader
 from convoy.transport.link.replacement import Connections, Replacement
@@ -177,7 +177,7 @@ class Link:
         limit = max_tensor_bytes(kind, self._options)
         if tensor.nbytes > limit:
             raise FrameTooLong(f"a tensor of {tensor.nbytes} bytes is over the limit of {limit}")
-        parcel = Parcel(kind, generation, step, boundary, tensor=tensor)
+        parcel = OutgoingFrame(kind, generation, step, boundary, tensor=tensor)
         if until_s is not None:
             return self._outgoing.post(parcel, until_s)
         self._outgoing.send(parcel)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from convoy.crypto.cipher import TAG_BYTES
 from convoy.crypto.seal import FrameSealer
 from convoy.errors import ConvoyError, LinkBroken, LinkClosed
-from convoy.transport.link.key_usage import TLS_RECORD_BYTES, Wear
+from convoy.transport.link.key_usage import TLS_RECORD_BYTES, KeyUsage
 from convoy.transport.options import LinkOptions
 from convoy.transport.streams.stream import Stream
 from convoy.wire.frame import (
@@ -34,7 +34,7 @@ _FRAME_BYTES = HEADER_BYTES + RECORD_BYTES + TAG_BYTES
 _MAX_PONGS = 16
 
 
-class Parcel(NamedTuple):
+class OutgoingFrame(NamedTuple):
     """One message (``payload``) or one tensor on its way out.
 
     The memory behind it must not change until it left.
@@ -74,10 +74,10 @@ class Outgoing:
         self._cluster = cluster
         self._options = options
         self._on_error = on_error
-        self._wear = Wear(options, on_worn)
+        self._wear = KeyUsage(options, on_worn)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # notified only where somebody may wait
-        self._queue: deque[Parcel] = deque()
+        self._queue: deque[OutgoingFrame] = deque()
         self._queued_bytes = 0
         self._busy = False
         self._closing = False
@@ -90,7 +90,7 @@ class Outgoing:
         self.num_frames = 0
         self.num_bytes = 0
 
-    def send(self, parcel: Parcel) -> None:
+    def send(self, parcel: OutgoingFrame) -> None:
         """Send now if nothing is before it, otherwise queue; blocks while the queue is full.
 
         Raises `ConvoyError`; the link has ended then, or is being closed.
@@ -108,7 +108,7 @@ class Outgoing:
         if not idle or not self._work((parcel,)):
             self._raise_if_over()
 
-    def post(self, parcel: Parcel, deadline_s: float) -> bool:
+    def post(self, parcel: OutgoingFrame, deadline_s: float) -> bool:
         """Queue for the sender thread, so that a write that blocks does not hold the caller.
 
         False if the queue was full until the deadline. Raises `ConvoyError` if the link is over.
@@ -117,7 +117,7 @@ class Outgoing:
             self._raise_if_over()
             return self._enqueue(parcel, deadline_s)
 
-    def post_pong(self, parcel: Parcel) -> None:
+    def post_pong(self, parcel: OutgoingFrame) -> None:
         """Queue without ever waiting: receivers must not wait for senders, or two ends could wait for each
         other.
         """
@@ -128,7 +128,7 @@ class Outgoing:
                 self._queued_bytes += parcel.nbytes
                 self._changed.notify_all()
 
-    def post_switch(self, parcel: Parcel) -> None:
+    def post_switch(self, parcel: OutgoingFrame) -> None:
         """Queue the last frame of this connection, however much waits; after the one before has left.
 
         A dialler that reads switches again only once it has that one, so nobody waits for it; one that does
@@ -145,7 +145,7 @@ class Outgoing:
             self._queued_bytes += parcel.nbytes
             self._changed.notify_all()
 
-    def post_roster(self, parcel: Parcel) -> None:
+    def post_roster(self, parcel: OutgoingFrame) -> None:
         """Queue however much waits, in place of an older one that waits; nothing if the link is over."""
         with self._changed:
             if self._error is not None or self._closing:
@@ -175,7 +175,7 @@ class Outgoing:
                 self._changed.notify_all()
             self._work(batch)
 
-    def finish(self, last: Parcel, timeout_s: float, *, drop: bool = False) -> None:
+    def finish(self, last: OutgoingFrame, timeout_s: float, *, drop: bool = False) -> None:
         """Send what is queued (``drop``: nothing of it), then ``last``, within the time; refuse more sends.
 
         Never raises.
@@ -213,7 +213,7 @@ class Outgoing:
         self._busy = True
         self._progress_s = time.monotonic()
 
-    def _enqueue(self, parcel: Parcel, deadline_s: float | None) -> bool:
+    def _enqueue(self, parcel: OutgoingFrame, deadline_s: float | None) -> bool:
         """False if there is no room by the deadline; without one, once the peer took nothing for too long.
 
         A queue that stays full is no stall as long as writes in front of it come to their end.
@@ -231,7 +231,7 @@ class Outgoing:
         self._changed.notify_all()
         return True
 
-    def _full(self, parcel: Parcel) -> bool:
+    def _full(self, parcel: OutgoingFrame) -> bool:
         options = self._options
         too_many = len(self._queue) >= options.max_queued_frames
         return too_many or (
@@ -247,7 +247,7 @@ class Outgoing:
 
     # Below here only the one thread that set `_busy`.
 
-    def _work(self, parcels: tuple[Parcel, ...]) -> bool:
+    def _work(self, parcels: tuple[OutgoingFrame, ...]) -> bool:
         """True if all of it left; what becomes of it later is not this call's business."""
         try:
             for parcel in parcels:
@@ -290,7 +290,7 @@ class Outgoing:
         sealer.wipe()
         old.close()  # what it has still to send, SWITCH last, leaves before the end of the connection
 
-    def _pack(self, parcel: Parcel) -> None:
+    def _pack(self, parcel: OutgoingFrame) -> None:
         if parcel.tensor is None:
             if len(parcel.payload) <= RECORD_BYTES:
                 self._frame(parcel, parcel.payload, 0, FLAG_LAST)
@@ -308,12 +308,12 @@ class Outgoing:
         self._frame(parcel, descriptor, 0, 0)
         self._records(parcel, memoryview(parcel.tensor.data).cast("B"))
 
-    def _records(self, parcel: Parcel, data: memoryview) -> None:
+    def _records(self, parcel: OutgoingFrame, data: memoryview) -> None:
         for record, start in enumerate(range(0, len(data), RECORD_BYTES), start=1):
             end = start + RECORD_BYTES
             self._frame(parcel, data[start:end], record, FLAG_LAST if end >= len(data) else 0)
 
-    def _frame(self, parcel: Parcel, payload: bytes | memoryview, record: int, flags: int) -> None:
+    def _frame(self, parcel: OutgoingFrame, payload: bytes | memoryview, record: int, flags: int) -> None:
         length = len(payload) + TAG_BYTES
         size = HEADER_BYTES + length
         if self._filled + size > len(self._buffer):
@@ -349,17 +349,17 @@ class Outgoing:
             self._wear.add(-(-num_bytes // TLS_RECORD_BYTES))
 
 
-def _end_unused(parcels: Iterable[Parcel], error: ConvoyError) -> None:
+def _end_unused(parcels: Iterable[OutgoingFrame], error: ConvoyError) -> None:
     """Wipe the keys of connections that were to follow."""
     for parcel in parcels:
         if parcel.onto is not None:
             parcel.onto.end(error)
 
 
-def message_parcel(kind: FrameType, payload: bytes, generation: int, step: int) -> Parcel:
+def message_parcel(kind: FrameType, payload: bytes, generation: int, step: int) -> OutgoingFrame:
     """A message on its way out.
 
     Raises `FrameTooLong` in the sender's own thread, before anything is sealed.
     """
     check_payload(kind, len(payload))
-    return Parcel(kind, generation, step, payload=payload)
+    return OutgoingFrame(kind, generation, step, payload=payload)

@@ -30,7 +30,7 @@ class Watchable(Protocol):
         ...
 
 
-class Turn:
+class ReadLock:
     """Of one link. `lock` is held by whoever reads and delivers, so that what comes stays in order."""
 
     def __init__(self) -> None:

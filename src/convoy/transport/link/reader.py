@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from convoy.errors import ConvoyError
 from convoy.transport.link.incoming import Incoming, Received, ReceivedMessage
-from convoy.transport.link.read_lock import Turn, until
+from convoy.transport.link.read_lock import ReadLock, until
 from convoy.wire.messages.control import FrameType, Message
 
 _LOOK_UP_S = 0.05  # a thread that reads looks so often whether it still should
@@ -28,7 +28,7 @@ class Reader:
         self._incoming = incoming
         self._is_ours = is_ours
         self._going = going
-        self._turn = Turn()
+        self._turn = ReadLock()
         self._watched: Incoming | None = None
         self._allowed: frozenset[FrameType] = frozenset()
         self._left: Received | None = None  # read elsewhere, for the receiver to deliver
@@ -56,7 +56,7 @@ class Reader:
     def read_here(self, until_s: float, take: Callable[[Received], bool], *, awake_s: float = 0.0) -> bool:
         """Wait for what comes next, and ``take`` it; what that does not, the receiver delivers as ever.
 
-        ``awake_s``: as for `Turn.is_there`.
+        ``awake_s``: as for `ReadLock.is_there`.
         False where somebody else reads just now, or nobody may; true also where nothing came within a moment.
         Raises what ends the link, and what ``take`` raises, which does.
         """

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 from convoy.crypto.enrolment import MAX_UNPROVED_CHALLENGES, OneTimeCertificate
 from convoy.errors import ConvoyError
-from convoy.transport.admission import Admission, AdmissionLimits, Refusal
+from convoy.transport.admission import Admission, AdmissionLimits, LinkRefusal
 from convoy.transport.listen.enrolment_tls import STALL_TIMEOUT_S, one_time_context
-from convoy.transport.log_limit import QuietLog
+from convoy.transport.log_limit import RateLimitedLog
 from convoy.transport.streams.stream import Stream
 from convoy.transport.streams.tcp import TlsStream, start_tls_server
 
@@ -68,7 +68,7 @@ class EnrolmentListener:
         self._on_stream = on_stream
         self._limits = limits
         self._admission = Admission(limits.admission, limits.max_half_open)
-        self._refused = QuietLog(_log)
+        self._refused = RateLimitedLog(_log)
         self._closed = threading.Event()
         self._socket.settimeout(_ACCEPT_POLL_S)
         self._thread = threading.Thread(target=self._accept, name="enrolment", daemon=True)
@@ -112,7 +112,7 @@ class EnrolmentListener:
                 spare.shutdown(socket.SHUT_RDWR)
 
         ticket = self._admission.admit(host, cut)
-        if isinstance(ticket, Refusal):
+        if isinstance(ticket, LinkRefusal):
             spare.close()
             sock.close()
             self._refused.warning(ticket.value, f"refused a newcomer from {host}: {ticket.value}")

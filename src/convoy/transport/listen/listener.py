@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 from convoy.crypto.claims import NO_LINK
 from convoy.errors import ConfigError, ConvoyError, HandshakeError, LinkBroken
-from convoy.transport.admission import Admission, Refusal, Ticket
+from convoy.transport.admission import Admission, LinkRefusal, Ticket
 from convoy.transport.dial import Wrap, address_error
 from convoy.transport.link.establish import TO_LISTENER, establish_responder, receive_opening
 from convoy.transport.link.link import Link
-from convoy.transport.log_limit import QuietLog
+from convoy.transport.log_limit import RateLimitedLog
 from convoy.transport.member import LocalMember, Member, Roster
 from convoy.transport.membership import Membership
 from convoy.transport.options import LinkOptions
@@ -72,7 +72,7 @@ class Listener:
         self._on_refused = on_refused
         self.admission = Admission(self._options.admission, self._options.max_half_open)
         self._adopt(me.roster)
-        self._refused = QuietLog(_log)
+        self._refused = RateLimitedLog(_log)
         self._lock = threading.Lock()
         self._handed_over = threading.Condition(self._lock)
         self._handing_over: set[int] = set()  # threads that are inside on_link
@@ -131,7 +131,7 @@ class Listener:
             sock.close()
             return
         ticket = self.admission.admit(where[0], cut.cut)
-        if isinstance(ticket, Refusal):
+        if isinstance(ticket, LinkRefusal):
             cut.close()
             sock.close()
             self._refuse(where, ticket.value, ticket.value)

@@ -21,7 +21,7 @@ Cut = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class SlotLimits:
     """How many connections of each kind a listener holds; of the first two, of one address and in all."""
 
     waiting: int
@@ -37,7 +37,7 @@ class Given(enum.Enum):
     TIME = "its request did not arrive in time"
 
 
-class Place:
+class ConnectionSlot:
     """One connection's place. ``cut`` ends the connection without waiting; its owner may replace it.
 
     ``given`` says why the connection was cut, or None.
@@ -45,7 +45,7 @@ class Place:
 
     __slots__ = ("_places", "address", "cut", "deadline_s", "given", "is_over", "pool")
 
-    def __init__(self, places: Places, address: str, cut: Cut) -> None:
+    def __init__(self, places: ConnectionSlots, address: str, cut: Cut) -> None:
         self._places = places
         self.address = address
         self.cut = cut
@@ -71,10 +71,10 @@ class Place:
         self._places.release(self)
 
 
-class Places:
+class ConnectionSlots:
     """The places of one listener, on one thread."""
 
-    def __init__(self, capacity: Capacity, timeout_s: float, clock: Clock) -> None:
+    def __init__(self, capacity: SlotLimits, timeout_s: float, clock: Clock) -> None:
         """``timeout_s``: for a request to come."""
         self._timeout_s = timeout_s
         self._clock = clock
@@ -94,25 +94,25 @@ class Places:
     def num_kept(self) -> int:
         return len(self._kept)
 
-    def take(self, host: str, cut: Cut) -> Place:
+    def take(self, host: str, cut: Cut) -> ConnectionSlot:
         """Return a place for a new connection from ``host``; if none is free, an older one gives way.
 
         Of several addresses the one with the most connections gives way: one stranger who opens many
         displaces its own.
         """
-        place = Place(self, place_of(host) or host, cut)
+        place = ConnectionSlot(self, place_of(host) or host, cut)
         self.wait(place)
         return place
 
-    def wait(self, place: Place) -> None:
+    def wait(self, place: ConnectionSlot) -> None:
         place.deadline_s = self._clock() + self._timeout_s
         self._move(place, self._waiting)
 
-    def work(self, place: Place) -> None:
+    def work(self, place: ConnectionSlot) -> None:
         if place.pool is not self._kept:
             self._move(place, self._working)
 
-    def keep(self, place: Place) -> None:
+    def keep(self, place: ConnectionSlot) -> None:
         if place.pool is self._kept or place.is_over:
             return
         if len(self._kept) >= self._kept.most:
@@ -120,7 +120,7 @@ class Places:
             raise QueueFull(text, public=text)
         self._move(place, self._kept)
 
-    def release(self, place: Place) -> None:
+    def release(self, place: ConnectionSlot) -> None:
         place.is_over = True
         if place.pool is not None:
             place.pool.remove(place)
@@ -141,7 +141,7 @@ class Places:
             self._cut(place, Given.WAY)
         return len(oldest)
 
-    def _move(self, place: Place, pool: _Pool) -> None:
+    def _move(self, place: ConnectionSlot, pool: _Pool) -> None:
         if place.is_over:
             return
         if place.pool is not None:
@@ -152,7 +152,7 @@ class Places:
         pool.add(place)
         place.pool = pool
 
-    def _cut(self, place: Place, given: Given) -> None:
+    def _cut(self, place: ConnectionSlot, given: Given) -> None:
         self.release(place)
         place.given = given
         place.cut()
@@ -164,27 +164,27 @@ class _Pool:
     def __init__(self, most: int, most_of_one_address: int) -> None:
         self.most = most
         self._most_of_one_address = most_of_one_address
-        self._all: dict[Place, None] = {}
-        self._by_address: dict[str, dict[Place, None]] = {}
+        self._all: dict[ConnectionSlot, None] = {}
+        self._by_address: dict[str, dict[ConnectionSlot, None]] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[ConnectionSlot]:
         return iter(self._all)
 
-    def add(self, place: Place) -> None:
+    def add(self, place: ConnectionSlot) -> None:
         self._all[place] = None
         self._by_address.setdefault(place.address, {})[place] = None
 
-    def remove(self, place: Place) -> None:
+    def remove(self, place: ConnectionSlot) -> None:
         del self._all[place]
         here = self._by_address[place.address]
         del here[place]
         if not here:
             del self._by_address[place.address]
 
-    def in_the_way(self, address: str) -> Place | None:
+    def in_the_way(self, address: str) -> ConnectionSlot | None:
         """Return what gives way to one more from ``address``: the oldest there, or of the fullest address."""
         here = self._by_address.get(address, {})
         if len(here) >= self._most_of_one_address:

@@ -5,7 +5,7 @@
     member    answer      a proof of the secret
     operator  (accepts)   the key goes into the roster
 
-`Pending` is what the operator keeps between challenge and acceptance; it is secret.
+`PendingActivation` is what the operator keeps between challenge and acceptance; it is secret.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ActivationChallenge:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ActivationReply:
     """The proof that the credential was opened."""
 
     member: str
@@ -80,7 +80,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingActivation:
     """The operator's own half: whose key it is, and the secret that shows it."""
 
     member: str
@@ -109,21 +109,23 @@ def check_request(
     return check_endorsement(request.certificate, endorsement.key, authorities, now)
 
 
-def challenge_for(request: Request) -> tuple[ActivationChallenge, Pending]:
+def challenge_for(request: Request) -> tuple[ActivationChallenge, PendingActivation]:
     """After `check_request`: what the member gets, and what the operator keeps."""
     attestation = parse_public(request.attestation)
     secret = secrets.token_bytes(SECRET_BYTES)
     blobs = make_credential(parse_public(request.endorsement), attestation.name, secret)
     challenge = ActivationChallenge(request.member, key_algorithm(attestation.key_der), *blobs)
-    return challenge, Pending(request.member, request.identity_key, request.attestation, secret)
+    return challenge, PendingActivation(request.member, request.identity_key, request.attestation, secret)
 
 
-def answer_for(member: str, identity_key: bytes, attestation: bytes, secret: bytes) -> Answer:
+def answer_for(member: str, identity_key: bytes, attestation: bytes, secret: bytes) -> ActivationReply:
     """What the member sends back, with the secret that its TPM gave out."""
-    return Answer(member, activation_proof(secret, member, identity_key, parse_public(attestation).name))
+    return ActivationReply(
+        member, activation_proof(secret, member, identity_key, parse_public(attestation).name)
+    )
 
 
-def accept(answer: Answer, pending: Pending, member: Member) -> bytes:
+def accept(answer: ActivationReply, pending: PendingActivation, member: Member) -> bytes:
     """The key (DER) to enroll for ``member``. Raises `AttestationError` for a proof that does not hold."""
     if not answer.member == pending.member == member.name or member.identity_key != pending.identity_key:
         raise AttestationError(f"the answer is not of the {pending.member} that was challenged")
@@ -170,17 +172,17 @@ def challenge_from_text(text: str) -> ActivationChallenge:
     return ActivationChallenge(member, algorithm, fields["id_object"], fields["encrypted_secret"])
 
 
-def answer_to_text(answer: Answer) -> str:
+def answer_to_text(answer: ActivationReply) -> str:
     return _to_text(_ANSWER, "for `convoy attest accept`", answer.member, proof=answer.proof)
 
 
-def answer_from_text(text: str) -> Answer:
+def answer_from_text(text: str) -> ActivationReply:
     """Raises `AttestationError`."""
     member, fields = _from_text(text, _ANSWER, ("proof",))
-    return Answer(member, fields["proof"])
+    return ActivationReply(member, fields["proof"])
 
 
-def pending_to_text(pending: Pending) -> str:
+def pending_to_text(pending: PendingActivation) -> str:
     return _to_text(
         _PENDING,
         "secret: what a member must prove",
@@ -191,10 +193,10 @@ def pending_to_text(pending: Pending) -> str:
     )
 
 
-def pending_from_text(text: str) -> Pending:
+def pending_from_text(text: str) -> PendingActivation:
     """Raises `AttestationError`."""
     member, fields = _from_text(text, _PENDING, ("identity_key", "attestation", "secret"))
-    return Pending(member, fields["identity_key"], fields["attestation"], fields["secret"])
+    return PendingActivation(member, fields["identity_key"], fields["attestation"], fields["secret"])
 
 
 def _to_text(table: str, comment: str, member: str, **fields: bytes) -> str:

@@ -15,7 +15,7 @@ from convoy.trust.evidence.evidence import Occasion, provider_binding, provider_
 from convoy.trust.evidence.level import Level, weakest
 from convoy.trust.evidence.policy import Policy
 from convoy.trust.evidence.verdict import Verdict
-from convoy.trust.evidence.verify import Context, appraise
+from convoy.trust.evidence.verify import VerificationContext, appraise
 from convoy.trust.roster.roster import verify_roster
 from convoy.wire.fleet.provider_evidence import MemberEvidence, ProviderEvidence, read_provider_evidence
 from convoy.wire.messages.claims import Claims
@@ -192,7 +192,7 @@ class _Judge:
     def verdict(self, one: MemberEvidence) -> Verdict:
         found, claimant = self.found, self.claimant
         purpose = provider_purpose(found.coordinator, found.nonce, claimant.request_key, claimant.expires_s)
-        context = Context(
+        context = VerificationContext(
             member=one.name,
             attestation_key=b"" if self.roster is None else self.roster.member(one.name).attestation_key,
             occasion=Occasion(provider_binding(claimant.identity), purpose, one.identity),

@@ -35,7 +35,7 @@ _MAX_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class VerificationContext:
     """What the verifier knows by itself. ``attestation_key``: the enrolled one, empty for none.
 
     ``registers`` are those that the challenge asked for; ``own`` is what the verifier would claim;
@@ -53,7 +53,7 @@ class Context:
 class HardwareKind(Protocol):
     """How another kind of hardware is added: an entry in `KINDS`, and an `evidence_maker`."""
 
-    def appraise(self, evidence: Evidence, policy: Policy, context: Context) -> dict[str, str]:
+    def appraise(self, evidence: Evidence, policy: Policy, context: VerificationContext) -> dict[str, str]:
         """What the statement says, as text for people.
 
         The statement must hold the `qualifying_data` of the context, be signed under
@@ -64,7 +64,7 @@ class HardwareKind(Protocol):
 class TpmQuote:
     """Parts: the attestation key's public area, the quote, its signature, then the value of each register."""
 
-    def appraise(self, evidence: Evidence, policy: Policy, context: Context) -> dict[str, str]:
+    def appraise(self, evidence: Evidence, policy: Policy, context: VerificationContext) -> dict[str, str]:
         if len(evidence.parts) < 3:
             raise AttestationError(
                 f"the quote came in {len(evidence.parts)} parts, expected 3 and the registers"
@@ -94,7 +94,7 @@ class TpmQuote:
 KINDS: dict[str, HardwareKind] = {TPM2: TpmQuote()}
 
 
-def appraise(evidence: Evidence, policy: Policy, context: Context) -> Verdict:
+def appraise(evidence: Evidence, policy: Policy, context: VerificationContext) -> Verdict:
     """The level that this evidence earns under this policy. Never raises for anything in the evidence."""
     try:
         _check_identity(evidence, context)
@@ -116,7 +116,7 @@ def asked_registers(policy: Policy, member: str) -> list[int]:
     return sorted({rule.index for rule in policy.pcrs_of(member)}) or list(range(8))
 
 
-def _check_identity(evidence: Evidence, context: Context) -> None:
+def _check_identity(evidence: Evidence, context: VerificationContext) -> None:
     signed = evidence_bytes(context.occasion, evidence.claims, evidence.kind, evidence.parts)
     try:
         verify(context.occasion.identity_key, evidence.signature, signed)
@@ -126,7 +126,7 @@ def _check_identity(evidence: Evidence, context: Context) -> None:
         ) from None
 
 
-def _drift(rule: SoftwareRule, claims: Claims, context: Context) -> str | None:
+def _drift(rule: SoftwareRule, claims: Claims, context: VerificationContext) -> str | None:
     """Why a claim breaks its rule, or None."""
     if rule.claim == "model":
         nothing_there = not claims.model and not context.holds_stage
@@ -152,7 +152,7 @@ def _shown(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:_MAX_SHOWN]) or "unknown"
 
 
-def _hardware(evidence: Evidence, policy: Policy, context: Context) -> dict[str, str]:
+def _hardware(evidence: Evidence, policy: Policy, context: VerificationContext) -> dict[str, str]:
     if not context.attestation_key:
         raise AttestationError(f"no attestation key of {context.member} is enrolled in the roster")
     if not evidence.kind:

@@ -62,7 +62,7 @@ class OperatorAuthority:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedRoster:
     """A membership at a start, and what a person should be told about it."""
 
     membership: Membership
@@ -77,7 +77,7 @@ def open_membership(
     operator_key: bytes,
     file: AcceptedFile | None = None,
     now: Clock = utc_now,
-) -> Opened:
+) -> OpenedRoster:
     """This member under the newest roster it knows: ``signed``, or one that it accepted before.
 
     Raises `RosterError` or `IdentityError`.
@@ -98,7 +98,7 @@ def open_membership(
     me = LocalMember(name, identity, newest.roster)
     if accepted is None or newest.raw != accepted.signed or operator_key != accepted.configured:
         authority.accept(newest.raw, newest.roster, "the roster file, at the start")
-    return Opened(Membership(me, newest.raw, authority, now=now), notes)
+    return OpenedRoster(Membership(me, newest.raw, authority, now=now), notes)
 
 
 def _trusted(accepted: Accepted, operator_key: bytes) -> bytes:

@@ -166,7 +166,7 @@ class Heartbeat(FleetMessage, frozen=True, tag="Heartbeat"):
     loads: Annotated[list[ModelLoad], msgspec.Meta(max_length=64)]
 
 
-class Draining(FleetMessage, frozen=True, tag="Draining"):
+class DrainNotice(FleetMessage, frozen=True, tag="DrainNotice"):
     """Provider to coordinator: what runs is finished, nothing new is taken."""
 
 
@@ -235,7 +235,7 @@ class Failed(FleetMessage, frozen=True, tag="Failed"):
     refused: bool = False
 
 
-FromProvider = Hello | Register | Proof | Heartbeat | Draining | Began | Chunk | Done | Failed
+FromProvider = Hello | Register | Proof | Heartbeat | DrainNotice | Began | Chunk | Done | Failed
 FromCoordinator = Challenge | Registered | AwaitApproval | Refused | Prove | Serve | Cancel | Credit
 
 _encoder = msgspec.msgpack.Encoder()

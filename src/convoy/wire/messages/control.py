@@ -237,7 +237,7 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     shared: bytes = b""
 
 
-class DrawRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class SampleRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a peer that owns the output does with the logits of one position: draw a token, or score one."""
 
     position: int  # of the token to be drawn
@@ -263,8 +263,8 @@ class DrawRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         return f"DrawRequest(position={self.position}, {len(self.logit_bias)} biases)"
 
 
-class DrawAnswer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What came of a `DrawRequest`; where ``error`` says something, nothing else counts."""
+class SampleReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What came of a `SampleRequest`; where ``error`` says something, nothing else counts."""
 
     token_id: int
     logprob: float
@@ -290,7 +290,7 @@ class Step(Message, frozen=True):
     rows: Annotated[list[Row], Entries]
     # little-endian uint32 per token of all rows for the owner of the embedding, otherwise empty
     tokens: bytes
-    draws: Annotated[list[DrawRequest], Entries] = []
+    draws: Annotated[list[SampleRequest], Entries] = []
 
     def __repr__(self) -> str:  # no token, whoever formats this
         return (
@@ -299,11 +299,11 @@ class Step(Message, frozen=True):
         )
 
 
-class Drawn(Message, frozen=True):
+class SampleReplies(Message, frozen=True):
     """Owner of the output to head: this step passed every stage, with this for each of its outputs."""
 
     number: int
-    answers: Annotated[list[DrawAnswer], Entries]
+    answers: Annotated[list[SampleReply], Entries]
 
     def __repr__(self) -> str:  # no token, whoever formats this
         return f"Drawn(number={self.number}, {len(self.answers)} answers)"

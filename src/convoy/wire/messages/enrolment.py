@@ -11,7 +11,7 @@ import itertools
 import struct
 from dataclasses import dataclass, field
 
-from convoy.crypto.enrolment import HASH_BYTES, NONCE_BYTES, SIGNATURE_BYTES, Proof
+from convoy.crypto.enrolment import HASH_BYTES, NONCE_BYTES, SIGNATURE_BYTES, EnrolmentProof
 from convoy.crypto.keys import prefixed
 from convoy.errors import FrameError, FrameTooLong, Incompatible
 
@@ -95,16 +95,16 @@ def decode_enrolment_preamble(data: bytes | bytearray) -> tuple[EnrolmentType, i
     return kind, length
 
 
-def encode_proof(proof: Proof, card: bytes) -> bytes:
+def encode_proof(proof: EnrolmentProof, card: bytes) -> bytes:
     """Body of a PROOF."""
     return proof.nonce + proof.identity_signature + proof.tls_signature + proof.mac + card
 
 
-def decode_proof(body: bytes) -> tuple[Proof, bytes]:
+def decode_proof(body: bytes) -> tuple[EnrolmentProof, bytes]:
     """The proof and the card's bytes, of a body whose length was checked."""
     cuts = (0, NONCE_BYTES, NONCE_BYTES + SIGNATURE_BYTES, NONCE_BYTES + 2 * SIGNATURE_BYTES, _PROOF_BYTES)
     parts = [bytes(body[start:end]) for start, end in itertools.pairwise(cuts)]
-    return Proof(*parts), bytes(body[_PROOF_BYTES:])
+    return EnrolmentProof(*parts), bytes(body[_PROOF_BYTES:])
 
 
 def encode_card(card: EnrolmentCard) -> bytes:

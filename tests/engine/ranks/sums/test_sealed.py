@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.engine.ranks.sums import sealed
-from convoy.engine.ranks.sums.mailbox import MAX_HELD_BYTES, Mailbox, code_of
+from convoy.engine.ranks.sums.mailbox import MAX_HELD_BYTES, PartMailbox, code_of
 from convoy.engine.ranks.sums.pieces import PIECE_ELEMENTS
 from convoy.engine.ranks.sums.sealed import PART, SHARE, SealedCollective
 from convoy.errors import CollectiveError, ConvoyError, LinkBroken, StageLost, StepError
 from convoy.transport.link.link import Link, Received, ReceivedTensor
-from convoy.transport.link.outgoing import Parcel
+from convoy.transport.link.outgoing import OutgoingFrame
 from convoy.transport.memory_link import memory_link_pair
 from convoy.transport.streams.memory import Cut, Drop, FlipBit, Reorder, Repeat, Stall
 from convoy.wire.messages.control import FrameType
@@ -225,7 +225,7 @@ def test_what_comes_before_its_operation_is_bounded_and_holds_the_sender_back() 
 
 
 def test_parts_without_elements_take_room_too() -> None:
-    box = Mailbox(5.0)
+    box = PartMailbox(5.0)
     empty = ReceivedTensor(1, 0, code_of(PART, 1), WireTensor("float32", (0,), b""), FrameType.PARTIAL)
 
     def flood() -> None:
@@ -335,7 +335,7 @@ def test_a_part_longer_than_a_record_is_refused_before_it_takes_memory(hostile: 
     size = 4 * (PIECE_ELEMENTS + 1)
     long = WireTensor("float32", (PIECE_ELEMENTS + 1,), bytes(size))
     with contextlib.suppress(LinkBroken):
-        hostile.link._outgoing.send(Parcel(FrameType.PARTIAL, 5, 0, 1, tensor=long))
+        hostile.link._outgoing.send(OutgoingFrame(FrameType.PARTIAL, 5, 0, 1, tensor=long))
     assert hostile.over.wait(10)
     assert type(hostile.ended[0]).__name__ == "FrameTooLong"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from convoy.errors import NotReady, ProviderError, QueueFull
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import Ask, Owner, Trusted
+from convoy.fleet.coordinator.routing.ask import Owner, RouteRequest, Trusted
 from convoy.fleet.coordinator.routing.dispatch import Assignment, Dispatcher, QueueLimits
 from convoy.trust.evidence.level import Level
 
@@ -18,8 +18,8 @@ SLOW = Capacity(slots=2, decode_rate=10, batch_rate=16, prefill_rate=100, max_co
 FAST = Capacity(slots=4, decode_rate=100, batch_rate=300, prefill_rate=5000, max_context=4096)
 
 
-def ask(number: int, account: str = "a", **changes: object) -> Ask:
-    made = Ask(number, account, "m", 100, 50, 0.0, 60.0)
+def ask(number: int, account: str = "a", **changes: object) -> RouteRequest:
+    made = RouteRequest(number, account, "m", 100, 50, 0.0, 60.0)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 

@@ -4,23 +4,23 @@ import math
 from dataclasses import replace
 
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import Ask, Owner, Trusted
+from convoy.fleet.coordinator.routing.ask import Owner, RouteRequest, Trusted
 from convoy.fleet.coordinator.routing.policy import FirstToFinish
-from convoy.fleet.coordinator.routing.providers import Seats
+from convoy.fleet.coordinator.routing.providers import ProviderTable
 from convoy.trust.evidence.level import Level
 
 ONE = Capacity(slots=2, decode_rate=10, batch_rate=16, prefill_rate=100, max_context=4096)
-ASK = Ask(0, "a", "m", 100, 50, 0.0, 60.0)
+ASK = RouteRequest(0, "a", "m", 100, 50, 0.0, 60.0)
 
 
-def seats(*names: str) -> Seats:
-    made = Seats()
+def seats(*names: str) -> ProviderTable:
+    made = ProviderTable()
     for name in names:
         made.add(name, ONE, Level.NONE)
     return made
 
 
-def chosen(among: Seats, ask: Ask = ASK, now_s: float = 0.0) -> str | None:
+def chosen(among: ProviderTable, ask: RouteRequest = ASK, now_s: float = 0.0) -> str | None:
     return FirstToFinish().choose(among, ask, 50.0, now_s)
 
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from convoy.bench.fleet.provider import SimulatedProvider, Work
+from convoy.bench.fleet.provider import SimulatedProvider, SimulatedWork
 from convoy.errors import QueueFull
 from convoy.fleet.capacity import Capacity
-from convoy.fleet.coordinator.routing.ask import Ask
+from convoy.fleet.coordinator.routing.ask import RouteRequest
 from convoy.fleet.coordinator.routing.dispatch import Dispatcher, QueueLimits
 from convoy.fleet.coordinator.routing.queue import FairQueue
 from convoy.trust.evidence.level import Level
@@ -16,8 +16,10 @@ from convoy.trust.evidence.level import Level
 SLOW = Capacity(slots=2, decode_rate=10, batch_rate=16, prefill_rate=100, max_context=4096)
 
 
-def ask(number: int, account: str = "a", deadline_s: float = 1e9, tokens: int = 50, **changes: Any) -> Ask:
-    return replace(Ask(number, account, "m", 100, tokens, 0.0, deadline_s), **changes)
+def ask(
+    number: int, account: str = "a", deadline_s: float = 1e9, tokens: int = 50, **changes: Any
+) -> RouteRequest:
+    return replace(RouteRequest(number, account, "m", 100, tokens, 0.0, deadline_s), **changes)
 
 
 def test_however_many_wait_for_what_is_not_here_the_first_that_can_go_is_found_and_each_kind_asked_once() -> (
@@ -31,7 +33,7 @@ def test_however_many_wait_for_what_is_not_here_the_first_that_can_go_is_found_a
     queue.add(ask(102, prompt_tokens=50))
     asked: list[int] = []
 
-    def place(one: Ask) -> bool:
+    def place(one: RouteRequest) -> bool:
         asked.append(one.number)
         return one.level is not Level.HARDWARE and one.prompt_tokens < 4096
 
@@ -113,9 +115,9 @@ class Line:
         self.dispatcher.join("p", {"m": SLOW}, Level.NONE, 0.0)
         self.provider = SimulatedProvider("p", SLOW)
 
-    def submit(self, one: Ask, now_s: float) -> None:
+    def submit(self, one: RouteRequest, now_s: float) -> None:
         if self.dispatcher.submit(one, now_s) is not None:
-            self.provider.start(Work(one, one.max_tokens, now_s), now_s)
+            self.provider.start(SimulatedWork(one, one.max_tokens, now_s), now_s)
 
     def run(self, until_s: float) -> None:
         while (now_s := self.provider.next_s()) is not None and now_s <= until_s:
@@ -131,7 +133,7 @@ class Line:
                     decode_s=now_s - work.first_s,
                 )
                 for one in placed:
-                    self.provider.start(Work(one.ask, one.ask.max_tokens, now_s), now_s)
+                    self.provider.start(SimulatedWork(one.ask, one.ask.max_tokens, now_s), now_s)
 
 
 @pytest.mark.parametrize("limits", [QueueLimits(4, 4), QueueLimits(1000, 1000)])

@@ -16,7 +16,7 @@ from convoy.model.checkpoints.hub.stream import HubCommit
 from convoy.model.checkpoints.hub.weights import HubWeights
 from convoy.model.checkpoints.manifest import Manifest
 from convoy.model.checkpoints.source import ModelSource
-from convoy.model.checkpoints.store.parts import Part, is_whole
+from convoy.model.checkpoints.store.parts import ModelPart, is_whole
 from convoy.model.checkpoints.store.received import ReceivedModel
 from support.fake_hub import COMMIT, REPO, FakeHub
 
@@ -32,14 +32,14 @@ def weights(hub: FakeHub) -> HubWeights:
     return HubWeights(HubCommit(REPO, COMMIT, hub.url))
 
 
-def layer(received: ReceivedModel, number: int) -> list[Part]:
+def layer(received: ReceivedModel, number: int) -> list[ModelPart]:
     """Its tensors, each once: two that are equal are one part."""
     names = [name for name in received.manifest.tensors if f"layers.{number}." in name]
     parts = {part.digest: part for part in map(received.tensor, names)}
     return list(parts.values())
 
 
-def fetch(hub: FakeHub, parts: list[Part]) -> list[Part]:
+def fetch(hub: FakeHub, parts: list[ModelPart]) -> list[ModelPart]:
     return weights(hub).fetch(parts, lambda *_: None, lambda: None)
 
 
@@ -111,7 +111,7 @@ def test_tensors_with_other_bytes_than_the_manifest_lists_are_not_kept(
 
 def test_what_the_hub_has_not_is_left_over(hub: FakeHub, received: ReceivedModel) -> None:
     part = layer(received, 1)[0]
-    foreign = Part("model.layers.99.weight", part.place.with_name("x"), 4, "0" * 64)
+    foreign = ModelPart("model.layers.99.weight", part.place.with_name("x"), 4, "0" * 64)
     assert fetch(hub, [foreign, part]) == [foreign]
 
 

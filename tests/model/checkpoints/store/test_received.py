@@ -11,7 +11,7 @@ import pytest
 
 from convoy.errors import ModelError
 from convoy.model.checkpoints.manifest import FileEntry, Manifest, TensorEntry, start_tensor_digest
-from convoy.model.checkpoints.store.parts import Part, PartFile, is_whole, verify
+from convoy.model.checkpoints.store.parts import ModelPart, PartFile, is_whole, verify
 from convoy.model.checkpoints.store.received import ReceivedModel
 from support.small_disk import mounted_small_disk
 
@@ -105,7 +105,7 @@ def test_a_second_process_waits_for_the_first(received: ReceivedModel, tmp_path:
 
 def test_a_model_that_does_not_fit_is_refused_before_a_byte_comes(received: ReceivedModel) -> None:
     free = shutil.disk_usage(received.folder).free
-    huge = Part("t", received.folder / "tensors" / "x", free + 1, "0" * 64)
+    huge = ModelPart("t", received.folder / "tensors" / "x", free + 1, "0" * 64)
     said = rf"{free + 1} bytes of weights are missing here, and the disk of .* has \d+ free"
     with pytest.raises(ModelError, match=said) as refused:
         received.require_room([huge])

@@ -24,7 +24,7 @@ MAX_HELD_BYTES = 512 * 1024  # of an operation that has not begun here
 MAX_AHEAD = 16  # operations; only those that answer nobody bring a rank more than one before another
 
 
-class Slot(NamedTuple):
+class PartSlot(NamedTuple):
     """What ``sender`` hands over: what kind of part of an operation, and which rank made it."""
 
     sender: int
@@ -35,13 +35,13 @@ class Slot(NamedTuple):
 class Arrived(NamedTuple):
     """The ``nth`` piece of a slot, from 0 on."""
 
-    slot: Slot
+    slot: PartSlot
     nth: int
     tensor: WireTensor
 
 
 @dataclass(slots=True)
-class Expected:
+class ExpectedPart:
     """The pieces of a slot, in the order in which they come."""
 
     shapes: Sequence[tuple[int, ...]]
@@ -54,14 +54,14 @@ def code_of(part: int, origin: int) -> int:
     return 256 * part + origin
 
 
-class Mailbox:
+class PartMailbox:
     """One operation at a time, each with the next number. Any thread may call `put` and `fail`."""
 
     def __init__(self, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         self._changed = threading.Condition(threading.Lock())
         self._arrived: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
-        self._expected: Mapping[Slot, Expected] = {}
+        self._expected: Mapping[PartSlot, ExpectedPart] = {}
         self._running = False
         self._num_begun = 0
         self._held: list[tuple[int, ReceivedTensor]] = []
@@ -80,7 +80,7 @@ class Mailbox:
 
     # The thread that runs operations.
 
-    def begin(self, expected: Mapping[Slot, Expected]) -> int:
+    def begin(self, expected: Mapping[PartSlot, ExpectedPart]) -> int:
         """The number of the next operation, in which ``expected`` comes. Raises `CollectiveError`."""
         with self._changed:
             if self._error is not None:
@@ -174,7 +174,7 @@ class Mailbox:
                 f"rank {sender} sent a part of operation {received.step}, which is over: "
                 f"this one is at {self._num_begun - 1}"
             )
-        slot = Slot(sender, *divmod(received.boundary, 256))
+        slot = PartSlot(sender, *divmod(received.boundary, 256))
         expected = self._expected.get(slot)
         tensor = received.tensor
         if expected is None or expected.num_come == len(expected.shapes):

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 
 from convoy.engine.ranks.sums.agreement import Agreement, check_agreement
-from convoy.engine.ranks.sums.mailbox import Arrived, Expected, Mailbox, Slot, code_of
+from convoy.engine.ranks.sums.mailbox import Arrived, ExpectedPart, PartMailbox, PartSlot, code_of
 from convoy.engine.ranks.sums.pieces import add_in_order, cut, dtype_name, from_piece, piece_shapes, to_piece
 from convoy.engine.ranks.sums.ring import Ring
 from convoy.errors import CollectiveError, ConvoyError, StepError
@@ -70,7 +70,7 @@ class SealedCollective:
         self._borrowed, self._not_borrowed = _Borrowed(self._reader), _Borrowed(None)
         self._reads = False
         self._awake_s = 0.0  # of a wait: beyond that another thread of this process, the sender, may need it
-        self._box = Mailbox(deadline_s)
+        self._box = PartMailbox(deadline_s)
         self._agreement = Agreement(ring)
 
     # Operations.
@@ -173,7 +173,7 @@ class SealedCollective:
     def _add_pair(self, own: torch.Tensor, dtype: str) -> torch.Tensor:
         """As `_circulate`, of two ranks and one piece: a decode's sums, of which each microsecond counts."""
         until_s, other = self._until_s, 1 - self.rank
-        number = self._begin({Slot(other, PART, other): Expected((own.shape,), dtype)})
+        number = self._begin({PartSlot(other, PART, other): ExpectedPart((own.shape,), dtype)})
         self._send(other, to_piece(own), (number, PART, self.rank), True, until_s)
         theirs = from_piece(self._take(until_s, "an all-reduce").tensor)
         self._box.end()
@@ -187,7 +187,7 @@ class SealedCollective:
     ) -> None:
         until_s, waited = self._until_s, self._ring.circulating()
         number = self._begin(
-            {Slot(sender, PART, origin): Expected(shapes, dtype) for sender, origin in waited}
+            {PartSlot(sender, PART, origin): ExpectedPart(shapes, dtype) for sender, origin in waited}
         )
         parts: list[dict[int, torch.Tensor]] = [{self.rank: piece} for piece in pieces]
         alone, num_left = len(pieces) == 1, len(waited) * len(pieces)
@@ -219,9 +219,9 @@ class SealedCollective:
         ring, until_s, last = self._ring, self._until_s, self.world_size - 1
         waited = {}
         if self.rank > 0:
-            waited[Slot(ring.left, PREFIX, ring.left)] = Expected(shapes, "float32")
+            waited[PartSlot(ring.left, PREFIX, ring.left)] = ExpectedPart(shapes, "float32")
         if self.rank < last:
-            waited[Slot(ring.right, SUM, ring.right)] = Expected(shapes, dtype)
+            waited[PartSlot(ring.right, SUM, ring.right)] = ExpectedPart(shapes, dtype)
         number = self._begin(waited)
         for piece in pieces if self.rank == 0 else ():
             self._send(ring.right, to_piece(piece.float()), (number, PREFIX, self.rank), False, until_s)
@@ -243,7 +243,7 @@ class SealedCollective:
     def _gather(self, own: torch.Tensor, shapes: list[tuple[int, ...]], name: str) -> dict[int, torch.Tensor]:
         until_s, waited = self._until_s, self._ring.gathering()
         number = self._begin(
-            {Slot(sender, SHARE, origin): Expected(shapes, name) for sender, origin in waited}
+            {PartSlot(sender, SHARE, origin): ExpectedPart(shapes, name) for sender, origin in waited}
         )
         found = {origin: torch.empty_like(own) for _, origin in waited} if self.rank == 0 else {}
         places = {origin: cut(share, shapes) for origin, share in found.items()}
@@ -262,7 +262,7 @@ class SealedCollective:
         self._box.end()
         return found
 
-    def _begin(self, expected: dict[Slot, Expected]) -> int:
+    def _begin(self, expected: dict[PartSlot, ExpectedPart]) -> int:
         """The operation's number. A rank that sent nonsense before loses its link now."""
         try:
             return self._box.begin(expected)

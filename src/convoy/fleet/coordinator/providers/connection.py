@@ -39,7 +39,7 @@ from convoy.wire.fleet.messages import (
     Chunk,
     Credit,
     Done,
-    Draining,
+    DrainNotice,
     Failed,
     FleetMessage,
     FromProvider,
@@ -267,7 +267,7 @@ class ProviderSocket:
                         }
                     )
                 )
-            case Draining():
+            case DrainNotice():
                 heard(Heard({}, drains=True))
             case Began() | Chunk() | Done() | Failed():
                 self._pass_on(message)

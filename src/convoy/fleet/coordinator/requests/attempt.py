@@ -17,7 +17,7 @@ from convoy.crypto.sealed.request import RequestFacts, request_hash, seal_reques
 from convoy.errors import ProviderError
 from convoy.fleet.answer import MAX_REFUSAL_BYTES, MAX_WHOLE_BYTES, AnswerHead
 from convoy.fleet.asked import Wanted
-from convoy.fleet.coordinator.bounds import Outcome, most_billed
+from convoy.fleet.coordinator.bounds import BilledOutcome, most_billed
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.answering import Answering, ProviderFailed
 from convoy.fleet.coordinator.providers.connection import ProviderSocket, Registration
@@ -144,7 +144,7 @@ class Attempt:
         self._said = False  # the last chunk is there
         self._sent_s = 0.0
         self.first_s = 0.0  # from being sent to its first token
-        self.outcome: Outcome | None = None
+        self.outcome: BilledOutcome | None = None
         self.status = 200  # as far as it is not sealed
         self._refusal = bytearray()  # the body, where the status is another one
 
@@ -243,10 +243,10 @@ class Attempt:
             return (piece,)
         if not isinstance(message, Done) or not self._said:
             raise ProviderFailed("an answer ended before its last chunk")
-        self.outcome = Outcome(message.prompt_tokens, message.completion_tokens)
+        self.outcome = BilledOutcome(message.prompt_tokens, message.completion_tokens)
         return None
 
-    def most_billed(self) -> Outcome:
+    def most_billed(self) -> BilledOutcome:
         """Return what may be billed for what passed so far."""
         registration, wanted = self._socket.registration, self._seal.wanted
         offer = None if registration is None else registration.offers.get(wanted.model)

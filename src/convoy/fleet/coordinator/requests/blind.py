@@ -8,7 +8,7 @@ from convoy.fleet.answer import AnswerHead
 from convoy.fleet.asked import Wanted
 from convoy.fleet.coordinator.providers.connection import Registration
 from convoy.fleet.coordinator.requests.attempt import serve_of
-from convoy.fleet.coordinator.requests.routed_request import Way
+from convoy.fleet.coordinator.requests.routed_request import RoutedRequest
 from convoy.fleet.lease import ANSWER_TYPE, Lease, facts_of
 from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, Serve
 from convoy.wire.fleet.records import Timed, encode_record
@@ -52,7 +52,7 @@ class AsRecords:
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
-    def headers(self, way: Way, head: AnswerHead) -> dict[str, str]:
+    def headers(self, way: RoutedRequest, head: AnswerHead) -> dict[str, str]:
         """Of every sealed answer."""
         return {
             "content-type": head.content_type,
@@ -65,7 +65,7 @@ class AsRecords:
         """Its provider failed."""
         return encode_record(Failed(self._request_id, "the provider failed", full=False))
 
-    def ending(self, way: Way, head: AnswerHead) -> bytes:  # noqa: ARG002 - a `Form`'s
+    def ending(self, way: RoutedRequest, head: AnswerHead) -> bytes:  # noqa: ARG002 - a `Form`'s
         """What was billed, and the times."""
         way.timing.reach("total_e2e")
         billed = way.billed

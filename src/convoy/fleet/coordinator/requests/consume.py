@@ -26,7 +26,7 @@ from convoy.fleet.coordinator.requests.attempt import OwnSeal
 from convoy.fleet.coordinator.requests.routed_request import (
     GONE,
     Begun,
-    Way,
+    RoutedRequest,
     consuming,
     hold_of,
     no_provider,
@@ -92,7 +92,7 @@ class Consume:
             hold = replace(hold, spends=consumer.grant.spends)
             use.hold(wanted.prompt_tokens, 0)
         parent = headers.get("traceparent", "")
-        way = Way(self.coordinator, account, wanted, timing, hold, parent=parent, use=use)
+        way = RoutedRequest(self.coordinator, account, wanted, timing, hold, parent=parent, use=use)
         await way.reserve()
         try:
             await self._serve(way, exchange, mark)
@@ -103,7 +103,7 @@ class Consume:
         finally:
             way.report(exchange.outcome)
 
-    async def _serve(self, way: Way, exchange: Exchange, mark: bytes) -> None:
+    async def _serve(self, way: RoutedRequest, exchange: Exchange, mark: bytes) -> None:
         begun: Begun | None = None
         try:
             begun = await self._begin(way)
@@ -113,7 +113,7 @@ class Consume:
         finally:
             await way.end(None if begun is None else begun.attempt)
 
-    async def _begin(self, way: Way) -> Begun:
+    async def _begin(self, way: RoutedRequest) -> Begun:
         """Tries, until one has its first token; for a whole answer, until one has it all."""
         while True:
             await way.place()
@@ -129,7 +129,7 @@ class Consume:
 class _InClear:
     """As the provider's engine wrote it."""
 
-    def headers(self, way: Way, head: AnswerHead) -> dict[str, str]:
+    def headers(self, way: RoutedRequest, head: AnswerHead) -> dict[str, str]:
         return {
             "content-type": head.content_type,
             "cache-control": "no-store",
@@ -143,7 +143,7 @@ class _InClear:
         text = "the provider failed before the answer was complete"
         return b"data: " + msgspec.json.encode(body_for(Unavailable(text, public=text))) + b"\n\n"
 
-    def ending(self, way: Way, head: AnswerHead) -> bytes:
+    def ending(self, way: RoutedRequest, head: AnswerHead) -> bytes:
         if not (way.wanted.stream and head.content_type.startswith("text/event-stream")):
             return b""
         return b": timing " + msgspec.json.encode(way.timing.us()) + b"\n\n"

@@ -29,7 +29,7 @@ from convoy.fleet.coordinator.requests.blind import AsRecords, PassedOn
 from convoy.fleet.coordinator.requests.consume import check_known
 from convoy.fleet.coordinator.requests.routed_request import (
     GONE,
-    Way,
+    RoutedRequest,
     account_of,
     consuming,
     hold_of,
@@ -55,7 +55,7 @@ class Leases:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
-        self._awaited: dict[str, tuple[Way, Lease, asyncio.TimerHandle]] = {}
+        self._awaited: dict[str, tuple[RoutedRequest, Lease, asyncio.TimerHandle]] = {}
         self._kept: dict[str, contextlib.ExitStack] = {}  # what keeps the coordinator from ending before
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -66,7 +66,7 @@ class Leases:
             text = f"{count} leases of this account wait for their bodies"
             raise QueueFull(text, public=text, retry_after_s=self.coordinator.options.lease_use_s)
 
-    async def offer(self, way: Way) -> Lease:
+    async def offer(self, way: RoutedRequest) -> Lease:
         """Of a provider that is free for it. Raises as `Coordinator.place`, and where all failed."""
         while True:
             await way.place()
@@ -86,7 +86,7 @@ class Leases:
                 socket.evidence,
             )
 
-    def keep(self, way: Way, lease: Lease) -> None:
+    def keep(self, way: RoutedRequest, lease: Lease) -> None:
         """Until `take`, or until it is too late."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.coordinator.options.lease_use_s, self._ran_out, lease.lease)
@@ -99,7 +99,7 @@ class Leases:
         """Whether a body may come for it."""
         return name in self._awaited
 
-    def take(self, name: str, account: str) -> tuple[Way, Lease]:
+    def take(self, name: str, account: str) -> tuple[RoutedRequest, Lease]:
         """Once. Raises `UnknownPath` for a lease of another account as for none."""
         way, lease, timer = self._awaited.get(name, (None, None, None))
         if way is None or lease is None or timer is None or way.account != account:
@@ -118,7 +118,7 @@ class Leases:
         task.add_done_callback(self._ending.discard)
 
 
-async def give_back(way: Way, outcome: str) -> None:
+async def give_back(way: RoutedRequest, outcome: str) -> None:
     """What it holds: it was never sent, or failed."""
     await way.end(None)
     way.report(outcome)
@@ -157,7 +157,7 @@ class MakeLease:
             use.hold(wanted.prompt_tokens, 0)
         self.leases.check_room(account)
         trusted = Trusted(frozenset(asked.providers), frozenset(asked.operators))
-        way = Way(
+        way = RoutedRequest(
             *(coordinator, account, wanted, timing, hold),
             trusted=trusted,
             level=Level.from_text(asked.level),
@@ -204,7 +204,7 @@ class UseLease:
                     await way.end(None)  # unless it is over already
                     way.report(exchange.outcome)
 
-    async def _run(self, way: Way, lease: Lease, sealed: bytes, exchange: Exchange) -> None:
+    async def _run(self, way: RoutedRequest, lease: Lease, sealed: bytes, exchange: Exchange) -> None:
         if len(sealed) > way.wanted.most_prompt_tokens:
             raise RequestError(
                 f"a sealed body of {len(sealed)} bytes for at most {way.wanted.most_prompt_tokens} tokens"

@@ -21,7 +21,7 @@ from starlette.websockets import WebSocketDisconnect
 
 from convoy.api.exchange import Exchange
 from convoy.api.keys.key_use import RequestUse
-from convoy.api.traces import NO_SPAN, Span, Value
+from convoy.api.traces import NO_SPAN, TraceSpan, Value
 from convoy.crypto.keys import prefixed
 from convoy.errors import (
     ConfigError,
@@ -36,13 +36,13 @@ from convoy.fleet.answer import AnswerHead, is_of_engine, start
 from convoy.fleet.asked import ModelOptions, Wanted
 from convoy.fleet.books.keys import Scope as KeyScope
 from convoy.fleet.books.ledger import MAX_KEY_CHARS, Bill, Hold
-from convoy.fleet.coordinator.bounds import Outcome
+from convoy.fleet.coordinator.bounds import BilledOutcome
 from convoy.fleet.coordinator.callers import Consumer, caller_of
 from convoy.fleet.coordinator.coordinator import Coordinator
 from convoy.fleet.coordinator.providers.answering import ProviderFailed
 from convoy.fleet.coordinator.requests.attempt import Attempt, Seal
 from convoy.fleet.coordinator.requests.span import begin_span, end_span
-from convoy.fleet.coordinator.routing.ask import Ask, Trusted
+from convoy.fleet.coordinator.routing.ask import RouteRequest, Trusted
 from convoy.fleet.outcomes import outcome_of
 from convoy.fleet.timing import SEGMENTS, Timing
 from convoy.trust.evidence.level import Level
@@ -64,7 +64,7 @@ class Begun:
 
 
 @dataclass(slots=True)
-class Way:
+class RoutedRequest:
     """A request and where it is. On the event loop's thread."""
 
     coordinator: Coordinator
@@ -72,7 +72,7 @@ class Way:
     wanted: Wanted
     timing: Timing
     hold: Hold
-    ask: Ask | None = None
+    ask: RouteRequest | None = None
     provider: str = ""
     tries: int = 0
     num_failures: int = 0  # of them, but for providers that were merely full
@@ -82,9 +82,9 @@ class Way:
     began_s: float = 0.0  # when its first token came
     level: Level = Level.NONE  # the least that its provider must have proved here
     trusted: Trusted | None = None  # whom whoever asked would send it to
-    billed: Outcome = field(default_factory=lambda: Outcome(0, 0))
+    billed: BilledOutcome = field(default_factory=lambda: BilledOutcome(0, 0))
     parent: str = ""  # a traceparent of whoever asked
-    span: Span = NO_SPAN
+    span: TraceSpan = NO_SPAN
     sealed: str = "by-coordinator"
     use: RequestUse | None = None  # of its API key
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -136,9 +136,9 @@ class Way:
             self.timing.add("queue_wait" if waited else "route", time.perf_counter() - began)
         self.tries += 1
 
-    def _ask(self) -> Ask:
+    def _ask(self) -> RouteRequest:
         now_s = time.monotonic()
-        return Ask(
+        return RouteRequest(
             number=self.coordinator.next_number(),
             account=self.account,
             model=self.wanted.model,
@@ -228,7 +228,7 @@ class Way:
         wanted = self.wanted
         if attempt is None or self.is_broken or not (attempt.outcome or attempt.tokens):
             return None
-        said = attempt.outcome or Outcome(wanted.prompt_tokens, attempt.tokens)
+        said = attempt.outcome or BilledOutcome(wanted.prompt_tokens, attempt.tokens)
         self.billed = billed = said.bounded(attempt.most_billed())
         self.coordinator.counts.claimed(self.provider, said, billed)
         if self.use is not None:
@@ -277,10 +277,10 @@ class Way:
         end_span(self.span, self.timing, self.billed, values, outcome)
 
 
-class Form(Protocol):
+class BodyForm(Protocol):
     """How an answer is written to whoever asked."""
 
-    def headers(self, way: Way, head: AnswerHead) -> dict[str, str]:
+    def headers(self, way: RoutedRequest, head: AnswerHead) -> dict[str, str]:
         """Of an answer that begins."""
         ...
 
@@ -288,12 +288,12 @@ class Form(Protocol):
         """The end of one that its provider did not end."""
         ...
 
-    def ending(self, way: Way, head: AnswerHead) -> bytes:
+    def ending(self, way: RoutedRequest, head: AnswerHead) -> bytes:
         """What follows the last piece, once it is settled."""
         ...
 
 
-async def pass_on(way: Way, exchange: Exchange, begun: Begun, form: Form) -> None:
+async def pass_on(way: RoutedRequest, exchange: Exchange, begun: Begun, form: BodyForm) -> None:
     """The answer to whoever asked, and the end of the way before its last byte."""
     attempt, head, whole = begun.attempt, begun.head, begun.whole
     if whole is not None:

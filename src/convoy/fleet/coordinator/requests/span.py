@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from convoy.api.traces import FIRST_S, INPUT_TOKENS, MAX_TOKENS, OUTPUT_TOKENS, STREAM, Span, Traces, Value
+from convoy.api.traces import (
+    FIRST_S,
+    INPUT_TOKENS,
+    MAX_TOKENS,
+    OUTPUT_TOKENS,
+    STREAM,
+    Traces,
+    TraceSpan,
+    Value,
+)
 from convoy.fleet.asked import Wanted
-from convoy.fleet.coordinator.bounds import Outcome
+from convoy.fleet.coordinator.bounds import BilledOutcome
 from convoy.fleet.timing import Timing
 
 
-def begin_span(traces: Traces, wanted: Wanted, timing: Timing, request_id: str, parent: str) -> Span:
+def begin_span(traces: Traces, wanted: Wanted, timing: Timing, request_id: str, parent: str) -> TraceSpan:
     """Of a request whose model is known. ``parent``: what whoever asked sent as traceparent."""
     span = traces.begin(wanted.kind, wanted.model, parent, timing.age_s)
     if traces.is_on:
@@ -16,7 +25,9 @@ def begin_span(traces: Traces, wanted: Wanted, timing: Timing, request_id: str, 
     return span
 
 
-def end_span(span: Span, timing: Timing, billed: Outcome, values: dict[str, Value], outcome: str) -> None:
+def end_span(
+    span: TraceSpan, timing: Timing, billed: BilledOutcome, values: dict[str, Value], outcome: str
+) -> None:
     """With every segment as an attribute, and each that was spent as a span of its own."""
     span.note(values)
     span.note({f"convoy.timing.{name}": us for name, us in timing.us().items()})

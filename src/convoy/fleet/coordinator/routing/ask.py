@@ -26,7 +26,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RouteRequest:
     """A request of ``account`` for ``model``, as the coordinator counts it.
 
     ``max_tokens`` is the most that it may give, over all its choices; ``tag`` names the beginning of its

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from convoy.errors import NotReady, QueueFull
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import Ask, Owner
-from convoy.fleet.coordinator.routing.policy import FirstToFinish, Policy
-from convoy.fleet.coordinator.routing.providers import Seats
+from convoy.fleet.coordinator.routing.ask import Owner, RouteRequest
+from convoy.fleet.coordinator.routing.policy import FirstToFinish, RoutingPolicy
+from convoy.fleet.coordinator.routing.providers import ProviderTable
 from convoy.fleet.coordinator.routing.queue import FairQueue
 from convoy.trust.evidence.level import Level
 
@@ -37,7 +37,7 @@ class QueueLimits:
 class Assignment:
     """``ask`` goes to ``provider``."""
 
-    ask: Ask
+    ask: RouteRequest
     provider: str
 
 
@@ -45,21 +45,21 @@ class _Model:
     """A model's seats and queue, and how long its answers are."""
 
     def __init__(self, limits: QueueLimits) -> None:
-        self.seats = Seats()
+        self.seats = ProviderTable()
         self.queue = FairQueue(limits.max_waiting, limits.max_per_account)
         self.mean_output = 0.0
         self.mean_prompt = 0.0
 
-    def output_tokens(self, ask: Ask) -> float:
+    def output_tokens(self, ask: RouteRequest) -> float:
         """How many are expected."""
         return min(ask.max_tokens, self.mean_output) if self.mean_output else float(ask.max_tokens)
 
-    def learn(self, ask: Ask, output_tokens: int) -> None:
+    def learn(self, ask: RouteRequest, output_tokens: int) -> None:
         first = not self.mean_output
         self.mean_output += (1.0 if first else _MEMORY) * (max(1, output_tokens) - self.mean_output)
         self.mean_prompt += (1.0 if first else _MEMORY) * (ask.prompt_tokens - self.mean_prompt)
 
-    def wait_s(self, ask: Ask, ahead: int) -> float:
+    def wait_s(self, ask: RouteRequest, ahead: int) -> float:
         """Until it would have its turn behind ``ahead`` others; infinite where nobody serves."""
         prompt = self.mean_prompt or ask.prompt_tokens
         rate = self.seats.served_per_s(prompt, self.mean_output or ask.max_tokens)
@@ -69,7 +69,7 @@ class _Model:
 class Dispatcher:
     """Not thread-safe: one loop owns it, and tells it the time."""
 
-    def __init__(self, limits: QueueLimits | None = None, policy: Policy | None = None) -> None:
+    def __init__(self, limits: QueueLimits | None = None, policy: RoutingPolicy | None = None) -> None:
         self._limits = limits or QueueLimits()
         self._policy = policy or FirstToFinish()
         self._models: dict[str, _Model] = {}
@@ -96,7 +96,7 @@ class Dispatcher:
             self._model(model).seats.add(provider, capacity, level, owner)
         return [one for model in offers for one in self._place_waiting(model, now_s)]
 
-    def leave(self, provider: str) -> list[Ask]:
+    def leave(self, provider: str) -> list[RouteRequest]:
         """It is gone; what ran there is given back, whose first token may or may not have come."""
         for model in self._models.values():
             model.seats.remove(provider)  # and `tick` forgets those that nobody has or wants
@@ -133,7 +133,7 @@ class Dispatcher:
 
     # Requests.
 
-    def submit(self, ask: Ask, now_s: float) -> Assignment | None:
+    def submit(self, ask: RouteRequest, now_s: float) -> Assignment | None:
         """Where it goes, or None: it waits.
 
         Raises `QueueFull` with an estimate of when there is room, and `NotReady` where there are providers
@@ -181,7 +181,7 @@ class Dispatcher:
         self._end(one.ask)
         return self._place_waiting(one.ask.model, now_s)
 
-    def failed(self, number: int, now_s: float) -> tuple[Ask | None, list[Assignment]]:
+    def failed(self, number: int, now_s: float) -> tuple[RouteRequest | None, list[Assignment]]:
         """Its provider refused it, failed or fell silent. The ask as it may be submitted `again`."""
         one = self._running.get(number)
         if one is None:
@@ -194,7 +194,7 @@ class Dispatcher:
         ask = replace(one.ask, excluded=one.ask.excluded | {one.provider})
         return ask, self._place_waiting(one.ask.model, now_s)
 
-    def again(self, ask: Ask, now_s: float) -> Assignment | None:
+    def again(self, ask: RouteRequest, now_s: float) -> Assignment | None:
         """As `submit`, for one that was failed: it has its place in the queue, however full that is."""
         model = self._model(ask.model)
         ask = _not_hopeless(model, ask)
@@ -214,7 +214,7 @@ class Dispatcher:
         self._end(one.ask)
         return self._place_waiting(one.ask.model, now_s)
 
-    def tick(self, now_s: float) -> tuple[list[Ask], list[Assignment]]:
+    def tick(self, now_s: float) -> tuple[list[RouteRequest], list[Assignment]]:
         """Whose deadline is over, and what may go on because a provider may be tried again."""
         expired = [ask for model in self._models.values() for ask in model.queue.expired(now_s)]
         placed = [one for name in list(self._models) for one in self._place_waiting(name, now_s)]
@@ -244,12 +244,12 @@ class Dispatcher:
         """How many are with a provider."""
         return sum(one.ask.model == model for one in self._running.values())
 
-    def wait_s(self, ask: Ask) -> float:
+    def wait_s(self, ask: RouteRequest) -> float:
         """How long it would wait, were it queued now; an hour where that is more, or nobody knows."""
         model = self._model(ask.model)
         return _retry_s(model.wait_s(ask, model.queue.ahead_of(ask.account)))
 
-    def seats(self, model: str) -> Seats | None:
+    def seats(self, model: str) -> ProviderTable | None:
         """Of a model, for pictures and metrics."""
         return self._models[model].seats if model in self._models else None
 
@@ -260,7 +260,7 @@ class Dispatcher:
     def _model(self, name: str) -> _Model:
         return self._models.setdefault(name, _Model(self._limits))
 
-    def _refuse_too_many(self, model: _Model, ask: Ask, now_s: float) -> None:
+    def _refuse_too_many(self, model: _Model, ask: RouteRequest, now_s: float) -> None:
         queue = model.queue
         wait_s = model.wait_s(ask, queue.ahead_of(ask.account))
         if queue.is_full(ask.account):
@@ -280,7 +280,7 @@ class Dispatcher:
         late_s = max(wait_s - (ask.deadline_s - now_s), one_s)
         raise QueueFull(why, public=why, retry_after_s=_retry_s(late_s))
 
-    def _place(self, model: _Model, ask: Ask, now_s: float) -> Assignment | None:
+    def _place(self, model: _Model, ask: RouteRequest, now_s: float) -> Assignment | None:
         provider = self._policy.choose(model.seats, ask, model.output_tokens(ask), now_s)
         if provider is None:
             return None
@@ -292,7 +292,7 @@ class Dispatcher:
     def _place_waiting(self, name: str, now_s: float) -> list[Assignment]:
         model, placed = self._model(name), []
 
-        def place(ask: Ask) -> bool:
+        def place(ask: RouteRequest) -> bool:
             assignment = self._place(model, _not_hopeless(model, ask), now_s)
             if assignment is not None:
                 placed.append(assignment)
@@ -302,7 +302,7 @@ class Dispatcher:
             pass
         return placed
 
-    def _end(self, ask: Ask) -> None:
+    def _end(self, ask: RouteRequest) -> None:
         one = self._running.pop(ask.number)
         model = self._models[ask.model]
         if ask.number not in self._read:
@@ -312,7 +312,7 @@ class Dispatcher:
         model.queue.ended(ask)
 
 
-def _not_hopeless(model: _Model, ask: Ask) -> Ask:
+def _not_hopeless(model: _Model, ask: RouteRequest) -> RouteRequest:
     """Who failed a request is passed over while another may take it; else any may try once more."""
     if ask.excluded and model.seats.num_open() and not model.seats.could_ever(ask):
         return replace(ask, excluded=frozenset())

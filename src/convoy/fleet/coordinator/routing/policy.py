@@ -11,22 +11,26 @@ from typing import Protocol
 
 import numpy as np
 
-from convoy.fleet.coordinator.routing.ask import Ask
-from convoy.fleet.coordinator.routing.providers import Seats
+from convoy.fleet.coordinator.routing.ask import RouteRequest
+from convoy.fleet.coordinator.routing.providers import ProviderTable
 
 NEAR = 1.02  # finish times this close to the best are alike, and the least busy of them is taken
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """Chooses among the seats that may and can take a request at once; None if there is none."""
 
-    def choose(self, seats: Seats, ask: Ask, output_tokens: float, now_s: float) -> str | None: ...
+    def choose(
+        self, seats: ProviderTable, ask: RouteRequest, output_tokens: float, now_s: float
+    ) -> str | None: ...
 
 
 class FirstToFinish:
     """What the coordinator does."""
 
-    def choose(self, seats: Seats, ask: Ask, output_tokens: float, now_s: float) -> str | None:
+    def choose(
+        self, seats: ProviderTable, ask: RouteRequest, output_tokens: float, now_s: float
+    ) -> str | None:
         """The name of a provider; ``output_tokens`` is how many the answer is expected to have."""
         found = np.flatnonzero(seats.allowed(ask, now_s))
         finish = seats.finish_s(ask, output_tokens)[found]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from convoy.fleet.capacity import Capacity, Load
-from convoy.fleet.coordinator.routing.ask import Ask, Owner, Trusted
+from convoy.fleet.coordinator.routing.ask import Owner, RouteRequest, Trusted
 from convoy.trust.evidence.level import Level
 
 Column = npt.NDArray[np.float64]
@@ -30,7 +30,7 @@ _COLUMNS = (
 )
 
 
-class Seats:
+class ProviderTable:
     """Columns by seat; a seat keeps its index until `remove`."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Seats:
         """What its newest evidence proves."""
         self._columns["level"][self._index[name]] = float(level)
 
-    def begin(self, name: str, ask: Ask) -> None:
+    def begin(self, name: str, ask: RouteRequest) -> None:
         """``ask`` goes there."""
         seat = self._index[name]
         self._columns["running"][seat] += 1
@@ -124,7 +124,7 @@ class Seats:
             if len(self._tags) > _MAX_TAGS:
                 self._tags.popitem(last=False)
 
-    def has_read(self, name: str, ask: Ask) -> None:
+    def has_read(self, name: str, ask: RouteRequest) -> None:
         """Its first token is here."""
         if (seat := self._index.get(name)) is not None:
             backlog = self._columns["backlog"]
@@ -146,7 +146,14 @@ class Seats:
             self._columns["penalty_s"][seat] = penalty_s
 
     def learn(
-        self, name: str, ask: Ask, *, first_s: float, output_tokens: int, decode_s: float, running: int
+        self,
+        name: str,
+        ask: RouteRequest,
+        *,
+        first_s: float,
+        output_tokens: int,
+        decode_s: float,
+        running: int,
     ) -> None:
         """Correct its rates by one request that ended well: seconds to its first token, and from there on."""
         seat = self._index.get(name)
@@ -172,7 +179,7 @@ class Seats:
         """How many that were sent from here run there."""
         return int(self._columns["running"][self._index[name]])
 
-    def finish_s(self, ask: Ask, output_tokens: float) -> Column:
+    def finish_s(self, ask: RouteRequest, output_tokens: float) -> Column:
         """When each seat would have given ``output_tokens`` to ``ask``, from now, were it free."""
         columns = self._columns
         running = columns["running"] + columns["foreign"]
@@ -185,7 +192,7 @@ class Seats:
         result: Column = read_s + token_s * output_tokens + columns["penalty_s"]
         return result
 
-    def allowed(self, ask: Ask, now_s: float) -> npt.NDArray[np.bool_]:
+    def allowed(self, ask: RouteRequest, now_s: float) -> npt.NDArray[np.bool_]:
         """Seats that may and can take ``ask`` at once."""
         columns = self._columns
         ok: npt.NDArray[np.bool_] = columns["slots"] - columns["running"] - columns["foreign"] >= 1
@@ -193,11 +200,11 @@ class Seats:
         ok &= (columns["penalty_s"] == 0) | (columns["running"] == 0)
         return ok & self._suited(ask)
 
-    def could_ever(self, ask: Ask) -> bool:
+    def could_ever(self, ask: RouteRequest) -> bool:
         """Whether any seat may take it once it is free."""
         return bool((self._suited(ask) & (self._columns["open"] > 0)).any())
 
-    def _suited(self, ask: Ask) -> npt.NDArray[np.bool_]:
+    def _suited(self, ask: RouteRequest) -> npt.NDArray[np.bool_]:
         columns = self._columns
         ok: npt.NDArray[np.bool_] = columns["level"] >= float(ask.level)
         ok &= columns["slots"] > 0

@@ -10,7 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from convoy.fleet.coordinator.routing.ask import Ask, Trusted
+from convoy.fleet.coordinator.routing.ask import RouteRequest, Trusted
 from convoy.trust.evidence.level import Level
 
 Demands = tuple[Level, Trusted | None, frozenset[str]]
@@ -24,8 +24,10 @@ class FairQueue:
     def __init__(self, max_waiting: int, max_per_account: int) -> None:
         self.max_waiting = max_waiting
         self.max_per_account = max_per_account
-        self._asks: dict[int, Ask] = {}
-        self._accounts: OrderedDict[str, OrderedDict[int, Ask]] = OrderedDict()  # in the order of their turns
+        self._asks: dict[int, RouteRequest] = {}
+        self._accounts: OrderedDict[str, OrderedDict[int, RouteRequest]] = (
+            OrderedDict()
+        )  # in the order of their turns
         self._deadlines: list[tuple[float, int]] = []
         self._under_way: dict[str, int] = {}  # worst-case tokens of what runs, by account
 
@@ -46,7 +48,7 @@ class FairQueue:
         others = (len(asks) for name, asks in self._accounts.items() if name != account)
         return own + sum(min(count, own + 1) for count in others)
 
-    def add(self, ask: Ask, *, first: bool = False) -> None:
+    def add(self, ask: RouteRequest, *, first: bool = False) -> None:
         """``first``: before the others of its account, because it had a turn already and was failed."""
         asks = self._accounts.setdefault(ask.account, OrderedDict())
         self._asks[ask.number] = asks[ask.number] = ask
@@ -54,7 +56,7 @@ class FairQueue:
             asks.move_to_end(ask.number, last=False)
         heapq.heappush(self._deadlines, (ask.deadline_s, ask.number))
 
-    def remove(self, number: int) -> Ask | None:
+    def remove(self, number: int) -> RouteRequest | None:
         """Take one out, whatever its turn; None if it is not here."""
         ask = self._asks.pop(number, None)
         if ask is None:
@@ -65,7 +67,7 @@ class FairQueue:
             del self._accounts[ask.account]
         return ask
 
-    def expired(self, now_s: float) -> list[Ask]:
+    def expired(self, now_s: float) -> list[RouteRequest]:
         """Take out those whose deadline is over."""
         over = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
@@ -80,7 +82,7 @@ class FairQueue:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
-    def take(self, place: Callable[[Ask], bool]) -> Ask | None:
+    def take(self, place: Callable[[RouteRequest], bool]) -> RouteRequest | None:
         """The next whose turn it is and for whom ``place`` finds one; its account's next turn is the last.
 
         Where ``place`` finds none for a request, it would find none for another of the same demands whose
@@ -106,13 +108,13 @@ class FairQueue:
         if ask is not None and ask.account in self._accounts:
             self._accounts.move_to_end(ask.account)
 
-    def started(self, ask: Ask) -> None:
+    def started(self, ask: RouteRequest) -> None:
         """It runs; its account's other requests come after those of accounts with less under way."""
         self._under_way[ask.account] = (
             self._under_way.get(ask.account, 0) + ask.prompt_tokens + ask.max_tokens
         )
 
-    def ended(self, ask: Ask) -> None:
+    def ended(self, ask: RouteRequest) -> None:
         """It does not run any more."""
         left = self._under_way.get(ask.account, 0) - ask.prompt_tokens - ask.max_tokens
         if left > 0:

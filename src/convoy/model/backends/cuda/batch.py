@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from convoy.model.backends.cuda.kernels.attention import HeadShape, Ints, Launch, cut_tiles
+from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Ints, Launch, cut_tiles
 from convoy.model.kv.pools import BlockTable
 from convoy.wire.messages.control import Row
 
@@ -46,7 +46,7 @@ class HostBatch:
 
 
 @dataclass(frozen=True)
-class GroupBatch:
+class DeviceGroupBatch:
     """What the layers of one cache group need: ``slots`` int32 [T], ``rows`` int32 [num_rows, 5]."""
 
     slots: torch.Tensor
@@ -60,7 +60,7 @@ class DeviceBatch:
 
     positions: torch.Tensor  # int32 [T]
     tables: torch.Tensor  # int32
-    groups: tuple[GroupBatch, ...]
+    groups: tuple[DeviceGroupBatch, ...]
 
 
 def describe_rows(rows: Sequence[tuple[Row, BlockTable]], num_groups: int, block_size: int) -> HostBatch:
@@ -113,7 +113,7 @@ def aligned_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def on_device(
-    host: HostBatch, tokens: Ints, shapes: Sequence[HeadShape], device: torch.device, num_units: int
+    host: HostBatch, tokens: Ints, shapes: Sequence[DeviceHeadShape], device: torch.device, num_units: int
 ) -> tuple[DeviceBatch, torch.Tensor]:
     """A batch of any rows, and its ``tokens`` [T] (or none), for one run that is not captured.
 
@@ -125,13 +125,15 @@ def on_device(
     count = len(shapes)
     slots, rows, cut = others[:count], others[count : 2 * count], others[2 * count :]
     groups = tuple(
-        GroupBatch(slots[i], rows[i], _launches(shape, cut[2 * i], cut[2 * i + 1], num_units))
+        DeviceGroupBatch(slots[i], rows[i], _launches(shape, cut[2 * i], cut[2 * i + 1], num_units))
         for i, shape in enumerate(shapes)
     )
     return DeviceBatch(positions, tables, groups), ids
 
 
-def _launches(shape: HeadShape, lone: torch.Tensor, long: torch.Tensor, num_units: int) -> tuple[Launch, ...]:
+def _launches(
+    shape: DeviceHeadShape, lone: torch.Tensor, long: torch.Tensor, num_units: int
+) -> tuple[Launch, ...]:
     found = []
     if len(lone):
         found.append(Launch(lone, shape.decode_rows, shape.num_splits(len(lone), num_units)))

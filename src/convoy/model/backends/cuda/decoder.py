@@ -18,13 +18,13 @@ from convoy.model.backends.cuda.kernels.lone import lone_linear
 from convoy.model.backends.cuda.kernels.pointwise import Rotation, add_norm, gate, rotate_and_store
 from convoy.model.backends.cuda.kernels.sums import DeviceSums
 from convoy.model.backends.cuda.memory.pools import LayerPool
-from convoy.model.backends.cuda.memory.weights import LayerWeights, StageWeights
+from convoy.model.backends.cuda.memory.weights import DeviceLayerWeights, StageWeights
 
 
 class LlamaLayer(nn.Module):
     """One layer. What its MLP adds is left to the next norm, which adds and norms in one pass."""
 
-    def __init__(self, own: LayerWeights, rotation: Rotation, eps: float) -> None:
+    def __init__(self, own: DeviceLayerWeights, rotation: Rotation, eps: float) -> None:
         super().__init__()
         self._own = own
         self._rotation = rotation
@@ -87,7 +87,7 @@ class LlamaLayer(nn.Module):
         )
 
 
-class Decoder:
+class DeviceDecoder:
     """Layers of a Llama's shape, over `gpu.weights`."""
 
     can_capture = True

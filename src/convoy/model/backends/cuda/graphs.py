@@ -19,14 +19,14 @@ import torch
 from convoy.model.backends.cuda.batch import (
     ROW_FIELDS,
     DeviceBatch,
-    GroupBatch,
+    DeviceGroupBatch,
     HostBatch,
     aligned_sizes,
     fill,
 )
-from convoy.model.backends.cuda.kernels.attention import HeadShape, Ints, Launch
+from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Ints, Launch
 from convoy.model.backends.cuda.kernels.sums import DeviceSums
-from convoy.model.backends.cuda.memory.staging import Slot, Staging
+from convoy.model.backends.cuda.memory.staging import Staging, StagingSlot
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _WARM_UPS = 2  # runs before a capture: kernels are compiled, the libraries take their memory
@@ -41,7 +41,7 @@ class GraphShape:
 
     hidden_size: int
     max_blocks: int  # of a sequence, in all its tables together
-    heads: tuple[HeadShape, ...]  # by cache group
+    heads: tuple[DeviceHeadShape, ...]  # by cache group
     dtype: torch.dtype
     device: torch.device
     num_units: int  # multiprocessors
@@ -71,7 +71,7 @@ class DecodeGraph:
         self._batch = DeviceBatch(
             positions,
             tables,
-            tuple(GroupBatch(slots[i], rows[i], (launches[i],)) for i in range(groups)),
+            tuple(DeviceGroupBatch(slots[i], rows[i], (launches[i],)) for i in range(groups)),
         )
         self._hidden = torch.zeros(size, shape.hidden_size, dtype=shape.dtype, device=shape.device)
         self._out = torch.zeros_like(self._hidden)
@@ -120,7 +120,7 @@ class DecodeGraph:
         self._send(slot, len(filled))
         self._take_in(hidden, staging)
 
-    def _send(self, slot: Slot, num_bytes: int) -> None:
+    def _send(self, slot: StagingSlot, num_bytes: int) -> None:
         staged = slot.memory[:num_bytes].view(torch.int32)
         self._ints[: len(staged)].copy_(staged, non_blocking=True)
         slot.done.record(torch.cuda.current_stream(self._shape.device))

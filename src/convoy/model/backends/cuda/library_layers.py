@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from convoy.errors import ModelError
-from convoy.model.backends.cuda.batch import DeviceBatch, GroupBatch
+from convoy.model.backends.cuda.batch import DeviceBatch, DeviceGroupBatch
 from convoy.model.backends.cuda.kernels.attention import LOG2_E, attend
 from convoy.model.backends.cuda.kernels.linears import round_linears, rounded_linear
 from convoy.model.backends.cuda.kernels.pointwise import store
@@ -40,7 +40,7 @@ class LayerStep:
     """What the attention of one layer needs in a step."""
 
     pool: LayerPool
-    group: GroupBatch
+    group: DeviceGroupBatch
     tables: torch.Tensor
 
 
@@ -75,7 +75,7 @@ AttentionInterface.register(ATTENTION_NAME, device_attention)
 
 
 class LibraryDecoder:
-    """What `gpu.decoder.Decoder` is, of modules of the library."""
+    """What `gpu.decoder.DeviceDecoder` is, of modules of the library."""
 
     def __init__(
         self,

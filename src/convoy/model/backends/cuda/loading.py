@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from convoy.errors import PlanError
-from convoy.model.backends.cuda.decoder import Decoder
+from convoy.model.backends.cuda.decoder import DeviceDecoder
 from convoy.model.backends.cuda.kernels.rope import make_rotation
 from convoy.model.backends.cuda.memory.weights import LoadProgress, StageWeights, load_weights, why_not_ours
 from convoy.model.backends.cuda.options import CHECK_KERNEL, DeviceOptions
@@ -38,7 +38,7 @@ def load_model(
                     slices=_slices(source, shard),
                 )
                 head_dim = source.spec.cache_groups[0].head_dim
-                return Decoder(weights, make_rotation(source, head_dim, options.device))
+                return DeviceDecoder(weights, make_rotation(source, head_dim, options.device))
             with LIBRARY:
                 # transformers, which takes seconds, and not before
                 from convoy.model.backends.cuda.library_layers import load_library_decoder

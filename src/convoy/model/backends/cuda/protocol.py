@@ -14,7 +14,7 @@ from convoy.model.backends.cuda.memory.pools import LayerPool
 
 
 class Model(Protocol):
-    """What a stage owns, on its device; `gpu.decoder.Decoder` or `gpu.library_layers.LibraryDecoder`."""
+    """What a stage owns, on its device: a `DeviceDecoder` or a `LibraryDecoder`."""
 
     @property
     def weight_bytes(self) -> int: ...

@@ -14,9 +14,9 @@ import triton.language as tl
 
 from convoy.errors import StepError
 from convoy.model.backends.cuda.kernels.language import kernel, next_power
-from convoy.model.backends.cuda.memory.pending import Pending
+from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.memory.staging import Staging
-from convoy.model.sampling.output_rows import Draw, Outcome, draw
+from convoy.model.sampling.output_rows import SampleJob, SampleResult, draw
 from convoy.model.sampling.sample import Sampled
 
 _BLOCK = 8192  # logits that a program looks at together
@@ -26,22 +26,22 @@ _BLOCK = 8192  # logits that a program looks at together
 class PendingDraws:
     """Outcomes that the device still works on."""
 
-    draws: Sequence[Draw]
+    draws: Sequence[SampleJob]
     vocab_size: int
     greedy: tuple[int, ...]  # indices into ``draws``
-    found: Pending  # int32 [2, len(greedy)]: tokens, and how many logits are not finite
+    found: PendingResult  # int32 [2, len(greedy)]: tokens, and how many logits are not finite
     others: tuple[int, ...]
-    logits: Pending  # float32 [len(others), vocab_size]
+    logits: PendingResult  # float32 [len(others), vocab_size]
 
-    def outcomes(self) -> tuple[Outcome, ...]:
+    def outcomes(self) -> tuple[SampleResult, ...]:
         """One for each draw, in their order."""
-        done: dict[int, Outcome] = {}
+        done: dict[int, SampleResult] = {}
         tokens, num_bad = self.found.wait().tolist()
         for index, token, bad in zip(self.greedy, tokens, num_bad, strict=True):
             error = None
             if bad:
                 error = StepError(f"{bad} of {self.vocab_size} logits are not finite, expected none")
-            done[index] = Outcome(Sampled(0 if bad else token), error=error)
+            done[index] = SampleResult(Sampled(0 if bad else token), error=error)
         rows = self.logits.wait().numpy()
         for index, row in zip(self.others, rows, strict=True):
             done[index] = draw(row, self.draws[index])
@@ -49,7 +49,7 @@ class PendingDraws:
 
 
 def start_draws(
-    logits: torch.Tensor, draws: Sequence[Draw], copies: torch.cuda.Stream, staging: Staging
+    logits: torch.Tensor, draws: Sequence[SampleJob], copies: torch.cuda.Stream, staging: Staging
 ) -> PendingDraws:
     """Begin ``draws`` of ``logits`` [len(draws), vocab_size] on a device. Raises StepError for others."""
     if len(logits) != len(draws):
@@ -59,8 +59,8 @@ def start_draws(
     found = best_tokens(_rows(logits, greedy, staging))
     return PendingDraws(
         *(draws, logits.shape[1]),
-        *(greedy, Pending.copied(found, copies)),
-        *(others, Pending.copied(_rows(logits, others, staging).float(), copies)),
+        *(greedy, PendingResult.copied(found, copies)),
+        *(others, PendingResult.copied(_rows(logits, others, staging).float(), copies)),
     )
 
 
@@ -85,7 +85,7 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _is_greedy(one: Draw) -> bool:
+def _is_greedy(one: SampleJob) -> bool:
     params = one.params
     plain = params.greedy and not params.reshapes and params.logprobs is None
     return plain and one.score is None and not (one.wants_logits or one.allowed or one.banned)

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from convoy.errors import PlanError
-from convoy.model.backends.cuda.memory.pending import Pending
+from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.memory.weights import LoadProgress
 from convoy.model.backends.cuda.sampling import PendingDraws
 from convoy.model.backends.cuda.stage import CudaStage
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
-from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.output_rows import SampleJob
 from convoy.plan.spec.model import ModelSpec
 from convoy.wire.messages.control import StageAssignment, Step
 
@@ -177,7 +177,7 @@ class SeveralStages:
         tokens: torch.Tensor | None,
         *,
         selects: bool = False,
-    ) -> Pending:
+    ) -> PendingResult:
         """As of one: the parts follow each other on their devices, and nobody waits here."""
         for part in self.parts[:-1]:
             hidden = part.start(step, hidden, tokens, stays=True).tensor
@@ -191,7 +191,7 @@ class SeveralStages:
         """As of one."""
         return self.parts[-1].output(hidden)
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> PendingDraws:
+    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> PendingDraws:
         """As of one."""
         return self.parts[-1].draw(hidden, draws)
 

@@ -16,11 +16,11 @@ from torch import nn
 from convoy.errors import ModelError, PlanError, StepError
 from convoy.model.backends.cuda.batch import DeviceBatch, describe_rows, on_device
 from convoy.model.backends.cuda.checked import CheckedStep
-from convoy.model.backends.cuda.decoder import Decoder
+from convoy.model.backends.cuda.decoder import DeviceDecoder
 from convoy.model.backends.cuda.graphs import DecodeGraph, DecodeGraphs, GraphShape
 from convoy.model.backends.cuda.kernels.sums import DeviceSums
 from convoy.model.backends.cuda.loading import load_model
-from convoy.model.backends.cuda.memory.pending import Pending
+from convoy.model.backends.cuda.memory.pending import PendingResult
 from convoy.model.backends.cuda.memory.pools import CarriesKv, DevicePools
 from convoy.model.backends.cuda.memory.staging import Staging
 from convoy.model.backends.cuda.memory.weights import LoadProgress, StageWeights
@@ -31,7 +31,7 @@ from convoy.model.backends.cuda.working import measure_working
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.device import check_device
 from convoy.model.kv.pools import BlockTable
-from convoy.model.sampling.output_rows import Draw
+from convoy.model.sampling.output_rows import SampleJob
 from convoy.model.tensors import check_hidden, check_tokens, output_rows
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages.control import MAX_BATCH, Row, StageAssignment, Step
@@ -141,7 +141,7 @@ class CudaStage(CarriesKv):
         model, self._model = self._model, None
         same = (source.digest, source.path) == self._source
         same &= (options.device, options.bits) == (self.device, self.options.bits) and shard == self.shard
-        return model.weights if same and isinstance(model, Decoder) else None
+        return model.weights if same and isinstance(model, DeviceDecoder) else None
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:
         """Forget all sequences and make K/V pools, for each cache group of so many blocks, or all alike.
@@ -244,7 +244,7 @@ class CudaStage(CarriesKv):
         *,
         stays: bool = False,
         selects: bool = False,
-    ) -> Pending:
+    ) -> PendingResult:
         """As `run`, but without a wait for the device: the next step may start before the result is here.
 
         What ``stays`` is left on the device; with ``selects`` only rows that go on to an output come.
@@ -267,7 +267,7 @@ class CudaStage(CarriesKv):
         return CheckedStep(step, host, hidden, ids)
 
     @torch.inference_mode()
-    def launch(self, checked: CheckedStep, *, stays: bool = False, selects: bool = False) -> Pending:
+    def launch(self, checked: CheckedStep, *, stays: bool = False, selects: bool = False) -> PendingResult:
         """What `start` does behind `check`."""
         with torch.cuda.device(self.device):
             return self._leave(checked.step, self._compute(checked), stays=stays, selects=selects)
@@ -292,17 +292,17 @@ class CudaStage(CarriesKv):
         return graph
 
     @torch.inference_mode()
-    def left(self, graph: DecodeGraph, checked: CheckedStep, *, selects: bool = False) -> Pending:
+    def left(self, graph: DecodeGraph, checked: CheckedStep, *, selects: bool = False) -> PendingResult:
         """What `launch` gives, of a graph that `fill` gave and that was replayed."""
         with torch.cuda.device(self.device):
             found = graph.found(len(checked.step.rows)).clone()
             return self._leave(checked.step, found, stays=False, selects=selects)
 
-    def _leave(self, step: Step, found: torch.Tensor, *, stays: bool, selects: bool) -> Pending:
+    def _leave(self, step: Step, found: torch.Tensor, *, stays: bool, selects: bool) -> PendingResult:
         # all ranks have the same, and the first of them says it
         kept = stays or self._goes_on or self.shard.rank > 0
         found = self.select(step, found) if selects else found
-        return Pending.kept(found) if kept else Pending.copied(found, self._copies)
+        return PendingResult.kept(found) if kept else PendingResult.copied(found, self._copies)
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
         """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
@@ -317,10 +317,10 @@ class CudaStage(CarriesKv):
         Of several ranks all are to do this, and the first has them all.
         """
         with torch.inference_mode(), torch.cuda.device(self.device):
-            return Pending.copied(self.device_output(hidden).float(), self._copies).wait()
+            return PendingResult.copied(self.device_output(hidden).float(), self._copies).wait()
 
     @torch.inference_mode()
-    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> PendingDraws:
+    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> PendingDraws:
         """Begin to draw from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError."""
         with self._beside(hidden):
             return start_draws(self.device_output(hidden), draws, self._copies, self._staging)

@@ -15,7 +15,13 @@ from torch import nn
 
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.kernels.native.attention import NativeGroup
-from convoy.model.kernels.native.library import Chunk, Layer, Linear, Work, native_library
+from convoy.model.kernels.native.library import (
+    ChunkStruct,
+    LayerStruct,
+    LinearStruct,
+    WorkStruct,
+    native_library,
+)
 from convoy.model.kernels.native.linears import MAX_F32_ROWS
 from convoy.model.kv.pool import KvPool
 from convoy.model.layers.attention import LayerBatch
@@ -117,10 +123,10 @@ class _Step:
         group.check(heads, cos, sin, rotary_dim)
         shape, shares = group.shape, torch.empty(group.num_scores)
         mixed = torch.empty(rows, shape.num_heads * shape.head_dim)
-        chunks = (Chunk * len(group.chunks))(*group.chunks)
+        chunks = (ChunkStruct * len(group.chunks))(*group.chunks)
         tensors = [self.x, normed, heads, turned, mixed, both, self.raised]
         tensors += [shares, cos, sin, group.write_rows]
-        work = Work(
+        work = WorkStruct(
             *(tensor.data_ptr() for tensor in tensors),
             *(ctypes.pointer(group.heads(rotary_dim)), chunks, len(chunks)),
             *(rows, group.num_tokens, torch.get_num_threads()),
@@ -136,11 +142,11 @@ class _Described:
         attention, mlp = layer.self_attn, layer.mlp
         norms = [layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm]
         if isinstance(mlp, Int8Mlp):
-            gate, up, self.between = _linear(mlp.gate_up), Linear(), mlp.width
+            gate, up, self.between = _linear(mlp.gate_up), LinearStruct(), mlp.width
         else:
             gate, up, self.between = _linear(mlp.gate), _linear(mlp.up), mlp.gate.out_features
         self.rotary_dim: int = attention.rotary_dim
-        self.layer = Layer(
+        self.layer = LayerStruct(
             (ctypes.c_void_p * 4)(*(None if norm is None else norm.weight.data_ptr() for norm in norms)),
             *(_linear(attention.qkv), _linear(attention.out), gate, up, _linear(mlp.down)),
             (ctypes.c_float * 4)(*(0.0 if norm is None else norm.eps for norm in norms)),
@@ -183,6 +189,6 @@ def _is_plain(layer: Any) -> bool:
     return activation in _GATED and all(type(one) is kind and one.native is not None for one in linears)
 
 
-def _linear(linear: Any) -> Linear:
+def _linear(linear: Any) -> LinearStruct:
     kind = "i8" if type(linear) is Int8Linear else "f32"
-    return Linear(**{kind: ctypes.pointer(linear.native.described)})
+    return LinearStruct(**{kind: ctypes.pointer(linear.native.described)})

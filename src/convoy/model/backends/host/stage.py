@@ -22,7 +22,7 @@ from convoy.model.backends.host.checks.selfcheck import (
 )
 from convoy.model.backends.host.checks.trial import Trial
 from convoy.model.backends.host.native_layers import NativeLayers
-from convoy.model.backends.host.stage_kv import StageKv
+from convoy.model.backends.host.stage_kv import HostKvStore
 from convoy.model.backends.on_device import load_on_device
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.collective import Collective
@@ -33,7 +33,7 @@ from convoy.model.layers.layer_inputs import takes_shared_kv
 from convoy.model.layers.rope import Rotations
 from convoy.model.library import importing
 from convoy.model.parallel.ranks import Ranks
-from convoy.model.sampling.output_rows import Draw, Drawing, draw_all
+from convoy.model.sampling.output_rows import SampleJob, SampleTask, draw_all
 from convoy.model.tensors import check_tokens, select_rows, take_hidden
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec, settle, share_of
 from convoy.wire.messages.control import StageAssignment, Step
@@ -62,7 +62,7 @@ class StageOptions:
 
 @dataclass(frozen=True)
 class Computed:
-    """A result that is here; one of a device (`gpu.pending.Pending`) has the same face."""
+    """A result that is here; one of a device (`gpu.pending.PendingResult`) has the same face."""
 
     tensor: torch.Tensor
 
@@ -108,7 +108,7 @@ class Stage:
         self._native: NativeLayers | None = None  # all of them, for rows of one token
         self._rotations = Rotations(modules.rotary, spec.max_context)
         self._spec = spec
-        self._kv = StageKv(
+        self._kv = HostKvStore(
             spec,
             assignment.start,
             assignment.end,
@@ -289,9 +289,9 @@ class Stage:
             logits = (logits / cap).tanh_().mul_(cap)
         return logits[:num_rows]
 
-    def draw(self, hidden: torch.Tensor, draws: Sequence[Draw]) -> Drawing:
+    def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> SampleTask:
         """Draw from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError for others."""
-        return Drawing(draw_all(self.output(hidden).numpy(), draws))
+        return SampleTask(draw_all(self.output(hidden).numpy(), draws))
 
     def start(
         self,

@@ -13,7 +13,7 @@ from convoy.model.kv.delta_batch import DeltaLayer, DeltaSlots
 from convoy.model.kv.packed import HeadShape, describe_group
 from convoy.model.kv.pool import ApartPool, KvPool, make_pool
 from convoy.model.kv.pools import BlockTable
-from convoy.model.kv.span_kv import SpanKv
+from convoy.model.kv.span_kv import KvStore
 from convoy.model.layers.attention import LayerBatch
 from convoy.model.layers.compressed.pools import CompressedLayer, CompressedPools
 from convoy.model.layers.rope import Rotations
@@ -22,7 +22,7 @@ from convoy.plan.spec.model import ModelSpec
 from convoy.wire.messages.control import Row
 
 
-class StageKv(SpanKv):
+class HostKvStore(KvStore):
     """On the host, in float32."""
 
     failures = (RuntimeError, MemoryError, TypeError, ValueError)  # what is raised for too much

@@ -22,7 +22,7 @@ from convoy.errors import HubUnreachable, ModelError
 from convoy.model.checkpoints.checkpoint import INDEX, SINGLE, file_bytes, index_files
 from convoy.model.checkpoints.hub.stream import HubCommit, hub_errors
 from convoy.model.checkpoints.manifest import FILES, MAX_FILE_BYTES
-from convoy.model.checkpoints.store.parts import Part, PartFile, alone_in, is_whole, require_room
+from convoy.model.checkpoints.store.parts import ModelPart, PartFile, alone_in, is_whole, require_room
 from convoy.model.library import LIBRARY
 
 HubProgress = Callable[[str, int, int], None]  # file, bytes that are here, bytes in all
@@ -165,13 +165,13 @@ class _Download:
     directory: Path
     progress: HubProgress | None
 
-    def all(self, parts: Iterable[Part]) -> None:
+    def all(self, parts: Iterable[ModelPart]) -> None:
         missing = [part for part in parts if not is_whole(part)]
         require_room(self.directory, missing)
         for part in missing:
             self._file(part)
 
-    def _file(self, part: Part) -> None:
+    def _file(self, part: ModelPart) -> None:
         with ExitStack() as stack:
             file = stack.enter_context(PartFile(part, lambda _num_bytes: self._tell(part, 0)))
             resumed = file.resumed
@@ -189,12 +189,12 @@ class _Download:
             hint="it was removed: start again to fetch it anew",
         )
 
-    def _tell(self, part: Part, num_bytes: int) -> None:
+    def _tell(self, part: ModelPart, num_bytes: int) -> None:
         if self.progress is not None:
             self.progress(part.name, num_bytes, part.num_bytes)
 
 
-def _parts(name: HubName, pinned: Pinned, directory: Path, files: Iterable[str]) -> list[Part]:
+def _parts(name: HubName, pinned: Pinned, directory: Path, files: Iterable[str]) -> list[ModelPart]:
     parts = []
     for file in files:
         listed = pinned.files[file]
@@ -204,7 +204,7 @@ def _parts(name: HubName, pinned: Pinned, directory: Path, files: Iterable[str])
             raise ModelError(
                 f"{file} of {name} has {listed.num_bytes} bytes, expected at most {MAX_FILE_BYTES}"
             )
-        parts.append(Part(file, directory / file, listed.num_bytes, listed.digest))
+        parts.append(ModelPart(file, directory / file, listed.num_bytes, listed.digest))
     return parts
 
 

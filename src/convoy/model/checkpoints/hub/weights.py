@@ -22,7 +22,7 @@ from convoy.model.checkpoints.checkpoint import (
     parse_index,
 )
 from convoy.model.checkpoints.hub.stream import HubCommit, Watch
-from convoy.model.checkpoints.store.parts import Part, PartFile
+from convoy.model.checkpoints.store.parts import ModelPart, PartFile
 
 _TRIES = 3  # in a row without a byte: a member has somebody else to ask
 
@@ -33,7 +33,7 @@ class _Run:
 
     file: str
     offset: int
-    parts: list[Part]
+    parts: list[ModelPart]
 
 
 class HubWeights:
@@ -60,7 +60,9 @@ class HubWeights:
             known = {name: self._headers.get(self._file_of(name), {}).get(name) for name in names}
         return {name: stored for name, stored in known.items() if stored is not None}
 
-    def fetch(self, parts: Sequence[Part], tell: Callable[[int, int], None], watch: Watch) -> list[Part]:
+    def fetch(
+        self, parts: Sequence[ModelPart], tell: Callable[[int, int], None], watch: Watch
+    ) -> list[ModelPart]:
         """Get ``parts``, which are tensors; returns those that the hub has not, or not with these bytes.
 
         ``tell`` hears of bytes that came, and of how many; ``watch`` is called while an earlier try is
@@ -89,7 +91,7 @@ class HubWeights:
         at = stored.offset + start
         return self.commit.stream(stored.path.name, at, at + num_bytes, tries=2)
 
-    def _fetch_run(self, run: _Run, count: Callable[[int], None], watch: Watch) -> list[Part]:
+    def _fetch_run(self, run: _Run, count: Callable[[int], None], watch: Watch) -> list[ModelPart]:
         """One question for all of it; what an earlier try left is of its first part."""
         first = PartFile(run.parts[0], lambda _num_bytes: watch())
         with first:
@@ -130,12 +132,12 @@ class HubWeights:
         return {tensor.name: tensor for tensor in parse_header(Path(file), raw)}
 
 
-def _fits(part: Part, stored: StoredTensor | None) -> bool:
+def _fits(part: ModelPart, stored: StoredTensor | None) -> bool:
     """Whether it may be that tensor: its digest, which covers dtype and shape, is still to be compared."""
     return stored is not None and stored.num_bytes == part.num_bytes
 
 
-def _runs(parts: Sequence[Part], places: dict[str, StoredTensor]) -> Iterator[_Run]:
+def _runs(parts: Sequence[ModelPart], places: dict[str, StoredTensor]) -> Iterator[_Run]:
     run: _Run | None = None
     end = 0
     for part in sorted(parts, key=lambda part: (str(places[part.name].path), places[part.name].offset)):
@@ -153,10 +155,10 @@ def _runs(parts: Sequence[Part], places: dict[str, StoredTensor]) -> Iterator[_R
 
 
 def _fill(
-    first: PartFile, others: Sequence[Part], chunks: Iterator[bytes], count: Callable[[int], None]
-) -> list[Part]:
+    first: PartFile, others: Sequence[ModelPart], chunks: Iterator[bytes], count: Callable[[int], None]
+) -> list[ModelPart]:
     """Share ``chunks`` out, in order; returns the parts that came to something else."""
-    held = Held(chunks, count)
+    held = HeldTensors(chunks, count)
     wrong = [] if _fill_one(first, held) else [first.part]
     for part in others:
         with PartFile(part) as file:
@@ -166,7 +168,7 @@ def _fill(
     return wrong
 
 
-class Held:
+class HeldTensors:
     """Chunks of any size, taken in other sizes."""
 
     def __init__(
@@ -185,7 +187,7 @@ class Held:
         return taken
 
 
-def _fill_one(file: PartFile, held: Held) -> bool:
+def _fill_one(file: PartFile, held: HeldTensors) -> bool:
     while file.left:
         taken = held.take(file.left)
         if not taken:

@@ -29,7 +29,7 @@ _SPARE_BYTES = 64 << 20  # left free on the disk
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """One tensor or file of a model, and where it will lie. ``start`` is hashed in front of its bytes.
 
     ``digest`` is hex SHA-256; empty where nobody named one, and then its size alone is compared.
@@ -61,7 +61,7 @@ def alone_in(folder: Path, watch: Callable[[], None]) -> Iterator[None]:
         os.close(descriptor)  # which gives the lock back, as the end of the process does
 
 
-def require_room(folder: Path, parts: Iterable[Part]) -> None:
+def require_room(folder: Path, parts: Iterable[ModelPart]) -> None:
     """Raises ModelError, with both numbers, where the disk has not the room for ``parts``."""
     needed = sum(part.num_bytes - (_size(_half(part)) or 0) for part in parts)
     with explained(folder, "read"):
@@ -74,12 +74,12 @@ def require_room(folder: Path, parts: Iterable[Part]) -> None:
         )
 
 
-def is_whole(part: Part) -> bool:
+def is_whole(part: ModelPart) -> bool:
     """Whether it is here, by its size alone: its name came last."""
     return _size(part.place) == part.num_bytes
 
 
-def verify(part: Part, count: Count) -> bool:
+def verify(part: ModelPart, count: Count) -> bool:
     """Whether the bytes that are here are the part's; others are removed. ``count`` hears of each chunk."""
     digest = hashlib.sha256(part.start)
     with explained(part.place, "read"), part.place.open("rb", buffering=0) as file:
@@ -94,7 +94,7 @@ def verify(part: Part, count: Count) -> bool:
 class PartFile:
     """One part on its way in; `finish` gives it its name. Left before that, what came stays as half of it."""
 
-    def __init__(self, part: Part, count: Count = lambda _num_bytes: None) -> None:
+    def __init__(self, part: ModelPart, count: Count = lambda _num_bytes: None) -> None:
         """Opens what an earlier try left, and hashes it; ``count`` hears of each chunk of that.
 
         Raises ModelError, as every method does, naming file and part.
@@ -188,7 +188,7 @@ def explained(path: Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def _half(part: Part) -> Path:
+def _half(part: ModelPart) -> Path:
     return part.place.with_name(f"{part.place.name}.part")
 
 

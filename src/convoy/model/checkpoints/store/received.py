@@ -20,7 +20,7 @@ from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.manifest import Manifest, TensorEntry, start_tensor_digest
 from convoy.model.checkpoints.source import ModelSource, read_config
 from convoy.model.checkpoints.store.parts import (
-    Part,
+    ModelPart,
     PartFile,
     alone_in,
     explained,
@@ -37,13 +37,13 @@ _MANIFEST = "manifest.json"
 _TENSORS = "tensors"
 
 
-class Verified:
+class VerifiedParts:
     """The parts that this process has seen to be right: none is hashed twice."""
 
     def __init__(self) -> None:
         self._digests: set[str] = set()
 
-    def missing(self, parts: Iterable[Part], tell: Callable[[int, int], None]) -> list[Part]:
+    def missing(self, parts: Iterable[ModelPart], tell: Callable[[int, int], None]) -> list[ModelPart]:
         """Those that are not here, or no more as they came: then they are removed, and the log says so.
 
         ``tell`` hears of (hashed, total) bytes. Raises ModelError for one that cannot be read.
@@ -62,7 +62,7 @@ class Verified:
                 _log.warning("%s was changed on disk, and is fetched anew", part.name)
         return [part for part in parts if not is_whole(part)]
 
-    def add(self, parts: Iterable[Part]) -> None:
+    def add(self, parts: Iterable[ModelPart]) -> None:
         """They have just come, and were compared."""
         self._digests.update(part.digest for part in parts)
 
@@ -82,7 +82,7 @@ class ReceivedModel:
         except (OSError, ModelError):
             return None
 
-    def file(self, name: str) -> Part:
+    def file(self, name: str) -> ModelPart:
         """A file beside the weights. Raises ModelError if the model has none by that name."""
         entry = self.manifest.files.get(name)
         if entry is None:
@@ -90,14 +90,14 @@ class ReceivedModel:
                 f"the manifest {self.manifest.digest[:12]} has no {name}",
                 hint="a GGUF file is not sent: give every member the file, `convoy join --model FILE`",
             )
-        return Part(name, self.folder / name, entry.num_bytes, entry.digest)
+        return ModelPart(name, self.folder / name, entry.num_bytes, entry.digest)
 
-    def tensor(self, name: str) -> Part:
+    def tensor(self, name: str) -> ModelPart:
         entry = self.manifest.tensors[name]
         start = start_tensor_digest(entry.dtype, entry.shape)
-        return Part(name, self._place(entry), entry.num_bytes, entry.digest, start)
+        return ModelPart(name, self._place(entry), entry.num_bytes, entry.digest, start)
 
-    def source(self, name: str, config: Part) -> ModelSource:
+    def source(self, name: str, config: ModelPart) -> ModelSource:
         """The model as if all its tensors were here; those that are not can be described, and not read.
 
         Raises ModelError for a configuration that is not of these tensors.
@@ -122,13 +122,13 @@ class ReceivedModel:
             self._keep_manifest()
             yield
 
-    def require_room(self, parts: Iterable[Part]) -> None:
+    def require_room(self, parts: Iterable[ModelPart]) -> None:
         """Raises ModelError, with both numbers, where the disk has not the room for ``parts``."""
         require_room(self.folder, parts)
 
     def _keep_manifest(self) -> None:
         encoded = self.manifest.encoded
-        part = Part(_MANIFEST, self.folder / _MANIFEST, len(encoded), self.manifest.digest)
+        part = ModelPart(_MANIFEST, self.folder / _MANIFEST, len(encoded), self.manifest.digest)
         if not is_whole(part):
             with PartFile(part) as file:
                 file.begin_anew()

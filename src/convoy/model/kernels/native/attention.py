@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from convoy.errors import StepError
-from convoy.model.kernels.native.library import Chunk, Heads, native_library
+from convoy.model.kernels.native.library import ChunkStruct, HeadsStruct, native_library
 from convoy.model.kv.packed import KEY_BLOCK, GroupBatch, HeadShape, TileChunk
 from convoy.model.kv.pool import KvPool
 
@@ -19,7 +19,7 @@ _FEW_PAIRS = 4  # a second thread takes longer to begin than these
 @dataclass(frozen=True)
 class _NativeChunk:
     tiles: TileChunk  # holds what the addresses in ``chunk`` are of
-    chunk: Chunk
+    chunk: ChunkStruct
     num_scores: int
     num_pairs: int
 
@@ -32,7 +32,7 @@ class NativeGroup:
         self.shape, self.num_tokens = shape, group.num_tokens
         self.write_rows = group.write_rows
         self._chunks = [_native_chunk(shape, tiles) for tiles in group.chunks]
-        self._heads: dict[int, Heads] = {}
+        self._heads: dict[int, HeadsStruct] = {}
         library = native_library()
         assert library is not None, "nothing is compiled here"
         self._library = library
@@ -70,15 +70,17 @@ class NativeGroup:
         return sum(chunk.num_scores for chunk in self._chunks)
 
     @property
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[ChunkStruct]:
         """As compiled code reads them, while this is held."""
         return [chunk.chunk for chunk in self._chunks]
 
-    def heads(self, rotary_dim: int) -> Heads:
+    def heads(self, rotary_dim: int) -> HeadsStruct:
         """As compiled code reads them."""
         shape, of = self.shape, self._heads.get(rotary_dim)
         if of is None:
-            of = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, rotary_dim, shape.block_size)
+            of = HeadsStruct(
+                shape.num_heads, shape.num_kv_heads, shape.head_dim, rotary_dim, shape.block_size
+            )
             self._heads[rotary_dim] = of
         return of
 
@@ -117,7 +119,7 @@ def fits_native(shape: HeadShape) -> bool:
 def _native_chunk(shape: HeadShape, tiles: TileChunk) -> _NativeChunk:
     num_pairs, longest = tiles.pair_tile.shape[0], tiles.tile_pairs.shape[1]
     tensors = (tiles.query_rows, tiles.kv_runs, tiles.bag_pairs, tiles.bag_starts, tiles.hidden)
-    chunk = Chunk(
+    chunk = ChunkStruct(
         *(tensor.data_ptr() for tensor in tensors),
         *(tiles.tile_pairs.shape[0], num_pairs, tiles.hidden.shape[0], longest),
     )

@@ -33,13 +33,13 @@ class I8Linear(ctypes.Structure):
     )
 
 
-class Heads(ctypes.Structure):
+class HeadsStruct(ctypes.Structure):
     """As in `kernels.c`."""
 
     _fields_ = tuple((name, c_int64) for name in ("num_heads", "kv_heads", "dim", "rotary_dim", "block_size"))
 
 
-class Chunk(ctypes.Structure):
+class ChunkStruct(ctypes.Structure):
     """As in `kernels.c`."""
 
     _fields_ = (
@@ -48,29 +48,29 @@ class Chunk(ctypes.Structure):
     )
 
 
-class Linear(ctypes.Structure):
+class LinearStruct(ctypes.Structure):
     """As in `kernels.c`: one of both."""
 
     _fields_ = (("f32", POINTER(F32Linear)), ("i8", POINTER(I8Linear)))
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     """As in `kernels.c`."""
 
     _fields_ = (
         ("norms", c_void_p * 4),
-        *((name, Linear) for name in ("qkv", "out", "gate", "up", "down")),
+        *((name, LinearStruct) for name in ("qkv", "out", "gate", "up", "down")),
         *(("eps", c_float * 4), ("hidden", c_int64), ("between", c_int64)),
     )
 
 
-class Work(ctypes.Structure):
+class WorkStruct(ctypes.Structure):
     """As in `kernels.c`."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "normed", "heads", "turned", "mixed", "both", "raised")),
         *((name, c_void_p) for name in ("shares", "cos", "sin", "write_rows")),
-        *(("of", POINTER(Heads)), ("chunks", POINTER(Chunk))),
+        *(("of", POINTER(HeadsStruct)), ("chunks", POINTER(ChunkStruct))),
         *((name, c_int64) for name in ("num_chunks", "rows", "tokens", "threads")),
     )
 
@@ -83,11 +83,11 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "convoy_i8_size": [c_int64, c_int64],
     "convoy_i8_pack": [c_void_p, c_int64, c_int64, c_void_p, c_void_p],
     "convoy_norm": [c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64],
-    "convoy_turn": [POINTER(Heads), *[c_void_p] * 6, c_int64],
-    "convoy_scores": [POINTER(Heads), POINTER(Chunk), *[c_void_p] * 3, c_int64],
-    "convoy_mix": [POINTER(Heads), POINTER(Chunk), *[c_void_p] * 3, c_int64],
-    "convoy_layer_scores": [POINTER(Layer), POINTER(Layer), POINTER(Work), c_void_p],
-    "convoy_layer_mix": [POINTER(Layer), POINTER(Work), c_void_p],
+    "convoy_turn": [POINTER(HeadsStruct), *[c_void_p] * 6, c_int64],
+    "convoy_scores": [POINTER(HeadsStruct), POINTER(ChunkStruct), *[c_void_p] * 3, c_int64],
+    "convoy_mix": [POINTER(HeadsStruct), POINTER(ChunkStruct), *[c_void_p] * 3, c_int64],
+    "convoy_layer_scores": [POINTER(LayerStruct), POINTER(LayerStruct), POINTER(WorkStruct), c_void_p],
+    "convoy_layer_mix": [POINTER(LayerStruct), POINTER(WorkStruct), c_void_p],
 }
 _RESULTS: dict[str, Any] = {"convoy_i8_size": c_int64} | dict.fromkeys(
     ("convoy_i8_linear", "convoy_layer_scores", "convoy_layer_mix"), c_int

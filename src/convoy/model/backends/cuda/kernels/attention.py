@@ -23,7 +23,7 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class HeadShape:
+class DeviceHeadShape:
     """What the attention of a layer looks like. ``window`` counts the token itself; None: no window."""
 
     num_heads: int
@@ -74,7 +74,7 @@ class Pool:
     values: torch.Tensor
 
 
-def cut_tiles(lengths: Ints, shape: HeadShape) -> tuple[Ints, Ints]:
+def cut_tiles(lengths: Ints, shape: DeviceHeadShape) -> tuple[Ints, Ints]:
     """The tiles, [n, 2], of rows of one token, and those of longer rows."""
     alone = np.flatnonzero(lengths == 1)
     long = np.flatnonzero(lengths > 1)
@@ -89,7 +89,7 @@ def cut_tiles(lengths: Ints, shape: HeadShape) -> tuple[Ints, Ints]:
 def attend(
     query: torch.Tensor,
     pool: Pool,
-    shape: HeadShape,
+    shape: DeviceHeadShape,
     *,
     tables: torch.Tensor,
     rows: torch.Tensor,
@@ -128,13 +128,13 @@ def attend(
     return out
 
 
-def _parts(query: torch.Tensor, launch: Launch, shape: HeadShape) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(query: torch.Tensor, launch: Launch, shape: DeviceHeadShape) -> tuple[torch.Tensor, torch.Tensor]:
     size = (launch.tiles.shape[0], shape.num_heads, launch.num_splits)
     parts = query.new_empty(*size, shape.value_dim, dtype=torch.float32)
     return parts, query.new_empty(*size, 2, dtype=torch.float32)
 
 
-def _constants(shape: HeadShape, launch: Launch) -> dict[str, int]:
+def _constants(shape: DeviceHeadShape, launch: Launch) -> dict[str, int]:
     return {
         "NUM_KV": shape.num_kv_heads,
         "GROUP": shape.group,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
-from convoy.model.backends.cuda.kernels.attention import HeadShape, Pool
+from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
 from convoy.model.backends.cuda.kernels.language import kernel, next_power
 
 _GATE_BLOCK = 1024
@@ -43,7 +43,7 @@ def gate(both: torch.Tensor) -> torch.Tensor:
 def rotate_and_store(
     qkv: torch.Tensor,
     pool: Pool,
-    shape: HeadShape,
+    shape: DeviceHeadShape,
     rotation: Rotation,
     *,
     positions: torch.Tensor,
@@ -66,7 +66,7 @@ def rotate_and_store(
 
 
 def store(
-    keys: torch.Tensor, values: torch.Tensor, pool: Pool, shape: HeadShape, slots: torch.Tensor
+    keys: torch.Tensor, values: torch.Tensor, pool: Pool, shape: DeviceHeadShape, slots: torch.Tensor
 ) -> None:
     """Put K [T, kv_heads, head_dim] and V [.., value_dim] into the pool, as `rotate_and_store` does."""
     for found, blocks, width in (

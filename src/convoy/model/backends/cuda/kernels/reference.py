@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from convoy.model.backends.cuda.kernels.attention import LOG2_E, HeadShape, Pool
+from convoy.model.backends.cuda.kernels.attention import LOG2_E, DeviceHeadShape, Pool
 
 
 def attend_slowly(
     query: torch.Tensor,
     pool: Pool,
-    shape: HeadShape,
+    shape: DeviceHeadShape,
     rows: Sequence[tuple[int, int, Sequence[int]]],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -47,7 +47,7 @@ def attend_slowly(
     return torch.cat(found)
 
 
-def _gather(blocks: torch.Tensor, table: Sequence[int], end: int, shape: HeadShape) -> torch.Tensor:
+def _gather(blocks: torch.Tensor, table: Sequence[int], end: int, shape: DeviceHeadShape) -> torch.Tensor:
     """[num_heads, end, dim], float32, of the first ``end`` positions."""
     index = [table[i // shape.block_size % len(table)] for i in range(end)]
     offsets = torch.arange(end, device=blocks.device) % shape.block_size

@@ -8,19 +8,19 @@ import torch
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingResult:
     """A result that the device still works on, or copies. torch keeps pinned memory for the next one."""
 
     tensor: torch.Tensor
     done: torch.cuda.Event | None = None
 
     @classmethod
-    def kept(cls, tensor: torch.Tensor) -> Pending:
+    def kept(cls, tensor: torch.Tensor) -> PendingResult:
         """It stays on the device, where work on it waits by itself."""
         return cls(tensor)
 
     @classmethod
-    def copied(cls, tensor: torch.Tensor, stream: torch.cuda.Stream) -> Pending:
+    def copied(cls, tensor: torch.Tensor, stream: torch.cuda.Stream) -> PendingResult:
         """It comes to the host as it is, over ``stream``: what the device does next runs meanwhile."""
         if not tensor.numel():
             return cls(torch.empty(tensor.shape, dtype=tensor.dtype))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from convoy.model.backends.cuda.kernels.attention import HeadShape, Pool
-from convoy.model.kv.span_kv import SpanKv
+from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Pool
+from convoy.model.kv.span_kv import KvStore
 from convoy.plan.spec.cache import CacheGroup
 from convoy.plan.spec.model import ModelSpec
 
@@ -19,10 +19,10 @@ class LayerPool:
 
     pool: Pool
     group: int
-    shape: HeadShape
+    shape: DeviceHeadShape
 
 
-class DevicePools(SpanKv):
+class DevicePools(KvStore):
     """On a device, in its dtype."""
 
     failures = (torch.cuda.OutOfMemoryError,)
@@ -48,7 +48,7 @@ class DevicePools(SpanKv):
         return len(self._spec.cache_groups)
 
     @property
-    def shapes(self) -> tuple[HeadShape, ...]:
+    def shapes(self) -> tuple[DeviceHeadShape, ...]:
         """What the attention of each cache group looks like."""
         return tuple(head_shape(group, self._block_size) for group in self._spec.cache_groups)
 
@@ -120,9 +120,9 @@ class CarriesKv:
         return self._kv.carried_shape(num_layers, num_blocks)
 
 
-def head_shape(group: CacheGroup, block_size: int) -> HeadShape:
+def head_shape(group: CacheGroup, block_size: int) -> DeviceHeadShape:
     """With the usual scale, and no cap: where a layer has others, it says so to `attend`."""
-    return HeadShape(
+    return DeviceHeadShape(
         group.num_heads,
         group.num_kv_heads,
         group.head_dim,
@@ -133,7 +133,7 @@ def head_shape(group: CacheGroup, block_size: int) -> HeadShape:
     )
 
 
-def make_pool(num_blocks: int, shape: HeadShape, device: torch.device, dtype: torch.dtype) -> Pool:
+def make_pool(num_blocks: int, shape: DeviceHeadShape, device: torch.device, dtype: torch.dtype) -> Pool:
     """Zeroed, so that what was never written is a number."""
     size = (num_blocks, shape.num_kv_heads, shape.block_size)
     keys = torch.zeros(*size, shape.head_dim, dtype=dtype, device=device)

@@ -16,7 +16,7 @@ _LEAST_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
-class Slot:
+class StagingSlot:
     """Bytes on the host; ``done`` is over once the device has read them."""
 
     memory: torch.Tensor  # uint8, pinned
@@ -29,18 +29,18 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._slots: list[Slot] = []
+        self._slots: list[StagingSlot] = []
         # hidden states are copied while what was begun before still runs
         self._uploads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def take(self, num_bytes: int) -> Slot:
+    def take(self, num_bytes: int) -> StagingSlot:
         """One with room, for the caller to fill, to copy from, and to record ``done`` behind the copy."""
         for slot in self._slots:
             if len(slot.array) >= num_bytes and slot.done.query():  # type: ignore[no-untyped-call]
                 return slot
         size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        slot = Slot(memory, memory.numpy(), torch.cuda.Event())  # type: ignore[no-untyped-call]
+        slot = StagingSlot(memory, memory.numpy(), torch.cuda.Event())  # type: ignore[no-untyped-call]
         self._slots.append(slot)
         return slot
 

@@ -31,7 +31,7 @@ LoadProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class LayerWeights:
+class DeviceLayerWeights:
     """One decoder layer. ``qkv`` is q, k and v over each other, ``gate_up`` gate and up."""
 
     input_norm: torch.Tensor
@@ -61,7 +61,7 @@ class LayerWeights:
 class StageWeights:
     """What a stage owns; what it does not own is None."""
 
-    layers: dict[int, LayerWeights]  # by their number in the whole model
+    layers: dict[int, DeviceLayerWeights]  # by their number in the whole model
     embedding: torch.Tensor | None
     norm: torch.Tensor | None
     head: Matrix | None  # lm_head; the embedding itself where they are tied and it is not rounded
@@ -164,13 +164,13 @@ class _Loader:
         self._total = sum(stored.num_bytes for stored in owned)
         self.bytes_read = 0
 
-    def layer(self, prefix: str) -> LayerWeights:
+    def layer(self, prefix: str) -> DeviceLayerWeights:
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
         qkv = [f"{attention}{name}_proj" for name in "qkv"]
         gate_up = [f"{mlp}gate_proj", f"{mlp}up_proj"]
         norms = [f"{attention}q_norm.weight", f"{attention}k_norm.weight"]
         head_norms = self._joined(norms) if norms[0] in self._source.tensors else None
-        return LayerWeights(
+        return DeviceLayerWeights(
             input_norm=self.whole(f"{prefix}input_layernorm.weight"),
             qkv=self._matrix([f"{name}.weight" for name in qkv]),
             qkv_bias=self._biases(qkv),
