@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from itertools import pairwise
 
 from architecture.source import Module, import_graph, imports_of
 
@@ -133,6 +134,55 @@ def import_cycles(modules: list[Module]) -> list[str]:
             if target in path:
                 circle = " -> ".join([*path[path.index(target) :], target])
                 found.append(f"{places[name]}:{line}: {circle}")
+            elif target not in done:
+                visit(target, path)
+        done.add(path.pop())
+
+    for name in sorted(graph):
+        if name not in done:
+            visit(name, [])
+    return found
+
+
+def package_cycles(modules: list[Module]) -> list[str]:
+    """Return one line for each circle of imports between the parts of a package.
+
+    The parts of a package are its modules and its sub-packages; a sub-package counts as one part with all that
+    is in it. So a reader can learn a package's parts one after the other.
+    """
+    graph = import_graph(modules)
+    packages = {name.rpartition(".")[0] for name in graph}
+    packages |= {name.rpartition(".")[0] for name in packages}
+    found = []
+    for package in sorted(packages - {""}):
+        parts: dict[str, dict[str, str]] = {}
+        for name, edges in graph.items():
+            for target in edges:
+                mine, other = _part(package, name), _part(package, target)
+                if mine and other and mine != other:
+                    parts.setdefault(mine, {}).setdefault(other, f"{name} imports {target}")
+        found += [f"{package}: " + "; ".join(circle) for circle in _circles(parts)]
+    return found
+
+
+def _part(package: str, name: str) -> str | None:
+    """Return the part of ``package`` that holds the module ``name``; None outside it and for itself."""
+    if not name.startswith(f"{package}."):
+        return None
+    return name[len(package) + 1 :].partition(".")[0]
+
+
+def _circles(graph: dict[str, dict[str, str]]) -> list[list[str]]:
+    """Return the edges of each circle that a walk in depth finds, as the texts of ``graph``."""
+    done: set[str] = set()
+    found: list[list[str]] = []
+
+    def visit(name: str, path: list[str]) -> None:
+        path.append(name)
+        for target in sorted(graph.get(name, {})):
+            if target in path:
+                ring = [*path[path.index(target) :], target]
+                found.append([graph[a][b] for a, b in pairwise(ring)])
             elif target not in done:
                 visit(target, path)
         done.add(path.pop())

@@ -11,9 +11,10 @@ from architecture.source import Module, imports_of
 
 MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 50
-BANNED_WORDS = frozenset(
-    {"util", "utils", "shared", "common", "core", "base", "manager", "handler", "helper", "helpers"}
-)
+MAX_PACKAGE_MODULES = 12
+MAX_VERBS = 25
+MIN_PACKAGE_WORDS = 5
+BANNED_WORDS = frozenset({"util", "utils", "misc"})
 UNSAFE_PACKAGES = frozenset(["pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle"])
 UNSAFE_CALLS = frozenset({"eval", "exec"})
 UNSAFE_ATTRIBUTES = {
@@ -33,6 +34,33 @@ def long_modules(modules: list[Module]) -> list[str]:
         f"{module.place}:1: {len(module.lines)} lines, and {MAX_MODULE_LINES} is the limit"
         for module in modules
         if len(module.lines) > MAX_MODULE_LINES
+    ]
+
+
+def crowded_packages(modules: list[Module]) -> list[str]:
+    """Return the packages with more modules beside their sub-packages than a reader takes in at once."""
+    packages = {module.name for module in modules if module.is_package}
+    found = []
+    for package in sorted(packages):
+        beside = [
+            module.name
+            for module in modules
+            if not module.is_package and module.name.rpartition(".")[0] == package
+        ]
+        most = MAX_VERBS if package == "convoy.cli" else MAX_PACKAGE_MODULES
+        if len(beside) > most:
+            found.append(f"{package}: {len(beside)} modules, and {most} is the limit")
+    return found
+
+
+def silent_packages(modules: list[Module]) -> list[str]:
+    """Return the packages that do not say what is inside. Migrations are listed by their own tool."""
+    return [
+        f"{module.place}:1: say what is inside"
+        for module in modules
+        if module.is_package
+        and ".migrations" not in module.name
+        and len((ast.get_docstring(module.tree) or "").split()) < MIN_PACKAGE_WORDS
     ]
 
 
@@ -70,6 +98,20 @@ def banned_names(modules: list[Module]) -> list[str]:
                 } & BANNED_WORDS
                 found += [f"{module.at(node)}: class {node.name}: say what it does" for _ in words]
     return found
+
+
+def repeated_class_names(modules: list[Module]) -> list[str]:
+    """Return the public class names that two rooms use, with their places: one word must mean one thing."""
+    found: dict[str, dict[str, str]] = {}
+    for module in modules:
+        for node in module.tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, {})[module.at(node)] = module.room
+    return [
+        f"class {name}: " + ", ".join(sorted(places))
+        for name, places in sorted(found.items())
+        if len(set(places.values())) > 1
+    ]
 
 
 def prints(modules: list[Module]) -> list[str]:

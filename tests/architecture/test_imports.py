@@ -13,6 +13,7 @@ from architecture.imports import (
     import_cycles,
     impure_modules,
     neighbours,
+    package_cycles,
     reserved_codecs,
     reserved_imports,
     wrong_direction,
@@ -222,3 +223,26 @@ def test_an_impure_neighbour_that_is_not_imported_does_not_count(tree: Tree) -> 
     assert (
         impure_modules(tree({"engine/scheduler.py": "", "engine/engine.py": "import threading, torch"})) == []
     )
+
+
+def test_parts_of_a_package_that_import_each_other_are_found(tree: Tree) -> None:
+    files = {
+        "engine/run/local.py": "from convoy.engine.kv.pools import Pool",
+        "engine/run/pipeline.py": "",
+        "engine/kv/pools.py": "",
+        "engine/kv/limits.py": "from convoy.engine.run import pipeline",
+    }
+    assert import_cycles(tree(files)) == []
+    assert package_cycles(tree(files)) == [
+        "convoy.engine: convoy.engine.kv.limits imports convoy.engine.run; "
+        "convoy.engine.run.local imports convoy.engine.kv.pools"
+    ]
+
+
+def test_a_module_beside_a_sub_package_may_be_its_floor_or_its_roof(tree: Tree) -> None:
+    files = {
+        "engine/engine.py": "from convoy.engine.run.local import Executor",
+        "engine/run/local.py": "from convoy.engine.sequence import Sequence",
+        "engine/sequence.py": "",
+    }
+    assert package_cycles(tree(files)) == []

@@ -39,7 +39,7 @@ def test_a_docstring_does_not_make_a_function_long(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["wire/utils.py", "wire/frame_helpers.py", "wire/common/frame.py", "core/frame.py"]
+    "name", ["wire/utils.py", "wire/frame_util.py", "wire/misc/frame.py", "misc/frame.py"]
 )
 def test_a_module_named_after_nothing_is_found(tmp_path: Path, name: str) -> None:
     found = shape.banned_names(module_of(tmp_path, "", name))
@@ -47,13 +47,13 @@ def test_a_module_named_after_nothing_is_found(tmp_path: Path, name: str) -> Non
     assert found[0].startswith(f"src/convoy/{name}:1: a module is named ")
 
 
-@pytest.mark.parametrize("name", ["LinkManager", "HTTPHandler", "BaseStage", "StageHelper", "_SharedPool"])
+@pytest.mark.parametrize("name", ["LinkUtil", "HTTPUtils", "_MiscPool"])
 def test_a_class_named_after_nothing_is_found(tmp_path: Path, name: str) -> None:
     found = shape.banned_names(module_of(tmp_path, f"x = 1\nclass {name}: pass"))
     assert found == [f"src/convoy/wire/frame.py:2: class {name}: say what it does"]
 
 
-@pytest.mark.parametrize("name", ["Database", "Scored", "Encore", "Handle", "Baseline"])
+@pytest.mark.parametrize("name", ["Utility", "Miscible", "RequestHandler", "BaseStage"])
 def test_a_word_that_only_contains_a_banned_one_passes(tmp_path: Path, name: str) -> None:
     assert shape.banned_names(module_of(tmp_path, f"class {name}: pass", f"wire/{name.lower()}.py")) == []
 
@@ -118,3 +118,32 @@ def test_relative_paths_and_binary_files_pass(tmp_path: Path) -> None:
     binary = tmp_path / "noise.txt"
     binary.write_bytes(b"\xff\xfe\x00")
     assert shape.machine_paths([page, binary], tmp_path) == []
+
+
+def test_a_package_of_13_modules_is_found_and_one_of_12_passes(tmp_path: Path) -> None:
+    for number in range(12):
+        modules = module_of(tmp_path, "", f"wire/m{number}.py")
+    (tmp_path / "src/convoy/wire/__init__.py").touch()
+    modules = module_of(tmp_path, "", "wire/messages/__init__.py")
+    assert shape.crowded_packages(modules) == []
+    modules = module_of(tmp_path, "", "wire/m12.py")
+    assert shape.crowded_packages(modules) == ["convoy.wire: 13 modules, and 12 is the limit"]
+
+
+def test_a_package_that_says_nothing_is_found(tmp_path: Path) -> None:
+    assert shape.silent_packages(module_of(tmp_path, "", "wire/__init__.py")) == [
+        "src/convoy/wire/__init__.py:1: say what is inside"
+    ]
+    text = '"""Frames, tensors and messages as bytes."""'
+    assert shape.silent_packages(module_of(tmp_path, text, "wire/__init__.py")) == []
+
+
+def test_a_public_class_name_of_two_rooms_is_found(tmp_path: Path) -> None:
+    module_of(tmp_path, "class Load: pass\nclass _Own: pass", "plan/rates.py")
+    module_of(tmp_path, "class Load: pass", "plan/report.py")
+    modules = module_of(tmp_path, "class Load: pass\nclass _Own: pass", "fleet/capacity.py")
+    assert shape.repeated_class_names(modules) == [
+        "class Load: src/convoy/fleet/capacity.py:1, src/convoy/plan/rates.py:1, src/convoy/plan/report.py:1"
+    ]
+    modules = module_of(tmp_path, "", "fleet/capacity.py")
+    assert shape.repeated_class_names(modules) == []
