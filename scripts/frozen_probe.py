@@ -416,7 +416,8 @@ def main() -> int:
             else:
                 found[kind] = KINDS[kind](side)
         except Exception:  # noqa: BLE001 - what a side cannot tell is a fact too, and fails the comparison
-            found[kind] = {"the probe failed": traceback.format_exc()}
+            failed = {"the probe failed": traceback.format_exc()}
+            found |= {"http": failed, "metrics": failed} if kind == "served" else {kind: failed}
     given.out.write_text(json.dumps(found, default=str), encoding="utf-8")
     return 0
 

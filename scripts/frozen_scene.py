@@ -309,7 +309,7 @@ def _fleet(folder: Path, stack: ExitStack, upstream: str, ports: list[int], metr
         )
         made = door.post("/keys", json={"scope": "consumer", "account": "ann"})
         facts["admin keys"] = _answer(made)
-        scope = door.post("/keys", json={"scope": "metrics", "name": "prometheus"})
+        scope = door.post("/keys", json={"scope": "metrics", "label": "prometheus"})
         facts["admin metrics key"] = _answer(scope)
         (folder / "fleet.key").write_text(made.json()["key"] + "\n", encoding="utf-8")
         (folder / "fleet.key").chmod(0o600)
