@@ -147,8 +147,8 @@ def import_cycles(modules: list[Module]) -> list[str]:
 def package_cycles(modules: list[Module]) -> list[str]:
     """Return one line for each circle of imports between the parts of a package.
 
-    The parts of a package are its modules and its sub-packages; a sub-package counts as one part with all that
-    is in it. So a reader can learn a package's parts one after the other.
+    The parts of a package are its modules and its sub-packages. A sub-package counts as one part with all
+    that is in it. So a reader can learn a package's parts one after the other.
     """
     graph = import_graph(modules)
     packages = {name.rpartition(".")[0] for name in graph}
