@@ -9,7 +9,7 @@ LOG    := $(VENV).log
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --no-deps
 LOCKS  := requirements.lock requirements-dev.lock requirements-cuda.lock requirements-cpu.lock
 
-.PHONY: help setup demo test test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long check docs lock sbom bench clean
+.PHONY: help setup demo test test-survival test-adversary test-tpm test-postgres test-chaos test-verify test-long test-wheel check docs lock sbom bench clean
 
 help:
 	@echo "make demo    set up, then run the bundled model over two sealed processes"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-tpm  install a software TPM (apt-get), then enrol it and demand it of real members"
 	@echo "make test-postgres  install PostgreSQL (apt-get), then run the coordinator's tests on it too"
 	@echo "make test-chaos  kill, stop and cut off random peers under load, for ten minutes; SECONDS=60 for one"
+	@echo "make test-wheel  install the wheel in an empty environment and run the demo from it"
 	@echo "make test-verify  cut a tiny model of every family, and the bundled ones, in every allowed way"
 	@echo "make test-long  the tests that are marked long"
 	@echo "make check   lint, format, types, architecture"
@@ -76,6 +77,10 @@ test-survival: setup
 # Its files are not called test_*, so that `make test` leaves them out.
 test-adversary: setup
 	@$(BIN)/python -m pytest -o 'python_files=attack_*.py' tests/adversary
+
+# Named like those above. An installation of PyTorch takes a minute or, on a busy machine, many.
+test-wheel: setup
+	@$(BIN)/python -m pytest -o 'python_files=install_*.py' -o faulthandler_timeout=0 -o timeout=1800 tests/wheel
 
 # Named like those above. SEED repeats a disorder that was printed.
 SECONDS ?= 600

@@ -31,6 +31,16 @@ from convoy.cli.verbs import VerbGroup
 from convoy.errors import ConvoyError
 from convoy.transport.listen.descriptors import raise_descriptor_limit
 
+# Module -> the extra of the package that brings it.
+_EXTRAS = {
+    "alembic": "fleet",
+    "sqlalchemy": "fleet",
+    "websockets": "fleet",
+    "gguf": "gguf",
+    "opentelemetry": "telemetry",
+    "psycopg": "postgres",
+    "zeroconf": "discovery",
+}
 _NEAR = 0.8  # how much of two options' letters must agree, from 0 to 1
 
 app = typer.Typer(
@@ -140,7 +150,7 @@ def _report(error: Exception, options: list[str], as_json: bool) -> int:
         report_error(
             "ModuleMissing",
             f"the Python module {one_line(error.name)} is not installed",
-            "install Convoy with what it needs: `make setup`, or the extra of the package that has it",
+            _remedy(error.name),
             as_json=as_json,
         )
         return EXIT_FAILURE
@@ -151,6 +161,14 @@ def _report(error: Exception, options: list[str], as_json: bool) -> int:
         as_json=as_json,
     )
     return EXIT_FAILURE
+
+
+def _remedy(module: str) -> str:
+    """Return how to install a module that is missing."""
+    extra = _EXTRAS.get(module.partition(".")[0])
+    if extra is None:
+        return "install Convoy with what it needs: `make setup` in a clone, or its wheel again"
+    return f"install Convoy with its extra {extra}: pip install 'WHEEL[{extra}]'"
 
 
 def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:

@@ -1,0 +1,112 @@
+"""The wheel in an empty environment: what it needs, what it does without extras, and how it asks for one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import lock
+
+ROOT = Path(__file__).resolve().parents[2]
+OF_EXTRAS = {"alembic", "sqlalchemy", "websockets", "gguf", "zeroconf", "psycopg", "opentelemetry-sdk"}
+OF_CONTRIBUTORS = {"pytest", "mypy", "ruff", "openai", "hypothesis"}
+
+
+def closure_of(requirements: Sequence[str]) -> set[str]:
+    """Return the names of all packages that ``requirements`` bring, from what is installed here."""
+    found: set[tuple[str, str]] = set()
+    todo = [(Requirement(line), "") for line in requirements]
+    while todo:
+        requirement, of_extra = todo.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": of_extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for extra in {"", *requirement.extras}:
+            if (name, extra) not in found:
+                found.add((name, extra))
+                needs = importlib.metadata.requires(name) or []
+                todo += [(Requirement(line), extra) for line in needs]
+    return {name for name, _ in found}
+
+
+class Installed:
+    """An environment with the wheel and its base requirements alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bin = folder / "venv/bin"
+        self._run(
+            sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist"), cwd=ROOT
+        )
+        self._run(sys.executable, "-m", "venv", str(folder / "venv"))
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+        names = closure_of(project["project"]["dependencies"])
+        pins = [
+            pin
+            for file in (lock.LOCK, lock.CUDA_LOCK)
+            for pin in lock.parse((ROOT / file).read_text("utf-8")).values()
+            if pin.name in names
+        ]
+        base = folder / "base.lock"
+        base.write_text("".join(pin.text() for pin in pins), encoding="utf-8")
+        # As `make setup` does: a CPU build of torch where pip knows a place that has one.
+        self.pip("--require-hashes", "-r", str(ROOT / lock.CPU_LOCK), check=False)
+        self.pip("--require-hashes", "-r", str(base))
+        (wheel,) = (folder / "dist").glob("*.whl")
+        self.pip(str(wheel))
+
+    def pip(self, *arguments: str, check: bool = True) -> None:
+        """Install without resolving anything."""
+        options = ("--disable-pip-version-check", "--no-deps", "-q")
+        self._run(str(self.bin / "python"), "-m", "pip", "install", *options, *arguments, check=check)
+
+    def convoy(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the installed command in an empty folder."""
+        home = self.folder / "home"
+        home.mkdir(exist_ok=True)
+        return self._run(str(self.bin / "convoy"), *arguments, cwd=home, check=False)
+
+    def _run(
+        self, *command: str, cwd: Path | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 or not check, f"{command}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_demo_runs_from_the_wheel_alone(installed: Installed) -> None:
+    done = installed.convoy("demo", "--json")
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_package_of_an_extra_or_of_contributors_comes_with_it(installed: Installed) -> None:
+    done = installed._run(str(installed.bin / "python"), "-m", "pip", "list", "--format", "freeze")
+    names = {canonicalize_name(line.partition("==")[0]) for line in done.stdout.splitlines()}
+    assert "torch" in names
+    assert not names & (OF_EXTRAS | OF_CONTRIBUTORS)
+    assert installed._run(str(installed.bin / "python"), "-m", "pip", "check").returncode == 0
+
+
+@pytest.mark.parametrize("verb", ["coordinator", "proxy", "provide"])
+def test_a_verb_of_the_fleet_names_the_extra_that_it_needs(installed: Installed, verb: str) -> None:
+    needed = {"proxy": ["ws://127.0.0.1:9"], "provide": ["ws://127.0.0.1:9"]}.get(verb, [])
+    done = installed.convoy(verb, *needed)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    if "is not installed" in done.stderr:
+        assert "hint: install Convoy with its extra fleet: pip install 'WHEEL[fleet]'" in done.stderr
