@@ -169,7 +169,7 @@ class Planner:
         return report(after).max_kv_tokens >= min(report(before).max_kv_tokens, wanted)
 
     def same_bits(self) -> bool:
-        """Return whether all members seen so far compute the same bits, so that moved layers leave no trace."""
+        """Return whether all members seen so far compute the same bits, so that layers can move freely."""
         return self._kernels == {EXACT} and not self._told
 
     def in_place_of(self, plan: Plan, member: str, standby: str, hello: Hello) -> Plan:

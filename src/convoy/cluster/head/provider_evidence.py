@@ -73,7 +73,7 @@ class HeadEvidence:
         self._deadline_s = deadline_s
 
     def gather(self, purpose: bytes, registers: Sequence[int]) -> GatheredEvidence:
-        """Wait for the slowest member, at most the deadline. Members without evidence in time are left out."""
+        """Wait for the slowest member, at most the deadline. Leaves out members without evidence in time."""
         links = [link for link in self._peers() if not link.is_over]
         found = {self._me.name: self._vouching.own(purpose, registers)}
         found |= self._vouching.gather(links, purpose, registers, self._deadline_s)
