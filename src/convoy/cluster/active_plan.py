@@ -60,8 +60,9 @@ class NoRoom(PlanError):  # noqa: N818
 def common_blocks(
     spec: ModelSpec, rooms: Mapping[str, Room], plan: Plan, options: HeadOptions, *, is_first: bool
 ) -> tuple[int, ...]:
-    """Return how many blocks of each cache group fit all members, each rank counted by itself. Raises
-    `NoRoom`.
+    """Return how many blocks of each cache group fit all members, each rank counted by itself.
+
+    Raises `NoRoom`.
     """
     groups = spec.cache_groups
     for name, room in rooms.items():

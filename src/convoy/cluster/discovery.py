@@ -1,9 +1,9 @@
-"""Members find each other on the local network by mDNS. The roster stays the only authority on their
-identity.
+"""Members find each other on the local network by mDNS.
 
-A listening member announces a salt, H(label, salt, identity key), and its port, under names that are
-random per start. A holder of the roster recognises the key. No other listener learns which member it is,
-nor that two starts were of one member. A found address is one to try, never a proof.
+The roster stays the only authority on their identity. A listening member announces a salt, H(label, salt,
+identity key), and its port, under names that are random per start. A holder of the roster recognises the
+key. No other listener learns which member it is, nor that two starts were of one member. A found address
+is one to try, never a proof.
 """
 
 from __future__ import annotations

@@ -55,10 +55,10 @@ def make_hello(options: MemberOptions) -> Hello:
 
 
 def other_bits(hellos: Mapping[str, Hello], head: str, kernel: str) -> list[str]:
-    """Return the members that compute other bits than the head: a text may change when layers move to or
-    from them.
+    """Return the members that compute other bits than the head.
 
-    Empty if ``kernel`` is not exact, because then equal bits are not promised.
+    A text may change when layers move to or from them. Empty if ``kernel`` is not exact, because then
+    equal bits are not promised.
     """
     if kernel != EXACT or head not in hellos:
         return []

@@ -67,11 +67,11 @@ def own_speed(
     busy: Callable[[], float] = lambda: psutil.cpu_percent(_LOOK_S) / 100,
     now: Callable[[], float] = time.monotonic,
 ) -> OwnSpeed:
-    """Return the middle of the last few idle measurements in ``folder``, with the best of now, made within 3
-    s.
+    """Return the middle of the last few idle measurements in ``folder``, the best of now included.
 
-    On a busy machine it is the middle of the kept ones, else of those of now. One is always made. Raises
-    the errors of `measure_speed`. With an unusable folder, it only keeps none.
+    Those of now take at most 3 s, and one is always made. On a busy machine the result is the middle of
+    the kept ones, else of those of now. Raises the errors of `measure_speed`. With an unusable folder, it
+    only keeps none.
     """
     used = busy()
     began_s = now()

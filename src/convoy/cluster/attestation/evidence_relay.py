@@ -47,8 +47,9 @@ class EvidenceRelay:
     # Receiver threads.
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was for the relay. Never blocks. Of two questions on a link the newer is
-        answered.
+        """Return whether the frame was for the relay.
+
+        Never blocks. Of two questions on a link the newer is answered.
         """
         match received:
             case ReceivedMessage(message=Vouch() as vouch):
@@ -94,8 +95,9 @@ class EvidenceRelay:
     def gather(
         self, links: Iterable[Link], purpose: bytes, registers: Sequence[int], deadline_s: float
     ) -> dict[str, Vouched]:
-        """Return the evidence that comes within ``deadline_s`` seconds, by member. Other calls wait until
-        this ends.
+        """Return the evidence that comes within ``deadline_s`` seconds, by member.
+
+        Other calls wait until this ends.
         """
         with self._gathering:
             asked = {link: self._ask(link, Vouch(purpose, list(registers))) for link in links}

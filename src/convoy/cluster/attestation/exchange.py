@@ -48,8 +48,9 @@ class _Asked:
 
 
 class Attestation:
-    """Run this member as attester and as verifier. ``on_fall`` is called for a watched link below the
-    minimum.
+    """Run this member as attester and as verifier.
+
+    ``on_fall`` is called for a watched link below the minimum.
     """
 
     def __init__(

@@ -52,8 +52,9 @@ class Tpm:
         self._lock = threading.Lock()
 
     def keys(self, algorithm: str = "ecc") -> EndorsedKeys:
-        """Return both keys, made if need be. Raises `AttestationError`, also if the TPM holds no EK
-        certificate.
+        """Return both keys, made if need be.
+
+        Raises `AttestationError`, also if the TPM holds no EK certificate.
         """
         with self._work() as work:
             work.run("tpm2_nvread", _EK_CERTIFICATE, "-o", "ek.crt")
@@ -88,8 +89,7 @@ class Tpm:
             return work.read("secret")
 
     def quote(self, algorithm: str, qualifying: bytes, pcrs: Sequence[int]) -> list[bytes]:
-        """Return the parts of evidence of kind ``tpm2``: public area, quote, signature, then each register's
-        value.
+        """Return the parts of evidence of kind ``tpm2``: public area, quote, signature, register values.
 
         Raises `AttestationError`.
         """

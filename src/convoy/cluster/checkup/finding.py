@@ -53,8 +53,9 @@ class Check:
 
 
 def examine(check: Check) -> list[Finding]:
-    """Return the findings of a check. A check that fails itself is a finding too, so that the others still
-    run.
+    """Return the findings of a check.
+
+    A check that fails itself is a finding too, so that the others still run.
     """
     try:
         return list(check.look())

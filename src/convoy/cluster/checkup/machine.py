@@ -80,9 +80,7 @@ def _version(name: str) -> str | None:
 
 
 def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
-    """Check whether exact mode holds here, which bits it computes, and whether compiled code runs the
-    decodes.
-    """
+    """Check whether exact mode holds here, with which bits, and whether compiled code runs the decodes."""
     from convoy.model.backends.host.checks.bits import bits_digest
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
     from convoy.model.kernels.native.library import why_no_native

@@ -143,8 +143,9 @@ def _shown_certificate(me: LocalMember, host: str, port: int) -> bytes:
 
 
 def check_http(host: str, port: int, answers: Callable[[], bool]) -> Iterator[Finding]:
-    """Check the port that a head serves HTTP on. ``answers`` returns whether a head of Convoy already uses
-    it.
+    """Check the port that a head serves HTTP on.
+
+    ``answers`` returns whether a head of Convoy already uses it.
     """
     where = format_address((host, port))
     taken = bind_error(host, port)

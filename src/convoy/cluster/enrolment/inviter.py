@@ -200,8 +200,9 @@ class Enrolment:
         return card, spoken
 
     def _consume(self, newcomer: Newcomer) -> Refusal | None:
-        """Use the invitation up, on disk, before the newcomer is told. A card that `judge` refuses uses
-        nothing up.
+        """Use the invitation up, on disk, before the newcomer is told.
+
+        A card that `judge` refuses uses nothing up.
         """
         with self._lock:
             if (over := self._used_or_late()) is not None:

@@ -193,6 +193,7 @@ class Head:
             for link in links.values():
                 link.send(plan, generation=plan.generation)
             self._stage = stage = self._load(plan, watch, on_load)
+            # The head loads its own stage while the peers load theirs, and only then waits for them.
             readies = self._gather_ready(mailbox, links, on_load)
             granted = self._activate(proposal, stage, mailbox, links, readies)
         except BaseException:
@@ -400,9 +401,8 @@ class Head:
         self.on_joined(name)
 
     def prepare(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
-        """Call ``then`` once every member has the weights for a plan with ``name``, and ``failed`` if one
-        cannot.
+        """Call ``then`` once every member has the weights for a plan with ``name``.
 
-        The running plan goes on meanwhile.
+        Calls ``failed`` if a member cannot have them. The running plan goes on meanwhile.
         """
         self._preparations.joined(name, then, failed)

@@ -59,7 +59,7 @@ class PlannedStages:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Hold members and spans to try. ``reason`` says why stages that are kept were chosen first."""
+    """Hold members and spans to try. ``reason`` says why the stages ran, if they are kept."""
 
     members: Sequence[str]
     spans: Mapping[str, str] | None = None
@@ -115,17 +115,18 @@ class Planner:
     def again(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str] = ()
     ) -> PlannedStages:
-        """Return the best plan after a loss. With ``before`` None nothing was lost, and a better plan is
-        wanted.
+        """Return the best plan after a loss.
 
-        Raises `PlanError` with the reason why the connected members without standbys are not enough.
+        With ``before`` None nothing was lost, and a better plan is wanted. Raises `PlanError` with the
+        reason why the connected members without standbys are not enough.
         """
         self._forget_failure(hellos)
         return self._again(hellos, before, slow)
 
     def tensor_failed(self, hellos: Collection[str], why: str) -> None:
-        """Note that the ranks of these members could not join. They are not tried again until the members
-        change.
+        """Note that the ranks of these members could not join.
+
+        They are not tried again until the members change.
         """
         self._failed = frozenset(hellos), why
 
@@ -173,8 +174,9 @@ class Planner:
         return self._kernels == {EXACT} and not self._told
 
     def in_place_of(self, plan: Plan, member: str, standby: str, hello: Hello) -> Plan:
-        """Return the same plan with ``standby`` in the place of ``member``: for the standby to load, not to
-        run.
+        """Return the same plan with ``standby`` in the place of ``member``.
+
+        The standby loads its stage of that plan, but the plan is not run.
         """
         replace = msgspec.structs.replace
         stages = [
@@ -246,8 +248,9 @@ class Planner:
             yield _Way([*active, *spare[:count]])
 
     def _propose(self, hellos: Mapping[str, Hello], way: _Way, *, fewer: bool = True) -> PlannedStages:
-        """Return a plan for one way. ``fewer`` accepts fewer ranks than were asked for, because a member may
-        be lost.
+        """Return a plan for one way.
+
+        ``fewer`` accepts fewer ranks than were asked for, because a member may be lost.
         """
         kernels = agree_kernels(hellos, self._me.name, self._kernels)
         self._tell_other_bits(hellos, kernels[self._me.name] if len(set(kernels.values())) == 1 else MIXED)

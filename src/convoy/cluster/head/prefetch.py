@@ -67,10 +67,10 @@ class HeadPrefetch:
             return is_asked or isinstance(message, Prepared) or message.generation in self._over
 
     def joined(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
-        """Call ``then`` once all members have the weights for a plan with ``name``; at once if none needs
-        any.
+        """Call ``then`` once all members have the weights for a plan with ``name``.
 
-        Calls ``failed`` if a member cannot have them, and neither if another plan comes first.
+        Calls it at once if no member needs any. Calls ``failed`` if a member cannot have them, and
+        neither if another plan comes first.
         """
         plan = self._better_with(name)
         if plan is None or needs_no_files(plan.model):

@@ -41,8 +41,9 @@ class Dials:
             dial.abandon(why)
 
     def reach(self, allowed: Mapping[str, Rights]) -> dict[str, Link]:
-        """Return a link to each named member. Raises the error of a failed dial, or `StepError` after
-        `abandon`.
+        """Return a link to each named member.
+
+        Raises the error of a failed dial, or `StepError` after `abandon`.
         """
         dials = {name: SuccessorDial(partial(self._dial, name), name) for name in allowed}
         with self._lock:

@@ -1,5 +1,6 @@
-"""A plan as one peer holds it: checked and loaded. Once active, it is a place in the ring with two
-neighbours.
+"""A plan as one peer holds it: checked and loaded.
+
+Once active, it is a place in the ring with two neighbours.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class LoadedPlan:
         if not self.leads:
             self._follow(activate, head, reach)
             return
+        # The head dialled this member, so the ring reuses its link instead of a second one.
         found = {} if following == head.peer else reach({following: frozenset()})
         self.successor = successor = found.get(following, head)
         stage = self.stage
@@ -145,8 +147,7 @@ class LoadedPlan:
         self.stage.make_pools(activate.num_blocks)
 
     def _check_head(self, head: str) -> None:
-        """Check that ``head`` has the first or the last stage, and that the output is on it or on the last
-        stage.
+        """Check that ``head`` has the first or the last stage, and that it or the last stage has the output.
 
         Raises `StepError`.
         """
@@ -269,8 +270,9 @@ def group_of(plan: Plan, digest: bytes, position: int, me: str, spec: ModelSpec)
 
 
 def stage_options(plan: Plan, position: int, member: MemberOptions) -> StageOptions:
-    """Return the options of the stage at ``position`` on this member. Raises `UsageError` as
-    `choose_devices` does.
+    """Return the options of the stage at ``position`` on this member.
+
+    Raises `UsageError` as `choose_devices` does.
     """
     return StageOptions(
         kernel=plan.kernel_of(position),
@@ -322,8 +324,9 @@ def _check_holders(plan: Plan) -> None:
 
 
 def could_not_leave(head: Link, generation: int, step: int, error: ConvoyError) -> None:
-    """Tell the head that a step of a device failed or could not be sent. Runs on the thread that waits for
-    devices.
+    """Tell the head that a step of a device failed or could not be sent.
+
+    Runs on the thread that waits for devices.
     """
     _log.warning("step %d could not leave: %s", step, error.message)
     # If this send fails, the head's link ends too, and the head learns of it there.

@@ -133,6 +133,8 @@ class Peer:
         self._begin_link(link, FROM_HEAD if from_head else FROM_DIALLER)
 
     def _deliver(self, link: Link, received: Received) -> None:
+        # Each of these three handles its frames on this thread. They must not wait behind a stage that
+        # loads.
         if self._attestation.takes(link, received):
             return
         if link is self._head and self._weights.takes(link, received):
@@ -144,6 +146,8 @@ class Peer:
                 self._say_how_far(link, received.message.generation)
                 return
             if isinstance(received.message, Plan) and received.message.generation > self._generation:
+                # Note the plan before it is queued: work of the old plan ahead of it in the inbox is then
+                # skipped.
                 self._newest.note(received.message)
                 self._dials.abandon(SUPERSEDED)
                 self._end_ring()
@@ -234,6 +238,7 @@ class Peer:
             if old.peer != link.peer:
                 link.dismiss(f"{old.peer} is the head of {self._me.name} already")
                 return
+            # A head that came back may have restarted, so neither its plan nor the kept weights are reused.
             self._forget("the head came back on a new link", everything=True)
             old.dismiss("the head came back on a new link")
         if old is not link:
@@ -348,8 +353,9 @@ class Peer:
         loaded.keeper.accept_tensor(received)
 
     def _failed(self, item: Received, error: ConvoyError) -> None:
-        """Tell the head of an error in the form that it waits for. ``item`` came from it or from the
-        predecessor.
+        """Tell the head of an error in the form that it waits for.
+
+        ``item`` came from it or from the predecessor.
         """
         self._quiet.warning(type(error).__name__, f"a message could not be followed: {error.message}")
         about = self._loaded.accused(error) if self._loaded is not None else ""

@@ -11,8 +11,9 @@ SUPERSEDED = "another plan is here"
 
 
 class PlanClock:
-    """Hold the newest plan. The receiver's thread notes it, before the peer's own thread handles it; both
-    read it.
+    """Hold the newest plan.
+
+    The receiver's thread notes it, before the peer's own thread handles it; both read it.
     """
 
     def __init__(self) -> None:
@@ -30,8 +31,9 @@ class PlanClock:
         return newest is not None and generation < newest.generation
 
     def makes_needless(self, item: Received) -> bool:
-        """Return whether ``item`` is work of an older plan. The newest plan, queued behind it, must not wait
-        for it.
+        """Return whether ``item`` is work of an older plan.
+
+        The newest plan, queued behind it, must not wait for it.
         """
         is_work = isinstance(item, ReceivedTensor) or isinstance(
             item.message, Step | RankStep | RankOutput | ReadBlocks | WriteBlocks

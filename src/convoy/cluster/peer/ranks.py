@@ -34,8 +34,9 @@ _MAX_EARLY = 2 * MAX_RANKS
 
 
 class RankPeers:
-    """Connect the ranks of one stage in one plan. One thread calls `join`; receiver threads and others the
-    rest.
+    """Connect the ranks of one stage in one plan.
+
+    One thread calls `join`; receiver threads and others the rest.
     """
 
     def __init__(self, plan: Plan, digest: bytes, position: int, me: str, num_kv_heads: int) -> None:
@@ -81,8 +82,9 @@ class RankPeers:
     # Threads of links.
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was for the collective or was a rank's answer. Raises `StepError` for
-        nonsense.
+        """Return whether the frame was for the collective or was a rank's answer.
+
+        Raises `StepError` for nonsense.
         """
         leader = self.leader
         if leader is not None and leader.takes(link, received):

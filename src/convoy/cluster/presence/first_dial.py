@@ -37,11 +37,11 @@ class _Absent:
 
 
 class FirstDial:
-    """Dial every member of the roster once. ``watch`` is called between dials; an error that it raises ends
-    them all.
+    """Dial every member of the roster once.
 
-    `call` runs ``on_link`` and ``on_arrival`` on its own thread as soon as a member comes: a link that is
-    not read would end before the other members are there.
+    ``watch`` is called between dials; an error that it raises ends them all. `call` runs ``on_link`` and
+    ``on_arrival`` on its own thread as soon as a member comes: a link that is not read would end before
+    the other members are there.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class FirstDial:
         self._over = threading.Event()
 
     def call(self) -> Mustered:
-        """Return the links, and the members that did not answer in time. Raises the first other error of a
-        dial.
+        """Return the links, and the members that did not answer in time.
+
+        Raises the first other error of a dial.
         """
         peers = [member for member in self._me.roster.members if member.name != self._me.name]
         ended: queue.SimpleQueue[tuple[str, Link | _Absent | BaseException | None]] = queue.SimpleQueue()

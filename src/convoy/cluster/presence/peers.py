@@ -1,8 +1,8 @@
-"""The peers that are connected to the head: linked, greeted and admitted. Missing members are dialled
-meanwhile.
+"""The peers that are connected to the head: linked, greeted and admitted.
 
-A peer is connected from its admission until its link ends or it is given up. All of it happens on threads
-of links and of dials. Code that needs a change waits on `Peers.wait`.
+Missing members are dialled meanwhile. A peer is connected from its admission until its link ends or it is
+given up. All of it happens on threads of links and of dials. Code that needs a change waits on
+`Peers.wait`.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class Peers:
         return self._num_changes
 
     def drop_kernel(self, name: str, kernel: str, why: str) -> bool:
-        """Remove ``kernel`` from a member's offer until it greets anew. Returns False if it offers no other
-        kernel.
+        """Remove ``kernel`` from a member's offer until it greets anew.
+
+        Returns False if it offers no other kernel.
         """
         with self._changed:
             hello = self._hello if name == self._me.name else self.hellos.get(name)
@@ -420,7 +421,8 @@ class Peers:
         again = " again" if member.name in self._seen else ""
         standby = ", as a standby" if hello.standby else ""
         self._admit(link, hello)
-        _log.warning("joined: %s is here%s%s", member.name, again, standby)  # as loud as a loss
+        # A warning, because a loss is one too.
+        _log.warning("joined: %s is here%s%s", member.name, again, standby)
 
     def _require_open(self) -> None:
         if self._closed.is_set():

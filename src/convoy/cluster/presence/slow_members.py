@@ -1,5 +1,6 @@
-"""Members that were given up because they held the others up. They are used only if they must be, for a
-while.
+"""Members that were given up because they held the others up.
+
+They are used only if they must be, for a while.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ def find_holder(members: Sequence[str], reached: Mapping[str, int], step: int) -
     for member in members:
         if member not in reached:
             held = member
+        # This member answers and has not forwarded the step. A silent one before it is the holder instead.
         elif reached[member] < step:
             return held or member
         else:

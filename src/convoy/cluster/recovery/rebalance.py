@@ -119,6 +119,8 @@ class Rebalancer:
         with self._lock:
             self._num_joined[name] = self._num_joined.get(name, 0) + 1
             self._considered_s[name] = time.monotonic()
+            # An idle moment costs no stream a pause, so a member is used at once there, unless it comes and
+            # goes.
             at_once = self._num_joined[name] <= MAX_AT_ONCE and name not in self._num_in_vain
             if at_once and not self._company.slow.left_s(name):
                 self._when_idle(_why(name))

@@ -84,7 +84,7 @@ class StageRecovery:
         self._laggards = LateMembers()
         self._refusals: dict[str, int] = {}
         self._blame = FaultTracker()
-        # The number of ranks of each stage of the lost plan.
+        # The lost plan's number of ranks for each layer's sums; see `world_sizes`.
         self._sums: list[int] = []
         # The members of this recovery's plans, with the links that they had then.
         self._tried: dict[str, Link] = {}
@@ -237,7 +237,7 @@ class StageRecovery:
         )
         laggard = self._laggards.note(step, {name: s for name, s in answers.items() if s is not None})
         culprit = self._silent_member({name for name, s in answers.items() if s is None})
-        # Every member answers, so ask for positions: the step is stuck in some member's inbox.
+        # If every member answers, the step is stuck in one's inbox. Their positions tell which.
         culprit = culprit or self._member_that_keeps(step)
         # Blame the late member only if no other member explains the late step.
         alone = laggard is not None and culprit in (None, laggard) and self._laggards.is_one(laggard)
@@ -267,9 +267,7 @@ class StageRecovery:
         return min(gone, default=None) or min(silent, default=None)
 
     def _member_that_keeps(self, step: int) -> str | None:
-        """Return the member that holds ``step``; None if every member has forwarded it, so that it is on its
-        way.
-        """
+        """Return the member that holds ``step``; None if every member has forwarded it."""
         plan = self._granted.plan
         others = self._granted.members - {self._head.name}
         reached = self._head.company.positions(plan.generation, others, _PING_S)
@@ -378,8 +376,9 @@ class StageRecovery:
             done.set()
 
     def _look_after(self, proposal: PlannedStages, done: threading.Event) -> None:
-        """Give up members of a plan that hang while it loads; otherwise the head waits until their links
-        time out.
+        """Give up members of a plan that hang while it loads.
+
+        Otherwise the head waits until their links time out.
         """
         company = self._head.company
         num_silent: Counter[str] = Counter()
@@ -399,8 +398,9 @@ class StageRecovery:
         self._refusals[name] = self._refusals.get(name, 0) + 1
 
     def _given_up(self, why: ConvoyError | None) -> StageLost:
-        """Return the error of a search that ended. ``why`` is None if members were there but no plan ran in
-        time.
+        """Return the error of a search that ended.
+
+        ``why`` is None if members were there but no plan ran in time.
         """
         lost = self._lost_text()
         bound_s = self._whole_s if why is None else self._wait_s

@@ -1,8 +1,7 @@
-"""The client of a peer that gets parts of a model from its head: it asks ahead for pieces, and takes no
-others.
+"""The client of a peer that gets parts of a model from its head: it asks ahead for pieces.
 
-The receiver thread fills the queue; the thread that writes empties it. The queue holds at most the pieces
-that were asked for.
+It takes no pieces that it did not ask for. The receiver thread fills the queue; the thread that writes
+empties it. The queue holds at most the pieces that were asked for.
 """
 
 from __future__ import annotations
@@ -154,8 +153,9 @@ def pieces_of(part: str, name: str, start: int, end: int, wrong: str = "") -> It
 
 
 def _checked(piece: Piece, number: int, want: Want, link: Link) -> Piece:
-    """Return the piece if it is the next one and has the size that was asked for. Its bytes are not verified
-    yet.
+    """Return the piece if it is the next one and has the size that was asked for.
+
+    Its bytes are not verified yet.
     """
     if piece.number != number:
         raise StepError(f"{link.peer} sent piece {piece.number} of the model before piece {number}")

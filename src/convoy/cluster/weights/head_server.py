@@ -77,8 +77,9 @@ class HeadWeightServer:
                 self._origins[mine.member].update(reader.taken)
 
     def origins(self, member: str) -> dict[str, int]:
-        """Return the bytes of tensors that a peer got since the head began, by source: "head", "hub" or a
-        peer.
+        """Return the bytes of tensors that a peer got since the head began, by source.
+
+        A source is "head", "hub" or the name of a peer.
         """
         return dict(self._origins.get(member, {}))
 
@@ -89,10 +90,10 @@ class HeadWeightServer:
         return doing(member, progress.stage, self._latest.get(member, ""))
 
     def manifest(self, progress: HashProgress | None = None) -> Manifest:
-        """Return the manifest of the whole model. The first call hashes all files without a remembered
-        digest.
+        """Return the manifest of the whole model.
 
-        Raises ModelError, also if the operator signed another manifest.
+        The first call hashes all files without a remembered digest. Raises ModelError, also if the
+        operator signed another manifest.
         """
         with self._making:
             if self._manifest is None:
@@ -179,8 +180,9 @@ class HeadWeightServer:
 
 @dataclass(slots=True)
 class Absent:
-    """Read pieces of tensors that the head lacks, for one link: from a peer that has them, or else from a
-    hub.
+    """Read pieces of tensors that the head lacks, for one link.
+
+    They come from a peer that has them, or else from a hub.
     """
 
     hub: HubReader

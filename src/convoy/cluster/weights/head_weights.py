@@ -29,8 +29,9 @@ Tell = Callable[[str, int, int], None]
 
 
 class HeadWeights:
-    """Get a head's own tensors. ``make_ready`` is for the thread that loads; any thread may have a
-    `HubReader`.
+    """Get a head's own tensors.
+
+    ``make_ready`` is for the thread that loads; any thread may have a `HubReader`.
     """
 
     def __init__(self, received: ReceivedModel, source: ModelSource, hub: HubWeights) -> None:

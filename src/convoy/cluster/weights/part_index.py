@@ -40,8 +40,9 @@ class PartLocation(NamedTuple):
         return data
 
     def clip(self, start: int, num_bytes: int) -> int:
-        """Return how many of ``num_bytes`` exist from ``start`` on. Raises ModelError if ``start`` is behind
-        the end.
+        """Return how many of ``num_bytes`` exist from ``start`` on.
+
+        Raises ModelError if ``start`` is behind the end.
         """
         if start > self.num_bytes:
             raise ModelError(f"{self.name} has {self.num_bytes} bytes, and byte {start} was asked for")

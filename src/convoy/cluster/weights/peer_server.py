@@ -1,5 +1,4 @@
-"""The weight server of a peer: it serves its parts of its plan's model to its head, for members that lack
-them.
+"""The weight server of a peer: it serves its tensors to its head, for members that lack them.
 
 It serves tensors alone, by digest, of the model of the plan that this head sent last, and of no other. The
 receiving member compares them with the manifest.

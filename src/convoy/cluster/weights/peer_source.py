@@ -46,10 +46,10 @@ class NobodyHas(ModelError):  # noqa: N818 - a state, as in errors.py
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """Hold the tensors that a peer said it has, and when. ``names`` None: it was asked and has not answered
-    yet.
+    """Hold the tensors that a peer said it has, and when.
 
-    ``is_late``: the wait for its answer ended without one.
+    ``names`` None: it was asked and has not answered yet. ``is_late``: the wait for its answer ended
+    without one.
     """
 
     at_s: float
@@ -69,8 +69,9 @@ class PeerWeightSource:
         self._manifest: Manifest | None = None
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was an answer to a question of the head. An answer without one ends its
-        link.
+        """Return whether the frame was an answer to a question of the head.
+
+        An answer without one ends its link.
         """
         if self.fetches.takes(link, received):
             return True
@@ -135,8 +136,9 @@ class PeerWeightSource:
             return [link for link in links if (one := self._said.get(link)) and name in (one.names or ())]
 
     def _is_expecting(self, besides: str, until_s: float) -> bool:
-        """Return whether an answer may still come. A member that did not answer in time is not waited for
-        again.
+        """Return whether an answer may still come.
+
+        A member that did not answer in time is not waited for again.
         """
         is_over = time.monotonic() >= until_s
         links = self._links(besides).values()
@@ -225,8 +227,9 @@ class PeerReader:
             return data, at.source.peer
 
     def fill(self, part: ModelPart, tell: Callable[[int], None]) -> None:
-        """Get one whole tensor. ``tell`` hears how many bytes are here. Raises as `read` does, and
-        ModelError.
+        """Get one whole tensor.
+
+        ``tell`` hears how many bytes are here. Raises as `read` does, and ModelError.
         """
         place = PartLocation(part.name, None, 0, part.num_bytes)
         for _ in range(_MAX_TRIES):

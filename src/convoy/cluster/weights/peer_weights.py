@@ -80,9 +80,7 @@ class FoundWeights:
 
 
 class PeerWeights:
-    """Find and fetch the weights of a peer: for the thread that loads, and for one that prepares a later
-    plan.
-    """
+    """Find and fetch the weights of a peer, for the thread that loads and one that prepares a later plan."""
 
     def __init__(self, me: str, options: PeerOptions) -> None:
         self.fetches = PartClient()
@@ -138,8 +136,9 @@ class PeerWeights:
             )
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was a piece, or a question for one; for the receiver thread of the head's
-        link.
+        """Return whether the frame was a piece, or a question for one.
+
+        It is for the receiver thread of the head's link.
         """
         return self.fetches.takes(link, received) or self._shelf.takes(link, received)
 
@@ -243,8 +242,9 @@ class PeerWeights:
                 held.close()
 
     def _listed(self, asker: Asker) -> Manifest:
-        """Return the manifest that the plan names: a remembered one, or the head's, which must have that
-        digest.
+        """Return the manifest that the plan names.
+
+        It is a remembered one, or the head's, which must have that digest.
         """
         digest, cache = asker.plan.manifest, self._options.member.cache
         manifest = self._manifest

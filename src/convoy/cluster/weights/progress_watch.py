@@ -18,10 +18,10 @@ class ProgressWatch:
         self._reached: dict[str, dict[tuple[str, int], int]] = {}
 
     def is_further(self, member: str, progress: Progress) -> bool:
-        """Return whether a report exceeds all earlier ones of its pass. A pass has a phase and a total of
-        its own.
+        """Return whether a report exceeds all earlier ones of its pass.
 
-        The number of passes is bounded, so that no member can be waited for without end by its own word.
+        A pass has a phase and a total of its own. The number of passes is bounded, so that no member can
+        be waited for without end by its own word.
         """
         passes = self._reached.setdefault(member, {})
         key = progress.stage, progress.total_bytes
