@@ -194,7 +194,7 @@ def test_a_member_that_sends_other_bytes_is_named_and_another_asked(
         return lie(link, question, answer)
 
     def be_second(_link: Link, _question: Message, answer: Message) -> Message:
-        """Who says first what it has is asked first."""
+        """Answer late: the member that answers first is asked first."""
         assert has_lied.wait(30)
         return answer
 

@@ -1,4 +1,4 @@
-"""What a head's log tells of those who come and go: one line each, with layers, route and seconds."""
+"""The lines of a head's log about members that come and go: one each, with layers, route and seconds."""
 
 from __future__ import annotations
 
