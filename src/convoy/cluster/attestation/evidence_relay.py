@@ -47,7 +47,7 @@ class EvidenceRelay:
     # Receiver threads.
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was for the relay.
+        """Handle a question for evidence or its answer, and return whether the frame was one.
 
         Never blocks. Of two questions on a link the newer is answered.
         """

@@ -108,7 +108,7 @@ class Attestation:
         self.vouching.detach(link)
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was a challenge or evidence. Never blocks.
+        """Handle a challenge or evidence, and return whether the frame was one. Never blocks.
 
         A challenge replaces an older one that was not begun, so that a verifier that asks too often makes
         no other work wait here.

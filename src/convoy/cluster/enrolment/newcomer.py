@@ -188,7 +188,7 @@ def _dial(token: Token, timeout_s: float) -> tuple[Stream, str]:
     if wrong is not None:
         raise HandshakeError(
             f"the inviting machine was not found: {', '.join(failed)}",
-            hint="an older invitation, another service, or somebody in between: it was told nothing",
+            hint="an older invitation, another service, or an attacker in between: it was told nothing",
         ) from wrong
     raise PeerUnreachable(
         f"the inviting machine could not be reached: {', '.join(failed)}",

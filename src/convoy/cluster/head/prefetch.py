@@ -48,7 +48,7 @@ class HeadPrefetch:
         self._num_told = 0
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the message was about a plan that is being prepared."""
+        """Handle a message about a plan that is being prepared, and return whether it was one."""
         if not isinstance(received, ReceivedMessage):
             return False
         message = received.message
@@ -113,7 +113,7 @@ class HeadPrefetch:
             return
         for member, why in sorted(errors.items()):
             _log.warning(
-                "the layers are not shared out anew for %s: %s has not the weights: %s", name, member, why
+                "the layers are not shared out anew for %s: %s lacks the weights: %s", name, member, why
             )
         failed()
 

@@ -73,7 +73,10 @@ class HeadEvidence:
         self._deadline_s = deadline_s
 
     def gather(self, purpose: bytes, registers: Sequence[int]) -> GatheredEvidence:
-        """Wait for the slowest member, at most the deadline. Leaves out members without evidence in time."""
+        """Return the evidence that comes within the deadline.
+
+        Waits for the slowest member. A member without evidence in time is left out.
+        """
         links = [link for link in self._peers() if not link.is_over]
         found = {self._me.name: self._vouching.own(purpose, registers)}
         found |= self._vouching.gather(links, purpose, registers, self._deadline_s)
@@ -91,7 +94,7 @@ class HeadEvidence:
 
 
 def witness_of(head: Head, identity: Identity) -> OwnProcess | HeadEvidence:
-    """Return the evidence of a provider with this identity, for which ``head`` answers.
+    """Return the source of evidence for a provider with this identity, for which ``head`` answers.
 
     A head with another identity was started without a roster of its owner. It proves this process alone.
     """

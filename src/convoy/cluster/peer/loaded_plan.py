@@ -207,7 +207,9 @@ class LoadedPlan:
     # Threads of links.
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was for the collective. Such frames are handled here, without a queue."""
+        """Handle a frame between ranks at once, and return whether it was one. It never waits behind other
+        work.
+        """
         return self.group is not None and self.group.takes(link, received)
 
     def ended(self, link: Link, error: ConvoyError) -> None:
@@ -232,7 +234,7 @@ def load_plan(
     asker: Asker,
     before: Stage | None = None,
 ) -> LoadedPlan:
-    """Check a plan against this member's offer, load its stage, and return both.
+    """Check a plan against this member's offer, load its stage, and return it as a `LoadedPlan`.
 
     ``weights`` finds the model and fetches its missing parts for ``asker``. ``before`` is the stage of
     the last plan, for its weights. Raises `Incompatible`, `ModelError`, or `StepError` for stages that

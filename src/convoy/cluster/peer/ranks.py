@@ -82,7 +82,7 @@ class RankPeers:
     # Threads of links.
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was for the collective or was a rank's answer.
+        """Handle a frame for the collective or a rank's answer, and return whether it was one.
 
         Raises `StepError` for nonsense.
         """

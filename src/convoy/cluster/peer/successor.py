@@ -25,7 +25,7 @@ class SuccessorDial:
         threading.Thread(target=self._run, name=f"dial {name}", daemon=True).start()
 
     def wait(self) -> Link:
-        """Return the link. Raises the error of the dial, or `StepError` once the dial was abandoned."""
+        """Wait for the link and return it. Raises the error of the dial, or `StepError` after `abandon`."""
         with self._changed:
             self._changed.wait_for(lambda: self._why or self._outcome is not None)
             outcome, why = self._outcome, self._why

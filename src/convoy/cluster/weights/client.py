@@ -53,7 +53,7 @@ class PartClient:
         self._asked: dict[tuple[Link, int], queue.SimpleQueue[Piece | ConvoyError] | None] = {}
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was a piece. A piece that was not asked for ends the link."""
+        """Handle a piece, and return whether the frame was one. A piece without a question ends the link."""
         if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Piece):
             return False
         piece = received.message

@@ -117,7 +117,7 @@ class HeadWeightServer:
             )
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was a question for a piece, or a peer's answer to one."""
+        """Handle a question for a piece, or a peer's answer to one, and return whether it was one."""
         if self._sources.takes(link, received):
             return True
         if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Fetch):

@@ -85,7 +85,7 @@ class HeadWeights:
         if not wrong:
             return None
         return ModelError(
-            f"{self.hub} has not the bytes of {wrong[0].name} that the signed manifest lists",
+            f"{self.hub} lacks the bytes of {wrong[0].name} that the signed manifest lists",
             hint="sign the manifest of that commit: `convoy manifest sign org/name@commit`",
         )
 

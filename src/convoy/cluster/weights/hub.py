@@ -60,7 +60,7 @@ class FromHub:
         alone = f"{self._me} gets weights from a hub alone"
         if plan.hub:
             return ModelError(
-                f"{alone}, and was told of none but the public one, which is not the head's",
+                f"{alone}, and its configuration has none but the public one, which is not the head's",
                 hint="set hub in its [model] section, or start this member with --weights-from auto",
             )
         return ModelError(
@@ -71,7 +71,7 @@ class FromHub:
     def _check(self, named: str, wrong: list[ModelPart]) -> list[ModelPart]:
         if not wrong:
             return []
-        what = f"{named} has not the bytes of {wrong[0].name} that the manifest lists"
+        what = f"{named} lacks the bytes of {wrong[0].name} that the manifest lists"
         if self._options.weights_from == "hub":
             raise Incompatible(what, hint="the head's files were changed, or are of another commit")
         _log.warning("%s, and the head is asked for that and %d more", what, len(wrong) - 1)

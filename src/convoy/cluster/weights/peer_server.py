@@ -35,7 +35,7 @@ class PeerWeightServer:
         self._plans: dict[Link, Plan] = {}
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was a question for tensors; for receiver threads.
+        """Handle a question for tensors, and return whether the frame was one; for receiver threads.
 
         A head's newest plan, running or later, is noted here: the head may ask for that model alone.
         """

@@ -69,9 +69,9 @@ class PeerWeightSource:
         self._manifest: Manifest | None = None
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was an answer to a question of the head.
+        """Handle an answer to a question of the head, and return whether the frame was one.
 
-        An answer without one ends its link.
+        An answer without a question ends its link.
         """
         if self.fetches.takes(link, received):
             return True

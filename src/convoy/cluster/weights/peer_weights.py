@@ -96,7 +96,7 @@ class PeerWeights:
         self._in_use: InUse | None = None
 
     def find(self, asker: Asker) -> FoundWeights:
-        """Return the model of a plan, known by its configuration and by the forms of its tensors.
+        """Return the model of a plan, known by its configuration and its tensors' headers.
 
         Raises `ModelError` if it cannot be had, `Incompatible` if another model is here, and the errors
         of fetching.
@@ -136,7 +136,7 @@ class PeerWeights:
             )
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Return whether the frame was a piece, or a question for one.
+        """Handle a piece, or a question for one, and return whether the frame was one.
 
         It is for the receiver thread of the head's link.
         """
