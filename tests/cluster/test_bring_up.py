@@ -1,4 +1,4 @@
-"""From nobody to the first step: who is lost meanwhile, and who is sought from when on."""
+"""From no members to the first step: members that are lost meanwhile, and when missing ones are dialled."""
 
 from __future__ import annotations
 

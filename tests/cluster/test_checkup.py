@@ -257,7 +257,7 @@ def moved(member: Member, host: str, port: int = 7777) -> Member:
 def test_an_address_is_resolved_and_mine_must_be_of_this_machine(members: tuple[LocalMember, ...]) -> None:
     me = members[0].member
     assert levels(network_check.check_address(me, mine=True)) == ["ok"]
-    far = moved(me, "192.0.2.1")  # RFC 5737: nobody's
+    far = moved(me, "192.0.2.1")  # RFC 5737: no host has it
     assert only(network_check.check_address(far, mine=True), "warn").what.endswith(
         "no address of this machine"
     )

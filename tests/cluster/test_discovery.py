@@ -1,4 +1,4 @@
-"""Who is found on the local network, and what announcements cannot do."""
+"""Members that are found on the local network, and the limits of announcements."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_member_that_is_new_in_the_roster_is_found_by_what_it_said_before(rost
 def test_a_flood_of_announcements_on_the_wire_hides_no_member(
     two: tuple[Discovery, Discovery], roster: Roster, tmp_path: Path
 ) -> None:
-    """Another process announces without end; what is found and what is held stay what they were."""
+    """Let another process announce without end: the found and the held addresses stay the same."""
     flood = tmp_path / "flood.py"
     flood.write_text(_FLOOD)
     with subprocess.Popen([sys.executable, str(flood)], stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""A last peer that owns the output and lies: the plan ends with what was wrong, and the next one answers."""
+"""A last peer that owns the output and lies: the plan ends with the fault, and the next one answers."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_a_flood_of_hidden_states_fills_its_own_share_alone() -> None:
     while peer._inbox.held_bytes(links["alpha"]) == 0:
         assert time.monotonic() < until_s
         time.sleep(0.001)
-    # What is under way is in queues with bounds of their own; 400 MiB are not.
+    # Frames under way are in queues with bounds of their own; 400 MiB are not.
     assert len(sent) < 250
     go_on.set()
     answer = head.next()

@@ -194,7 +194,7 @@ def test_a_member_that_sends_other_bytes_is_named_and_another_asked(
         return lie(link, question, answer)
 
     def be_second(_link: Link, _question: Message, answer: Message) -> Message:
-        """Who says first what it has is asked first."""
+        """Answer late: the member that answers first is asked first."""
         assert has_lied.wait(30)
         return answer
 
@@ -210,7 +210,7 @@ def test_where_nobody_else_has_it_the_one_who_sent_other_bytes_ends_the_start(
     model: Path, manifest: Manifest, tmp_path: Path
 ) -> None:
     own = opened(model, manifest, tmp_path / "alpha")
-    wrong = r"nobody who is here has model\.layers\.3\.\S+: beta sent other bytes of it; "
+    wrong = r"no connected member has model\.layers\.3\.\S+: beta sent other bytes of it; "
     with pytest.raises(PeerRefused, match=wrong):
         offline(own, with_files(model), without(tmp_path), bends={"beta": lie}).__enter__()
     assert not [path for path in (tmp_path / "gamma").rglob("*.part") if path.stat().st_size]
@@ -222,7 +222,7 @@ def test_a_member_whose_files_are_others_is_found_out_where_they_differ(
     other = shutil.copytree(model, tmp_path / "other")
     change_a_byte(other, "model.layers.4.mlp.up_proj.weight")
     own = opened(model, manifest, tmp_path / "alpha")
-    wrong = r"nobody who is here has model\.layers\.4\.mlp\.up_proj\.weight: beta sent other bytes of it"
+    wrong = r"no connected member has model\.layers\.4\.mlp\.up_proj\.weight: beta sent other bytes of it"
     with pytest.raises(PeerRefused, match=wrong):
         offline(own, with_files(other), without(tmp_path)).__enter__()
 
@@ -345,7 +345,7 @@ def test_where_nobody_has_it_the_tensor_is_named_and_the_hub_too(
     model: Path, manifest: Manifest, tmp_path: Path
 ) -> None:
     own = opened(model, manifest, tmp_path / "alpha")
-    nobody = r"alpha cannot send model\.layers\.\S+: nobody who is here has .* the hub cannot be reached"
+    nobody = r"alpha cannot send model\.layers\.\S+: no connected member has .* the hub cannot be reached"
     peers = without(tmp_path, "beta"), without(tmp_path)
     with pytest.raises(PeerRefused, match=nobody):
         offline(own, *peers).__enter__()

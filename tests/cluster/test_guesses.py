@@ -1,4 +1,4 @@
-"""Where guesses might change a text nobody guesses, unless a person asked for it; the status says so."""
+"""Under a kernel where guesses might change a text there are none, unless asked for; the status says so."""
 
 from __future__ import annotations
 

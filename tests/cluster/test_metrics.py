@@ -1,4 +1,4 @@
-"""A head and a peer that are scraped over HTTP while they answer: every number is what was asked."""
+"""A head and a peer that are scraped over HTTP while they answer: every number matches the requests."""
 
 from __future__ import annotations
 

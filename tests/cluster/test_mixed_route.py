@@ -78,7 +78,7 @@ def test_hosts_and_devices_share_one_route(
     granted = cluster.head.granted
     assert granted is not None
     assert granted.plan.activation_dtype == "bfloat16"
-    # nobody but the thread that seals and sends waits for the device
+    # Only the thread that seals and sends waits for the device.
     holder = NAMES[devices.index("cuda")]
     assert made[0].waited_on == {f"leave {holder}"}
 

@@ -20,7 +20,7 @@ def plan_of(*stages: tuple[str, int, int, str]) -> Plan:
 
 
 def plan_of_ranks(*ranks: list[str]) -> Plan:
-    """Stages of four layers each, whose first owns the output; of these ranks, by the first one's name."""
+    """Return stages of four layers each, by these ranks. The first stage owns the output."""
     stages = [
         StageAssignment(names[0], 4 * i, 4 * i + 4, i == 0, i == 0, names) for i, names in enumerate(ranks)
     ]

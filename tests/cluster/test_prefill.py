@@ -1,4 +1,4 @@
-"""Long prompts over several stages: what crosses links, what is in flight, what a cancelled one leaves."""
+"""Long prompts over several stages: the traffic on links, the steps in flight, and cancelled prompts."""
 
 from __future__ import annotations
 

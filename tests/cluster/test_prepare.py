@@ -92,7 +92,7 @@ def test_a_newcomer_that_cannot_have_the_weights_disturbs_nobody(
     generation = cluster.running.status().generation
     with caplog.at_level(logging.WARNING):
         cluster.peers.append(cluster.join(2, PeerOptions(MEMBER)))
-        said = "not shared out anew for gamma: gamma has not the weights: gamma has no files for odd"
+        said = "not shared out anew for gamma: gamma lacks the weights: gamma has no files for odd"
         wait_until(lambda: said in caplog.text)
     assert cluster.answer() == expected
     assert cluster.running.status().generation == generation

@@ -96,7 +96,7 @@ def test_members_that_are_turned_away_and_do_not_hang_up_hold_up_no_step(
     answer, granted = ask(cluster), cluster.head.granted
     assert granted is not None
     gamma = membership_of(members[2])
-    for _ in range(8):  # never started, so nobody reads the goodbye: each would cost its second
+    for _ in range(8):  # never started, so the goodbye is not read: each would cost its second
         link = network.dial(gamma, members[1].member, 5)
         stray = WireTensor("float32", (1,), bytes(4))
         link.send_tensor(stray, generation=granted.plan.generation, step=1, boundary=1)

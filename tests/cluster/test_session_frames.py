@@ -1,4 +1,4 @@
-"""Who may ask a stage for K/V, or send it some: the head of its plan, on the link that it came on."""
+"""The link that may ask a stage for K/V, or send it some: only that of the head of its plan."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from support.waiting import wait_until
 
 
 class HangingNetwork(MemoryNetwork):
-    """Whoever dials ``gamma`` waits, as for an address that swallows everything, until ``over``."""
+    """Let a dial to ``gamma`` wait until ``over``, as for an address that swallows everything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_a_dial_that_hangs_does_not_keep_the_next_plan(talk: Talk) -> None:
     assert "gamma is not dialled any more: another plan is here" in refused.reason
     assert isinstance(ready, Ready)
     assert ready.generation == new.generation
-    talk.network.over.set()  # and a link that comes after all is nobody's
+    talk.network.over.set()  # and a link that comes after all has no owner
     wait_until(lambda: talk.network.late and talk.network.late[0].is_over)
 
 

@@ -123,7 +123,7 @@ def test_peers_are_ranks_of_a_stage_without_the_head(
 
 
 def test_four_ranks_stand_in_a_ring() -> None:
-    source = ModelSource.resolve("demo")  # whose heads four can share
+    source = ModelSource.resolve("demo")  # four can share its heads
     with running_cluster(source, 1) as alone, running_cluster(source, 4, parallel="tensor") as four:
         assert ranks(four) == [["alpha", "beta", "gamma", "delta"]]
         assert texts(four, 6) == texts(alone, 6)

@@ -1,4 +1,4 @@
-"""What a head's log tells of those who come and go: one line each, with layers, route and seconds."""
+"""The lines of a head's log about members that come and go: one each, with layers, route and seconds."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_time_of_a_recovery_runs_from_the_loss_over_searches_in_vain(
         assert re.fullmatch(
             r"waiting: missing layers .+, beta is gone; .+; for a member, at most 0\.5 s", first
         )
-        assert then == "waiting: whoever comes is used, however late"
+        assert then == "waiting: any member that comes is used, however late"
 
 
 def test_everyone_who_arrives_at_the_start_is_told_with_who_is_missing() -> None:

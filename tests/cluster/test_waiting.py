@@ -43,7 +43,7 @@ def test_a_head_waits_no_longer_for_a_member_that_was_taken_out() -> None:
 
 
 def test_who_came_is_greeted_while_the_head_still_waits_for_others() -> None:
-    """Its link, with nobody to read it, would otherwise be ended long before the head has waited enough."""
+    """Check that links are read: an unread link would end long before the head has waited enough."""
     network, over = MemoryNetwork(), threading.Event()
     alpha, beta, _ = make_local_members(("alpha", "beta", "gamma"))
     peer = PeerThread(beta, PeerOptions(MEMBER), network)

@@ -21,8 +21,9 @@ PROMPTS = ("What is 8+9? Answer with just the number.", "Name a colour.", "What 
 
 
 def answers(options: LinkOptions, caplog: pytest.LogCaptureFixture) -> tuple[list[str], int, list[str]]:
-    """What a ring of three says, how many of the head's links have other streams, and what was logged
-    before any link ended: a replacement that is under way then may be told.
+    """Return the texts of a ring of three, the number of replaced links of the head, and the log lines.
+
+    The lines are those before any link ended: a replacement that is under way then may be told.
     """
     network = MemoryNetwork(options)
     alpha, *others = make_local_members(["alpha", "beta", "gamma"])

@@ -1,4 +1,4 @@
-"""A plan once every member has loaded: what runs, until the next one."""
+"""A plan once every member has loaded its stage: it runs until the next one."""
 
 from __future__ import annotations
 
@@ -17,29 +17,32 @@ from convoy.wire.messages.control import Plan
 
 @dataclass(frozen=True, slots=True)
 class ActivePlan:
-    """What the plan came to."""
+    """Hold a plan that runs, with its weights and K/V blocks."""
 
     plan: Plan
     placement: Placement
     weight_bytes: dict[str, int]
-    num_blocks: tuple[int, ...]  # by cache group
+    # By cache group.
+    num_blocks: tuple[int, ...]
     max_context: int
-    num_places: int = 1  # stages, of which the head's own counts once for each of its devices
+    # Stages. The head's own counts once for each of its devices.
+    num_places: int = 1
 
     @property
     def members(self) -> set[str]:
-        """All ranks of all stages."""
+        """Return all ranks of all stages."""
         return {name for stage in self.plan.stages for name in stage.holders}
 
     @property
     def kernels(self) -> list[str]:
-        """Of each stage."""
+        """Return the kernel of each stage."""
         return kernels_of(self.plan)
 
 
 def world_sizes(plan: Plan) -> list[int]:
-    """Over how many ranks each layer's sums go, those of the embedding and the output last: where that is
-    equal, so are the bits of exact kernels.
+    """Return over how many ranks each layer's sums go, then those of the embedding and of the output.
+
+    Where two plans have equal lists, exact kernels give equal bits.
     """
     layers = [stage.world_size for stage in plan.stages for _ in range(stage.start, stage.end)]
     ends = [next(stage.world_size for stage in plan.stages if stage.embed)]
@@ -47,7 +50,7 @@ def world_sizes(plan: Plan) -> list[int]:
 
 
 class NoRoom(PlanError):  # noqa: N818
-    """No K/V fits beside the weights of ``member``, or it does not say what K/V takes."""
+    """Say that no K/V fits beside the weights of ``member``, or that it reports no size of a block."""
 
     def __init__(self, member: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -57,7 +60,10 @@ class NoRoom(PlanError):  # noqa: N818
 def common_blocks(
     spec: ModelSpec, rooms: Mapping[str, Room], plan: Plan, options: HeadOptions, *, is_first: bool
 ) -> tuple[int, ...]:
-    """How many blocks of each cache group fit all members, each rank counted by itself. Raises `NoRoom`."""
+    """Return how many blocks of each cache group fit all members, each rank counted by itself.
+
+    Raises `NoRoom`.
+    """
     groups = spec.cache_groups
     for name, room in rooms.items():
         if len(room.block_bytes) != len(groups) or min(room.block_bytes) < 0:
@@ -65,7 +71,7 @@ def common_blocks(
     options = options.for_kernels(kernels_of(plan))
     demand = options.demand(block_size=plan.block_size, max_context=plan.max_context)
     choice = choose_blocks(groups, rooms, demand)
-    # After a loss fewer are better than none: requests that need more end alone.
+    # After a loss, fewer blocks are better than no plan: only requests that need more of them end.
     least = options.num_blocks if is_first and options.num_blocks else 1
     if choice.most < least:
         raise NoRoom(
@@ -78,10 +84,10 @@ def common_blocks(
 
 
 def kernels_of(plan: Plan) -> list[str]:
-    """Of each stage."""
+    """Return the kernel of each stage."""
     return [plan.kernel_of(position) for position in range(len(plan.stages))]
 
 
 def plan_digest(plan: Plan) -> bytes:
-    """SHA-256 of the plan's encoding: what `Activate` names."""
+    """Return the SHA-256 of the plan's encoding, which `Activate` names."""
     return hashlib.sha256(encode_message(plan)).digest()

@@ -1,4 +1,4 @@
-"""Members as child processes of this one: started together, and ended together, however that comes."""
+"""Members as child processes of this one: started together, and ended together, for whatever reason."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Self
 
 
 class Started(ABC):
-    """What is started on entering a `with` and ended on leaving it, also where its start fails halfway.
+    """Start something on entering a `with` and end it on leaving it, also if its start fails halfway.
 
-    A subclass has `_start`, which puts on ``_stack`` whatever is to be ended, in reverse order.
+    A subclass has `_start`, which puts the parts to end on ``_stack``, in reverse order.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Started(ABC):
 
 
 def wait_or_kill(process: subprocess.Popen[bytes], wait_s: float) -> None:
-    """Until it has ended, as it was asked to; killed where that takes longer than ``wait_s``."""
+    """Wait until a process has ended as it was asked to. Kill it after ``wait_s`` seconds."""
     try:
         process.wait(wait_s)
     except subprocess.TimeoutExpired:
@@ -45,7 +45,7 @@ def wait_or_kill(process: subprocess.Popen[bytes], wait_s: float) -> None:
 
 
 def end(process: subprocess.Popen[bytes], wait_s: float) -> None:
-    """SIGTERM, where it runs still, and `wait_or_kill`."""
+    """Send SIGTERM if the process still runs, and `wait_or_kill`."""
     if process.poll() is None:
         process.terminate()
     wait_or_kill(process, wait_s)

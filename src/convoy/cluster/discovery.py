@@ -1,8 +1,9 @@
-"""Members find each other on the local network by mDNS; the roster stays the only authority on who is who.
+"""Members find each other on the local network by mDNS.
 
-A member that listens says, under names that are random per start: a salt, H(label, salt, identity key), and
-its port. Who holds the roster recognises the key; nobody else learns which member it is, nor that two starts
-were of one member. What is found is an address to try, never a proof.
+The roster stays the only authority on their identity. A listening member announces a salt, H(label, salt,
+identity key), and its port, under names that are random per start. A holder of the roster recognises the
+key. No other listener learns which member it is, nor that two starts were of one member. A found address
+is one to try, never a proof.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ _log = logging.getLogger(__name__)
 SERVICE = "_convoy._tcp.local."
 SALT_BYTES = 16
 FINGERPRINT_BYTES = 16
-MAX_INSTANCES = 8  # of one member: others may repeat what a member said, with addresses of theirs
-MAX_ADDRESSES = 8  # of one instance
+# Instances of one member. Others may repeat its announcement with addresses of theirs.
+MAX_INSTANCES = 8
+# Addresses of one instance.
+MAX_ADDRESSES = 8
 _LABEL = b"convoy discovery v1"
 _JUDGED_PER_S = 200.0
 _JUDGED_BURST = 1000.0
@@ -48,14 +51,14 @@ Members = Callable[[], Iterable[Member]]
 
 
 def fingerprint(salt: bytes, identity_key: bytes) -> bytes:
-    """What a member says of itself: 16 bytes that fit one salt and one key."""
+    """Return the fingerprint that a member announces: 16 bytes that fit one salt and one key."""
     return hashlib.sha256(prefixed(_LABEL, salt, identity_key)).digest()[:FINGERPRINT_BYTES]
 
 
 class Sightings:
-    """What announcements came to, by member: bounded, whatever is announced.
+    """Hold the addresses that members announced, bounded for any announcements.
 
-    ``members`` gives the roster's members now.
+    ``members`` returns the roster's members now.
     """
 
     def __init__(self, members: Members, clock: Callable[[], float] = time.monotonic) -> None:
@@ -74,9 +77,9 @@ class Sightings:
         *,
         again: bool = False,
     ) -> None:
-        """One announcement. What is not of a member of the roster leaves nothing behind.
+        """Note one announcement. One that is not of a member of the roster leaves no trace.
 
-        ``again``: not counted in the rate, because it is we who ask.
+        ``again``: not counted in the rate, because this process asked.
         """
         salt, said = text.get(b"s"), text.get(b"f")
         if salt is None or said is None or len(text) != 2:
@@ -91,14 +94,14 @@ class Sightings:
                 return
 
     def forget(self, instance: str) -> None:
-        """Its member said goodbye, or its time is over."""
+        """Forget an instance that said goodbye or expired."""
         with self._lock:
             name = self._member_of.pop(instance, None)
             if name is not None:
                 self._found[name].pop(instance, None)
 
     def find(self, name: str) -> tuple[Address, ...]:
-        """Addresses at which ``name`` may be, the newest first."""
+        """Return addresses at which ``name`` may be, the newest first."""
         with self._lock:
             instances = reversed(self._found.get(name, OrderedDict()).values())
             return tuple(dict.fromkeys(address for addresses in instances for address in addresses))
@@ -106,7 +109,8 @@ class Sightings:
     def _keep(self, name: str, instance: str, addresses: tuple[Address, ...]) -> None:
         with self._lock:
             before = self._member_of.get(instance, name)
-            if before != name:  # anybody may repeat what two members said, under one name
+            # An announcement may repeat those of two members under one name.
+            if before != name:
                 self._found[before].pop(instance, None)
             known = self._found.setdefault(name, OrderedDict())
             known[instance] = addresses
@@ -118,7 +122,7 @@ class Sightings:
 
 
 class Discovery:
-    """The mDNS side of one process: announces what listens here, and hears what others announce.
+    """Run the mDNS side of one process: announce its listeners, and hear announcements of others.
 
     Raises `ConfigError` if the extra is not installed or mDNS cannot start here.
     """
@@ -138,8 +142,10 @@ class Discovery:
         self._looked_s = time.monotonic()
 
     def find(self, name: str) -> tuple[Address, ...]:
-        """See `Sightings.find`. Looks through what was heard if there is nothing yet, every few seconds at
-        most: in a flood, a member's announcement may have been over the rate.
+        """Return addresses as `Sightings.find` does.
+
+        If there are none yet, it judges the heard announcements again, every few seconds at most: in a
+        flood, a member's announcement may have been over the rate.
         """
         found = self._sightings.find(name)
         if found or time.monotonic() - self._looked_s < _LOOK_AGAIN_S:
@@ -149,7 +155,7 @@ class Discovery:
         return self._sightings.find(name)
 
     def announce(self, identity_key: bytes, bound: Address) -> Callable[[], None]:
-        """Say that a member with this key listens at ``bound``. Returns what takes it back."""
+        """Announce that a member with this key listens at ``bound``. Returns a function that withdraws it."""
         info = _make_info(identity_key, bound)
         self._zeroconf.register_service(info, strict=False)
 
@@ -159,20 +165,20 @@ class Discovery:
         return withdraw
 
     def hear_again(self) -> None:
-        """Judge again what was announced before: under another roster it may mean something."""
+        """Judge earlier announcements again: under another roster one may be of a member."""
         for name in self._zeroconf.cache.names():
             if name.endswith(f".{SERVICE}"):
                 _hear(self._sightings, self._zeroconf, name, again=True)
 
     def close(self) -> None:
-        """Say goodbye and stop hearing. Twice is allowed."""
+        """Say goodbye and stop hearing. A second call does nothing."""
         self._zeroconf.close()
 
 
 class DiscoveredNetwork:
-    """TLS over TCP that tries, after a member's address in the roster, those where it announced itself.
+    """Dial over TLS and TCP, first a member's address in the roster, then its announced ones.
 
-    Raises `ConfigError` if the extra is not installed; what mDNS needs is taken with the first use.
+    Raises `ConfigError` if the extra is not installed. mDNS starts with the first use.
     """
 
     def __init__(self, options: LinkOptions | None = None) -> None:
@@ -196,7 +202,7 @@ class DiscoveredNetwork:
             raise
 
     def close(self) -> None:
-        """Stop hearing. Links and listeners are their owners'."""
+        """Stop hearing. Links and listeners belong to their owners."""
         with self._lock:
             discovery, self._discovery = self._discovery, None
         if self._unsubscribe is not None:
@@ -208,7 +214,7 @@ class DiscoveredNetwork:
         with self._lock:
             if self._discovery is None:
                 started = self._discovery = Discovery(lambda: me.roster.members)
-                # A member that is new in the roster may have said where it is before.
+                # A member that is new in the roster may have announced itself before.
                 self._unsubscribe = me.subscribe(lambda _roster: started.hear_again())
             return self._discovery
 
@@ -218,7 +224,7 @@ class DiscoveredNetwork:
 
 
 class _Announced:
-    """A listener that takes its announcement back before it closes."""
+    """Withdraw the announcement of a listener before it closes."""
 
     def __init__(self, listening: Listening, withdraw: Callable[[], None]) -> None:
         self._listening = listening
@@ -234,9 +240,10 @@ class _Announced:
 
 
 def _hear(sightings: Sightings, zeroconf: Zeroconf, name: str, *, again: bool = False) -> None:
-    """On the library's thread: what is needed came with the announcement, or the announcement is ignored.
+    """Note an announcement on the library's thread.
 
-    Never a question of our own: an announcement could make us ask, and wait, as often as it likes.
+    It must be complete, or it is ignored. This process never asks back: otherwise an announcement could
+    make it ask, and wait, as often as it likes.
     """
     from zeroconf import IPVersion, ServiceInfo
 
@@ -248,7 +255,7 @@ def _hear(sightings: Sightings, zeroconf: Zeroconf, name: str, *, again: bool = 
 
 
 def require_zeroconf() -> None:
-    """Raises `ConfigError` if the extra is not installed."""
+    """Raise `ConfigError` if the extra is not installed."""
     try:
         import zeroconf  # noqa: F401
     except ImportError as error:
@@ -263,7 +270,8 @@ def _start_zeroconf() -> Zeroconf:
     from zeroconf import IPVersion, Zeroconf
 
     failed: OSError | None = None
-    for version in (IPVersion.All, IPVersion.V4Only):  # machines without IPv6 refuse the first
+    # Machines without IPv6 refuse the first version.
+    for version in (IPVersion.All, IPVersion.V4Only):
         try:
             return Zeroconf(ip_version=version)
         except OSError as error:
@@ -291,14 +299,16 @@ def _make_info(identity_key: bytes, bound: Address) -> ServiceInfo:
 
 
 def local_addresses(bound: str) -> list[str]:
-    """Where a socket bound to ``bound`` can be reached: itself, or for a wildcard this machine's addresses.
+    """Return the addresses of a socket bound to ``bound``: itself, or for a wildcard those of this machine.
 
-    Those of loopback only where there are no others. IPv6 scopes are left out: they mean nothing elsewhere.
+    Loopback addresses are included only if there are no others. IPv6 scopes are left out, because they
+    have no meaning elsewhere.
     """
     address = ipaddress.ip_address(bound.partition("%")[0])
     if not address.is_unspecified:
         return [str(address)]
-    import ifaddr  # comes with zeroconf
+    # The package comes with zeroconf.
+    import ifaddr
 
     every = []
     for adapter in ifaddr.get_adapters():

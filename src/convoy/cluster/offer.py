@@ -1,4 +1,4 @@
-"""What this machine can do, said to the others in `Hello`."""
+"""The abilities of this machine, told to the others in `Hello`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from convoy.model.device import (
 from convoy.plan.memory.memory import MEMORY_SHARE
 from convoy.wire.messages.control import MAX_OFFER_BYTES, Hello
 
-MIXED = "mixed"  # the kernel of a plan whose stages run several
-_DTYPES = ("float32", "bfloat16")  # in which hidden states may cross a link
+# The kernel of a plan with stages that run several kernels.
+MIXED = "mixed"
+# The types in which hidden states may cross a link.
+_DTYPES = ("float32", "bfloat16")
 
 
 def make_hello(options: MemberOptions) -> Hello:
-    """Look at this machine once. The kernels are those whose self-check passed here, best first.
+    """Examine this machine once, and return its greeting. The kernels are those that passed here, best first.
 
     Raises `UsageError` for a device that is not here.
     """
@@ -53,9 +55,10 @@ def make_hello(options: MemberOptions) -> Hello:
 
 
 def other_bits(hellos: Mapping[str, Hello], head: str, kernel: str) -> list[str]:
-    """Who computes other bits than the head, by name: a text may change when layers move to them or away.
+    """Return the members that compute other bits than the head.
 
-    Nobody where ``kernel`` is not exact: nothing is promised to the bit there.
+    A text may change when layers move to or from them. Empty if ``kernel`` is not exact, because then
+    equal bits are not promised.
     """
     if kernel != EXACT or head not in hellos:
         return []
@@ -63,7 +66,7 @@ def other_bits(hellos: Mapping[str, Hello], head: str, kernel: str) -> list[str]
 
 
 def _memory_bytes(granted: int, devices: tuple[str, ...]) -> int:
-    """What the operator granted, at most what the devices have; 0 is most of what is free."""
+    """Return the granted memory, at most the devices' own; 0 grants most of the free memory."""
     if devices != (HOST,):
         free = device_memory_bytes(devices)
         return min(granted, free) if granted else free
@@ -74,10 +77,10 @@ def _memory_bytes(granted: int, devices: tuple[str, ...]) -> int:
 def agree_kernels(
     hellos: Mapping[str, Hello], head: str, in_use: Collection[str] = frozenset()
 ) -> dict[str, str]:
-    """The kernel of each member: of those on CUDA their own, and of hosts one for all.
+    """Return the kernel of each member: members on CUDA have their own, and all hosts have one.
 
-    ``in_use`` are those of the plans before: what a host's kernel alone began, another would change. Raises
-    `Incompatible`, naming who lacks which.
+    ``in_use`` are the kernels of earlier plans: only the same host kernel continues its texts unchanged.
+    Raises `Incompatible`, naming the member and the kernel that it lacks.
     """
     on_cuda = _on_cuda(hellos, head)
     on_hosts = [name for name in hellos if name not in on_cuda]
@@ -99,7 +102,7 @@ def agree_kernels(
 
 
 def _on_cuda(hellos: Mapping[str, Hello], head: str) -> dict[str, str]:
-    """The kernel of each member on CUDA: rounded as the head's weights are, where it offers that."""
+    """Return the kernel of each member on CUDA: rounded like the head's weights, if it offers that."""
     led = hellos[head].kernels[0] if head in hellos else CUDA_KERNEL
     wanted = kernel_on_cuda(led) if led in ROUNDED or on_device(led) else CUDA_KERNEL
     offered = {
@@ -109,23 +112,24 @@ def _on_cuda(hellos: Mapping[str, Hello], head: str) -> dict[str, str]:
 
 
 def on_device(kernel: str) -> bool:
-    """Whether it is one of CUDA's."""
+    """Return whether a kernel is one of CUDA's."""
     return kernel in CUDA_KERNELS
 
 
 def can_take_part(hello: Hello, in_use: Collection[str]) -> bool:
-    """Whether a member runs one of the kernels ``in_use``, or any where none is or CUDA's is among them."""
+    """Return whether a member runs one of ``in_use``. Any does if that is empty or has a CUDA kernel."""
     return not in_use or any(on_device(kernel) or kernel in hello.kernels for kernel in in_use)
 
 
 def _require(kernel: str, hellos: Mapping[str, Hello]) -> None:
     lacking = next((name for name, hello in hellos.items() if kernel not in hello.kernels), None)
-    if lacking is not None:  # another kernel would change the text of what runs
+    # Another kernel would change the text of running requests.
+    if lacking is not None:
         raise Incompatible(f"{lacking} cannot run the kernel {kernel}, which is in use")
 
 
 def _shared(hellos: Mapping[str, Hello], lead: str) -> str:
-    """The lead's best kernel that every member can run."""
+    """Return the lead's best kernel that every member can run. Raises `Incompatible` if there is none."""
     for kernel in hellos[lead].kernels:
         if all(kernel in hello.kernels for hello in hellos.values()):
             return kernel
@@ -141,9 +145,10 @@ def _no_kernel(kernel: str, lead: str, hellos: Mapping[str, Hello]) -> Incompati
 
 
 def agree_dtype(hellos: Mapping[str, Hello], head: str, kernels: Collection[str]) -> str:
-    """In which hidden states cross links: bfloat16 where a stage on CUDA rounds them so anyway.
+    """Return the type in which hidden states cross links.
 
-    Else what the head prefers. Raises `Incompatible` naming both.
+    It is bfloat16 if a stage on CUDA rounds them to that anyway, else the head's first choice. Raises
+    `Incompatible` naming both.
     """
     wanted = "bfloat16" if any(map(on_device, kernels)) else hellos[head].dtypes[0]
     for name, hello in hellos.items():

@@ -1,4 +1,4 @@
-"""What a member's operator granted and asked: resolved once, by the command line."""
+"""The grants and wishes of a member's operator, resolved once by the command line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from convoy.plan.spec.model import ModelSpec
 from convoy.trust.evidence.policy import Policy
 from convoy.wire.messages.control import MAX_BATCH, MAX_RANKS, MAX_STEP_TOKENS
 
-# of a prompt in one step. A host takes seconds for the longer one, in which nobody else gets a token; a
-# device tens of milliseconds, and with fewer rows it waits for its memory
+# Tokens of a prompt in one step. A host takes seconds for the longer one, and no other request gets a token
+# meanwhile. A device takes tens of milliseconds, and with fewer rows it waits for its memory.
 HOST_CHUNK, DEVICE_CHUNK = 256, 2048
 
 _UNITS = {
@@ -31,16 +31,18 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True)
 class MemberOptions:
-    """What this machine gives to the cluster.
+    """Hold the grants of this machine to the cluster.
 
-    ``memory_bytes`` bounds weights and K/V together; 0 means what is free now. ``policy`` is what it demands
-    of others; ``tpm`` says how to reach this machine's TPM (as tpm2-tools' ``--tcti``), None for none.
-    ``cache`` is a private folder: a peer keeps there what it gets of models, everybody the digests of its own
-    files. None: a peer runs nothing that it has no files of, and all is hashed anew at each start.
-    ``weights_from``: whom a peer without files asks for its layers, "head", "hub", or "auto" for the hub that
-    the plan names and then the head; a head with "head" names none. ``hub`` is that hub's address, None for
-    the public one. ``signed``: the digest of the manifest that the operator signed; no other model is run.
-    ``device``: on what it computes, see `model.device`.
+    ``memory_bytes`` bounds weights and K/V together; 0 means the memory that is free now. ``policy`` is
+    what it demands of others; ``tpm`` says how to reach this machine's TPM (as tpm2-tools' ``--tcti``),
+    None for none.
+
+    ``cache`` is a private folder. A peer keeps the received parts of models there, and every member the
+    digests of its own files. None: a peer runs only models that it has files of, and all is hashed anew
+    at each start. ``weights_from`` says where a peer without files gets its layers: "head", "hub", or
+    "auto" for the hub that the plan names and then the head; a head with "head" names none. ``hub`` is
+    that hub's address, None for the public one. ``signed``: the digest of the manifest that the operator
+    signed; no other model is run. ``device``: the device that computes, see `model.device`.
     """
 
     memory_bytes: int = 0
@@ -58,40 +60,46 @@ class MemberOptions:
 
 @dataclass(frozen=True, slots=True)
 class PeerOptions:
-    """A peer's own part.
+    """Hold a peer's own options.
 
-    It runs a bundled model by its name, any other from ``model_path``, or what the head hands out where there
-    is a cache: a head never names a path.
+    It runs a bundled model by its name, and any other from ``model_path``. With a cache it also runs a
+    model that the head serves: a head never names a path.
     """
 
     member: MemberOptions = field(default_factory=MemberOptions)
     model_path: Path | None = None
     successor_wait_s: float = 10.0
     exit_with_head: bool = False
-    standby: bool = False  # no stage until another member is lost
+    # No stage until another member is lost.
+    standby: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class HeadOptions:
-    """What the head asks of the cluster.
+    """Hold the head's demands on the cluster.
 
-    ``wait_s`` is how long it waits for every member at the start. If those that came cannot hold the model it
-    waits on for the others with ``keep_waiting``, and raises without. ``answer_s``: how long a member that
-    came may take for its greeting, and to begin a plan.
+    ``wait_s`` is how long it waits for every member at the start. If those that came cannot hold the
+    model it waits on for the others with ``keep_waiting``, and raises without. ``answer_s``: how long a
+    member that came may take for its greeting, and to begin a plan.
+
     ``num_blocks``, of each cache group, 0 means as many as fit, up to a full batch of full contexts.
-    ``prefill_chunk`` 0: as `for_kernels` says. ``micro_batches`` are steps in flight, 0: as many as stages;
-    ``prefill_window`` chunks of one prompt in flight, 0: as many as micro-batches. With ``level_chunks`` a
-    chunk gets shorter as attention grows.
+    ``prefill_chunk`` 0: as `for_kernels` says. ``micro_batches`` are steps in flight, 0: as many as
+    stages; ``prefill_window`` chunks of one prompt in flight, 0: as many as micro-batches. With
+    ``level_chunks`` a chunk gets shorter as attention grows.
+
     ``max_batch`` 1 runs one sequence at a time. ``speculate`` is how many tokens are guessed at once, at
-    most; 0: none. Guesses change no text where a row's bits are its own, in exact mode and with rounded
-    linears; elsewhere they depend on how many rows are beside it, and nobody guesses without
-    ``guess_inexact``.
-    With ``share_across_keys`` requests share K/V of a common prefix whoever asks.
-    ``step_timeout_s``: how long a step may take as long as none was measured. ``recover_wait_s``: how long a
-    lost member that nobody can stand in for may take to come back; with all that is loaded meanwhile,
+    most; 0: none. Guesses change no text if a row's bits are its own, in exact mode and with rounded
+    linears. Under other kernels a row's bits depend on how many rows are beside it, and no token is
+    guessed without ``guess_inexact``.
+
+    With ``share_across_keys`` requests share K/V of a common prefix under any API key.
+
+    ``step_timeout_s``: how long a step may take as long as none was measured. ``recover_wait_s``: how
+    long a lost member without a replacement may take to come back; with all that is loaded meanwhile,
     ``load_wait_s`` more.
+
     ``parallel`` says how members share the model (`placement.parallel`), ``ranks`` how many hold a stage
-    together where they share its layers; None: as many as can be.
+    together when they share its layers; None: as many as can be.
     """
 
     member: MemberOptions = field(default_factory=MemberOptions)
@@ -119,7 +127,7 @@ class HeadOptions:
     ranks: int | None = None
 
     def check_context(self, spec: ModelSpec) -> None:
-        """Raises `ConfigError` for a longer context than the model has."""
+        """Raise `ConfigError` for a longer context than the model has."""
         if self.max_context > spec.max_context:
             raise ConfigError(
                 f"max_model_len is {self.max_context} tokens, and the model's context has {spec.max_context}",
@@ -127,7 +135,7 @@ class HeadOptions:
             )
 
     def check(self) -> None:
-        """Raises `ConfigError` for more steps in flight than a stage's queue takes, and for sizes below 1."""
+        """Raise `ConfigError` for more steps in flight than a stage's queue takes, and for sizes below 1."""
         for name, least, most in (
             ("max_batch", 1, MAX_BATCH),
             ("max_step_tokens", 1, MAX_STEP_TOKENS),
@@ -147,8 +155,9 @@ class HeadOptions:
             raise ConfigError(f"ranks is {self.ranks}, expected 2 to {MAX_RANKS} of each stage")
 
     def for_kernels(self, kernels: Iterable[str]) -> HeadOptions:
-        """With the chunk that suits stages which run these: the slowest sets it, so one host is enough for
-        short ones. What was asked for stays.
+        """Return these options with the chunk size that suits stages with these kernels.
+
+        The slowest stage sets it, so one host is enough for short chunks. An explicit chunk size stays.
         """
         if self.prefill_chunk:
             return self
@@ -156,29 +165,29 @@ class HeadOptions:
 
     @property
     def chunk_tokens(self) -> int:
-        """A chunk of a prompt, at most."""
+        """Return the most tokens of a prompt's chunk."""
         return self.prefill_chunk or HOST_CHUNK
 
     @property
     def step_tokens(self) -> int:
-        """A step, at most."""
+        """Return the most tokens of a step."""
         return max(self.max_step_tokens, self.chunk_tokens)
 
     def num_micro_batches(self, num_stages: int) -> int:
-        """Steps in flight while tokens are generated. One stage runs a step at a time anyway."""
+        """Return the steps in flight while tokens are generated. One stage runs a step at a time anyway."""
         return 1 if num_stages == 1 else self.micro_batches or num_stages
 
     def depth(self, num_stages: int) -> int:
-        """The most steps in flight."""
+        """Return the most steps in flight."""
         return max(self.num_micro_batches(num_stages), 0 if num_stages == 1 else self.prefill_window)
 
     @property
     def max_row_tokens(self) -> int:
-        """A chunk of a prompt, or a token and as many guesses as there may be."""
+        """Return the most tokens of a row: a chunk of a prompt, or a token and its guesses."""
         return max(self.chunk_tokens, MAX_DRAFT + 1)
 
     def demand(self, *, block_size: int, max_context: int) -> BlockDemand:
-        """How many K/V blocks there should be."""
+        """Return how many K/V blocks are wanted."""
         return BlockDemand(
             block_size=block_size,
             max_context=max_context,
@@ -190,7 +199,7 @@ class HeadOptions:
     def limits(
         self, spec: ModelSpec, *, num_stages: int, num_blocks: Sequence[int], block_size: int
     ) -> SchedulerLimits:
-        """What the scheduler keeps to, once a plan is known."""
+        """Return the scheduler's limits, once a plan is known."""
         return SchedulerLimits(
             groups=tuple(
                 GroupLimits(count, group.ring_blocks(block_size, self.max_row_tokens), group.stride)
@@ -207,16 +216,16 @@ class HeadOptions:
         )
 
     def num_guesses(self, spec: ModelSpec, *, steady: bool) -> int:
-        """Tokens guessed at once: none where a wrong guess cannot be taken back or may change the text."""
+        """Return the tokens guessed at once: 0 if a wrong guess cannot be undone or may change the text."""
         return self.speculate if spec.can_rewind and (steady or self.guess_inexact) else 0
 
     def why_no_guesses(self, spec: ModelSpec, kernel: str) -> str:
-        """Where `num_guesses` is 0 although more were asked for."""
+        """Return the reason why `num_guesses` is 0 although guesses were asked for."""
         if not spec.can_rewind:
             return "this model's layers keep a state, from which a wrong guess could not be taken back"
         return f"with kernel {kernel} that may change a text"
 
     def drafter(self, spec: ModelSpec, *, steady: bool) -> LookupDrafter | None:
-        """Who guesses, or nobody. ``steady``: the kernel gives a row the same bits beside any others."""
+        """Return the drafter, or None. ``steady``: the kernel gives a row the same bits beside any others."""
         num_guesses = self.num_guesses(spec, steady=steady)
         return LookupDrafter(num_guesses) if num_guesses else None

@@ -1,8 +1,8 @@
-"""How fast this machine is: several short measurements now, and those of earlier days.
+"""Measure how fast this machine is: several short measurements now, and those of earlier days.
 
 On an idle machine the fastest measurement says most. Beside other programs one may be far too low or,
 because it rests on differences of times, far too high: then the middle one counts, and it is not kept.
-A machine that seems idle may still give a false one, so the middle one of the last few that were kept counts.
+A machine that seems idle may still give a false one. So the middle one of the last few kept ones counts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from convoy.model.backends.host.speed import measure_speed
 from convoy.plan.speed import Speed
 
 FILE = "speed.json"
-BUSY = 0.25  # of all cores: with more, a measurement may be far too low
+# The share of all cores above which a measurement may be far too low.
+BUSY = 0.25
 _MOST_S, _MOST_ROUNDS = 3.0, 5
 _LOOK_S = 0.2
-_MOST_KEPT = 5  # of idle moments, for each kernel, number of threads and device
+# Measurements of idle moments, for each kernel, number of threads and device.
+_MOST_KEPT = 5
 _MAX_FILE_BYTES, _MAX_ENTRIES = 256 * 1024, 64
 
 Measure = Callable[[str, int | None, str], Speed]
@@ -36,7 +38,10 @@ Measure = Callable[[str, int | None, str], Speed]
 
 @dataclass(frozen=True)
 class OwnSpeed:
-    """``busy``: the share of all cores that programs used just before. ``is_kept``: from an earlier day."""
+    """Hold a speed. ``busy`` is the share of all cores that programs used just before.
+
+    ``is_kept`` marks a speed from an earlier day.
+    """
 
     speed: Speed
     busy: float
@@ -44,7 +49,7 @@ class OwnSpeed:
 
     @property
     def warning(self) -> str | None:
-        """Why the figures may be too low; None where they are not."""
+        """Return the reason why the figures may be too low; None if they are not."""
         if self.busy <= BUSY:
             return None
         kept = "the figures are the middle of earlier measurements"
@@ -62,10 +67,11 @@ def own_speed(
     busy: Callable[[], float] = lambda: psutil.cpu_percent(_LOOK_S) / 100,
     now: Callable[[], float] = time.monotonic,
 ) -> OwnSpeed:
-    """The middle one of the last few idle measurements in ``folder``: with the best of now, made within 3 s.
+    """Return the middle of the last few idle measurements in ``folder``, the best of now included.
 
-    On a busy machine the middle one of those kept, else of those of now. One is always made. Raises what
-    `measure_speed` raises; a folder that cannot be used only keeps nothing.
+    Those of now take at most 3 s, and one is always made. On a busy machine the result is the middle of
+    the kept ones, else of those of now. Raises the errors of `measure_speed`. With an unusable folder, it
+    only keeps none.
     """
     used = busy()
     began_s = now()
@@ -91,12 +97,12 @@ def _rate(speed: Speed) -> float:
 
 
 def _middle(speeds: list[Speed]) -> Speed:
-    """The lower one of two: a false measurement that is kept is too high."""
+    """Return the middle speed, and the lower one of two: a false measurement that is kept is too high."""
     return sorted(speeds, key=_rate)[(len(speeds) - 1) // 2]
 
 
 def _read(path: Path) -> dict[str, list[Speed]]:
-    """Nothing where there is no such file, or where it is not what `_write` makes."""
+    """Return the kept speeds; empty if there is no such file, or if `_write` did not make it."""
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             return {}
@@ -110,7 +116,7 @@ def _read(path: Path) -> dict[str, list[Speed]]:
 
 
 def _speed(values: dict[str, float | None]) -> Speed:
-    """Raises TypeError or ValueError for what is no speed."""
+    """Return a speed from its values. Raises TypeError or ValueError for any other values."""
     names = {field.name for field in dataclasses.fields(Speed)} - {"measured"}
     read = {name: None if value is None else float(value) for name, value in values.items()}
     if set(read) != names or any(value is not None and not 0 <= value < 1e18 for value in read.values()):

@@ -1,4 +1,4 @@
-"""Which frames each kind of neighbour may send; anything else ends its link before it is looked at."""
+"""The frames that each kind of neighbour may send. Any other frame ends its link before it is decoded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ FROM_HEAD = frozenset(
     }
 )
 FROM_PREDECESSOR = frozenset({FrameType.HIDDEN})
-FROM_RANK = frozenset({FrameType.AGREE, FrameType.PARTIAL})  # another one of the same stage
+# Another rank of the same stage.
+FROM_RANK = frozenset({FrameType.AGREE, FrameType.PARTIAL})
 FROM_LEADER = FROM_RANK | {
     FrameType.RANK_STEP,
     FrameType.RANK_OUTPUT,
@@ -39,7 +40,8 @@ FROM_LEADER = FROM_RANK | {
     FrameType.BLOCKS,
 }
 FROM_FOLLOWER = FROM_RANK | {FrameType.STEP_FAILED, FrameType.BLOCKS, FrameType.BLOCKS_DONE}
-FROM_DIALLER = FROM_PREDECESSOR | FROM_LEADER  # no head: which of these it is, a plan says
+# A dialler that is no head. The plan says whether it is the predecessor or rank 0.
+FROM_DIALLER = FROM_PREDECESSOR | FROM_LEADER
 FROM_PEER = frozenset(
     {
         FrameType.HELLO,

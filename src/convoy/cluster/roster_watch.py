@@ -1,4 +1,4 @@
-"""A running member looks at its roster file, so that an operator's change counts without a restart."""
+"""Watch the roster file of a running member, so that an operator's change counts without a restart."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _Mark = tuple[int, int, int]
 
 
 class RosterWatch:
-    """Looks at ``path`` from construction to ``close``, and offers what is new there.
+    """Watch ``path`` from construction to ``close``, and offer each new content.
 
-    What is refused is offered again every few seconds: it may become valid, or the disk may have room again.
-    ``tell`` gets the text of each refusal, for a person; one that stays the same is said once. ``judged``:
-    what the file held when it was refused before, and that was said.
+    A refused roster is offered again every few seconds: it may become valid, or the disk may have room
+    again. ``tell`` gets the text of each refusal, for a person; an unchanged one is told once. ``judged``
+    is a content that was refused and reported before.
     """
 
     def __init__(
@@ -43,20 +43,21 @@ class RosterWatch:
         self._judged = judged
         self._closed = threading.Event()
         self._clock = clock
-        self._seen: _Mark | None = None  # so that a change before the first look is seen
+        # None, so that a change before the first look is seen.
+        self._seen: _Mark | None = None
         self._refused: str | None = None
         self._again_s = math.inf
         self._thread = threading.Thread(target=self._run, name="roster file", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Twice is allowed."""
+        """Stop watching. A second call does nothing."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def look(self) -> None:
-        """Offer the file if it is another one than at the last look, or was refused a while ago."""
+        """Offer the file if it changed since the last look, or was refused a while ago."""
         try:
             status = self._path.stat()
             mark = (status.st_mtime_ns, status.st_size, status.st_ino)
@@ -66,7 +67,9 @@ class RosterWatch:
             with self._path.open("rb") as file:
                 signed = file.read(MAX_ROSTER_BYTES + 1)
         except OSError:
-            return  # gone for the moment: whoever replaces it is not done, and what was accepted counts
+            # The file is gone for the moment because it is being replaced. The accepted roster still
+            # counts.
+            return
         self._again_s = math.inf
         if signed in (self._membership.signed, self._judged):
             return
@@ -78,7 +81,7 @@ class RosterWatch:
             self._say(error, mark)
 
     def _say(self, error: ConvoyError, mark: _Mark) -> None:
-        # The kind, not the text, which may name the time: of one file, each is news once.
+        # Compare the kind of error, because its text may name the time. Each kind is told once for a file.
         if self._refused == (refused := f"{mark} {type(error).__name__}"):
             return
         self._refused = refused

@@ -1,4 +1,4 @@
-"""A head with its engine: what the server, the command line and the tests run requests on."""
+"""A head with its engine, for the server, the command line and the tests to run requests on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunningCluster:
-    """Made by `start`, ended by `close`; between the two, `engine` takes requests."""
+    """Run a cluster between `start` and `close`. In that time `engine` takes requests."""
 
     def __init__(
         self, head: Head, engine: Engine, tokenizer: Tokenizer, source: ModelSource, num_guesses: int
@@ -57,8 +57,8 @@ class RunningCluster:
     ) -> RunningCluster:
         """Bring the cluster up and pass one real token through every stage.
 
-        ``on_arrival``: told of each peer that answers, who is missing still, and for how long they are waited
-        for. ``own``: see `Head`. Raises what `Head.bring_up` raises.
+        ``on_arrival`` is told of each peer that answers, of the missing ones, and of the seconds left for
+        them. ``own``: see `Head`. Raises the errors of `Head.bring_up`.
         """
         tokenizer = Tokenizer(source)
         head = Head(me, source, options, network, watch, own=own)
@@ -85,9 +85,9 @@ class RunningCluster:
         salt: bytes | None = None,
         timeout_s: float | None = None,
     ) -> Session:
-        """A timeline of tokens of its caller's own; see `engine.sessions.session.Session`.
+        """Return a timeline of tokens for the caller alone; see `engine.sessions.session.Session`.
 
-        ``params``: how it samples unless told otherwise; None is greedy.
+        ``params`` are its default sampling parameters; None is greedy.
         """
         granted = self.head.granted
         assert granted is not None
@@ -108,7 +108,7 @@ class RunningCluster:
         return Session(self.engine, model, params=params, salt=salt, timeout_s=timeout_s)
 
     def health(self) -> tuple[bool, str]:
-        """Whether a token passed every stage lately, and if not, why, in words that anybody may read."""
+        """Return whether a token passed every stage lately, and a reason that any client may read."""
         try:
             self.engine.check_ready()
         except ConvoyError as error:
@@ -116,11 +116,14 @@ class RunningCluster:
         return True, "a token passes every stage"
 
     def level(self) -> str:
-        """The cluster's level: its weakest member's."""
+        """Return the cluster's evidence level: that of its weakest member."""
         return weakest(verdict.level for verdict in self.head.vetting.in_use()).text
 
     def status(self) -> ClusterStatus:
-        """The whole picture now. Pings every peer: tens of microseconds each, a second for one that hangs."""
+        """Return the whole picture now.
+
+        Pings every peer: tens of microseconds each, a second for one that hangs.
+        """
         granted = self.head.granted
         assert granted is not None
         ready, reason = self.health()
@@ -166,7 +169,7 @@ class RunningCluster:
 
 
 def _engine_over(head: Head, granted: ActivePlan, tokenizer: Tokenizer, options: HeadOptions) -> Engine:
-    """An engine that asks the head for other stages, and hears from it of losses and of who came."""
+    """Return an engine that asks the head for other stages, and hears from it of losses and arrivals."""
     spec = granted.placement.spec
 
     def limits_of(granted: ActivePlan) -> SchedulerLimits:
@@ -195,5 +198,6 @@ def _engine_over(head: Head, granted: ActivePlan, tokenizer: Tokenizer, options:
     renewals = Rebalancer(head.company, recovery, engine.renew, engine.between_steps, head.prepare)
     recovery.on_plan = renewals.plan_began
     head.seek(engine.wake, joined)
-    renewals.plan_began(())  # somebody may have come while the first plan was loaded
+    # A member may have come while the first plan was loaded.
+    renewals.plan_began(())
     return engine

@@ -1,4 +1,4 @@
-"""The cluster as one picture: which member holds what, behind which link, and whether tokens pass."""
+"""The cluster as one picture: the layers and the link of each member, and whether tokens pass."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import msgspec
 
 
 class StageStatus(msgspec.Struct, frozen=True):
-    """A member with a stage, and the head's link to it; the head's own stage has no link.
+    """Describe a member with a stage, and the head's link to it. The head's own stage has no link.
 
-    Where several hold a stage together there is one of these for each, in the order of their ranks.
+    If several ranks hold a stage there is one of these for each, in the order of their ranks.
     """
 
     member: str
@@ -17,32 +17,46 @@ class StageStatus(msgspec.Struct, frozen=True):
     embed: bool
     output: bool
     weight_bytes: int
-    can_read_prompts: str  # from what: "tokens" or "activations"
+    # The source from which it could read prompts: "tokens" or "activations".
+    can_read_prompts: str
     address: str
     round_trip_s: float | None = None
     cipher: str | None = None
     sealed_bytes_sent: int = 0
     sealed_bytes_received: int = 0
-    level: str = "none"  # what was proved of the member: none, self_signed or hardware
-    link_id: str | None = None  # hex; None once the link is over
-    head: bool = False  # the one that answers: it has no link to itself
-    device: str = "cpu"  # on what it computes, such as "cuda:0 (NVIDIA H200)"
+    # The proved level of the member: none, self_signed or hardware.
+    level: str = "none"
+    # Hex; None once the link is over.
+    link_id: str | None = None
+    # The member that answers requests. It has no link to itself.
+    head: bool = False
+    # The device that computes, such as "cuda:0 (NVIDIA H200)".
+    device: str = "cpu"
     kernel: str = ""
-    rank: int = 0  # of this stage's world_size, each with its slice of every layer
+    # The rank among the stage's world_size. Each rank has its slice of every layer.
+    rank: int = 0
     world_size: int = 1
-    weight_share: float = 1.0  # of the stage's weights, what this rank has
-    weights_from: dict[str, int] = {}  # bytes that it got since the head began, by "head", "hub" and peers
+    # This rank's share of the stage's weights.
+    weight_share: float = 1.0
+    # Bytes that it got since the head began, by "head", "hub" and peers.
+    weights_from: dict[str, int] = {}
 
 
 class ParallelStatus(msgspec.Struct, frozen=True):
-    """How members share the model now: ``mode`` single, pipeline or tensor; ``reason``: why, for people."""
+    """Describe how members share the model now.
+
+    ``mode`` is single, pipeline or tensor; ``reason`` says why, for people.
+    """
 
     mode: str
     reason: str
 
 
 class VerdictStatus(msgspec.Struct, frozen=True):
-    """What was proved of one member; ``reasons``: why not more. ``excluded``: below the minimum, no stage."""
+    """Describe the verdict on one member. ``reasons`` say why its level is no higher.
+
+    ``excluded`` marks a member below the minimum, which has no stage.
+    """
 
     member: str
     level: str
@@ -51,21 +65,22 @@ class VerdictStatus(msgspec.Struct, frozen=True):
 
 
 class StandbyStatus(msgspec.Struct, frozen=True):
-    """A member that waits for the loss of another. ``layers``: what it holds for that, such as "4-7"."""
+    """Describe a member that waits for the loss of another. ``layers`` are those it loaded, such as "4-7"."""
 
     name: str
-    layers: str | None = None  # None: nothing yet, or it has not the memory
+    # None: none yet, or it lacks the memory.
+    layers: str | None = None
 
 
 class IdleStatus(msgspec.Struct, frozen=True):
-    """A member that is here without layers although it is no standby; ``since_unix_s`` is Unix time."""
+    """Describe a connected member without layers that is no standby. ``since_unix_s`` is Unix time."""
 
     name: str
     since_unix_s: float
 
 
 class ClusterStatus(msgspec.Struct, frozen=True):
-    """What `GET /status` and `convoy status` show."""
+    """Hold the answer of `GET /status` and `convoy status`."""
 
     model: str
     ready: bool
@@ -82,18 +97,29 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     prompt_tokens: int
     generated_tokens: int
     ring_s: float | None
-    recoveries: int = 0  # how often other stages took over after a loss
-    drafted_tokens: int = 0  # guesses that were run, and those of them that were right
+    # How often other stages took over after a loss.
+    recoveries: int = 0
+    # Guesses that were run, and below those of them that were right.
+    drafted_tokens: int = 0
     accepted_tokens: int = 0
-    session_tokens: int = 0  # that sessions asked to be run, those that were run again included
-    near_ties: int = 0  # tokens after a loss where a text may differ from what it would have been
-    other_bits: list[str] = []  # members whose exact kernels give other bits than the head's
-    guesses: int = 0  # at once, at most; also 0 under a kernel where they may change a text, unless asked for
-    level: str = "none"  # the weakest of all members'
-    minimum_level: str = "none"  # what the policy demands of a peer
+    # Tokens that sessions asked to be run, repeated ones included.
+    session_tokens: int = 0
+    # Tokens after a loss at which a text may differ from the undisturbed one.
+    near_ties: int = 0
+    # Members with exact kernels that give other bits than the head's.
+    other_bits: list[str] = []
+    # The most guesses at once. Also 0 under a kernel where guesses may change a text, unless asked for.
+    guesses: int = 0
+    # The weakest level of all members.
+    level: str = "none"
+    # The level that the policy demands of a peer.
+    minimum_level: str = "none"
     verdicts: list[VerdictStatus] = []
     standbys: list[StandbyStatus] = []
     parallel: ParallelStatus = ParallelStatus("", "")
-    why_kernel: str = ""  # why not a better kernel, where that showed as the model was loaded
-    absent: list[str] = []  # whom the roster lists and who is not here
-    idle: list[IdleStatus] = []  # who is here, holds no layers and is no standby
+    # Why a better kernel is not used, if loading the model showed that.
+    why_kernel: str = ""
+    # Members of the roster that are not connected.
+    absent: list[str] = []
+    # Members that are connected, hold no layers and are no standbys.
+    idle: list[IdleStatus] = []

@@ -1,4 +1,4 @@
-"""What crossed the links of a member, those that ended included: sums that never fall."""
+"""The traffic over a member's links, ended links included: sums that never fall."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from convoy.transport.link.link import Link
 
 @dataclass(frozen=True, slots=True)
 class PeerTraffic:
-    """With one other member. Bytes are of sealed frames; a hop is a hidden state."""
+    """Count the traffic with one other member. Bytes are of sealed frames; a hop is a hidden state."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     sent_hops: int = 0
     received_hops: int = 0
-    broken: int = 0  # links that ended and were not closed here
+    # Links that ended and were not closed here.
+    broken: int = 0
 
 
 class Traffic:
-    """Thread-safe. Members are those that a roster listed, so they are few."""
+    """Sum traffic by member. Thread-safe. Only members of a roster count, so they are few."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,12 +30,12 @@ class Traffic:
         self._past: dict[str, PeerTraffic] = {}
 
     def began(self, link: Link) -> None:
-        """It was started, or is about to be."""
+        """Add a link that was started, or is about to be."""
         with self._lock:
             self._links.add(link)
 
     def ended(self, link: Link, error: ConvoyError) -> None:
-        """What it was told in its end."""
+        """Keep the sums of a link that ended. ``error`` is the error that ended it."""
         with self._lock:
             if link in self._links:
                 self._links.discard(link)
@@ -42,7 +43,7 @@ class Traffic:
                 self._past[link.peer] = _plus(past, link, int(not isinstance(error, LinkClosed)))
 
     def by_peer(self) -> dict[str, PeerTraffic]:
-        """Up to now."""
+        """Return the traffic up to now, by member."""
         with self._lock:
             found = dict(self._past)
             for link in self._links:

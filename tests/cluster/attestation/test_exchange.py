@@ -1,4 +1,4 @@
-"""Challenges and evidence between real members: who gets a stage, who loses it, and what silence costs."""
+"""Challenges and evidence between real members: which get a stage, which lose it, and the cost of silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invitations between two real sockets: who gets in, and everybody who must not."""
+"""Invitations between two real sockets: the machine that gets in, and all that must not."""
 
 from __future__ import annotations
 

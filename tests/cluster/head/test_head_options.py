@@ -1,4 +1,4 @@
-"""How much a head lets run at once: what its options come to for a plan, and what is refused."""
+"""How much a head lets run at once: the limits of its options for a plan, and refused options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a plan at a peer once it is over: nothing that the next one could meet, and no work."""
+"""The end of a plan at a peer: no state is left that the next plan could meet, and no work."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def ask(cluster: RunningCluster, text: str) -> str:
 
 
 def crash(cluster: RunningCluster) -> None:
-    """As when its machine goes: its connections end without a word, and it dials nobody any more."""
+    """End a head as when its machine goes: its connections end without a word, and it dials no more."""
     cluster.head.company._closed.set()
     for link in cluster.head.links.values():
         for stream in link._streams:

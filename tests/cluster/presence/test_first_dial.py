@@ -1,4 +1,4 @@
-"""The first dial of everybody: who is slow is dialled again, and who proves to be somebody else ends it."""
+"""The first dial of all members: a slow one is dialled again, and one with another identity ends it."""
 
 from __future__ import annotations
 

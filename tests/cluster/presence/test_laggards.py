@@ -1,4 +1,4 @@
-"""Who is noticed for answering late, with a clock of the test's own."""
+"""Members that are noticed for answering late, with a clock of the test's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom the head dials, and how often."""
+"""The members that the head dials, and how often."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_of_a_peers_memory_as_much_counts_as_the_policy_allows(
     policy = Policy(offers=(OfferRule(10**9 // 2),))
     network.listen(membership_of(beta), beta.member.address, greet)
     company = company_of(alpha, network, joined, replace(MEMBER, policy=policy, memory_bytes=1 << 30))
-    monkeypatch.setattr(company.vetting, "admit", lambda *_: None)  # and nobody is asked for evidence
+    monkeypatch.setattr(company.vetting, "admit", lambda *_: None)  # and no member is asked for evidence
     company.seek()
     assert joined.wait(30)
     assert company.hellos["beta"].memory_bytes == 10**9 // 2
@@ -87,7 +87,7 @@ def test_a_member_that_greets_and_goes_at_once_is_not_dialled_without_a_pause(
     company_has = threading.Event()
     network.listen(membership_of(beta), beta.member.address, lambda link: _on_thread(greet_and_go, link))
     company = company_of(alpha, network, company_has)
-    monkeypatch.setattr(company.vetting, "admit", lambda *_: None)  # and nobody is asked for evidence
+    monkeypatch.setattr(company.vetting, "admit", lambda *_: None)  # and no member is asked for evidence
     company.seek()
     assert twice.wait(20)
     threading.Event().wait(1.0)  # the time in which it would dial a hundred times
@@ -128,7 +128,7 @@ def test_a_member_is_sought_on_after_an_error_that_is_not_ours(
             with monkeypatch.context() as patched:
                 patched.setattr(threading.Thread, "start", _no_thread)
                 company.seek()
-            company.wait(company.num_changes, 0.01)  # whoever waits for a member looks again
+            company.wait(company.num_changes, 0.01)  # a thread that waits for a member looks again
         assert joined.wait(20)
     finally:
         company.close("done")

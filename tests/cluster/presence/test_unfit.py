@@ -22,7 +22,7 @@ Fails = Callable[[], bool]
 
 @pytest.fixture
 def fail_where(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fails], None]:
-    """The down projection, whose shape no sample has, does not hold where the fixture's argument says so."""
+    """Make the down projection fail where the fixture's argument says so: no sample has its shape."""
 
     def install(fails: Fails) -> None:
         check = selfcheck._check_linear

@@ -1,4 +1,4 @@
-"""Who keeps a late step, by what the members of a ring say."""
+"""The member that holds a late step, by the answers of the members of a ring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is left out when the stages fail again and again although every member is there."""
+"""The member that is left out when the stages fail again and again although every member is connected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of one loss, by a clock that the test turns."""
+"""The log of one loss, by a clock that the test turns."""
 
 from __future__ import annotations
 

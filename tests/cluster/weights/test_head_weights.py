@@ -123,7 +123,7 @@ def test_a_hub_that_has_other_bytes_than_were_signed_is_named_with_the_tensor(
     change_a_byte(hub.directory, "model.layers.1.mlp.up_proj.weight")
     own = opened(hub, manifest, tmp_path / "alpha")
     peer = PeerOptions(replace(MEMBER, cache=tmp_path / "beta", hub=hub.url))
-    wrong = r"has not the bytes of model\.layers\.1\.mlp\.up_proj\.weight that the signed manifest lists"
+    wrong = r"lacks the bytes of model\.layers\.1\.mlp\.up_proj\.weight that the signed manifest lists"
     with pytest.raises(ModelError, match=wrong):
         partly(own, peer).__enter__()
 

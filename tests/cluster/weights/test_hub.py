@@ -43,7 +43,7 @@ def layer_bytes(model: Path, layer: int) -> int:
 
 
 def sources(heard: list[tuple[str, int, int]]) -> set[str]:
-    """Whom weights came from; `config.json` always comes from the head."""
+    """Return the sources of weights; `config.json` always comes from the head."""
     return {who for who, _, total in heard if "(from the" in who and total > 4096}
 
 

@@ -1,4 +1,4 @@
-"""Who gets on is waited for: in each pass over its weights anew, and not by its own word without end."""
+"""A member that makes progress is waited for: in each pass anew, and not by its own word without end."""
 
 from __future__ import annotations
 

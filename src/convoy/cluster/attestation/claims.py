@@ -1,4 +1,4 @@
-"""What this process can say of its own software: the digest of its files, versions, platform."""
+"""The claims of this process about its own software: the digest of its files, versions, platform."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def own_claims() -> Claims:
-    """Look once, at the start: the files as they are now are those that this process loaded or will load."""
+    """Return the claims. Call it once, at the start: then the files are those that this process loads."""
     return Claims(
         package=package_digest(Path(convoy.__file__).resolve().parent),
         versions={
@@ -31,9 +31,10 @@ def own_claims() -> Claims:
 
 
 def package_digest(folder: Path) -> str:
-    """Hex SHA-256 over a line of path and SHA-256 for each file below ``folder``, in the order of the paths.
+    """Return the hex SHA-256 over a line of path and SHA-256 for each file below ``folder``, sorted by path.
 
-    Compiled bytecode is left out: it says when it was compiled, and Python makes it from the files again.
+    Compiled bytecode is left out: it contains the time of its compilation, and Python makes it from the
+    files again.
     """
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*"), key=lambda path: path.relative_to(folder).as_posix()):

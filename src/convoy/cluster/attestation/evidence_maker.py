@@ -1,4 +1,4 @@
-"""The side that proves: claims about this process, and a quote of this machine where one is enrolled."""
+"""The proving side: claims about this process, and a quote of this machine if its TPM is enrolled."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _log = logging.getLogger(__name__)
 
 
 class Hardware(Protocol):
-    """How another kind of hardware proves something here; its verifier is in `trust.evidence.verify`."""
+    """Prove this machine with one kind of hardware. `trust.evidence.verify` has the verifier of each kind."""
 
     kind: str
 
     def statement(self, me: LocalMember, qualifying: bytes, registers: Sequence[int]) -> list[bytes]:
-        """The parts of the evidence, signed by the enrolled key over ``qualifying``.
+        """Return the parts of the evidence, signed by the enrolled key over ``qualifying``.
 
         Raises `AttestationError`.
         """
 
 
 class TpmHardware:
-    """A TPM 2.0 whose attestation key the roster lists."""
+    """Prove this machine with a TPM 2.0, if the roster lists its attestation key."""
 
     kind = TPM2
 
@@ -47,12 +47,13 @@ class TpmHardware:
 
 
 class EvidenceMaker:
-    """Makes evidence. Slow where hardware is asked: not for a thread that a token waits for."""
+    """Make evidence. Hardware is slow, so call it on no thread that a token waits for."""
 
     def __init__(self, hardware: Hardware | None = None, claims: Claims | None = None) -> None:
         self._hardware = hardware
         self._known = claims
-        self.model = ""  # the digest of the model whose stage is loaded here
+        # The digest of the model of the stage that is loaded here.
+        self.model = ""
 
     @property
     def claims(self) -> Claims:
@@ -63,9 +64,9 @@ class EvidenceMaker:
         return self._known or own_claims()
 
     def prove(self, me: LocalMember, binding: bytes, challenge: Challenge) -> Evidence:
-        """Evidence for one challenge on one link.
+        """Return evidence for one challenge on one link.
 
-        Where the hardware fails, this member still says what it can: the verdict is then ``self_signed``.
+        If the hardware fails, this member still signs its claims: the verdict is then ``self_signed``.
         """
         claims = encode_claims(self.claims)
         occasion = Occasion(binding, challenge.nonce, me.identity.public_key)

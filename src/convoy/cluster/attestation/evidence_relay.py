@@ -1,7 +1,7 @@
-"""Evidence of members for a provider: a head asks its peers, and passes on what they say as it came.
+"""Evidence of members for a provider: a head asks its peers, and passes their answers on unchanged.
 
-A peer binds its evidence to the identity key of the head that asks, as its own roster has it: so nobody else
-can show it as evidence of a member of theirs.
+A peer binds its evidence to the identity key of the head that asks, as its own roster lists it. So no
+other member can show it as evidence of a member of theirs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Asked:
 
 
 class EvidenceRelay:
-    """Both sides. Which of them a member may be on a link is fixed by `cluster.rights`."""
+    """Ask for evidence and answer with it. `cluster.rights` fixes which of both a link allows."""
 
     def __init__(self, me: Callable[[], LocalMember], attester: EvidenceMaker) -> None:
         self._me = me
@@ -47,7 +47,10 @@ class EvidenceRelay:
     # Receiver threads.
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it was for here. Never blocks; of two questions on a link the newer one is answered."""
+        """Handle a question for evidence or its answer, and return whether the frame was one.
+
+        Never blocks. Of two questions on a link the newer is answered.
+        """
         match received:
             case ReceivedMessage(message=Vouch() as vouch):
                 with self._wake:
@@ -58,7 +61,7 @@ class EvidenceRelay:
                 with self._wake:
                     asked = self._asked.get(link)
                 if asked is None or asked.purpose != vouched.purpose:
-                    self._quiet.warning("vouched", f"{link.peer} sent evidence that nobody waits for")
+                    self._quiet.warning("vouched", f"{link.peer} sent evidence without a question")
                     return True
                 asked.answer = vouched
                 asked.done.set()
@@ -67,7 +70,7 @@ class EvidenceRelay:
         return True
 
     def detach(self, link: Link) -> None:
-        """Its link ended: nobody waits for it."""
+        """End the wait for a link that ended."""
         with self._wake:
             self._to_answer.pop(link, None)
             asked = self._asked.pop(link, None)
@@ -75,7 +78,7 @@ class EvidenceRelay:
             asked.done.set()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, and all waits."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()
@@ -85,14 +88,17 @@ class EvidenceRelay:
     # The head.
 
     def own(self, purpose: bytes, registers: Sequence[int]) -> Vouched:
-        """This member's, for itself as the provider."""
+        """Return this member's own evidence, bound to its own key as the provider."""
         me = self._me()
         return self._prove(me, me.identity.public_key, Vouch(purpose, list(registers)))
 
     def gather(
         self, links: Iterable[Link], purpose: bytes, registers: Sequence[int], deadline_s: float
     ) -> dict[str, Vouched]:
-        """What comes of these within so many seconds, by member. Others wait until this is over."""
+        """Return the evidence that comes within ``deadline_s`` seconds, by member.
+
+        Other calls wait until this ends.
+        """
         with self._gathering:
             asked = {link: self._ask(link, Vouch(purpose, list(registers))) for link in links}
             end_s = time.monotonic() + deadline_s
@@ -117,7 +123,7 @@ class EvidenceRelay:
     # The peer.
 
     def _start(self) -> None:
-        """The caller holds the lock."""
+        """Start the answering thread once. The caller holds the lock."""
         if not self._started:
             self._started = True
             threading.Thread(target=self._answer_all, name="vouching", daemon=True).start()

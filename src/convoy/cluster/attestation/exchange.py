@@ -1,7 +1,8 @@
 """Challenges and evidence on the links between a head and its peers, in both directions.
 
-Neither is on the path of a token: receiver threads only put things down here, one thread makes evidence, and
-another asks every watched member again at the policy's interval, and at once where others are watched.
+Neither is on the path of a token. Receiver threads only queue messages here. One thread makes evidence.
+Another asks every watched member again at the policy's interval, and at once when the watched members
+change.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OnFall = Callable[[Link, Verdict], None]
 
 @dataclass(slots=True)
 class _Asked:
-    """A challenge that is under way."""
+    """Hold a challenge that is under way."""
 
     challenge: Challenge
     binding: bytes = field(repr=False)
@@ -47,7 +48,10 @@ class _Asked:
 
 
 class Attestation:
-    """This member as attester and as verifier. ``on_fall`` is called for a watched link below the minimum."""
+    """Run this member as attester and as verifier.
+
+    ``on_fall`` is called for a watched link below the minimum.
+    """
 
     def __init__(
         self,
@@ -65,7 +69,8 @@ class Attestation:
         self._bindings: dict[Link, bytes] = {}
         self._quiet = RateLimitedLog(_log)
         self._asked: dict[Link, _Asked] = {}
-        self._owing: dict[Link, _Asked] = {}  # asked while they held a stage of a plan that is over
+        # Challenges that were sent while the member held a stage of a plan that is over.
+        self._owing: dict[Link, _Asked] = {}
         self._to_prove: dict[Link, Challenge] = {}
         self._wake = threading.Condition(self._lock)
         self._closed = threading.Event()
@@ -78,19 +83,22 @@ class Attestation:
 
     @classmethod
     def of(cls, me: Callable[[], LocalMember], options: MemberOptions, on_fall: OnFall) -> Attestation:
-        """With what this member's operator configured. Raises `AttestationError` for a TPM named wrongly."""
+        """Return the attestation that this member's operator configured.
+
+        Raises `AttestationError` if the TPM's name is malformed.
+        """
         hardware = None if options.tpm is None else TpmHardware(Tpm(options.tpm))
         return cls(me, EvidenceMaker(hardware), options.policy, on_fall)
 
     # Owners and receiver threads.
 
     def attach(self, link: Link) -> None:
-        """Before a link starts: evidence on it is bound to the handshake that it has now."""
+        """Register a link before it starts: evidence on it is bound to the handshake that it has now."""
         with self._lock:
             self._bindings[link] = link.binding
 
     def detach(self, link: Link) -> None:
-        """A link ended: whoever waits for its evidence waits no longer."""
+        """Forget a link that ended, and end the waits for its evidence."""
         with self._lock:
             self._bindings.pop(link, None)
             self._to_prove.pop(link, None)
@@ -100,10 +108,10 @@ class Attestation:
         self.vouching.detach(link)
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether this was a challenge or evidence. Never blocks.
+        """Handle a challenge or evidence, and return whether the frame was one. Never blocks.
 
-        A challenge takes the place of an older one that was not begun, so a verifier that asks too often
-        makes no work wait here.
+        A challenge replaces an older one that was not begun, so that a verifier that asks too often makes
+        no other work wait here.
         """
         match received:
             case ReceivedMessage(message=Challenge() as challenge):
@@ -115,7 +123,7 @@ class Attestation:
                 with self._lock:
                     asked = self._asked.pop(link, None)
                 if asked is None:
-                    self._quiet.warning("evidence", f"{link.peer} sent evidence that nobody waits for")
+                    self._quiet.warning("evidence", f"{link.peer} sent evidence without a challenge")
                     return True
                 asked.evidence = evidence
                 asked.done.set()
@@ -136,9 +144,9 @@ class Attestation:
     def check(
         self, links: Iterable[Link], *, holds_stage: bool = False, watch: Callable[[], None] | None = None
     ) -> dict[str, Verdict]:
-        """Challenge all at once, and judge what comes within the policy's deadline; by member.
+        """Challenge all links at once, and return the verdict on each member within the policy's deadline.
 
-        ``watch`` is called while waiting; what it raises ends the wait.
+        ``watch`` is called while waiting; an error that it raises ends the wait.
         """
         verdicts = self._check(links, holds_stage=holds_stage, watch=watch)
         self.verdicts.update(verdicts)
@@ -156,7 +164,7 @@ class Attestation:
         return verdicts
 
     def check_self(self) -> Verdict:
-        """What this member's own evidence would earn from itself."""
+        """Return the verdict of this member on its own evidence."""
         me = self._me()
         binding = secrets.token_bytes(NONCE_BYTES)
         challenge = self._challenge(me.name)
@@ -169,7 +177,7 @@ class Attestation:
         return verdict.level >= self.policy.minimum
 
     def refusal(self, verdict: Verdict) -> AttestationError:
-        """Why this member gets no stage."""
+        """Return the error that tells a member why it gets no stage."""
         return AttestationError(
             f"{verdict.member} has level {verdict.level.text}, and the policy's minimum is "
             f"{self.policy.minimum.text}: {verdict.why}",
@@ -177,9 +185,9 @@ class Attestation:
         )
 
     def watch(self, links: Iterable[Link], *, hold_stages: bool) -> None:
-        """From now on, ask these at the policy's interval; where it has a minimum, at once as well.
+        """Ask these links from now on at the policy's interval; with a minimum, at once as well.
 
-        What was asked before counts no more: it may have been answered while no plan ran.
+        Earlier challenges no longer count: they may have been answered while no plan ran.
         """
         with self._lock:
             if self._hold_stages:
@@ -191,10 +199,10 @@ class Attestation:
         self._start("watch", self._watch_all)
 
     def settle(self, watch: Callable[[], None]) -> None:
-        """Between two plans: wait for what was asked under the last one, to the deadline that it had.
+        """Wait, between two plans, for answers to the last plan's challenges, until their own deadline.
 
-        Who fails a step whenever its answer is due would otherwise never have to give one. ``watch`` as for
-        `check`. Who is below the minimum falls.
+        Otherwise a member that fails a step whenever its answer is due would never have to answer.
+        ``watch`` is as for `check`. A member below the minimum falls.
         """
         with self._lock:
             owing, self._owing = self._owing, {}
@@ -219,7 +227,8 @@ class Attestation:
             binding = self._bindings.get(link, b"")
             asked = self._asked[link] = _Asked(self._challenge(link.peer), binding)
         try:
-            link.post(asked.challenge)  # where there is no room, its deadline passes
+            # If the link has no room, the challenge is not sent and its deadline passes.
+            link.post(asked.challenge)
         except ConvoyError:
             asked.done.set()
         return asked
@@ -240,7 +249,8 @@ class Attestation:
     def _appraise(self, name: str, asked: _Asked, evidence: Evidence, *, holds_stage: bool) -> Verdict:
         try:
             member = self._me().roster.member(name)
-        except RosterError as error:  # a newer roster took it out while it was asked
+        # A newer roster may have removed the member meanwhile.
+        except RosterError as error:
             return no_evidence(name, error.message)
         context = VerificationContext(
             member=name,
@@ -274,14 +284,15 @@ class Attestation:
                 continue
             try:
                 evidence = self.attester.prove(self._me(), binding, challenge)
-                # Never waits: a member that asks and takes nothing would keep it from all the others.
+                # Post without waiting: a member that asks and reads nothing must not block the others.
                 if not link.post(evidence):
                     self._quiet.warning("no room", f"{link.peer} asks for evidence and takes none")
             except ConvoyError as error:
                 _log.warning("no evidence for %s: %s", link.peer, error.message)
 
     def _watch_all(self) -> None:
-        checked = 0  # the newest watch whose members were asked
+        # The newest watch that was checked.
+        checked = 0
         while True:
             with self._watch_anew:
                 self._watch_anew.wait_for(partial(self._is_due, checked), self.policy.interval_s)
@@ -295,12 +306,15 @@ class Attestation:
                     self._on_fall(link, verdicts[link.peer])
 
     def _is_due(self, checked: int) -> bool:
-        """Before the interval is over. The caller holds the lock."""
+        """Return whether to ask before the interval is over. The caller holds the lock."""
         is_new = bool(self._watched) and self._num_watches != checked
         return self._closed.is_set() or (is_new and self.policy.minimum > Level.NONE)
 
     def _fallen(self, links: list[Link], verdicts: dict[str, Verdict], checked: int) -> list[Link]:
-        """Keep verdicts that still count. Who is below the minimum, even if a plan ends right after this."""
+        """Store the verdicts that still count, and return the links below the minimum.
+
+        They count even if a plan ends right after this.
+        """
         with self._lock:
             if self._closed.is_set() or self._num_watches != checked:
                 return []

@@ -1,4 +1,4 @@
-"""The head's use of attestation: who gets a stage at all, and who loses it while the cluster runs."""
+"""The head's use of attestation: which members may have a stage, and which lose it while the cluster runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 class MemberVerifier:
-    """One head's verdicts on its members. ``excluded`` are those below the minimum, which got no stage.
+    """Hold one head's verdicts on its members. ``excluded`` are those below the minimum, which get no stage.
 
-    The head itself is judged like the others and shown, but keeps its stage: it is the one that judges, and
-    the policy is its owner's. Placement rules bind it all the same.
+    The head itself is judged like the others and shown, but keeps its stage: it is the judge, and the
+    policy is its owner's. Placement rules bind it all the same.
     """
 
     def __init__(self, me: Callable[[], LocalMember], options: MemberOptions) -> None:
@@ -33,7 +33,7 @@ class MemberVerifier:
         self._fallen: dict[str, AttestationError] = {}
 
     def admit(self, links: dict[str, Link], watch: Callable[[], None]) -> None:
-        """Ask every peer for evidence. Who is below the minimum is told so and taken out of ``links``."""
+        """Ask every peer for evidence. A member below the minimum is told so and removed from ``links``."""
         self.attestation.check_self()
         for name in links:
             self.excluded.pop(name, None)
@@ -50,33 +50,33 @@ class MemberVerifier:
         return Level.NONE if verdict is None else verdict.level
 
     def in_use(self) -> list[Verdict]:
-        """The newest verdict on each member that may have a stage, the head's own included."""
+        """Return the newest verdict on each member that may have a stage, the head's own included."""
         return [one for name, one in dict(self.attestation.verdicts).items() if name not in self.excluded]
 
     def report(self) -> list[VerdictStatus]:
-        """The newest verdict on everyone, for people."""
+        """Return the newest verdict on each member, for people."""
         return [
             VerdictStatus(name, one.level.text, list(one.reasons), name in self.excluded)
             for name, one in sorted(dict(self.attestation.verdicts).items())
         ]
 
     def watch(self, links: dict[str, Link], plan: Plan) -> None:
-        """The plan runs: ask those who have a stage, now where there is a minimum, and at its interval."""
+        """Ask the members with a stage while this plan runs: at its interval, and now under a minimum."""
         self.attestation.attester.model = plan.manifest or plan.model_digest
         holders = [links[name] for stage in plan.stages for name in stage.holders if name in links]
         if holders:
             self.attestation.watch(holders, hold_stages=True)
 
     def pause(self) -> None:
-        """No plan runs: nobody has to prove that it holds a stage."""
+        """Stop asking while no plan runs: no member then holds a stage to prove."""
         self.attestation.watch((), hold_stages=False)
 
     def settle(self, watch: Callable[[], None]) -> None:
-        """Before the next plan: whoever was asked while it held a stage answers first, or gets none."""
+        """Wait, before the next plan, for answers of members that held a stage. Without one they get none."""
         self.attestation.settle(watch)
 
     def lost(self, link: Link, error: ConvoyError) -> ConvoyError | None:
-        """A link ended: the error to tell, or None if nobody waits for that member."""
+        """Return the error to report for a link that ended; None if no caller waits for that member."""
         self.attestation.detach(link)
         if link.peer in self.excluded:
             return None
@@ -84,7 +84,7 @@ class MemberVerifier:
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """Around planning: where no plan fits without the excluded members, the error says why they are."""
+        """Add the reasons of excluded members to the error of planning, if no plan fits without them."""
         try:
             yield
         except (PlanError, SpanError) as error:

@@ -1,7 +1,7 @@
-"""This machine's TPM 2.0 through `tpm2-tools`: one process for each thing asked of it, and no shell.
+"""This machine's TPM 2.0 through `tpm2-tools`: one process for each command, and no shell.
 
-The attestation key is a primary key of the endorsement hierarchy from a fixed template, so the TPM makes the
-same key again whenever it is needed: nothing is stored, and it survives a reboot and a cleared owner.
+The attestation key is a primary key of the endorsement hierarchy from a fixed template, so the TPM makes
+the same key again whenever it is needed. No key is stored, and it survives a reboot and a cleared owner.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ MAX_FILE_BYTES = 16 * 1024
 
 _ATTRIBUTES = "fixedtpm|fixedparent|sensitivedataorigin|userwithauth|restricted|sign"
 _TCTI = re.compile(r"[a-z0-9]{1,16}(:[A-Za-z0-9._:/=,\[\]-]{1,200})?")
-_EK_CERTIFICATE = "0x01c00002"  # NV index of the certificate of the default RSA endorsement key
-_BLOB_HEADER = bytes.fromhex("badcc0de00000001")  # in front of a credential in a file of tpm2-tools
-_TIMEOUT_S = 60.0  # discrete TPMs take seconds to make an RSA key
+# NV index of the certificate of the default RSA endorsement key.
+_EK_CERTIFICATE = "0x01c00002"
+# The header of a credential in a file of tpm2-tools.
+_BLOB_HEADER = bytes.fromhex("badcc0de00000001")
+# Discrete TPMs take seconds to make an RSA key.
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class EndorsedKeys:
-    """What enrolment needs: the EK certificate (DER), and both keys' public areas (TPM2B_PUBLIC)."""
+    """Hold the inputs of enrolment: the EK certificate (DER), and both keys' public areas (TPM2B_PUBLIC)."""
 
     certificate: bytes
     endorsement: bytes
@@ -40,7 +43,7 @@ class EndorsedKeys:
 
 
 class Tpm:
-    """One TPM. ``tcti`` says how to reach it, as tpm2-tools' own ``--tcti`` does. One call at a time."""
+    """Run commands on one TPM, one call at a time. ``tcti`` has the form of tpm2-tools' own ``--tcti``."""
 
     def __init__(self, tcti: str = DEFAULT_TCTI) -> None:
         if not _TCTI.fullmatch(tcti):
@@ -49,7 +52,10 @@ class Tpm:
         self._lock = threading.Lock()
 
     def keys(self, algorithm: str = "ecc") -> EndorsedKeys:
-        """Both keys, made if need be. Raises `AttestationError`, also if the TPM holds no EK certificate."""
+        """Return both keys, made if need be.
+
+        Raises `AttestationError`, also if the TPM holds no EK certificate.
+        """
         with self._work() as work:
             work.run("tpm2_nvread", _EK_CERTIFICATE, "-o", "ek.crt")
             work.run("tpm2_createek", "-c", "ek.ctx", "-G", "rsa", "-u", "ek.pub", "-f", "tss")
@@ -58,13 +64,16 @@ class Tpm:
             return EndorsedKeys(certificate, work.read("ek.pub"), work.read("ak.pub"))
 
     def attestation_public(self, algorithm: str) -> bytes:
-        """The public area (TPM2B_PUBLIC) of the attestation key. Raises `AttestationError`."""
+        """Return the public area (TPM2B_PUBLIC) of the attestation key. Raises `AttestationError`."""
         with self._work() as work:
             self._make_key(work, algorithm)
             return work.read("ak.pub")
 
     def activate(self, algorithm: str, id_object: bytes, encrypted_secret: bytes) -> bytes:
-        """The secret in a credential for this TPM and its attestation key. Raises `AttestationError`."""
+        """Return the secret in a credential for this TPM and its attestation key.
+
+        Raises `AttestationError`.
+        """
         with self._work() as work:
             work.write("credential", _BLOB_HEADER + id_object + encrypted_secret)
             self._make_key(work, algorithm)
@@ -80,7 +89,7 @@ class Tpm:
             return work.read("secret")
 
     def quote(self, algorithm: str, qualifying: bytes, pcrs: Sequence[int]) -> list[bytes]:
-        """Public area, quote, signature, then each register's value: the parts of evidence of kind ``tpm2``.
+        """Return the parts of evidence of kind ``tpm2``: public area, quote, signature, register values.
 
         Raises `AttestationError`.
         """
@@ -110,7 +119,7 @@ class Tpm:
 
 
 class _Work:
-    """A temporary directory, and the TPM for as long as it is there."""
+    """Hold a temporary directory, and the TPM's lock for as long as the directory exists."""
 
     def __init__(self, tcti: str, lock: threading.Lock) -> None:
         self._tcti = tcti
@@ -134,7 +143,7 @@ class _Work:
         self._lock.release()
 
     def run(self, tool: str, *arguments: str, flush: bool = True, checked: bool = True) -> None:
-        """Run one tool. ``flush``: leave nothing in the TPM, which may have three places and no manager."""
+        """Run one tool. ``flush`` leaves no object in the TPM, which may have three slots and no manager."""
         try:
             done = self._call(tool, *arguments)
             if checked and done.returncode != 0:

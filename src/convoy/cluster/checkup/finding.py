@@ -1,4 +1,4 @@
-"""What an examination found: a line in plain words, and the command that mends what is wrong."""
+"""The findings of an examination: a line in plain words, and the command that mends a fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``what`` is a fact; ``mend`` a command or a sentence, None where nothing is wrong."""
+    """Hold one finding. ``what`` is a fact; ``mend`` a command or a sentence, None if nothing is wrong."""
 
     level: Level
     what: str
@@ -31,12 +31,12 @@ def ok(what: str) -> Finding:
 
 
 def warn(what: str, mend: str | None = None) -> Finding:
-    """Works, but not as it should, or not for long."""
+    """Return a finding about something that works, but not as it should, or not for long."""
     return Finding("warn", what, mend)
 
 
 def fail(what: str, mend: str | None = None) -> Finding:
-    """A member cannot run, or cannot be reached, until this is mended."""
+    """Return a finding because of which a member cannot run, or cannot be reached."""
     return Finding("fail", what, mend)
 
 
@@ -45,7 +45,7 @@ Look = Callable[[], Iterable[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One subject to look at. ``wait`` says what is going on, where it takes more than a moment."""
+    """Name one subject and its examination. ``wait`` describes one that takes more than a moment."""
 
     name: str
     look: Look
@@ -53,7 +53,10 @@ class Check:
 
 
 def examine(check: Check) -> list[Finding]:
-    """What a check found; one that fails itself is a finding too, so that the others are still made."""
+    """Return the findings of a check.
+
+    A check that fails itself is a finding too, so that the others still run.
+    """
     try:
         return list(check.look())
     except ConvoyError as error:
@@ -66,8 +69,10 @@ def examine(check: Check) -> list[Finding]:
 
 
 def at_once(timeout_s: float, looks: Sequence[tuple[Look, Finding]]) -> list[Finding]:
-    """All of them at the same time, each on a thread; whoever is not done in time counts as its ``late``
-    finding. Name look-ups know no deadline, so a thread may outlive the call.
+    """Run all of them at the same time, each on a thread, and return their findings.
+
+    A look that is not done in time counts as its ``late`` finding. Name look-ups have no deadline, so a
+    thread may outlive the call.
     """
     deadline_s = time.monotonic() + timeout_s
     answers = [_start(look) for look, _ in looks]

@@ -1,4 +1,4 @@
-"""The machine alone: versions, ciphers and their speed, memory, disk, and what may be missing."""
+"""Examine the machine alone: versions, ciphers and their speed, memory, disk, and optional parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from convoy.cluster.checkup.finding import Finding, fail, ok, warn
 from convoy.crypto.cipher import KEY_BYTES, NONCE_BYTES, Cipher, local_ciphers
 from convoy.plan.memory.memory import format_bytes
 
-PYTHON = ((3, 11), (3, 14))  # from, below
+# The least version, and the first one that is too new.
+PYTHON = ((3, 11), (3, 14))
 # As in pyproject.toml; a test compares them.
 REQUIRED: Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "cryptography": ((50,), None),
@@ -30,14 +31,15 @@ REQUIRED: Mapping[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
     "transformers": ((5, 17), (6,)),
 }
 _MEASURE_S = 0.1
-_BLOCK_BYTES = 1 << 17  # a full record
+# A full record.
+_BLOCK_BYTES = 1 << 17
 _SLOW_BYTES_PER_S = 0.2e9
 _LITTLE_MEMORY, _LITTLE_DISK = 10**9, 10**9
 _SETUP = "make setup"
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
-    """Python's version, and that its TLS can do what links need."""
+    """Check Python's version, and that its TLS supports links."""
     shown = ".".join(map(str, version))
     least, below = (".".join(map(str, bound)) for bound in PYTHON)
     if PYTHON[0] <= version[:2] < PYTHON[1]:
@@ -51,7 +53,7 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Fi
 
 
 def check_packages(installed: Mapping[str, str | None] | None = None) -> Iterator[Finding]:
-    """The packages whose version matters most; ``installed`` None: those of this Python."""
+    """Check the packages with version bounds. ``installed`` None means those of this Python."""
     found = {name: _version(name) for name in REQUIRED} if installed is None else installed
     right = []
     for name, (least, below) in REQUIRED.items():
@@ -78,7 +80,7 @@ def _version(name: str) -> str | None:
 
 
 def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
-    """Whether exact mode holds here, which bits it computes, and whether compiled code does the decodes."""
+    """Check whether exact mode holds here, with which bits, and whether compiled code runs the decodes."""
     from convoy.model.backends.host.checks.bits import bits_digest
     from convoy.model.backends.host.checks.selfcheck import why_not_exact
     from convoy.model.kernels.native.library import why_no_native
@@ -100,7 +102,7 @@ def check_exact(num_threads: int | None = None) -> Iterator[Finding]:
 def check_speed(
     kernel: str = "auto", num_threads: int | None = None, device: str = "auto", folder: Path | None = None
 ) -> Iterator[Finding]:
-    """What this machine reads and multiplies, in the form in which `convoy plan` takes it."""
+    """Measure how fast this machine reads and multiplies, in the form that `convoy plan` takes."""
     from convoy.cluster.own_speed import own_speed
     from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN, why_not_exact
     from convoy.model.device import HOST, choose_devices, kernel_on_cuda
@@ -122,7 +124,7 @@ def check_speed(
 
 
 def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]:
-    """The CUDA devices of this machine, and whether that which [model] device names is among them."""
+    """List the CUDA devices of this machine, and check that the one of [model] device is among them."""
     import torch
 
     from convoy.errors import UsageError
@@ -142,7 +144,7 @@ def check_devices(wish: str = "auto", kernel: str = "auto") -> Iterator[Finding]
 
 
 def check_ciphers(measure_s: float = _MEASURE_S) -> Iterator[Finding]:
-    """Which ciphers links may use here, and how fast each seals on one core."""
+    """List the ciphers that links may use here, and how fast each seals on one core."""
     offered = local_ciphers()
     best = 0.0
     for cipher in Cipher:
@@ -156,12 +158,12 @@ def check_ciphers(measure_s: float = _MEASURE_S) -> Iterator[Finding]:
     if best < _SLOW_BYTES_PER_S:
         yield warn(
             f"sealing is slow here: {format_bytes(int(best))}/s",
-            "stop what else keeps this CPU busy, or look whether `cryptography` was built for it",
+            "stop other programs on this CPU, or check that `cryptography` was built for it",
         )
 
 
 def seal_speed(cipher: Cipher, measure_s: float) -> float:
-    """Bytes per second over full records, under a key that is thrown away."""
+    """Return bytes per second over full records, under a key that is thrown away."""
     aead, block, count = cipher.make(os.urandom(KEY_BYTES)), bytes(_BLOCK_BYTES), 0
     started_s = time.perf_counter()
     while (elapsed_s := time.perf_counter() - started_s) < measure_s or count == 0:
@@ -171,7 +173,7 @@ def seal_speed(cipher: Cipher, measure_s: float) -> float:
 
 
 def check_memory(granted_bytes: int = 0) -> Iterator[Finding]:
-    """Free memory against what the configuration grants; 0 grants most of what is free."""
+    """Compare free memory with the grant of the configuration; 0 grants most of the free memory."""
     memory = psutil.virtual_memory()
     free, total = int(memory.available), int(memory.total)
     shown = f"{format_bytes(free)} of {format_bytes(total)} memory free"
@@ -193,7 +195,7 @@ def check_memory(granted_bytes: int = 0) -> Iterator[Finding]:
 
 
 def check_disk(directory: Path) -> Iterator[Finding]:
-    """Room where the keys and rosters are."""
+    """Check the free space for keys and rosters."""
     usage = shutil.disk_usage(directory)
     shown = f"{format_bytes(usage.free)} of {format_bytes(usage.total)} disk free at {directory}"
     if usage.free < _LITTLE_DISK // 100:
@@ -205,7 +207,7 @@ def check_disk(directory: Path) -> Iterator[Finding]:
 
 
 def check_leaks() -> Iterator[Finding]:
-    """Ways in which keys and activations could reach the disk: swap and core dumps."""
+    """Check the ways in which keys and activations could reach the disk: swap and core dumps."""
     ways = []
     swap = int(psutil.swap_memory().total)
     if swap:
@@ -222,7 +224,7 @@ def check_leaks() -> Iterator[Finding]:
 
 
 def check_discovery(*, wanted: bool) -> Iterator[Finding]:
-    """The optional part that finds members on the local network."""
+    """Check the optional part that finds members on the local network."""
     if importlib.util.find_spec("zeroconf") is not None:
         yield ok(f"zeroconf is installed: discovery could be used, and is {'on' if wanted else 'off'}")
     elif wanted:
@@ -234,7 +236,7 @@ def check_discovery(*, wanted: bool) -> Iterator[Finding]:
 
 
 def check_tpm(device: str | None) -> Iterator[Finding]:
-    """The tools for hardware evidence, and the TPM that [cluster] tpm names (None: no evidence is wanted)."""
+    """Check the tools for hardware evidence, and the TPM that [cluster] tpm names; None wants no evidence."""
     tools = shutil.which("tpm2_quote")
     if device is None:
         installed = "not installed" if tools is None else "installed"

@@ -1,4 +1,4 @@
-"""One member's own files: keys, roster, clock, and whether what the roster says of it is true."""
+"""Examine one member's own files: keys, roster, clock, and whether the roster's entry for it is true."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _AHEAD = datetime.timedelta(minutes=2)
 
 
 def check_keys(directory: Path) -> Iterator[Finding]:
-    """The folder of a member's keys: there, this user's, and closed to everybody else."""
+    """Check the folder of a member's keys: it exists, belongs to this user, and is closed to all others."""
     if not directory.is_dir():
         yield fail(f"there is no directory {directory}", f"convoy identity new NAME --dir {directory}")
         return
@@ -36,7 +36,7 @@ def check_keys(directory: Path) -> Iterator[Finding]:
     if (directory / OPERATOR_KEY).exists():
         yield warn(
             f"the operator's key lies beside a member's keys in {directory}",
-            "move it to a machine that is no member: whoever has it can sign anybody in",
+            "move it to a machine that is no member: its holder can sign any machine into the cluster",
         )
     if not found:
         identity = Identity.load(directory)
@@ -64,20 +64,21 @@ def _check_owner(path: Path, wanted: int) -> Iterator[Finding]:
 
 
 def check_clock(roster: Roster, files: Sequence[Path], now: datetime.datetime) -> Iterator[Finding]:
-    """This machine's clock against the roster's start and the times of files that were written here."""
+    """Compare this machine's clock with the roster's start and the times of files that were written here."""
     found = []
     if now < roster.not_before:
         found.append(
             fail(
                 f"the clock says {_text(now)}, and the roster begins at {_text(roster.not_before)}",
-                "set the clock: `timedatectl set-ntp true`, or look at the clock of who signed",
+                "set the clock: `timedatectl set-ntp true`, or check the clock of the signing machine",
             )
         )
     for path in files:
         try:
             written = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
         except (OSError, OverflowError, ValueError):
-            continue  # other checks name a file that is not there
+            # Other checks name a missing file.
+            continue
         if written > now + _AHEAD:
             found.append(
                 warn(
@@ -89,9 +90,9 @@ def check_clock(roster: Roster, files: Sequence[Path], now: datetime.datetime) -
 
 
 def check_roster(roster: Roster, now: datetime.datetime, file_epoch: int) -> Iterator[Finding]:
-    """The newest roster that this member knows, its signature checked: how long it is valid.
+    """Check how long the newest roster that this member knows is valid. Its signature was verified before.
 
-    ``file_epoch`` is that of the file, which is lower where a newer roster was accepted before.
+    ``file_epoch`` is the file's epoch. It is lower if a newer roster was accepted before.
     """
     shown = f"the roster of {roster.cluster_id}, epoch {roster.epoch}, lists {len(roster.members)} members"
     yield ok(f"{shown}, and the operator's signature holds")
@@ -111,7 +112,7 @@ def check_roster(roster: Roster, now: datetime.datetime, file_epoch: int) -> Ite
 
 
 def check_listed(roster: Roster, name: str, identity: Identity) -> Iterator[Finding]:
-    """Whether the roster lists this member with these very keys."""
+    """Check that the roster lists this member with these very keys."""
     again = "give its card to the operator, who signs a new roster: `convoy roster add`"
     try:
         listed = roster.member(name)
@@ -136,7 +137,7 @@ def check_listed(roster: Roster, name: str, identity: Identity) -> Iterator[Find
 
 
 def check_policy(policy: Policy, roster: Roster | None) -> Iterator[Finding]:
-    """A policy file that could be read, and the members that it names."""
+    """Describe a policy file that could be read, and check the members that it names."""
     rules = len(policy.placement)
     yield ok(f"the policy's minimum is {policy.minimum.text}, and it has {rules} placement rules")
     if roster is None:
@@ -148,11 +149,11 @@ def check_policy(policy: Policy, roster: Roster | None) -> Iterator[Finding]:
 
 
 def check_granted(layers: Mapping[str, str] | None, roster: Roster) -> Iterator[Finding]:
-    """The members that [plan] layers names."""
+    """Check the members that [plan] layers names."""
     for name in layers or {}:
         if name not in {member.name for member in roster.members}:
             yield fail(
-                f"[plan] layers gives layers to {name}, who is not in the roster", "mend [plan] layers"
+                f"[plan] layers gives layers to {name}, which is not in the roster", "mend [plan] layers"
             )
 
 

@@ -1,7 +1,7 @@
-"""What lies between members: addresses, ports, and a real link to each peer that does nothing there.
+"""Examine the network between members: addresses, ports, and a real link to each peer that does no work.
 
-A link for an examination is dialled, pinged and closed. It says no `Hello`, so that a peer never takes it for
-its head's, and it is no place in a ring: a running cluster does not notice.
+A link for an examination is dialled, pinged and closed. It sends no `Hello`, so a peer never takes it for
+its head's link, and it has no place in a ring. A running cluster does not notice it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIGN_AGAIN = "sign a roster with the right address: `convoy roster add` with a 
 
 
 def check_address(member: Member, *, mine: bool) -> Iterator[Finding]:
-    """Whether the host in the roster has an address, and for this member whether it is of this machine."""
+    """Check that the host in the roster has an address, and for this member that it is of this machine."""
     host, port = member.address
     where = f"{member.name} at {format_address(member.address)}"
     try:
@@ -51,7 +51,7 @@ def check_address(member: Member, *, mine: bool) -> Iterator[Finding]:
 
 
 def _is_local(family: int, place: tuple[object, ...]) -> bool:
-    """Only an address of this machine can be bound."""
+    """Return whether an address belongs to this machine: only such an address can be bound."""
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         try:
             sock.bind((place[0], 0, *place[2:]))
@@ -61,7 +61,7 @@ def _is_local(family: int, place: tuple[object, ...]) -> bool:
 
 
 def check_loopback(roster: Roster, name: str) -> Iterator[Finding]:
-    """Members of several machines cannot reach one another at loopback addresses."""
+    """Warn of loopback addresses in a roster of several machines, which cannot reach one another there."""
     loopback = [member.name for member in roster.members if _is_loopback(member.address[0])]
     if loopback and len(loopback) < len(roster.members):
         yield warn(
@@ -77,10 +77,13 @@ def _is_loopback(host: str) -> bool:
 
 
 def check_own_addresses(roster: Roster) -> Iterator[Finding]:
-    """Who signs now refuses two members at one host and port; older rosters may have them."""
+    """Check that no two members have one host and port.
+
+    A new signature refuses such a roster; older rosters may have them.
+    """
     for first, other in sharing_address(roster.members):
         yield fail(
-            f"{first.name} and {other.name} both have the address {format_address(other.address)}: who dials "
+            f"{first.name} and {other.name} both have the address {format_address(other.address)}: a dial to "
             f"one of them may reach the other",
             f"let {other.name} in again at another port, by `convoy invite` and there `convoy join - --port "
             f"PORT`; or `convoy roster remove {other.name}`, and add it with a card of another address",
@@ -88,7 +91,7 @@ def check_own_addresses(roster: Roster) -> Iterator[Finding]:
 
 
 def at_address_of(roster: Roster, name: str) -> set[str]:
-    """The other members at ``name``'s host and port: whoever dials them here learns nothing of them."""
+    """Return the other members at ``name``'s host and port. A dial from here tells nothing about them."""
     groups: dict[str, set[str]] = {}
     for first, other in sharing_address(roster.members):
         groups.setdefault(first.name, {first.name}).add(other.name)
@@ -96,7 +99,7 @@ def at_address_of(roster: Roster, name: str) -> set[str]:
 
 
 def check_listen(me: LocalMember, host: str, port: int | None) -> Iterator[Finding]:
-    """Whether this member can listen where its configuration says, or does so already."""
+    """Check that this member can listen at its configured address, or does so already."""
     listed = me.member.address[1]
     port = listed if port is None else port
     if port != listed:
@@ -140,7 +143,10 @@ def _shown_certificate(me: LocalMember, host: str, port: int) -> bytes:
 
 
 def check_http(host: str, port: int, answers: Callable[[], bool]) -> Iterator[Finding]:
-    """The port that a head serves HTTP on; ``answers`` says whether a head of Convoy has it already."""
+    """Check the port that a head serves HTTP on.
+
+    ``answers`` returns whether a head of Convoy already uses it.
+    """
     where = format_address((host, port))
     taken = bind_error(host, port)
     if taken is None:
@@ -149,11 +155,13 @@ def check_http(host: str, port: int, answers: Callable[[], bool]) -> Iterator[Fi
         yield ok(f"{where} is taken by a head of Convoy, which answers")
     else:
         reason = (taken.strerror or "unusable").lower()
-        yield fail(f"cannot serve HTTP on {where}: {reason}", "set another [serve] port, or end who has it")
+        yield fail(
+            f"cannot serve HTTP on {where}: {reason}", "set another [serve] port, or end the program on it"
+        )
 
 
 def bind_error(host: str, port: int) -> OSError | None:
-    """Why nobody could listen there now; None where one could."""
+    """Return the error of listening there now; None if it is possible."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         socket.create_server((host, port), family=family).close()
@@ -165,7 +173,7 @@ def bind_error(host: str, port: int) -> OSError | None:
 
 
 def check_epochs(before: int, after: int) -> Iterator[Finding]:
-    """Whether a peer had a newer roster, which a link brings along."""
+    """Report that a peer had a newer roster, which a link brings along."""
     if after > before:
         yield ok(
             f"a peer has roster epoch {after}, newer than epoch {before} here: a link brings it along, and "
@@ -174,7 +182,7 @@ def check_epochs(before: int, after: int) -> Iterator[Finding]:
 
 
 def check_peer(member: Member, dial: Callable[[Member], Link]) -> Iterator[Finding]:
-    """Reachability, identity and round trip of one other member, through both layers."""
+    """Check reachability, identity and round trip of one other member, through both layers."""
     where = f"{member.name} at {format_address(member.address)}"
     try:
         link = dial(member)
@@ -193,7 +201,7 @@ def check_peer(member: Member, dial: Callable[[Member], Link]) -> Iterator[Findi
 
 def _unreachable(member: Member, error: PeerUnreachable) -> Finding:
     if member.head:
-        # A head dials its peers and is dialled by none, so silence is what is to be expected of it.
+        # A head dials its peers and is dialled by none, so its silence is expected.
         return ok(f"{member.name} does not listen now, as heads do not: {error.message}")
     return fail(
         error.message,

@@ -1,6 +1,6 @@
-"""The inviting end: hears strangers, lets the first valid proof use the invitation up, and answers it.
+"""The inviting end: it hears strangers, lets the first valid proof use the invitation up, and answers it.
 
-Nothing here holds the operator key: who does, decides about a `Newcomer` and hands the signed roster to
+No code here holds the operator key. Its holder decides about a `Newcomer` and hands the signed roster to
 `Newcomer.accept`.
 """
 
@@ -44,7 +44,7 @@ Judge = Callable[[EnrolmentCard], Refusal | None]
 
 @dataclass(frozen=True, slots=True)
 class Newcomer:
-    """Whoever used the invitation up, and waits for an answer. ``host`` is where it called from."""
+    """Hold a machine that used the invitation up and waits for an answer. ``host`` is its address."""
 
     card: EnrolmentCard
     code: str
@@ -54,13 +54,14 @@ class Newcomer:
     _spoken: bytes = field(repr=False)
 
     def require_there(self) -> None:
-        """Raises `InviteError` if it hung up, or spoke out of turn, while the operator thought."""
+        """Raise `InviteError` if it hung up, or spoke out of turn, while the operator thought."""
         until_s = time.monotonic() + _LISTEN_S
         self._stream.set_deadline(until_s)
         try:
             self._stream.recv_into(memoryview(bytearray(1)))
         except LinkBroken:
-            if time.monotonic() >= until_s:  # it waits, as it should
+            # The deadline passed without data, so the newcomer still waits, as it should.
+            if time.monotonic() >= until_s:
                 self._stream.set_deadline(time.monotonic() + _HAND_OVER_S)
                 return
         self._stream.close()
@@ -84,7 +85,7 @@ class Newcomer:
 
 
 class Enrolment:
-    """One invitation, open from construction to ``close``."""
+    """Run one invitation, open from construction to ``close``."""
 
     def __init__(
         self,
@@ -96,22 +97,29 @@ class Enrolment:
         judge: Judge,
         limits: EnrolmentLimits | None = None,
     ) -> None:
-        """``judge`` says why a proved card cannot come in, or None; it runs under a lock, one at a time."""
+        """Open the invitation.
+
+        ``judge`` returns the reason why a proved card cannot come in, or None. It runs under a lock, one
+        at a time.
+        """
         self._token = token
         self._terms = Terms(token.secret, token.invitation, token.fingerprint)
         self._consumption = consumption
         self._judge = judge
         self._limits = limits or EnrolmentLimits()
         self._lock = threading.Lock()
-        self._num_challenged = 0  # without a right proof so far; those that are still expected included
-        self._num_unproved = 0  # of these, the ones that ended
-        # Both clocks count: one of them stands still while a machine sleeps, the other may be set back.
+        # Challenges without a right proof so far, those that may still get one included.
+        self._num_challenged = 0
+        # Of these, the ones that ended.
+        self._num_unproved = 0
+        # Both clocks count: the monotonic one may stand still while a machine sleeps, and the other may be
+        # set back.
         self._until_s = time.monotonic() + max(0.0, token.expires - time.time())
         self._found: queue.SimpleQueue[Newcomer | ConvoyError] = queue.SimpleQueue()
         self._listener = EnrolmentListener(sock, certificate, self._meet, self._limits)
 
     def wait(self) -> Newcomer:
-        """The newcomer that used the invitation up. Raises `InviteError` if nobody did in its time."""
+        """Return the newcomer that used the invitation up. Raises `InviteError` if none did in its time."""
         try:
             found = self._found.get(timeout=max(0.0, self._until_s - time.monotonic()))
         except queue.Empty:
@@ -119,14 +127,14 @@ class Enrolment:
                 used = self._consumption.used
             if not used:
                 self._token.require_usable(datetime.datetime.now(datetime.UTC))
-                raise InviteError("the invitation expired: nobody used it in its time") from None
+                raise InviteError("the invitation expired before a machine used it") from None
             found = self._last_found()
         if isinstance(found, ConvoyError):
             raise found
         return found
 
     def _last_found(self) -> Newcomer | ConvoyError:
-        # It was used in the last moment, and its thread is about to say by whom.
+        # It was used in the last moment, and its thread is about to report the newcomer.
         try:
             return self._found.get(timeout=self._limits.proof_timeout_s)
         except queue.Empty:
@@ -145,7 +153,7 @@ class Enrolment:
     # On the thread of one connection.
 
     def _meet(self, stream: Stream, host: str) -> None:
-        # Without the secret: hung up on, without an answer and without a trace but a line of log.
+        # A caller without the secret is hung up on. It gets no answer and leaves only a line in the log.
         commitment = check_hello(self._terms, _expect(stream, EnrolmentType.HELLO))
         if (over := self._begin_challenge()) is not None:
             self._turn_away(stream, over)
@@ -165,7 +173,7 @@ class Enrolment:
         self._tell(newcomer, stream, spoken)
 
     def _begin_challenge(self) -> Refusal | None:
-        """Count a challenge before it is sent, so that connections at once get no more than one by one."""
+        """Count a challenge before it is sent, so that parallel connections get no more than serial ones."""
         with self._lock:
             if (over := self._over()) is None:
                 self._num_challenged += 1
@@ -192,7 +200,10 @@ class Enrolment:
         return card, spoken
 
     def _consume(self, newcomer: Newcomer) -> Refusal | None:
-        """Use the invitation up, on disk, before anybody is told. What `_judge` refuses uses nothing up."""
+        """Use the invitation up, on disk, before the newcomer is told.
+
+        A card that `judge` refuses uses nothing up.
+        """
         with self._lock:
             if (over := self._used_or_late()) is not None:
                 return over
@@ -203,7 +214,8 @@ class Enrolment:
                 self._consumption.consume(who)
             except InviteError:
                 return Refusal.CONSUMED
-            except IdentityError as error:  # the disk: then it must not count as used, nor let anybody in
+            # The disk failed. The invitation must not count as used, and no machine may come in.
+            except IdentityError as error:
                 self._found.put(error)
                 return Refusal.ENDED
         return None
@@ -238,7 +250,7 @@ class Enrolment:
                     f"the invitation is closed: {self._num_unproved} connections with its token got a "
                     "challenge and sent no right proof"
                 )
-                hint = "somebody else may have the token: make a new one, and send it over another channel"
+                hint = "the token may have leaked: make a new one, and send it over another channel"
                 self._found.put(InviteError(text, hint=hint))
 
     @staticmethod
@@ -251,7 +263,8 @@ def _send_refusal(stream: Stream, reason: Refusal) -> None:
     try:
         send_enrolment(stream, EnrolmentType.REFUSED, bytes([reason]))
     except LinkBroken:
-        return  # it went first
+        # The newcomer left first, so it needs no answer.
+        return
 
 
 def _expect(stream: Stream, kind: EnrolmentType) -> bytes:

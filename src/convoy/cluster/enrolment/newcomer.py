@@ -1,4 +1,4 @@
-"""The newcomer's end of an invitation: find the listener, prove ourselves, and bring home a signed roster."""
+"""The newcomer's end of an invitation: find the listener, prove the own keys, and return the roster."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ _REFUSALS: dict[Refusal, tuple[str, str | None]] = {
 
 
 class NameTaken(InviteError):  # noqa: N818 - a state, as in errors.py
-    """Another member has the name; the invitation is still good."""
+    """Say that another member has the name. The invitation is still good."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnrolmentRequest:
-    """What the newcomer wants to be. ``host`` None: its own address on the way to the inviting machine."""
+    """Describe the newcomer's wishes. ``host`` None: its own address on the way to the inviting machine."""
 
     name: str
     host: str | None
@@ -72,7 +72,7 @@ class EnrolmentRequest:
 
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """The roster, verified under the token's operator key, and this machine's line of it."""
+    """Hold the roster, verified under the token's operator key, and this machine's entry in it."""
 
     signed: SignedRoster
     member: Member
@@ -86,12 +86,13 @@ def join_by_token(
     *,
     dial_timeout_s: float = DIAL_TIMEOUT_S,
 ) -> Enrolled:
-    """Use an invitation. ``on_code`` gets the digits to compare, as soon as the inviter has shown that it
-    holds the secret.
+    """Use an invitation, and return the roster that lists this machine.
 
-    Raises `InviteError` (expired, used up, declined), `NameTaken`, `PeerUnreachable` with every address that
-    was tried, `HandshakeError` for a listener that is not the invitation's, or `RosterError` if the roster
-    that came is not what was promised.
+    ``on_code`` gets the digits to compare, as soon as the inviter has proved that it holds the secret.
+
+    Raises `InviteError` (expired, used up, declined), `NameTaken`, `PeerUnreachable` with every address
+    that was tried, `HandshakeError` for a listener that is not the invitation's, or `RosterError` if the
+    roster that came is not the promised one.
     """
     token.require_usable(datetime.datetime.now(datetime.UTC))
     stream, local = _dial(token, dial_timeout_s)
@@ -173,7 +174,7 @@ def _expect(stream: Stream, kind: EnrolmentType, card: EnrolmentCard) -> bytes:
 
 
 def _dial(token: Token, timeout_s: float) -> tuple[Stream, str]:
-    """The first of the addresses where the listener with the token's certificate answers."""
+    """Return a stream to the first address at which the listener with the token's certificate answers."""
     failed: list[str] = []
     wrong: HandshakeError | None = None
     for address in token.addresses:
@@ -187,7 +188,7 @@ def _dial(token: Token, timeout_s: float) -> tuple[Stream, str]:
     if wrong is not None:
         raise HandshakeError(
             f"the inviting machine was not found: {', '.join(failed)}",
-            hint="an older invitation, another service, or somebody in between: it was told nothing",
+            hint="an older invitation, another service, or an attacker in between: it was told nothing",
         ) from wrong
     raise PeerUnreachable(
         f"the inviting machine could not be reached: {', '.join(failed)}",

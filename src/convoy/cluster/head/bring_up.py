@@ -1,4 +1,4 @@
-"""The first plan over those who came; where it does not come to run, the next best."""
+"""Run the first plan over the members that came. If it does not come to run, take the next best plan."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ def begin(
     replaceable: bool,
     watch: Callable[[], None] | None,
 ) -> ActivePlan:
-    """Over those who came. Where that fails for want of the others, raises why the first did not come.
+    """Return the first plan that runs over the members that came.
 
-    ``hellos``: of those that are here, the head's first. ``replaceable``: where ranks do not come together,
-    whole layers do as well. ``watch``: wait for the others instead, without end; it is called meanwhile, and
-    what it raises ends the wait.
+    If no plan fits without the absent members, raises the error of the first absent one. ``hellos``
+    returns the greetings of the connected members, the head's first. ``replaceable``: if ranks cannot
+    join, whole layers will do. ``watch`` set: wait for the absent members without end. It is called
+    meanwhile, and an error that it raises ends the wait.
     """
     absent = company.absent
     try:
@@ -66,7 +67,7 @@ def _first(
     hellos: Callable[[], dict[str, Hello]],
     watch: Callable[[], None] | None,
 ) -> PlannedStages:
-    """The first plan that members who are here can hold; ``watch`` as for `begin`."""
+    """Return the first plan that the connected members can hold; ``watch`` as for `begin`."""
     told = None
     while True:
         seen = company.num_changes
@@ -93,10 +94,10 @@ def _next(
     *,
     fell: bool,
 ) -> PlannedStages:
-    """Members ended while the first plan was loaded: as after a loss, those that are left hold the model.
+    """Return the next plan after ``before`` failed, over the members that are left, as after a loss.
 
-    So do all of them, with whole layers, where ranks did not come together and nobody asked for them. Raises
-    ``error`` where that is not why, or where they cannot.
+    If all are left but their ranks could not join, and the operator did not demand ranks, the plan has
+    whole layers. Raises ``error`` if neither is the reason, or if no plan fits.
     """
     others = before.members - {next(iter(hellos()))}
     for name in company.silent(others, _PING_S) if fell else ():

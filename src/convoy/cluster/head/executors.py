@@ -1,4 +1,4 @@
-"""Which executor runs a plan: over one stage or several, each of one rank or more."""
+"""Choose the executor of a plan: over one stage or several, each of one rank or more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def make_executor(
     options: HeadOptions,
     clock: StepClock,
 ) -> Executor:
-    """``stage``: the head's own. ``leader``: with it the ranks of others, where they hold it too."""
+    """Return the executor of a plan.
+
+    ``stage`` is the head's own. ``leader`` is set if other ranks hold that stage too.
+    """
     plan, depth = granted.plan, options.depth(granted.num_places)
     options = options.for_kernels(granted.kernels)
     if len(plan.stages) == 1:

@@ -1,10 +1,10 @@
-"""The head of a cluster: its company, its own stage, and the plan that runs over all of them.
+"""The head of a cluster: the connected peers, its own stage, and the plan that runs over all of them.
 
-1. gather the peers of the roster, and greet them (`company`)
-2. place the layers over what the members offer (`planning`)
-3. send `Plan`; every member loads its own stage at the same time
-4. choose how many blocks of each cache group fit everywhere (`plan.memory.blocks`) and send `Activate`
-5. steps may flow, until a member is lost; then 2 to 4 once more (`recovery`)
+1. Gather the peers of the roster, and greet them (`presence.peers`).
+2. Place the layers over the members' offers (`planning`).
+3. Send `Plan`. Every member loads its own stage at the same time.
+4. Choose how many blocks of each cache group fit everywhere (`plan.memory.blocks`) and send `Activate`.
+5. Steps may flow, until a member is lost. Then steps 2 to 4 are done once more (`recovery`).
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ from convoy.wire.messages.control import Activate, Activated, Hello, Plan, Progr
 
 _log = logging.getLogger(__name__)
 
-LoadProgress = Callable[[str, int, int], None]  # member, loaded bytes, total bytes
+# The member, the loaded bytes and the total bytes.
+LoadProgress = Callable[[str, int, int], None]
 
 
 class Head:
-    """The head's side of a running cluster: its company, its stage, the plan and the executor over all."""
+    """Run the head's side of a cluster: its peers, its stage, the plan and the executor over all of them."""
 
     def __init__(
         self,
@@ -68,11 +69,11 @@ class Head:
         *,
         own: HeadWeights | None = None,
     ) -> None:
-        """``watch`` is called while waiting for peers; what it raises ends the bring-up.
+        """Prepare to bring the cluster up.
 
-        ``own``: how its tensors come here, where ``source`` is not here whole.
-
-        Raises `ConfigError` for options that make no sense, and for a policy that names an unknown member.
+        ``watch`` is called while waiting for peers; an error that it raises ends the bring-up. ``own`` is
+        set if ``source`` is not here whole, and fetches the head's tensors. Raises `ConfigError` for
+        options that make no sense, and for a policy that names an unknown member.
         """
         options.check()
         options.check_context(source.spec)
@@ -95,8 +96,10 @@ class Head:
         self._preparations = HeadPrefetch(me.name, self.company, self.planner, options.load_wait_s)
         self.clock = StepClock(options.step_timeout_s)
         self._standbys = Standbys()
-        self._stage: Stage | None = None  # the head's own
-        self._group: RankPeers | None = None  # who holds it too
+        # The head's own stage.
+        self._stage: Stage | None = None
+        # The ranks of that stage, if others hold it too.
+        self._group: RankPeers | None = None
         self._members: set[str] = set()
         self._receiver: PlanMailbox | PipelineExecutor | GroupExecutor | None = None
         self._closed = False
@@ -110,12 +113,12 @@ class Head:
 
     @property
     def links(self) -> dict[str, Link]:
-        """Of the peers that are here now: a copy."""
+        """Return a copy of the links to the connected peers."""
         return {name: link for name, (link, _) in self.company.present().items()}
 
     @property
     def manifest(self) -> str:
-        """The digest of the model's manifest."""
+        """Return the digest of the model's manifest."""
         return self._supply.manifest().digest
 
     @property
@@ -131,9 +134,9 @@ class Head:
         return self._me.roster
 
     def bring_up(self, on_load: LoadProgress | None = None) -> ActivePlan:
-        """Everything up to the first step.
+        """Do everything up to the first step, and return the plan that runs.
 
-        Raises `PeerError`, `PlanError` or `ModelError`; the links are closed then.
+        Raises `PeerError`, `PlanError` or `ModelError`; then the links are closed.
         """
         try:
             self.company.require(self.company.gather(self._watch))
@@ -151,7 +154,7 @@ class Head:
             raise
 
     def _hash(self, on_load: LoadProgress | None) -> None:
-        """The manifest that peers compare their weights with; the first time takes a pass over all files."""
+        """Compute the manifest that peers compare their weights with. The first time reads all files."""
 
         def progress(done: int, total: int) -> None:
             self._watch()
@@ -161,12 +164,15 @@ class Head:
         self._supply.manifest(progress)
 
     def seek(self, on_lost: Callable[[], None], on_joined: Callable[[str], None]) -> None:
-        """From now on dial who is missing, and tell of who is lost and who comes: hooks first, so of each."""
+        """Dial missing members from now on, and report each loss and each arrival.
+
+        The hooks are set first, so that none is missed.
+        """
         self.on_lost, self.on_joined = on_lost, on_joined
         self.company.seek()
 
     def hellos(self) -> dict[str, Hello]:
-        """What those offer that are here, the head first."""
+        """Return the offers of the connected members, the head's first."""
         return {self.name: self.company.hello} | {
             name: hello for name, (_, hello) in self.company.present().items()
         }
@@ -174,10 +180,10 @@ class Head:
     def install(
         self, proposal: PlannedStages, watch: Callable[[], None], on_load: LoadProgress | None = None
     ) -> ActivePlan:
-        """Load, activate, and make the executor of this plan; `stop` was called if another one ran.
+        """Load and activate a plan, and make its executor. Call `stop` first if another plan ran.
 
-        ``watch`` is called meanwhile, and what it raises ends it. Raises `PeerError`, `PlanError` or
-        `ModelError`; then ``failed`` names the peer because of which, if it was one.
+        ``watch`` is called meanwhile; an error that it raises ends the work. Raises `PeerError`,
+        `PlanError` or `ModelError`; then ``failed`` names the peer at fault, if one is.
         """
         plan = proposal.plan
         links = self.company.require(sorted(proposal.members - {self.name}))
@@ -187,6 +193,7 @@ class Head:
             for link in links.values():
                 link.send(plan, generation=plan.generation)
             self._stage = stage = self._load(plan, watch, on_load)
+            # The head loads its own stage while the peers load theirs, and only then waits for them.
             readies = self._gather_ready(mailbox, links, on_load)
             granted = self._activate(proposal, stage, mailbox, links, readies)
         except BaseException:
@@ -200,7 +207,7 @@ class Head:
         return granted
 
     def stop(self) -> None:
-        """The plan is over: its frames are for nobody, and its K/V is free. The stage's weights stay."""
+        """End the plan: drop its frames and free its K/V. The stage keeps its weights."""
         self.vetting.pause()
         self._end_group()
         receiver, self._receiver = self._receiver, None
@@ -217,15 +224,16 @@ class Head:
             group.close()
 
     def route(self) -> Route:
-        """The way of a token through those that are here: it may lack stages."""
+        """Return the way of a token through the connected members. Stages may be missing."""
         granted = self.granted
         assert granted is not None, "route() before bring_up()"
         here = {self.name, *self.company.present()}
         return granted.placement.route.without(granted.members - here)
 
     def stages(self) -> list[StageStatus]:
-        """The picture of the cluster now, with a fresh round trip to each peer."""
-        granted = self.granted  # one and the same for all: another may come meanwhile
+        """Return the state of each stage now, with a fresh round trip to each peer."""
+        # Read it once: another plan may come meanwhile.
+        granted = self.granted
         assert granted is not None, "stages() before bring_up()"
         levels = {name: self.vetting.level(name).text for name in granted.members}
         devices = {name: hello.device for name, hello in self.hellos().items()}
@@ -235,7 +243,7 @@ class Head:
         )
 
     def sealed_bytes(self) -> int:
-        """All that the head sent and received in sealed frames."""
+        """Return the bytes that the head sent and received in sealed frames."""
         return self.company.sealed_bytes()
 
     def close(self, reason: str = "the head is shutting down") -> None:
@@ -281,7 +289,7 @@ class Head:
         return mailbox.gather(links, Ready, self._options.load_wait_s, tell)
 
     def _room_of(self, name: str, ready: Ready) -> Room:
-        """What a peer has left for K/V: no more than the policy lets count of its memory."""
+        """Return the room that a peer has for K/V: no more than the policy lets count of its memory."""
         policy = self._options.member.policy
         used = ready.weight_bytes + ready.room_bytes
         return Room(policy.capped(name, used, head=False) - ready.weight_bytes, ready.block_bytes)
@@ -322,7 +330,10 @@ class Head:
         return ActivePlan(plan, proposal.placement, weights, num_blocks, plan.max_context, num_places)
 
     def _note_failed_ranks(self, proposal: PlannedStages, error: ConvoyError) -> None:
-        """Where nobody asked for ranks, the next plan over the same members has none."""
+        """Remember that the ranks could not join, unless the operator demanded ranks.
+
+        The next plan over the same members then has whole layers.
+        """
         if self._group is not None:
             self.failed = self.failed or self._group.culprit
         if proposal.placement.mode != "tensor" or self._options.parallel == "tensor":
@@ -349,14 +360,14 @@ class Head:
         self.preload()
 
     def preload(self) -> None:
-        """Standbys that have the memory load the largest peer's stage, so that a loss finds it there."""
+        """Ask standbys with enough memory to load the largest peer's stage, so that a loss finds it ready."""
         granted = self.granted
         if granted is None:
             return
         self._standbys.preload_largest(granted, self.name, self.company.present(), self.planner.in_place_of)
 
     def standbys(self) -> list[StandbyStatus]:
-        """Who waits for the loss of another, and with which layers."""
+        """Return the members that stand by, with the layers that each has loaded."""
         granted = self.granted
         assert granted is not None, "standbys() before bring_up()"
         return self._standbys.report(self.company.present(), granted.members)
@@ -373,7 +384,11 @@ class Head:
             self._standbys.note(link, received)
 
     def _lost(self, link: Link, error: ConvoyError) -> None:
-        """Before a plan runs, a loss is one of those that it is made for; then of those that hold a stage."""
+        """Report a loss.
+
+        Before a plan runs, it may concern any member that the plan is made for; later, any member with a
+        stage.
+        """
         self._supply.ended(link)
         if self._group is not None:
             self._group.ended(link, error)
@@ -386,5 +401,8 @@ class Head:
         self.on_joined(name)
 
     def prepare(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
-        """``then``, once everybody has the weights for a plan with ``name``, whatever runs meanwhile."""
+        """Call ``then`` once every member has the weights for a plan with ``name``.
+
+        Calls ``failed`` if a member cannot have them. The running plan goes on meanwhile.
+        """
         self._preparations.joined(name, then, failed)

@@ -24,10 +24,10 @@ def describe_stages(
     devices: Mapping[str, str],
     origins: Callable[[str], dict[str, int]] = lambda _member: {},
 ) -> list[StageStatus]:
-    """In the ring's order, with a fresh round trip to each member that ``links`` has.
+    """Return the stages in the ring's order, with a fresh round trip to each member in ``links``.
 
-    ``levels``: what was proved of each. ``devices``: of those that are here. ``origins``: of whom each got
-    how many bytes of weights.
+    ``levels`` has the proved level of each member, and ``devices`` the device of each connected one.
+    ``origins`` returns how many bytes of weights a member got from each source.
     """
     shown = []
     places = [
@@ -73,7 +73,7 @@ def _with_link(status: StageStatus, link: Link) -> StageStatus:
 
 
 def _address(roster: Roster, name: str) -> str:
-    """Empty for a member that a newer roster took out: its stage is lost, and shown until a new plan."""
+    """Return a member's address; empty if a newer roster removed it. Its stage is shown until a new plan."""
     found = [member.address for member in roster.members if member.name == name]
     return "{}:{}".format(*found[0]) if found else ""
 
@@ -82,4 +82,5 @@ def _round_trip(link: Link) -> float | None:
     try:
         return link.ping(timeout_s=1.0)
     except (PeerError, LinkClosed):
-        return None  # shown as unknown: the engine is the one that reports a lost stage
+        # Shown as unknown. The engine reports a lost stage, not this picture.
+        return None

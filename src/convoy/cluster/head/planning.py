@@ -1,12 +1,15 @@
-"""Which plan to run with those who are here: the way that was asked for, or after a loss the next best.
+"""Choose the plan for the connected members: the one that was asked for, or after a loss the next best.
 
-In this order, and the first that fits: the stages as they were, where all their members are here; the spans
-that a person gave, where all whom they name are here; all members that are no standbys, by themselves, and
-without those of the least memory; a standby in the place of each lost member, so that nobody else loads
-anything; members and standbys together. Who was given up for being slow counts as a standby.
+The first of these that fits is taken:
 
-Where nobody said who holds what, `placement.ways` chooses for each of them whether members share layers as
-ranks.
+1. the stages as they were, if all their members are connected;
+2. the spans that the operator gave, if all members that they name are connected;
+3. all members but standbys, and then without those of the least memory;
+4. a standby in the place of each lost member, so that no other member loads anything;
+5. members and standbys together.
+
+A member that was given up for being slow counts as a standby. If the operator gave no spans,
+`placement.ways` chooses for each of these whether members share layers as ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ _MAX_STANDBY_ORDERS = 24
 
 @dataclass(frozen=True, slots=True)
 class PlannedStages:
-    """A plan and where it came from."""
+    """Hold a plan and the placement that it came from."""
 
     plan: Plan
     placement: Placement
@@ -56,7 +59,7 @@ class PlannedStages:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Members and spans to try. ``reason``: why these stages ran, where they are kept."""
+    """Hold members and spans to try. ``reason`` says why the stages ran, if they are kept."""
 
     members: Sequence[str]
     spans: Mapping[str, str] | None = None
@@ -64,7 +67,7 @@ class _Way:
 
 
 class Planner:
-    """Pure but for the clock, which names generations."""
+    """Choose plans. It is pure but for the clock, which numbers the generations."""
 
     def __init__(
         self,
@@ -77,13 +80,15 @@ class Planner:
         hub: str = "",
         predict: Predict | None = None,
     ) -> None:
-        """``manifest`` gives the digest of the model's manifest, for plans that have peers.
+        """Prepare to plan.
 
-        ``hub``: the commit of a hub that peers may get their weights of; empty for none. ``predict`` says how
-        long a step would take; without it nothing is chosen because it is faster.
+        ``manifest`` returns the digest of the model's manifest, for plans that have peers. ``hub`` is the
+        commit of a hub that peers may read weights from; empty for none. ``predict`` returns how long a
+        step would take; without it, no choice depends on speed.
         """
         self._predict = predict
-        self._failed: tuple[frozenset[str], str] | None = None  # no collective came up among these, and why
+        # Members that could not join as ranks, and the reason.
+        self._failed: tuple[frozenset[str], str] | None = None
         self._manifest = manifest
         self._hub = hub
         self._me = me
@@ -91,13 +96,16 @@ class Planner:
         self._options = options
         self._vetting = vetting
         self._generation = 0
-        self._kernels: frozenset[str] = frozenset()  # of the first plan, and so of all texts
-        self._told: set[tuple[str, str]] = set()  # whose bits are others than the head's, and which
+        # The kernels of the first plan, which fix the bits of all texts.
+        self._kernels: frozenset[str] = frozenset()
+        # Members that compute other bits than the head, and those bits.
+        self._told: set[tuple[str, str]] = set()
 
     def first(self, hellos: Mapping[str, Hello]) -> PlannedStages:
-        """The plan of a bring-up. Raises `PlanError`, `SpanError` or `Incompatible`."""
+        """Return the plan of a bring-up. Raises `PlanError`, `SpanError` or `Incompatible`."""
         self._forget_failure(hellos)
-        self._kernels = frozenset()  # of a first plan that did not come to run
+        # An earlier first plan may not have come to run.
+        self._kernels = frozenset()
         members = [name for name in hellos if not hellos[name].standby]
         way = _Way(members, self._options.spans)
         proposal = self._propose({name: hellos[name] for name in members}, way, fewer=False)
@@ -107,19 +115,23 @@ class Planner:
     def again(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str] = ()
     ) -> PlannedStages:
-        """The best plan after a loss; ``before`` None: nothing was lost, and better is wanted.
+        """Return the best plan after a loss.
 
-        Raises `PlanError` with why the members that are here, and no standby, do not do.
+        With ``before`` None nothing was lost, and a better plan is wanted. Raises `PlanError` with the
+        reason why the connected members without standbys are not enough.
         """
         self._forget_failure(hellos)
         return self._again(hellos, before, slow)
 
     def tensor_failed(self, hellos: Collection[str], why: str) -> None:
-        """Ranks could not begin together. It is not tried again by itself until others are here."""
+        """Note that the ranks of these members could not join.
+
+        They are not tried again until the members change.
+        """
         self._failed = frozenset(hellos), why
 
     def has_failed(self, hellos: Collection[str]) -> bool:
-        """Whether ranks of these members could not begin together."""
+        """Return whether ranks of these members could not join."""
         return self._failed is not None and self._failed[0] == frozenset(hellos)
 
     def _forget_failure(self, hellos: Collection[str]) -> None:
@@ -132,7 +144,8 @@ class Planner:
         refused: ConvoyError | None = None
         useful = {name: hello for name, hello in hellos.items() if self._has_use_for(name, hello)}
         ways = self._ways(hellos, before, slow)
-        if len(useful) < len(hellos):  # the error names those as well
+        # Members without use are tried first all the same, because the error names them as well.
+        if len(useful) < len(hellos):
             ways = itertools.chain(ways, self._ways(useful, before, slow))
         for way in ways:
             try:
@@ -143,7 +156,7 @@ class Planner:
         raise PlanError(refused.message, hint=refused.hint) from refused
 
     def can_spare(self, name: str, hellos: Mapping[str, Hello], before: Placement) -> bool:
-        """Whether the others could hold the layers."""
+        """Return whether the other members could hold the layers."""
         try:
             self._again({other: hello for other, hello in hellos.items() if other != name}, before)
         except PlanError:
@@ -151,17 +164,20 @@ class Planner:
         return True
 
     def keeps_room(self, before: Placement, after: Placement) -> bool:
-        """Whether as many tokens fit as before, or as many as are wanted."""
+        """Return whether as many tokens fit as before, or as many as are wanted."""
         options = self._options
         wanted = options.num_blocks * options.block_size or options.max_batch * self._max_context()
         return report(after).max_kv_tokens >= min(report(before).max_kv_tokens, wanted)
 
     def same_bits(self) -> bool:
-        """Whether all members seen so far compute the same bits, so that layers move without a trace."""
+        """Return whether all members seen so far compute the same bits, so that layers can move freely."""
         return self._kernels == {EXACT} and not self._told
 
     def in_place_of(self, plan: Plan, member: str, standby: str, hello: Hello) -> Plan:
-        """The same plan with another member in one place: for a standby to load, not to run."""
+        """Return the same plan with ``standby`` in the place of ``member``.
+
+        The standby loads its stage of that plan, but the plan is not run.
+        """
         replace = msgspec.structs.replace
         stages = [
             replace(
@@ -181,7 +197,10 @@ class Planner:
         )
 
     def _has_use_for(self, name: str, hello: Hello) -> bool:
-        """Whether it could hold any layer at all; one that cannot must not keep the others from theirs."""
+        """Return whether a member could hold any layer at all.
+
+        A member that cannot must not keep the others from a plan.
+        """
         spec = self._source.spec
         forms = [kernel for kernel in hello.kernels if kernel in FORMS] or ["float32"]
         least = min(
@@ -195,7 +214,7 @@ class Planner:
     def _ways(
         self, hellos: Mapping[str, Hello], before: Placement | None, slow: Collection[str]
     ) -> Iterator[_Way]:
-        """At least one is always given."""
+        """Yield the ways to try, at least one, in the order of the module's list."""
         kept, reason = ({}, "") if before is None else (_spans_of(before), before.reason)
         old = names_in(kept)
         spare = [
@@ -214,7 +233,8 @@ class Planner:
         yield _Way(active)
         by_memory = sorted(active, key=lambda name: hellos[name].memory_bytes)
         others = [name for name in by_memory if name != self._me.name]
-        for count in range(1, len(others)):  # one with little memory must not keep the others from a plan
+        # One member with little memory must not keep the others from a plan.
+        for count in range(1, len(others)):
             yield _Way([name for name in active if name not in others[:count]])
         lost = [name for name in old if name not in active]
         free = [name for name in spare if name not in old]
@@ -228,7 +248,10 @@ class Planner:
             yield _Way([*active, *spare[:count]])
 
     def _propose(self, hellos: Mapping[str, Hello], way: _Way, *, fewer: bool = True) -> PlannedStages:
-        """``fewer``: ranks than were asked for do as well, because somebody may be lost."""
+        """Return a plan for one way.
+
+        ``fewer`` accepts fewer ranks than were asked for, because a member may be lost.
+        """
         kernels = agree_kernels(hellos, self._me.name, self._kernels)
         self._tell_other_bits(hellos, kernels[self._me.name] if len(set(kernels.values())) == 1 else MIXED)
         offers = [
@@ -249,7 +272,7 @@ class Planner:
         return PlannedStages(self._plan(placement, used, dtype), placement)
 
     def _against_ranks(self, hellos: Mapping[str, Hello]) -> str | None:
-        """Why no ranks of these members can begin together."""
+        """Return the reason why ranks of these members cannot join; None if they can."""
         if self._failed is not None:
             return self._failed[1]
         joined = next((name for name, hello in hellos.items() if RANKS in hello.device), None)
@@ -258,7 +281,7 @@ class Planner:
     def _place(
         self, offers: Sequence[MemberOffer], way: _Way, *, fewer: bool, against: str | None
     ) -> Placement:
-        """Raises why what is asked for cannot be."""
+        """Return a placement. Raises an error with the reason if the wish cannot be met."""
         options = self._options
         rules = options.member.policy.placement
         found = find_ways(self._source.spec, offers, way.spans, rules, ranks=options.ranks, fewer=fewer)
@@ -266,7 +289,7 @@ class Planner:
         return dataclasses.replace(placement, reason=way.reason) if way.reason else placement
 
     def _tell_other_bits(self, hellos: Mapping[str, Hello], kernel: str) -> None:
-        """Once for each member, as long as it stays so."""
+        """Warn once of each member that computes other bits than the head, as long as they stay the same."""
         for name in other_bits(hellos, self._me.name, kernel):
             if (name, hellos[name].bits) not in self._told:
                 self._told.add((name, hellos[name].bits))
@@ -274,8 +297,9 @@ class Planner:
                 _log.warning(text, name, self._me.name)
 
     def _plan(self, placement: Placement, kernels: list[str], dtype: str) -> Plan:
-        """``kernels``: of each stage."""
-        # Grows over restarts too, so that frames of an earlier head are told apart; a clock may go back.
+        """Return the plan of a placement. ``kernels`` has one entry for each stage."""
+        # The generation grows over restarts too, so that frames of an earlier head are refused. The maximum
+        # keeps it growing when the clock goes back.
         self._generation = max(time.time_ns(), self._generation + 1)
         has_peers = set(placement.holders) != {self._me.name}
         return Plan(
@@ -294,11 +318,12 @@ class Planner:
         )
 
     def _rank(self, name: str) -> int:
-        """The head first, then the others as the roster lists them."""
+        """Return a sort key: the head first, then the others as the roster lists them."""
         names = [member.name for member in self._me.roster.members]
         if name == self._me.name:
             return -1
-        return names.index(name) if name in names else len(names)  # taken out a moment ago
+        # A member may have been removed from the roster a moment ago.
+        return names.index(name) if name in names else len(names)
 
     def _max_context(self) -> int:
         context = self._source.spec.max_context
@@ -314,5 +339,5 @@ def _spans_of(placement: Placement) -> dict[str, str]:
 
 
 def _with(key: str, stand_in: Mapping[str, str]) -> str:
-    """Whom a span is for, with others in the places of those who were lost."""
+    """Return the members of a span, with a stand-in in the place of each lost one."""
     return JOINT.join(stand_in.get(name, name) for name in split_key(key))

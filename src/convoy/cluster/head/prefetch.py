@@ -1,7 +1,7 @@
-"""Weights for a plan that is to come, at the head: members fetch theirs while another plan runs.
+"""Fetch the weights of a later plan, at the head: members fetch theirs while another plan runs.
 
-A member that comes, or gets other layers, may have gigabytes to fetch. Only once all of that is on its disk
-is the new plan worth a pause of the running one.
+A member that comes, or gets other layers, may have gigabytes to fetch. The new plan is worth a pause of
+the running one only when all of that is on its disk.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _log = logging.getLogger(__name__)
 
 _LOOK_UP_S = 0.5
 _MAX_OVER = 64
-_AGAIN_S = 1.0  # until the plan that came first is looked at
+# Seconds until the plan that came first is looked at.
+_AGAIN_S = 1.0
 
 
 class HeadPrefetch:
-    """A head's side. ``takes`` is for receiver threads; ``joined`` returns at once."""
+    """Prepare later plans at a head. ``takes`` is for receiver threads; ``joined`` returns at once."""
 
     def __init__(self, me: str, company: Peers, planner: Planner, wait_s: float) -> None:
         self._me = me
@@ -37,14 +38,17 @@ class HeadPrefetch:
         self._planner = planner
         self._wait_s = wait_s
         self._changed = threading.Condition()
-        self._asked: dict[int, set[str]] = {}  # who is to prepare, by generation
+        # The members that prepare, by generation.
+        self._asked: dict[int, set[str]] = {}
         self._answers: dict[tuple[int, str], str] = {}
-        self._advance: dict[int, ProgressWatch] = {}  # of those who prepare, by generation
-        self._over: deque[int] = deque(maxlen=_MAX_OVER)  # of these somebody may still say something
+        # Their progress, by generation.
+        self._advance: dict[int, ProgressWatch] = {}
+        # Ended preparations, for which late answers may still come.
+        self._over: deque[int] = deque(maxlen=_MAX_OVER)
         self._num_told = 0
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it was said of a plan that is prepared."""
+        """Handle a message about a plan that is being prepared, and return whether it was one."""
         if not isinstance(received, ReceivedMessage):
             return False
         message = received.message
@@ -56,15 +60,17 @@ class HeadPrefetch:
             if isinstance(message, Progress):
                 if is_asked and self._advance[message.generation].is_further(link.peer, message):
                     self._num_told += 1
-            elif is_asked:  # what nobody asked for is not kept
+            # Answers that were not asked for are not kept.
+            elif is_asked:
                 self._answers[key] = message.error
             self._changed.notify_all()
             return is_asked or isinstance(message, Prepared) or message.generation in self._over
 
     def joined(self, name: str, then: Callable[[], None], failed: Callable[[], None]) -> None:
-        """``then``, once all have the weights for a plan with ``name``; at once where nobody needs any.
+        """Call ``then`` once all members have the weights for a plan with ``name``.
 
-        ``failed``, where somebody cannot have them; neither, where another plan comes first.
+        Calls it at once if no member needs any. Calls ``failed`` if a member cannot have them, and
+        neither if another plan comes first.
         """
         plan = self._better_with(name)
         if plan is None or needs_no_files(plan.model):
@@ -99,19 +105,23 @@ class HeadPrefetch:
             then()
             return
         if SUPERSEDED in errors.values() and not self._company.closed_within(_AGAIN_S):
-            with self._changed:  # two newcomers' preparations must not overtake each other for ever
+            # The preparations of two newcomers must not overtake each other for ever.
+            with self._changed:
                 is_with_others = any(name in asked for asked in self._asked.values())
             if not is_with_others:
                 self.joined(name, then, failed)
             return
         for member, why in sorted(errors.items()):
             _log.warning(
-                "the layers are not shared out anew for %s: %s has not the weights: %s", name, member, why
+                "the layers are not shared out anew for %s: %s lacks the weights: %s", name, member, why
             )
         failed()
 
     def _wait(self, generation: int, names: set[str]) -> dict[str, str]:
-        """Why not, for each that has them not in time; where one has more than ever, there is time anew."""
+        """Return the reason of each member that does not have its weights in time.
+
+        The deadline starts anew with each progress.
+        """
         until_s, told = time.monotonic() + self._wait_s, self._num_told
         with self._changed:
             while missing := {name for name in names if (generation, name) not in self._answers}:

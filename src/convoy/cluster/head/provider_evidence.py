@@ -1,4 +1,4 @@
-"""Who a provider's evidence is of, and how it is had: this process alone, or a head and its peers."""
+"""The members that a provider's evidence covers: this process alone, or a head and its peers."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ DEADLINE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class GatheredEvidence:
-    """``roster``: as its operator signed it, empty where there is none."""
+    """Hold the evidence of members. ``roster`` has the bytes that its operator signed; empty for none."""
 
     members: list[MemberEvidence]
     roster: bytes = field(default=b"", repr=False)
 
 
 class OwnProcess:
-    """A provider outside any cluster: what this process says of itself, and nothing of what is behind it."""
+    """Prove a provider outside any cluster: this process alone, and nothing of the servers behind it."""
 
     def __init__(
         self, identity: Identity, attester: EvidenceMaker | None = None, name: str = "provider"
@@ -49,7 +49,7 @@ class OwnProcess:
         self._attester = attester or EvidenceMaker()
 
     def gather(self, purpose: bytes, registers: Sequence[int]) -> GatheredEvidence:  # noqa: ARG002 - of no TPM
-        """For this purpose, see `trust.evidence.evidence.provider_purpose`."""
+        """Return evidence for this purpose; see `trust.evidence.evidence.provider_purpose`."""
         identity = self._identity
         occasion = Occasion(provider_binding(identity.public_key), purpose, identity.public_key)
         made = make_evidence(identity.sign, occasion, encode_claims(self._attester.claims))
@@ -58,7 +58,7 @@ class OwnProcess:
 
 
 class HeadEvidence:
-    """A head and the peers that are here, standbys too; each says so itself, and this passes it on."""
+    """Gather the evidence of a head and its connected peers, standbys too. Each peer signs its own."""
 
     def __init__(
         self,
@@ -73,7 +73,10 @@ class HeadEvidence:
         self._deadline_s = deadline_s
 
     def gather(self, purpose: bytes, registers: Sequence[int]) -> GatheredEvidence:
-        """Waits for the slowest, at most the deadline. Whoever sends nothing in time is not in it."""
+        """Return the evidence that comes within the deadline.
+
+        Waits for the slowest member. A member without evidence in time is left out.
+        """
         links = [link for link in self._peers() if not link.is_over]
         found = {self._me.name: self._vouching.own(purpose, registers)}
         found |= self._vouching.gather(links, purpose, registers, self._deadline_s)
@@ -91,9 +94,9 @@ class HeadEvidence:
 
 
 def witness_of(head: Head, identity: Identity) -> OwnProcess | HeadEvidence:
-    """Of a provider with this identity that ``head`` answers for.
+    """Return the source of evidence for a provider with this identity, for which ``head`` answers.
 
-    A head of another identity (one that was started without a roster of its owner's) is this process alone.
+    A head with another identity was started without a roster of its owner. It proves this process alone.
     """
     me, attestation = head.membership, head.vetting.attestation
 

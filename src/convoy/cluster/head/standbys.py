@@ -1,4 +1,4 @@
-"""Members that wait for the loss of another, and what each has loaded for that."""
+"""Members that stand by for the loss of another, and the stage that each has loaded for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Preload:
-    """What one standby was asked to load, on one link. ``plan`` None: it has not the memory."""
+    """Record the plan that one standby was asked to load, on one link. ``plan`` None: it lacks the memory."""
 
     link: Link
     generation: int
@@ -27,14 +27,14 @@ class _Preload:
 
 
 class Standbys:
-    """Told by the thread that plans, and by receiver threads."""
+    """Track standbys. The thread that plans and receiver threads call it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._preloads: dict[str, _Preload] = {}
 
     def preload(self, name: str, link: Link, plan: Plan | None) -> None:
-        """Ask for ``plan``, where ``name`` has a stage: once for a link and a plan, however often called."""
+        """Ask ``name`` to load its stage of ``plan``: once for a link and a plan, however often called."""
         generation = 0 if plan is None else plan.generation
         with self._lock:
             asked = self._preloads.get(name)
@@ -56,7 +56,7 @@ class Standbys:
         present: Mapping[str, tuple[Link, Hello]],
         in_place_of: Callable[[Plan, str, str, Hello], Plan],
     ) -> None:
-        """Those of ``present`` that have the memory get ready for the loss of the largest peer."""
+        """Ask the standbys of ``present`` that have the memory to load the stage of the largest peer."""
         weights = {name: num_bytes for name, num_bytes in granted.weight_bytes.items() if name != head}
         largest = max(weights, key=lambda name: weights[name], default=None)
         if largest is None:
@@ -69,7 +69,7 @@ class Standbys:
             self.preload(name, link, plan)
 
     def note(self, link: Link, received: Received) -> None:
-        """What a member said that has no stage."""
+        """Handle a message of a member without a stage."""
         if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Ready):
             return
         with self._lock:
@@ -81,7 +81,7 @@ class Standbys:
             _log.warning("standby: %s has loaded layers %s", link.peer, self._layers(link.peer, link))
 
     def report(self, here: Mapping[str, tuple[Link, Hello]], members: set[str]) -> list[StandbyStatus]:
-        """Those of ``here`` that stand by, which ``members``, who have a stage, do not."""
+        """Return the standbys of ``here``, without ``members``, which have a stage."""
         names = sorted(name for name, (_, hello) in here.items() if hello.standby and name not in members)
         return [StandbyStatus(name, self._layers(name, here[name][0])) for name in names]
 

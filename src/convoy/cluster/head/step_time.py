@@ -1,7 +1,8 @@
-"""How long a decode step of a placement would take, from what a head can measure: itself, and its links.
+"""Predict how long a decode step of a placement takes, from the head's own speed and its links.
 
-Every member is taken to be as fast as the head, and two peers to be as far from each other as the farther of
-them is from the head. It is asked only where it decides how members share a model (`plan.placement.ways`).
+Two assumptions replace measurements. Every member is as fast as the head. Two peers are as far from each
+other as the farther of them is from the head. It is used only to decide how members share a model
+(`plan.placement.ways`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ _log = logging.getLogger(__name__)
 
 _NUM_PINGS = 5
 _PING_S = 1.0
-_UNKNOWN_S = 0.5e-3  # of a link that answers none
+# The round trip of a link that answers no ping.
+_UNKNOWN_S = 0.5e-3
 _CONTEXT = 512
 
 
 class StepTimes:
-    """Measures once for each kernel; round trips whenever it is asked."""
+    """Measure the speed once for each kernel, and round trips at each call."""
 
     def __init__(self, company: Peers, options: MemberOptions) -> None:
         self._company = company
@@ -37,7 +39,7 @@ class StepTimes:
         self._speeds: dict[str, Speed | None] = {}
 
     def step_s(self, placement: Placement) -> float | None:
-        """Of one sequence; None where nothing could be measured."""
+        """Return the seconds of a decode step of one sequence; None if nothing could be measured."""
         speeds = {}
         for name in placement.holders:
             speed = self._speed(placement.kernels[name])
@@ -64,7 +66,7 @@ class StepTimes:
 
 
 def links_among(names: Iterable[str], head: str, round_trips: dict[str, float]) -> Links:
-    """Of all pairs, from those that begin at the head."""
+    """Return the round trips of all pairs, from those that begin at the head."""
     far = {name: 0.0 if name == head else round_trips.get(name, _UNKNOWN_S) for name in names}
     pairs = {frozenset((a, b)): max(far[a], far[b]) for a, b in itertools.combinations(far, 2)}
     return Links(_UNKNOWN_S, by_pair=pairs)

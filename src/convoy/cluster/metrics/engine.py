@@ -1,7 +1,7 @@
-"""An engine in vLLM's names, where the meaning is the same; what vLLM lacks has ours.
+"""The metrics of an engine, under vLLM's names if the meaning is the same; the others have our names.
 
-`docs/metrics.md` says of each what it is. Names and types: `vllm/v1/metrics/loggers.py`, and for the three
-that an endpoint picker routes by, the model server protocol of the Gateway API Inference Extension.
+`docs/metrics.md` explains each. Names and types: `vllm/v1/metrics/loggers.py`. For the three that an
+endpoint picker routes by: the model server protocol of the Gateway API Inference Extension.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from convoy.engine.options import EngineStats
 
 
 def engine_families(model: str, block_size: int, stats: EngineStats) -> Iterator[Metric]:
-    """``model``: as clients name it."""
+    """Yield the metric families of an engine. ``model`` is its name for clients."""
     yield from _state(model, block_size, stats)
     yield from _tokens(model, stats)
     yield from _requests(model, stats)
@@ -38,7 +38,7 @@ def _tokens(model: str, stats: EngineStats) -> Iterator[Metric]:
         ("vllm:generation_tokens", "Tokens that were generated.", stats.generated_tokens),
         ("vllm:prefix_cache_queries", "Tokens that were looked for in the cache.", stats.queried_tokens),
         ("vllm:prefix_cache_hits", "Those of them that were found.", stats.hit_tokens),
-        ("vllm:num_preemptions", "Answers put back to wait, for want of blocks.", stats.preempted),
+        ("vllm:num_preemptions", "Answers put back to wait, because blocks were lacking.", stats.preempted),
         ("vllm:spec_decode_num_draft_tokens", "Guesses that were run.", stats.drafted_tokens),
         ("vllm:spec_decode_num_accepted_tokens", "Those of them that were right.", stats.accepted_tokens),
         ("convoy_session_tokens", "Tokens that sessions asked to be run.", stats.session_tokens),
@@ -63,8 +63,10 @@ def _requests(model: str, stats: EngineStats) -> Iterator[Metric]:
 
 def _steps(model: str, stats: EngineStats) -> Iterator[Metric]:
     of = {"model_name": model}
-    yield histogram("convoy_step_seconds", "Of steps with rows, through every stage.", [(of, stats.step_s)])
+    yield histogram(
+        "convoy_step_seconds", "Seconds of steps with rows, through all stages.", [(of, stats.step_s)]
+    )
     if stats.ring_s is not None:
         yield gauge(
-            "convoy_ring_seconds", "Of the last empty step through every stage.", [(of, stats.ring_s)]
+            "convoy_ring_seconds", "Seconds of the last empty step through all stages.", [(of, stats.ring_s)]
         )

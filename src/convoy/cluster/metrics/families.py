@@ -1,6 +1,6 @@
-"""Values as Prometheus reads them: families made at each scrape from what is true then, and their text.
+"""Metric families for Prometheus, made at each scrape from the values of that moment, and their text.
 
-Nothing is counted here, and nothing is registered anywhere: who has counts yields families of them.
+This module counts nothing and registers nothing. Modules with counts yield families of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Labels = Mapping[str, str]
 
 
 def counter(name: str, text: str, values: Sequence[tuple[Labels, float]]) -> Metric:
-    """``name`` without its ``_total``. Each value has the same labels."""
+    """Return a counter. ``name`` lacks its ``_total``. Each value has the same labels."""
     family = CounterMetricFamily(name, text, labels=_names(values))
     for labels, value in values:
         family.add_metric(list(labels.values()), value)
@@ -60,12 +60,12 @@ def histogram(name: str, text: str, values: Sequence[tuple[Labels, HistogramCoun
 
 
 def text_of(sources: Iterable[Source]) -> bytes:
-    """What a scrape gets: Prometheus' text format, of `CONTENT_TYPE_LATEST`."""
+    """Return the body of a scrape: Prometheus' text format, of `CONTENT_TYPE_LATEST`."""
     return generate_latest(registry_of(sources))
 
 
 def registry_of(sources: Iterable[Source]) -> CollectorRegistry:
-    """One of its own, for whoever serves it."""
+    """Return a new registry of these sources."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Sources(tuple(sources)))
     return registry
@@ -85,6 +85,6 @@ def _names(values: Sequence[tuple[Labels, object]]) -> list[str]:
 
 
 def build_info(part: str) -> Metric:
-    """Return the version of a program. ``part``: which of Convoy's programs it is."""
+    """Return the version of a program. ``part`` names the program of Convoy."""
     labels = {"part": part, "version": __version__}
     return gauge("convoy_build_info", "Always 1.", [(labels, 1)])

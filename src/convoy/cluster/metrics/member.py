@@ -1,4 +1,4 @@
-"""What a member says of itself to Prometheus, head or peer: its links, its stage, its place in the plan."""
+"""The metrics of a member, head or peer: its links, its stage, its place in the plan."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from convoy.cluster.traffic import PeerTraffic
 
 
 def head_families(cluster: RunningCluster) -> Iterator[Metric]:
-    """Of a head at this moment. It asks no peer anything, so that a scrape takes no longer than its text."""
+    """Yield the metrics of a head at this moment. It asks no peer, so a scrape never waits for one."""
     head, granted = cluster.head, cluster.head.granted
     assert granted is not None, "a running cluster has a plan"
     plan, stats = granted.plan, cluster.engine.stats()
     yield from engine_families(plan.model, plan.block_size, stats)
     yield build_info("head")
     ready, _ = cluster.health()
-    yield gauge("convoy_ready", "1 where a token passed every stage lately.", [({}, int(ready))])
-    yield gauge("convoy_plan_generation", "Of the plan; a later one is greater.", [({}, plan.generation)])
-    yield gauge("convoy_roster_epoch", "Of the roster.", [({}, head.roster.epoch)])
+    yield gauge("convoy_ready", "1 if a token passed every stage lately.", [({}, int(ready))])
+    yield gauge("convoy_plan_generation", "Generation of the plan; it grows.", [({}, plan.generation)])
+    yield gauge("convoy_roster_epoch", "Epoch of the roster.", [({}, head.roster.epoch)])
     here, members = {head.name, *head.company.present()}, [one.name for one in head.roster.members]
     up = [({"member": name}, int(name in here)) for name in members]
-    yield gauge("convoy_member_up", "1 for each listed member that is here.", up)
+    yield gauge("convoy_member_up", "1 for each listed member that is connected.", up)
     holds = [({"member": name}, int(name in granted.members)) for name in members]
-    yield gauge("convoy_member_in_plan", "1 for each that holds a part of the model.", holds)
+    yield gauge("convoy_member_in_plan", "1 for each member that holds a part of the model.", holds)
     yield from link_families(head.company.traffic.by_peer())
 
 
 def peer_families(peer: Peer) -> Iterator[Metric]:
-    """Of a peer at this moment."""
+    """Yield the metrics of a peer at this moment."""
     yield build_info("peer")
     facts = peer.facts()
     for name, text, value in (
         ("convoy_head_up", "1 while a head has greeted this member.", facts.has_head),
         ("convoy_ready", "1 while a plan is active here.", facts.is_active),
-        ("convoy_roster_epoch", "Of the roster.", facts.epoch),
-        ("convoy_plan_generation", "Of the plan here; 0 for none.", facts.generation),
+        ("convoy_roster_epoch", "Epoch of the roster.", facts.epoch),
+        ("convoy_plan_generation", "Generation of the plan here; 0 for none.", facts.generation),
         ("convoy_stage_layers", "Layers that are loaded here.", facts.num_layers),
-        ("convoy_stage_weight_bytes", "Of their weights.", facts.weight_bytes),
+        ("convoy_stage_weight_bytes", "Bytes of their weights.", facts.weight_bytes),
     ):
         yield gauge(name, text, [({}, value)])
-    text = "Of this member's part of a step, from having all it needs to having sent what came of it."
+    text = "Seconds of this member's part of a step, from its last input to its sent result."
     yield histogram("convoy_stage_step_seconds", text, [({}, peer.step_s.snapshot())])
     yield from link_families(peer.traffic.by_peer())
 
 
 def link_families(traffic: Mapping[str, PeerTraffic]) -> Iterator[Metric]:
-    """Of every member that there was a link with."""
+    """Yield the traffic with every member that there was a link with."""
     by = sorted(traffic.items())
     both = ("sent", "received")
     sealed = [
         ({"member": name, "direction": way}, getattr(one, f"{way}_bytes")) for name, one in by for way in both
     ]
-    yield counter("convoy_link_sealed_bytes", "In sealed frames, by the other member.", sealed)
+    yield counter("convoy_link_sealed_bytes", "Bytes in sealed frames, by the other member.", sealed)
     hops = [
         ({"member": name, "direction": way}, getattr(one, f"{way}_hops")) for name, one in by for way in both
     ]

@@ -1,7 +1,7 @@
 """A small HTTP listener for scrapers: one thread, bounded in connections, in bytes and in time.
 
-It reads every request's header without blocking and answers it whole from a WSGI application. The library's
-own server has a thread per connection, which idle clients use up.
+It reads every request's header without blocking and sends the whole answer of a WSGI application. The
+library's own server has a thread per connection, which idle clients use up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WsgiApp = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class ScrapeLimits:
-    """``request_timeout_s``: from a connection's accept to its answer's last byte.
+    """Bound connections. ``request_timeout_s`` is from a connection's accept to its answer's last byte.
 
     `http.client` bounds the number of fields to 100.
     """
@@ -42,7 +42,7 @@ class ScrapeLimits:
 
 
 class ScrapeListener:
-    """Listens from construction to `close`. Raises `OSError` if the address is not to be had."""
+    """Listen from construction to `close`. Raises `OSError` if the address cannot be bound."""
 
     def __init__(self, address: tuple[str, int], app: WsgiApp, limits: ScrapeLimits | None = None) -> None:
         self._limits = limits or ScrapeLimits()
@@ -71,7 +71,8 @@ class ScrapeListener:
                 for key, _ in self._selector.select(_POLL_S):
                     if key.data is None:
                         self._accept()
-                    elif not key.data.closed:  # else it gave way within this turn
+                    # Accepting another connection in this round may have closed this one.
+                    elif not key.data.closed:
                         key.data.go_on()
                 self._places.expire()
         finally:
@@ -87,7 +88,8 @@ class ScrapeListener:
                 sock, address = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # out of descriptors: some come back
+            # The process is out of descriptors. Closing connections frees some.
+            except OSError as error:
                 _log.warning("cannot accept a scraper's connection: %s", error.strerror or error)
                 self._places.shed(_ACCEPTS_AT_ONCE)
                 self._closed.wait(_RETRY_S)
@@ -98,7 +100,7 @@ class ScrapeListener:
 
 
 class _Scraper:
-    """One connection: a header comes in, an answer goes out, and it ends."""
+    """Serve one connection: a header comes in, an answer goes out, and the connection ends."""
 
     def __init__(
         self, sock: socket.socket, selector: selectors.BaseSelector, answer: _Answers, limits: ScrapeLimits
@@ -114,7 +116,7 @@ class _Scraper:
         selector.register(sock, selectors.EVENT_READ, self)
 
     def go_on(self) -> None:
-        """Read or write what can be without waiting."""
+        """Read or write as much as possible without waiting."""
         try:
             if self._unsent or self._has_header():
                 self._send()
@@ -124,7 +126,7 @@ class _Scraper:
             self.close()
 
     def close(self) -> None:
-        """End it; twice is allowed."""
+        """Close the connection. A second call does nothing."""
         if self.closed:
             return
         self.closed = True
@@ -134,7 +136,7 @@ class _Scraper:
         self._socket.close()
 
     def _has_header(self) -> bool:
-        """Read on; whether there is something to answer."""
+        """Read on, and return whether there is an answer to send."""
         part = self._socket.recv(self._max_bytes + 1 - len(self._header))
         if not part:
             self.close()
@@ -156,7 +158,7 @@ class _Scraper:
 
 
 class _Answers:
-    """Answers headers with a WSGI application, through the library's handler and without its sockets."""
+    """Answer headers with a WSGI application, through the library's handler and without its sockets."""
 
     def __init__(self, app: WsgiApp, host: str, port: int) -> None:
         self._app = app
@@ -176,12 +178,12 @@ class _Answers:
         return bytes(exchange.answer)
 
     def get_app(self) -> WsgiApp:
-        """Of `WSGIServer`."""
+        """Return the application, as `WSGIServer` does."""
         return self._app
 
 
 class _Exchange:
-    """What a handler takes for its socket: it reads ``header``, and its ``answer`` is kept."""
+    """Stand in for a handler's socket: it reads ``header``, and its ``answer`` is kept."""
 
     def __init__(self, header: bytes) -> None:
         self._header = header
@@ -196,4 +198,4 @@ class _Exchange:
 
 class _Silent(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's own names
-        """Who scrapes every few seconds is no news."""
+        """Log nothing: a scrape every few seconds is no news."""

@@ -1,4 +1,4 @@
-"""`/metrics` for a process that answers no HTTP otherwise."""
+"""Serve `/metrics` for a process without another HTTP server."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def metrics_server(
     hosts: frozenset[str] | None,
     admits: Callable[[dict[str, str]], bool] | None = None,
 ) -> Iterator[str]:
-    """Its URL; it ends with the block. ``hosts``: names in a Host header that it answers to; None for all.
-    ``admits`` says whether headers, by their names in lower case, carry a right key; None asks for none.
+    """Serve metrics for the duration of the block, and yield the URL.
 
-    Raises `ConfigError` where the address is not to be had.
+    ``hosts`` are the names in a Host header that it answers to; None for all. ``admits`` returns whether
+    headers, by their names in lower case, carry a right key; None asks for none. Raises `ConfigError` if
+    the address cannot be bound.
     """
     host, port = address
     try:
@@ -51,7 +52,8 @@ def _app(
     scraped = make_wsgi_app(registry_of(sources))
 
     def app(environ: Environ, start_response: StartResponse) -> Any:
-        # a foreign name that resolves to loopback is how a web page reaches what its reader's machine serves
+        # A web page can reach services on its reader's machine by a foreign name that resolves to loopback.
+        # So only known names are answered.
         name = str(environ.get("HTTP_HOST", "")).rpartition(":")[0].lower()
         if hosts is not None and environ.get("HTTP_HOST") and name not in hosts:
             return _refuse(start_response, "403 Forbidden")

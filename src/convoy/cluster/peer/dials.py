@@ -1,4 +1,4 @@
-"""Dials to the members that a plan needs beside its head, all at once, given up as soon as the plan is."""
+"""Dial the members that a plan needs beside its head, all at once, and stop as soon as the plan ends."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ Rights = frozenset[FrameType]
 
 
 class Dials:
-    """One thread calls `begin` and `reach`, any may call `abandon`.
+    """Dial the neighbours of one plan. One thread calls `begin` and `reach`; any thread may call `abandon`.
 
-    ``dial`` makes a link to a member by its name; ``start`` begins to read it, given what it may send.
+    ``dial`` makes a link to a member by its name. ``start`` begins to read a link, given the frame types
+    that the member may send.
     """
 
     def __init__(self, dial: Callable[[str], Link], start: Callable[[Link, Rights], None]) -> None:
@@ -27,12 +28,12 @@ class Dials:
         self._why = ""
 
     def begin(self) -> None:
-        """Of another plan: what was abandoned before does not count."""
+        """Start dialling for another plan: an earlier `abandon` no longer counts."""
         with self._lock:
             self._why = ""
 
     def abandon(self, why: str) -> None:
-        """Nobody wants these links any more, nor any that are asked for until `begin`."""
+        """Give up these links, and all that are asked for until the next `begin`."""
         with self._lock:
             self._why = self._why or why
             under_way = list(self._under_way)
@@ -40,7 +41,10 @@ class Dials:
             dial.abandon(why)
 
     def reach(self, allowed: Mapping[str, Rights]) -> dict[str, Link]:
-        """The links. Raises what a dial raised, or `StepError` once they are abandoned."""
+        """Return a link to each named member.
+
+        Raises the error of a failed dial, or `StepError` after `abandon`.
+        """
         dials = {name: SuccessorDial(partial(self._dial, name), name) for name in allowed}
         with self._lock:
             self._under_way, why = list(dials.values()), self._why

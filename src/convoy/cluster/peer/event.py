@@ -1,4 +1,7 @@
-"""What a peer tells of its life, for people and for whoever starts one."""
+"""The events of a peer's life, for people and for the code that starts a peer.
+
+It is apart because the command line imports it without the rest of a peer.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PeerEvent:
-    """Something a person who watches wants to know: ``kind`` is listening, head, loading, ready, active, lost
-    or refused.
+    """Hold one event that is worth showing to a person.
+
+    ``kind`` is listening, head, loading, ready, active, lost or refused.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""What a peer is at one moment, in numbers."""
+"""The state of a peer at one moment, in numbers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from convoy.cluster.peer.loaded_plan import LoadedPlan
 
 @dataclass(frozen=True, slots=True)
 class PeerFacts:
-    """``generation``: of the plan that is loaded; 0 for none."""
+    """Describe a peer at one moment. ``generation`` is that of the loaded plan; 0 means no plan."""
 
     has_head: bool
     is_active: bool
@@ -20,7 +20,7 @@ class PeerFacts:
 
 
 def facts_of(loaded: LoadedPlan | None, *, has_head: bool, epoch: int) -> PeerFacts:
-    """``loaded``: the plan that is there, active or not."""
+    """Return the facts of a peer. ``loaded`` is its loaded plan, active or not; None if it has none."""
     if loaded is None:
         return PeerFacts(has_head, False, epoch, 0, 0, 0)
     own = loaded.assignment

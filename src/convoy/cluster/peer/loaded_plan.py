@@ -1,4 +1,7 @@
-"""A plan as one peer holds it: checked, loaded, and once active, a place in the ring with two neighbours."""
+"""A plan as one peer holds it: checked and loaded.
+
+Once active, it is a place in the ring with two neighbours.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LoadedPlan:
-    """``loop``, ``keeper``, ``successor`` and ``predecessor`` are None until the plan is active.
+    """Hold one plan, its stage on this member, and the links to its neighbours.
 
-    The predecessor's link is known with its first hidden state; a predecessor that is the head uses the
+    ``loop``, ``keeper``, ``successor`` and ``predecessor`` are None until the plan is active.
+    The predecessor's link is known with its first hidden state. A predecessor that is the head uses the
     head's link.
     """
 
@@ -43,9 +47,12 @@ class LoadedPlan:
     keeper: KvServer | None = None
     successor: Link | None = None
     predecessor: Link | None = None
-    group: RankPeers | None = None  # where other members hold the stage too
-    follower: FollowerLoop | None = None  # instead of a loop, where another of them is rank 0
-    step_s: Histogram | None = None  # of this member, over all its plans
+    # Set if other members hold the stage too.
+    group: RankPeers | None = None
+    # Set instead of ``loop`` if another member is rank 0 of the stage.
+    follower: FollowerLoop | None = None
+    # Step times of this member over all its plans.
+    step_s: Histogram | None = None
 
     @property
     def assignment(self) -> StageAssignment:
@@ -57,29 +64,34 @@ class LoadedPlan:
 
     @property
     def predecessor_name(self) -> str | None:
-        """None for the stage that owns the embedding, which starts each step, and for a rank that follows."""
+        """Return the previous member of the ring.
+
+        None for the stage that owns the embedding, because it starts each step, and for a rank above 0.
+        """
         return self.plan.stages[self.position - 1].member if self.position and self.leads else None
 
     @property
     def leads(self) -> bool:
-        """Whether this member takes part in the ring: alone with its stage, or as rank 0."""
+        """Return whether this member takes part in the ring: alone with its stage, or as rank 0."""
         return self.group is None or self.group.rank == 0
 
     @property
     def finished_step(self) -> int:
-        """The last step that was run and sent on; -1 for none."""
+        """Return the last step that was run and sent on; -1 for none."""
         loop = self.loop or self.follower
         return -1 if loop is None else loop.finished_step
 
     def begin(self, activate: Activate, head: Link, reach: Reach, failed: Failed) -> None:
-        """Find the other ranks and the successor, then as `activate`; what runs has ``head`` as its keeper's.
+        """Connect to the other ranks and to the successor, then activate the plan as `activate` does.
 
-        Raises also what ``reach`` raises, and `CollectiveError`.
+        ``head`` is the link that K/V requests come from. Raises also `CollectiveError` and all that
+        ``reach`` raises.
         """
         generation, following = self.plan.generation, self.successor_name
         if not self.leads:
             self._follow(activate, head, reach)
             return
+        # The head dialled this member, so the ring reuses its link instead of a second one.
         found = {} if following == head.peer else reach({following: frozenset()})
         self.successor = successor = found.get(following, head)
         stage = self.stage
@@ -91,7 +103,7 @@ class LoadedPlan:
             self.predecessor = head
 
     def _follow(self, activate: Activate, head: Link, reach: Reach) -> None:
-        assert self.group is not None, "who follows is one of several"
+        assert self.group is not None, "a follower is one of several ranks"
         self._make_pools(activate, head.peer)
         known = {head.peer: head} if head.peer == self.group.names[0] else {}
         self.group.join(self.stage, known, reach)
@@ -106,9 +118,10 @@ class LoadedPlan:
         failed: Failed = lambda _step, _error: None,
         stage: Stage | None = None,
     ) -> StageWorker:
-        """Make the pools and take the place in the ring. Raises `StepError` for what was not offered.
+        """Make the pools and take the place in the ring.
 
-        ``failed``: see `StageWorker`. ``stage``: what runs, where other ranks run with it.
+        ``failed``: see `StageWorker`. ``stage`` is the stage to run if other ranks run with it.
+        Raises `StepError` if the head asks for more memory than this member offered.
         """
         self._make_pools(activate, head)
         stage, stages = stage or self.stage, self.plan.stages
@@ -126,7 +139,7 @@ class LoadedPlan:
 
     def _make_pools(self, activate: Activate, head: str) -> None:
         self._check_head(head)
-        # a count below 1 is refused with the pools, and makes no room for others
+        # `make_pools` refuses a count below 1. Here it counts as 0, so that it frees no room for others.
         pairs = zip(activate.num_blocks, self.stage.block_bytes, strict=False)
         asked = sum(max(0, count) * size for count, size in pairs)
         if asked > self.room_bytes:
@@ -134,7 +147,10 @@ class LoadedPlan:
         self.stage.make_pools(activate.num_blocks)
 
     def _check_head(self, head: str) -> None:
-        """The ring begins or ends with the head; who owns the output follows from that."""
+        """Check that ``head`` has the first or the last stage, and that it or the last stage has the output.
+
+        Raises `StepError`.
+        """
         first, last = self.plan.stages[0], self.plan.stages[-1]
         if head not in (first.member, last.member):
             raise StepError(f"{head} leads this plan, expected it to have the first stage or the last")
@@ -143,7 +159,7 @@ class LoadedPlan:
             raise StepError(f"the plan has the output on {owner.member}, expected {head} or the last stage")
 
     def is_neighbour(self, link: Link) -> bool:
-        """Whether the ring, or the group of ranks, needs this very link."""
+        """Return whether the ring, or the ranks of the stage, need this very link."""
         return link in self.neighbours()
 
     def neighbours(self) -> list[Link]:
@@ -151,16 +167,20 @@ class LoadedPlan:
         return ring if self.group is None else [*ring, *self.group.links]
 
     def is_led_by(self, link: Link, generation: int) -> bool:
-        """Whether it is the link of rank 0 of the stage, where this member follows.
+        """Return whether ``link`` belongs to rank 0 of the stage and this member follows it.
 
-        One that its member made for a plan that is over is not: it ends, and must not end this plan too.
+        A link that rank 0 made for an earlier plan does not count: it is about to end, and must not end
+        this plan too.
         """
         if self.group is None or generation != self.plan.generation:
             return False
         return self.group.is_leader(link)
 
     def obey(self, leader: Link, order: Order, generation: int) -> None:
-        """An order of rank 0. Raises as `FollowerLoop.accept`, and `StepError` before the plan is active."""
+        """Queue an order of rank 0.
+
+        Raises as `FollowerLoop.accept` does, and `StepError` before the plan is active.
+        """
         if self.follower is None:
             raise StepError(f"{type(order).__name__} came before a plan was active")
         self.follower.accept(leader, order, generation)
@@ -170,14 +190,14 @@ class LoadedPlan:
         return self.loop is not None or self.follower is not None
 
     def accused(self, error: ConvoyError) -> str:
-        """Which neighbour in the ring, or other rank, an error is about; empty for this member itself."""
+        """Return the neighbour or rank that an error is about; empty if it is about this member itself."""
         if isinstance(error, CollectiveError) and self.group is not None:
             return self.group.accused(error)
         before = self.predecessor_name if self.leads else (self.group.names[0] if self.group else None)
         return before if before is not None and isinstance(error, HiddenError) else ""
 
     def close(self) -> None:
-        """The plan is over: nothing more is sent, and the K/V is free."""
+        """End the plan: send nothing more and free the K/V."""
         if self.loop is not None:
             self.loop.close()
         if self.group is not None:
@@ -187,16 +207,18 @@ class LoadedPlan:
     # Threads of links.
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it is between ranks, and never waits behind other work."""
+        """Handle a frame between ranks at once, and return whether it was one. It never waits behind other
+        work.
+        """
         return self.group is not None and self.group.takes(link, received)
 
     def ended(self, link: Link, error: ConvoyError) -> None:
-        """A link is over: no rank waits for what was to come on it."""
+        """Note that a link ended, so that no rank waits for frames on it."""
         if self.group is not None:
             self.group.ended(link, error)
 
     def end(self, error: ConvoyError) -> None:
-        """Another plan is here, or nobody wants this one: no rank waits for another."""
+        """End the waits between ranks, because another plan came or this one is not wanted any more."""
         if self.group is not None:
             self.group.abort(error)
 
@@ -212,10 +234,11 @@ def load_plan(
     asker: Asker,
     before: Stage | None = None,
 ) -> LoadedPlan:
-    """Check a plan against this member's offer, and load its stage; ``before`` is what the last plan left.
+    """Check a plan against this member's offer, load its stage, and return it as a `LoadedPlan`.
 
-    ``weights`` finds the model, and gets for ``asker`` what is missing of it here. Raises `Incompatible`,
-    `ModelError`, or `StepError` for stages that make no whole model.
+    ``weights`` finds the model and fetches its missing parts for ``asker``. ``before`` is the stage of
+    the last plan, for its weights. Raises `Incompatible`, `ModelError`, or `StepError` for stages that
+    make no whole model.
     """
     position = next((i for i, stage in enumerate(plan.stages) if me in stage.holders), None)
     if position is None:
@@ -242,14 +265,17 @@ def load_plan(
 
 
 def group_of(plan: Plan, digest: bytes, position: int, me: str, spec: ModelSpec) -> RankPeers | None:
-    """Who holds a stage together with this member; None where it holds it alone."""
+    """Return the ranks that hold a stage together with this member; None if it holds the stage alone."""
     if plan.stages[position].world_size == 1:
         return None
     return RankPeers(plan, digest, position, me, spec.cache_groups[0].num_kv_heads)
 
 
 def stage_options(plan: Plan, position: int, member: MemberOptions) -> StageOptions:
-    """How the stage at ``position`` computes on this member. Raises `UsageError` as `choose_devices` does."""
+    """Return the options of the stage at ``position`` on this member.
+
+    Raises `UsageError` as `choose_devices` does.
+    """
     return StageOptions(
         kernel=plan.kernel_of(position),
         block_size=plan.block_size,
@@ -259,7 +285,10 @@ def stage_options(plan: Plan, position: int, member: MemberOptions) -> StageOpti
 
 
 def check_plan(plan: Plan, num_layers: int, max_context: int) -> None:
-    """Each layer once, in order; the first stage embeds, one owns the output. Raises `StepError`."""
+    """Check that the stages cover each layer once and in order.
+
+    The first stage must embed, and one stage must own the output. Raises `StepError`.
+    """
     reached = 0
     for stage in plan.stages:
         if not stage.start == reached < stage.end <= num_layers:
@@ -281,7 +310,10 @@ def check_plan(plan: Plan, num_layers: int, max_context: int) -> None:
 
 
 def _check_holders(plan: Plan) -> None:
-    """Nobody has two places, and the first of a stage's ranks is its member."""
+    """Check that no member has two places, and that rank 0 of each stage is its member.
+
+    Raises `StepError`.
+    """
     for stage in plan.stages:
         if stage.ranks and (stage.world_size < 2 or stage.ranks[0] != stage.member):
             raise StepError(
@@ -294,7 +326,11 @@ def _check_holders(plan: Plan) -> None:
 
 
 def could_not_leave(head: Link, generation: int, step: int, error: ConvoyError) -> None:
-    """A step that a device ran, or could not: on the thread that waits for devices."""
+    """Tell the head that a step of a device failed or could not be sent.
+
+    Runs on the thread that waits for devices.
+    """
     _log.warning("step %d could not leave: %s", step, error.message)
-    with contextlib.suppress(ConvoyError):  # then the head's link ends too, and says so itself
+    # If this send fails, the head's link ends too, and the head learns of it there.
+    with contextlib.suppress(ConvoyError):
         head.send(StepFailed(step, error.message[:MAX_REASON]), generation=generation, step=step)

@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class Peer:
-    """One thread owns the plan, the stage and its K/V; links only fill its bounded inbox."""
+    """Run one peer. One thread owns the plan, the stage and its K/V; links only fill its bounded inbox."""
 
     def __init__(
         self,
@@ -68,7 +68,8 @@ class Peer:
         self._network = network or TcpNetwork()
         self._options = options
         self._on_event = on_event or (lambda _event: None)
-        self._quiet = RateLimitedLog(_log)  # a member that sends nonsense without end fills no disk
+        # A member that sends nonsense without end must not fill the disk.
+        self._quiet = RateLimitedLog(_log)
         self._inbox: Inbox[tuple[Link | None, Received | ConvoyError]] = Inbox()
         self._hello = msgspec.structs.replace(make_hello(options.member), standby=options.standby)
         self._attestation = Attestation.of(lambda: self._me.current, options.member, self._fell)
@@ -77,16 +78,20 @@ class Peer:
         self._links: set[Link] = set()
         self._head: Link | None = None
         self._loaded: LoadedPlan | None = None
-        self._kept: Stage | None = None  # of a plan that is over: its weights, for the next
-        self._generation = 0  # of the newest plan on the head's link; what is older was given up
-        self._newest = PlanClock()  # that came on it, and may wait for another to be loaded
+        # The stage of the plan that ended. The next plan may reuse its weights.
+        self._kept: Stage | None = None
+        # The newest plan on the head's link. The head has given up every older one.
+        self._generation = 0
+        # The newest plan that came on that link. It may wait in the inbox while another is loaded.
+        self._newest = PlanClock()
         self._dials = Dials(self._dial, self._begin_link)
-        self._refused: Link | None = None  # of a head below this member's minimum
+        # The link of a head that is below this member's minimum evidence.
+        self._refused: Link | None = None
         self._stopping = False
         self.traffic, self.step_s = Traffic(), Histogram(STEP_S)
 
     def facts(self) -> PeerFacts:
-        """What it is at this moment; from any thread."""
+        """Return the state of this peer at this moment. Any thread may call it."""
         return facts_of(self._loaded, has_head=self._head is not None, epoch=self._me.roster.epoch)
 
     def run(self, bind: tuple[str, int]) -> None:
@@ -111,7 +116,7 @@ class Peer:
                 link.close("the peer is shutting down")
 
     def stop(self) -> None:
-        """Make `run` return; from any thread, but not from a signal handler: this one takes a lock."""
+        """Make `run` return. Any thread may call it, but no signal handler, because it takes a lock."""
         self._stopping = True
         self._dials.abandon("this member is shutting down")
         if (loaded := self._loaded) is not None:
@@ -122,11 +127,14 @@ class Peer:
     # Receiver threads and the listener's threads: only fill the inbox.
 
     def _greet(self, link: Link) -> None:
-        from_head = link.facts.member.head  # as membership judges the link, whatever was adopted since
+        # Use the roster entry by which the link was judged, not a roster that was adopted since.
+        from_head = link.facts.member.head
         self._attestation.attach(link)
         self._begin_link(link, FROM_HEAD if from_head else FROM_DIALLER)
 
     def _deliver(self, link: Link, received: Received) -> None:
+        # Each of these three handles its frames on this thread. They must not wait behind a stage that
+        # loads.
         if self._attestation.takes(link, received):
             return
         if link is self._head and self._weights.takes(link, received):
@@ -138,23 +146,27 @@ class Peer:
                 self._say_how_far(link, received.message.generation)
                 return
             if isinstance(received.message, Plan) and received.message.generation > self._generation:
+                # Note the plan before it is queued: work of the old plan ahead of it in the inbox is then
+                # skipped.
                 self._newest.note(received.message)
                 self._dials.abandon(SUPERSEDED)
                 self._end_ring()
         elif isinstance(received, ReceivedMessage) and isinstance(received.message, Hello):
             old = self._head
             if old is not None and old.peer == link.peer:
-                self._end_ring()  # the head came back: this member's thread must not wait for another rank
+                # The head came back. The peer's thread must not wait for another rank meanwhile.
+                self._end_ring()
         self._inbox.put(link, (link, received), weight_of(received))
 
     def _say_how_far(self, link: Link, generation: int) -> None:
         loaded = self._loaded
         running = loaded is not None and loaded.plan.generation == generation
-        with contextlib.suppress(ConvoyError):  # then its link is over, and says so itself
+        # If this post fails, the link is over and its end is reported separately.
+        with contextlib.suppress(ConvoyError):
             link.post(Reached(generation, loaded.finished_step if loaded is not None and running else -1))
 
     def _end_ring(self) -> None:
-        """Another plan is here: nobody has to finish a send to a neighbour of the old one, or a sum."""
+        """End waits of the old plan: no thread has to finish a send to an old neighbour, or a sum."""
         loaded = self._loaded
         if loaded is None:
             return
@@ -196,7 +208,9 @@ class Peer:
     def _message(self, link: Link, received: ReceivedMessage) -> None:
         match received.message:
             case _ if link is self._refused or link.is_over:
-                return  # what still waits of a head that was refused, or is gone, is not worth a stage
+                # These messages waited in the inbox while their head was refused or lost. They need no
+                # answer.
+                return
             case Hello():
                 self._meet(link)
             case RankStep() | RankOutput() | ReadBlocks() | WriteBlocks() as order if (
@@ -204,7 +218,7 @@ class Peer:
             ):
                 self._loaded.obey(link, order, received.generation)
             case message if link is not self._head:
-                link.dismiss(f"{type(message).__name__} is for the head whose greeting was taken to send")
+                link.dismiss(f"{type(message).__name__} is for the head that greeted this member to send")
             case Plan() as plan:
                 self._load(link, plan)
             case Prepare(plan=plan):
@@ -224,10 +238,12 @@ class Peer:
             if old.peer != link.peer:
                 link.dismiss(f"{old.peer} is the head of {self._me.name} already")
                 return
+            # A head that came back may have restarted, so neither its plan nor the kept weights are reused.
             self._forget("the head came back on a new link", everything=True)
             old.dismiss("the head came back on a new link")
         if old is not link:
-            self._generation = 0  # only this link may plan from now on, by a clock that may have gone back
+            # Only this link may plan from now on. Its clock may be behind the old link's.
+            self._generation = 0
             self._newest.forget()
         self._head = link
         stands_by = ", and this member stands by" if self._options.standby else ""
@@ -236,7 +252,7 @@ class Peer:
         self._vet(link)
 
     def _vet(self, link: Link) -> None:
-        """Where this member's own policy demands something, the head proves it before it may plan here."""
+        """Ask the head for evidence before it may plan here, if this member's own policy demands it."""
         if not self._attestation.policy.minimum:
             return
         verdict = self._attestation.check([link], watch=self._require_running)[link.peer]
@@ -246,7 +262,7 @@ class Peer:
             self._fell(link, verdict)
 
     def _fell(self, link: Link, verdict: Verdict) -> None:
-        """The head is below this member's minimum, now or again."""
+        """Refuse a head that is below this member's minimum, at its arrival or later."""
         self._refused = link
         refusal = self._attestation.refusal(verdict)
         self._tell("refused", refusal.message)
@@ -296,7 +312,8 @@ class Peer:
             raise StepError("a newer plan came before this one was active")
         self._dials.begin()
         if self._newest.supersedes(generation) or self._stopping or link.is_over:
-            self._dials.abandon(SUPERSEDED)  # said before there was a dial to abandon
+            # The newer plan came before there was a dial to abandon, so `_deliver` had no effect.
+            self._dials.abandon(SUPERSEDED)
         loaded.begin(activate, link, self._dials.reach, partial(could_not_leave, link, generation))
         link.send(Activated(generation), generation=generation)
         self._tell("active", " -> ".join("+".join(stage.holders) for stage in loaded.plan.stages))
@@ -312,7 +329,8 @@ class Peer:
     def _hidden(self, link: Link, received: ReceivedTensor) -> None:
         loaded = self._loaded
         if loaded is None or received.generation != loaded.plan.generation:
-            return  # of a plan that is gone: whoever sent it was given up
+            # A frame of an ended plan: the head has given its sender up.
+            return
         if loaded.follower is not None and loaded.is_led_by(link, received.generation):
             loaded.follower.accept_tensor(received)
             return
@@ -335,17 +353,22 @@ class Peer:
         loaded.keeper.accept_tensor(received)
 
     def _failed(self, item: Received, error: ConvoyError) -> None:
-        """Tell the head, in the form that it waits for; the item came from it or from the predecessor."""
+        """Tell the head of an error in the form that it waits for.
+
+        ``item`` came from it or from the predecessor.
+        """
         self._quiet.warning(type(error).__name__, f"a message could not be followed: {error.message}")
         about = self._loaded.accused(error) if self._loaded is not None else ""
         answer: Refuse | StepFailed = StepFailed(item.step, error.message[:MAX_REASON], about)
         if isinstance(item, ReceivedMessage) and isinstance(item.message, Plan | Activate):
             is_old = isinstance(item.message, Plan) and self._loaded
-            if not is_old:  # otherwise the newer one, which is there, goes on
+            # A refused old plan must not end the newer one, which goes on.
+            if not is_old:
                 self._drop_plan()
             self._tell("refused", error.message)
             answer = refusal(item, self._me.name, error)
-        if self._head is None or self._stopping:  # its links end in a moment, which says more than a refusal
+        # While this member stops, its links end in a moment. That tells the head more than a refusal.
+        if self._head is None or self._stopping:
             return
         try:
             self._head.send(answer, generation=item.generation, step=item.step)
@@ -362,11 +385,12 @@ class Peer:
             self._ring_broke(self._loaded.plan.generation, link.peer, error.message)
 
     def _ring_broke(self, generation: int, neighbour: str, why: str) -> None:
-        """Only the plan is over: the head is told, and its link lives on."""
+        """End the plan and tell the head. The head's link stays open."""
         why = f"the ring is broken at {neighbour}: {why}"
         self._forget(why)
         if self._head is not None:
-            with contextlib.suppress(ConvoyError):  # then its link ends too, and says so itself
+            # If this send fails, the head's link ends too and is reported separately.
+            with contextlib.suppress(ConvoyError):
                 self._head.send(StepFailed(0, why[:MAX_REASON], neighbour), generation=generation)
 
     def _forget(self, why: str, *, everything: bool = False) -> None:
@@ -378,7 +402,7 @@ class Peer:
     def _drop_plan(self) -> None:
         """Free the K/V and end the ring's links to both neighbours.
 
-        The head's own link stays, and the weights, because its next plan may need most of them.
+        The head's own link stays. So do the weights, because the head's next plan may need most of them.
         """
         loaded, self._loaded = self._loaded, None
         self._attestation.attester.model = ""

@@ -1,4 +1,4 @@
-"""The newest plan that came on the head's link: whatever is older was given up by the head."""
+"""Know the newest plan that came on the head's link: the head has given up every older one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ SUPERSEDED = "another plan is here"
 
 
 class PlanClock:
-    """Noted on the receiver's thread, before the peer's own has time for it; asked on both."""
+    """Hold the newest plan.
+
+    The receiver's thread notes it, before the peer's own thread handles it; both read it.
+    """
 
     def __init__(self) -> None:
         self._plan: Plan | None = None
@@ -20,7 +23,7 @@ class PlanClock:
         self._plan = plan
 
     def forget(self) -> None:
-        """Another link plans from now on, by a clock that may have gone back."""
+        """Forget the newest plan, because another link plans from now on and its clock may be behind."""
         self._plan = None
 
     def supersedes(self, generation: int) -> bool:
@@ -28,14 +31,17 @@ class PlanClock:
         return newest is not None and generation < newest.generation
 
     def makes_needless(self, item: Received) -> bool:
-        """Whether it is work of an older plan: the newest, queued behind it, must not wait for it."""
+        """Return whether ``item`` is work of an older plan.
+
+        The newest plan, queued behind it, must not wait for it.
+        """
         is_work = isinstance(item, ReceivedTensor) or isinstance(
             item.message, Step | RankStep | RankOutput | ReadBlocks | WriteBlocks
         )
         return is_work and self.supersedes(item.generation)
 
     def check_load(self, plan: Plan, member: str) -> None:
-        """Raises `StepError` if a newer plan came that wants anything else of ``member``."""
+        """Raise `StepError` if a newer plan came that needs other parts of the model from ``member``."""
         newest = self._plan
         if newest is None or newest.generation <= plan.generation:
             return
@@ -44,6 +50,6 @@ class PlanClock:
 
 
 def _part_of(plan: Plan, member: str) -> tuple[object, ...]:
-    """What a member reads for a plan: equal for two plans that need the same of it."""
+    """Return the facts by which a member loads a plan: equal for two plans that need the same parts of it."""
     mine = next((stage for stage in plan.stages if member in stage.holders), None)
     return mine, plan.model_digest, plan.manifest, plan.kernel

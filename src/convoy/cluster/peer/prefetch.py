@@ -1,4 +1,4 @@
-"""A peer's weights for a plan that is to come: fetched and checked while another plan runs, none loaded."""
+"""A peer's weights for a later plan: fetched and checked while another plan runs, and not loaded yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class PeerPrefetch:
-    """A peer's side: one thread at a time gets what a later plan needs, and tells the head."""
+    """Fetch the weights that a later plan needs, on one thread at a time, and tell the head."""
 
     def __init__(self, me: str, weights: PeerWeights) -> None:
         self._me = me
@@ -25,7 +25,7 @@ class PeerPrefetch:
         self._over = threading.Event()
 
     def begin(self, link: Link, plan: Plan) -> None:
-        """For this plan, and for none before it any more."""
+        """Start to fetch for this plan, and stop the fetch for an earlier one."""
         self.stop()
         self._over = over = threading.Event()
         threading.Thread(
@@ -33,18 +33,18 @@ class PeerPrefetch:
         ).start()
 
     def stop(self) -> None:
-        """A plan is here, which comes first."""
+        """Stop, because a plan that is to run comes first."""
         self._over.set()
 
     def close(self, why: str) -> None:
-        """This member ends, whatever it waits for of the head."""
+        """Stop because this member ends, and end any wait for the head."""
         self.stop()
         self._weights.fetches.abandon(StepError(why))
 
     def _run(self, link: Link, plan: Plan, over: threading.Event) -> None:
         def watch() -> None:
             if over.is_set() or link.is_over:
-                raise LinkClosed("nobody waits for these weights any more")
+                raise LinkClosed("the head no longer waits for these weights")
 
         error = ""
         try:

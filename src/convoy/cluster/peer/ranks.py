@@ -1,9 +1,9 @@
-"""One member's end of a stage that several hold: who the others are, how they find together, and its end.
+"""One member's end of a stage that several ranks hold: how the ranks connect, join and end.
 
-1. every rank has loaded its slice; the head activates the plan
-2. rank 0 dials the others, and beyond two ranks each dials the next: a ring for sums
-3. all ranks say what they are here for, and add up once, within a deadline
-4. then rank 0 takes part in the pipeline, and the others run what it orders
+1. Every rank has loaded its slice, and the head activates the plan.
+2. Rank 0 dials the others. With more than two ranks, each also dials the next: a ring for sums.
+3. All ranks send their `Agree` and compute one sum, within a deadline.
+4. Then rank 0 takes part in the pipeline, and the others run its orders.
 """
 
 from __future__ import annotations
@@ -25,20 +25,28 @@ from convoy.wire.messages.ranks import Agree
 # Links to these members, made now; the frames that each of them may send.
 Reach = Callable[[Mapping[str, frozenset[FrameType]]], dict[str, Link]]
 
-JOIN_S = 15.0  # from the activation until all ranks have added up once
-OPERATION_S = 60.0  # a rank's part of a long prompt may take that much longer than another's
-_MAX_EARLY = 2 * MAX_RANKS  # what neighbours say, and pass on of others, before this rank is there
+# Seconds from the activation until all ranks have computed one sum.
+JOIN_S = 15.0
+# A rank's part of a long prompt may take that much longer than another's.
+OPERATION_S = 60.0
+# Messages that neighbours send, or relay for others, before this rank has joined.
+_MAX_EARLY = 2 * MAX_RANKS
 
 
 class RankPeers:
-    """Of one plan generation. One thread calls `join`; receiver threads and others the rest."""
+    """Connect the ranks of one stage in one plan.
+
+    One thread calls `join`; receiver threads and others the rest.
+    """
 
     def __init__(self, plan: Plan, digest: bytes, position: int, me: str, num_kv_heads: int) -> None:
-        """``num_kv_heads``: of the whole model's first cache group."""
+        """Prepare to join. ``num_kv_heads`` is that of the whole model's first cache group."""
         self.names = tuple(plan.stages[position].holders)
         self.rank = self.names.index(me)
-        self.leader: LeaderStage | None = None  # at rank 0, once they have joined
-        self.error: CollectiveError | None = None  # why it is over
+        # Set at rank 0 once all ranks have joined.
+        self.leader: LeaderStage | None = None
+        # The reason why the ranks ended; None while they run.
+        self.error: CollectiveError | None = None
         self._generation = plan.generation
         self._num_kv_heads = num_kv_heads
         self._agree = Agree(
@@ -51,7 +59,7 @@ class RankPeers:
 
     @property
     def collective(self) -> SealedCollective | None:
-        """None before `join`."""
+        """Return the collective; None before `join`."""
         return self._collective
 
     @property
@@ -60,12 +68,12 @@ class RankPeers:
 
     @property
     def links(self) -> list[Link]:
-        """To the ranks that are known by now."""
+        """Return the links to the ranks that are known by now."""
         with self._changed:
             return list(self._links.values())
 
     def is_leader(self, link: Link) -> bool:
-        """Whether it is the one of rank 0; the first from that member counts."""
+        """Return whether ``link`` belongs to rank 0. The first link from that member counts."""
         if self.rank == 0 or link.peer != self.names[0]:
             return False
         with self._changed:
@@ -74,7 +82,10 @@ class RankPeers:
     # Threads of links.
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it is for the collective, or a rank's answer. Raises `StepError` for nonsense."""
+        """Handle a frame for the collective or a rank's answer, and return whether it was one.
+
+        Raises `StepError` for nonsense.
+        """
         leader = self.leader
         if leader is not None and leader.takes(link, received):
             return True
@@ -94,7 +105,7 @@ class RankPeers:
         return collective is None or collective.deliver(link, received)
 
     def _heed(self, link: Link, received: Received) -> None:
-        """A rank that says it cannot go on does no part of any sum."""
+        """End the collective if a rank says that it cannot go on: it takes no part in any later sum."""
         if received.generation != self._generation or not isinstance(received, ReceivedMessage):
             return
         if isinstance(received.message, StepFailed | Refuse) and link.peer in self.names:
@@ -102,7 +113,7 @@ class RankPeers:
             self.abort(CollectiveError(text, rank=self.names.index(link.peer)))
 
     def ended(self, link: Link, error: ConvoyError) -> None:
-        """A link is over: if it is a rank's, so are they all."""
+        """Note that a link ended. If it was a rank's link, the collective ends too."""
         with self._changed:
             rank = next((rank for rank, known in self._links.items() if known is link), None)
         if rank is not None:
@@ -110,7 +121,7 @@ class RankPeers:
             self.abort(CollectiveError(text, rank=rank, public=f"the link to {link.peer} ended"))
 
     def abort(self, error: ConvoyError) -> None:
-        """It is over. Whoever waits for another rank here wakes, and raises `CollectiveError`."""
+        """End the collective. Threads that wait for another rank here wake and raise `CollectiveError`."""
         with self._changed:
             if self.error is None:
                 own = isinstance(error, CollectiveError)
@@ -124,18 +135,18 @@ class RankPeers:
             leader.abort(error)
 
     def close(self) -> None:
-        """The plan is over."""
+        """End the ranks with their plan."""
         self.abort(CollectiveError("the plan is over"))
         if self.leader is not None:
             self.leader.close()
 
     @property
     def culprit(self) -> str | None:
-        """The member because of which it is over, as far as that is known."""
+        """Return the member that ended the collective, as far as it is known."""
         return None if self.error is None else self.accused(self.error) or None
 
     def accused(self, error: ConvoyError) -> str:
-        """The member that an error of the collective is about; empty for none, and for this one."""
+        """Return the member that an error of the collective is about; empty for none, and for this member."""
         rank = error.rank if isinstance(error, CollectiveError) else None
         if rank is None or rank == self.rank or not 0 <= rank < len(self.names):
             return ""
@@ -146,10 +157,10 @@ class RankPeers:
     def join(
         self, stage: Stage, known: Mapping[str, Link], reach: Reach, within_s: float | None = None
     ) -> Stage:
-        """Find the others, and see that all are here for the same: the stage to run, which at rank 0 is all
-        of theirs.
+        """Connect to the other ranks, check that all have the same plan, and return the stage to run.
 
-        ``known``: links that are there already. Raises `CollectiveError`, or what ``reach`` raises.
+        At rank 0 the returned stage stands for all ranks. ``known`` holds the links that exist already.
+        Raises `CollectiveError`, and all that ``reach`` raises.
         """
         within_s = JOIN_S if within_s is None else within_s
         late = CollectiveError(f"the ranks of a stage did not find together within {within_s:g} s")
@@ -182,7 +193,7 @@ class RankPeers:
         return self.leader.as_stage()
 
     def join_here(self, stage: Stage, links: Mapping[str, Link]) -> Stage:
-        """As `join`, at a head, which has links to all. Raises `PeerRefused`."""
+        """Join as `join` does, at a head, which has links to all ranks. Raises `PeerRefused`."""
         try:
             return self.join(stage, {name: links[name] for name in self.names[1:]}, lambda _names: {})
         except CollectiveError as error:
@@ -207,7 +218,7 @@ class RankPeers:
         return {name: FROM_RANK for name in following if name not in known}
 
     def _begin(self) -> SealedCollective:
-        """Once both neighbours in the ring are there."""
+        """Wait for both neighbours in the ring of ranks, and return the collective over their links."""
         size = len(self.names)
         needed = {(self.rank - 1) % size, (self.rank + 1) % size}
         with self._changed:
@@ -216,7 +227,8 @@ class RankPeers:
                 raise self.error
             links = {rank: self._links[rank] for rank in needed}
             collective = SealedCollective(self.rank, size, links, self._generation, OPERATION_S)
-            for link, received in self._early:  # nothing of it waits: it is of before the first sum
+            # These messages came before the first sum, so no thread waits for them yet.
+            for link, received in self._early:
                 collective.deliver(link, received)
             self._early.clear()
             self._collective = collective

@@ -1,4 +1,4 @@
-"""What a peer answers to a plan that it cannot follow."""
+"""The answer of a peer to a plan that it cannot follow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from convoy.wire.messages.control import Plan, Refuse
 
 
 def refusal(received: ReceivedMessage, member: str, error: ConvoyError) -> Refuse:
-    """``error`` ended what ``received`` asked of ``member``."""
+    """Return the message that tells the head that ``error`` ended the order ``received`` to ``member``."""
     asked = received.message
     kernel = failed_kernel(asked, member, error) if isinstance(asked, Plan) else ""
     hint = (error.hint or "")[:MAX_REASON]
@@ -17,7 +17,7 @@ def refusal(received: ReceivedMessage, member: str, error: ConvoyError) -> Refus
 
 
 def failed_kernel(plan: Plan, member: str, error: ConvoyError) -> str:
-    """The kernel of ``member`` in ``plan``, where ``error`` is that it does not hold there; else empty."""
+    """Return the kernel of ``member`` in ``plan`` if ``error`` says that it failed there; else empty."""
     if not isinstance(error, SelfCheckError):
         return ""
     mine = (position for position, stage in enumerate(plan.stages) if member in stage.holders)

@@ -1,6 +1,7 @@
 """A dial to the next stage of the ring, which its owner stops waiting for as soon as the plan is over.
 
-An address where nobody answers takes its whole time. A peer that waited for it would read its next plan late.
+A dial to an address that does not answer takes its whole time limit. A peer that waited for it would read
+its next plan late.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from convoy.transport.link.link import Link
 
 
 class SuccessorDial:
-    """Begins at once, on a thread of its own; one thread calls `wait`, any may call `abandon`."""
+    """Dial at once on a thread of its own. One thread calls `wait`; any thread may call `abandon`."""
 
     def __init__(self, dial: Callable[[], Link], name: str) -> None:
         self._dial = dial
@@ -24,11 +25,12 @@ class SuccessorDial:
         threading.Thread(target=self._run, name=f"dial {name}", daemon=True).start()
 
     def wait(self) -> Link:
-        """The link. Raises what the dial raised, or `StepError` once it was abandoned."""
+        """Wait for the link and return it. Raises the error of the dial, or `StepError` after `abandon`."""
         with self._changed:
             self._changed.wait_for(lambda: self._why or self._outcome is not None)
             outcome, why = self._outcome, self._why
-            self._outcome = None  # whoever took it ends it
+            # The caller that took the link also ends it.
+            self._outcome = None
         if why:
             self._end(outcome)
             raise StepError(f"{self._name} is not dialled any more: {why}")
@@ -38,7 +40,7 @@ class SuccessorDial:
         return outcome
 
     def abandon(self, why: str) -> None:
-        """Nobody wants the link any more; one that was handed out already is not touched."""
+        """Give the dial up. A link that was handed out already stays open."""
         with self._changed:
             self._why = self._why or why
             self._changed.notify_all()

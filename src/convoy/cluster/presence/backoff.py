@@ -1,4 +1,4 @@
-"""How long to wait before the next try: twice as long each time, and never in step with others."""
+"""How long to wait before the next try: twice as long each time, and never in step with other members."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ STAYED_S = 10.0
 
 
 class Backoff:
-    """20 ms doubling to 5 s, each cut by up to a half at random."""
+    """Grow a wait from 20 ms, doubling to 5 s, each cut by up to a half at random."""
 
     def __init__(self, first_s: float = FIRST_S, longest_s: float = LONGEST_S) -> None:
         self._next_s = first_s
         self._longest_s = longest_s
 
     def next_s(self) -> float:
-        """How long to wait now."""
+        """Return the seconds to wait now, and double the next wait."""
         wait_s = self._next_s
         self._next_s = min(2 * wait_s, self._longest_s)
         return wait_s * random.uniform(0.5, 1.0)  # noqa: S311 - spread, no secret
 
 
 class Backoffs:
-    """One for each member that is sought. Who went within 10 s of coming is sought as one that did not come:
-    otherwise one that ends each link at once would be dialled without a pause.
+    """Hold one backoff for each member that is dialled.
+
+    A member that left within 10 s of its arrival keeps its backoff, as if it had not come. Otherwise a
+    member that ends each link at once would be dialled without a pause.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -37,11 +39,11 @@ class Backoffs:
         self._came_s: dict[str, float] = {}
 
     def came(self, name: str) -> None:
-        """It is here."""
+        """Note that a member is connected."""
         self._came_s[name] = self._now()
 
     def begin(self, name: str) -> tuple[Backoff, float]:
-        """A new search: its backoff, and how long to wait before the first try."""
+        """Start a new search. Returns its backoff, and the seconds to wait before the first try."""
         if self._now() - self._came_s.get(name, -math.inf) > STAYED_S:
             self._of[name] = Backoff()
             return self._of[name], 0.0

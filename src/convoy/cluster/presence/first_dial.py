@@ -1,4 +1,4 @@
-"""The first dial of everybody whom the roster lists: all at once, and each for as long as a head waits."""
+"""The first dial of all members of the roster: all at once, each for as long as the head waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from convoy.transport.member import Member
 from convoy.transport.membership import Membership
 from convoy.transport.network import Network
 
-Arrival = Callable[[str, list[str], float], None]  # who came, who is missing, how many seconds they have
+# The member that came, the names that are still missing, and the seconds left for them.
+Arrival = Callable[[str, list[str], float], None]
 
 _RETRY_S = 0.2
 _DIAL_S = 5.0
@@ -22,7 +23,7 @@ _DIAL_S = 5.0
 
 @dataclass(slots=True)
 class Mustered:
-    """Who came, and what the dials of the others came to."""
+    """Hold the links of the members that came, and the errors of the dials to the others."""
 
     links: dict[str, Link] = field(default_factory=dict)
     absent: dict[str, PeerUnreachable] = field(default_factory=dict)
@@ -30,16 +31,17 @@ class Mustered:
 
 @dataclass(frozen=True, slots=True)
 class _Absent:
-    """What a dial came to; ``watch`` may raise a `PeerUnreachable` too, and that ends the muster."""
+    """Mark a dial that failed. ``watch`` may raise `PeerUnreachable` too, and that ends the whole call."""
 
     error: PeerUnreachable
 
 
 class FirstDial:
-    """``watch`` is called between dials; what it raises ends them all.
+    """Dial every member of the roster once.
 
-    ``on_link`` and ``on_arrival`` are called by `call`'s own thread for each that comes, at once: a link that
-    nobody reads would end before the others are there.
+    ``watch`` is called between dials; an error that it raises ends them all. `call` runs ``on_link`` and
+    ``on_arrival`` on its own thread as soon as a member comes: a link that is not read would end before
+    the other members are there.
     """
 
     def __init__(
@@ -61,7 +63,10 @@ class FirstDial:
         self._over = threading.Event()
 
     def call(self) -> Mustered:
-        """Who does not answer in time is absent. Raises for the first what else a dial came to."""
+        """Return the links, and the members that did not answer in time.
+
+        Raises the first other error of a dial.
+        """
         peers = [member for member in self._me.roster.members if member.name != self._me.name]
         ended: queue.SimpleQueue[tuple[str, Link | _Absent | BaseException | None]] = queue.SimpleQueue()
         found = Mustered()
@@ -75,7 +80,8 @@ class FirstDial:
                 ended.put((member.name, error))
 
         try:
-            for member in peers:  # at once, because each absent one takes the whole wait
+            # Dial all at once, because each absent member takes the whole wait.
+            for member in peers:
                 threading.Thread(
                     target=reach, args=(member,), name=f"dial {member.name}", daemon=True
                 ).start()
@@ -102,7 +108,7 @@ class FirstDial:
             found.links[name] = outcome
 
     def _dial_until(self, member: Member) -> Link | _Absent | None:
-        """None once the roster lists it no more."""
+        """Dial one member until the deadline. Returns None once the roster no longer lists it."""
         deadline = time.monotonic() + self._wait_s
         while True:
             self._watch()

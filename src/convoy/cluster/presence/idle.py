@@ -1,4 +1,4 @@
-"""Members that are here and hold no layers, and since when."""
+"""Members that are connected and hold no layers, and the time since when."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from convoy.wire.messages.control import Hello
 
 
 class IdleTimes:
-    """Since when each member would be idle: it came, or a plan began that no longer has it."""
+    """Track since when each member is idle: since it came, or since a plan began without it."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self._since_s: dict[str, float] = {}
 
     def begin(self, names: Collection[str]) -> None:
-        """These hold no layers from now on."""
+        """Note that these members hold no layers from now on."""
         for name in names:
             self._since_s[name] = self._now()
 
     def report(self, here: Mapping[str, Hello], members: Collection[str]) -> list[IdleStatus]:
-        """Those of ``here`` outside ``members``, which hold layers. Standbys are meant to hold none."""
+        """Return the idle members of ``here``: those that are not in ``members``, which hold layers.
+
+        Standbys are left out, because they are meant to hold no layers.
+        """
         return [
             IdleStatus(name, self._since_s.get(name, self._now()))
             for name, hello in sorted(here.items())

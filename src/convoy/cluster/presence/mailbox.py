@@ -1,4 +1,4 @@
-"""Where the head's receiver threads leave what peers say before a plan is active."""
+"""The queue for messages of peers to the head before a plan is active."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WATCH_S = 0.5
 
 
 class KernelRefused(PeerRefused):
-    """``member`` cannot run ``kernel`` on the shapes of the plan's model, although it offered it."""
+    """Say that ``member`` offered ``kernel`` but cannot run it on the shapes of the plan's model."""
 
     def __init__(self, message: str, member: str, kernel: str, *, hint: str | None) -> None:
         super().__init__(message, hint=hint)
@@ -27,11 +27,12 @@ class KernelRefused(PeerRefused):
 
 
 class PlanMailbox:
-    """Collects one answer of a given type from each of several peers, within a deadline.
+    """Collect one answer of a given type from each of several peers, within a deadline.
 
-    Bounded: a receiver thread that finds its link's share full waits, which holds its peer back. ``watch`` is
-    called while waiting; what it raises ends the wait. What comes under another plan than that of
-    ``generation`` is not for here. ``failed`` names the peer because of which `gather` raised.
+    The queue is bounded: a receiver thread that finds its link's share full waits, which holds its peer
+    back. ``watch`` is called while waiting; an error that it raises ends the wait. Messages of another
+    plan than that of ``generation`` are ignored. ``failed`` names the peer because of which `gather`
+    raised.
     """
 
     def __init__(self, watch: Callable[[], None] | None = None, generation: int = 0) -> None:
@@ -49,7 +50,7 @@ class PlanMailbox:
         self._items.put_last(link, (link.peer, error))
 
     def close(self) -> None:
-        """Nobody will look any more: receiver threads that wait here go on."""
+        """Stop collecting. Receiver threads that wait here go on."""
         self._items.close()
 
     def gather(
@@ -59,8 +60,9 @@ class PlanMailbox:
         timeout_s: float,
         on_progress: Callable[[str, Progress], None] | None = None,
     ) -> dict[str, M]:
-        """One ``kind`` from each peer. Who gets or checks weights meanwhile, and gets on, has its time anew.
+        """Return one ``kind`` of message from each peer.
 
+        The deadline starts anew when a peer that fetches or checks weights reports progress.
         Raises `PeerRefused`, `LinkBroken` or `PeerUnreachable`, naming the member.
         """
         missing = set(peers)

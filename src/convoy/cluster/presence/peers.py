@@ -1,7 +1,8 @@
-"""The peers that are with the head now: linked, greeted and admitted; who is missing is dialled meanwhile.
+"""The peers that are connected to the head: linked, greeted and admitted.
 
-A peer is with the head from its admission until its link ends or it is given up. All of it happens on threads
-of links and of dials; whoever waits for a change waits here.
+Missing members are dialled meanwhile. A peer is connected from its admission until its link ends or it is
+given up. All of it happens on threads of links and of dials. Code that needs a change waits on
+`Peers.wait`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _EXCLUDED_AGAIN_S = 60.0
 
 
 class Peers:
-    """Thread-safe. ``receive`` and ``lost`` are called on receiver threads, ``joined`` on a dial's."""
+    """Hold the connected peers. Thread-safe.
+
+    ``receive`` and ``lost`` are called on receiver threads, ``joined`` on a dial's thread.
+    """
 
     def __init__(
         self,
@@ -56,10 +60,14 @@ class Peers:
         self.slow = SlowMembers()
         self.idle = IdleTimes()
         self.traffic = Traffic()
-        self.why_kernel = ""  # why not a better one, where that showed as the model was loaded
-        self.absent: dict[str, PeerUnreachable] = {}  # at the bring-up
-        self.on_arrival: Arrival = lambda *_: None  # at the bring-up
-        self.on_gone: Callable[[str, str], None] = lambda _name, _why: None  # who was here, and why
+        # Why a better kernel is not used, if loading the model showed that.
+        self.why_kernel = ""
+        # The members that did not come at the bring-up.
+        self.absent: dict[str, PeerUnreachable] = {}
+        # Called during the bring-up only.
+        self.on_arrival: Arrival = lambda *_: None
+        # Called with the name of a member that left, and the reason.
+        self.on_gone: Callable[[str, str], None] = lambda _name, _why: None
         self._me = me
         self._network = network
         self._options = options
@@ -69,19 +77,22 @@ class Peers:
         self._num_changes = 0
         self._greeting: dict[Link, PlanMailbox] = {}
         self._sought: set[str] = set()
-        self._seen: set[str] = set()  # who was here before
+        # Members that were connected at any time.
+        self._seen: set[str] = set()
         self._backoffs = Backoffs()
         self._seeking = False
         self._closed = threading.Event()
         self._unsubscribe: Callable[[], None] = lambda: None
-        self._reached: dict[str, Reached] = {}  # the last answer of each
+        # The last answer of each member.
+        self._reached: dict[str, Reached] = {}
         self._answered = threading.Condition()
         self._past_bytes = 0
-        self._ends: dict[str, ConvoyError] = {}  # what the last link to each ended with
+        # The error that ended the last link to each member.
+        self._ends: dict[str, ConvoyError] = {}
 
     @property
     def hello(self) -> Hello:
-        """The head's own."""
+        """Return the head's own greeting."""
         return self._hello
 
     @property
@@ -89,12 +100,16 @@ class Peers:
         return self._num_changes
 
     def drop_kernel(self, name: str, kernel: str, why: str) -> bool:
-        """``kernel`` is no more of a member's offer, until it greets anew. False where it offers no other."""
+        """Remove ``kernel`` from a member's offer until it greets anew.
+
+        Returns False if it offers no other kernel.
+        """
         with self._changed:
             hello = self._hello if name == self._me.name else self.hellos.get(name)
             left = [] if hello is None else [one for one in hello.kernels if one != kernel]
             if hello is None or not left or len(left) == len(hello.kernels):
-                return False  # a kernel that nobody offered would be dropped again and again
+                # A kernel that the member did not offer would be dropped again and again.
+                return False
             changed = msgspec.structs.replace(hello, kernels=left)
             if name == self._me.name:
                 self._hello = changed
@@ -103,32 +118,33 @@ class Peers:
             self.why_kernel = why
         return True
 
-    def closed_within(self, timeout_s: float) -> bool:  # as soon as the head says goodbye
+    # Returns as soon as the head begins to close.
+    def closed_within(self, timeout_s: float) -> bool:
         return self._closed.wait(timeout_s)
 
     def present(self) -> dict[str, tuple[Link, Hello]]:
-        """Who is here now."""
+        """Return the link and the greeting of each connected member."""
         with self._changed:
             return {name: (link, self.hellos[name]) for name, link in self.links.items() if not link.is_over}
 
     def sealed_bytes(self) -> int:
-        """All that crossed the head's links in sealed frames, those that ended included."""
+        """Return the bytes of all sealed frames over the head's links, links that ended included."""
         with self._changed:
             links = list(self.links.values())
             past = self._past_bytes
         return past + sum(link.sent_sealed_bytes + link.received_sealed_bytes for link in links)
 
     def missing(self) -> list[str]:
-        """Whom the roster lists and who is not here, but those below the policy's minimum."""
+        """Return the roster's members that are not connected, except those below the policy's minimum."""
         here = {self._me.name, *self.present(), *self.vetting.excluded}
         return [member.name for member in self._me.roster.members if member.name not in here]
 
-    # Bring-up: everybody that the roster lists, or those who came.
+    # Bring-up: all members that the roster lists, or those that came.
 
     def gather(self, watch: Callable[[], None]) -> set[str]:
-        """Dial, greet and admit all peers, waiting for each; ``absent`` are then those who did not come.
+        """Dial, greet and admit all peers, and return their names.
 
-        Raises for the first what else it comes to.
+        Waits for each. ``absent`` then holds the members that did not come. Raises the first other error.
         """
         mailbox = PlanMailbox(watch)
         links: dict[str, Link] = {}
@@ -160,7 +176,7 @@ class Peers:
         return set(links)
 
     def require(self, names: Collection[str]) -> dict[str, Link]:
-        """Their links. Raises `LinkBroken` for the first that is not here any more."""
+        """Return the links of these members. Raises `LinkBroken` for the first that is not connected."""
         present = self.present()
         for name in names:
             if name not in present:
@@ -171,26 +187,29 @@ class Peers:
     # While the cluster runs.
 
     def seek(self) -> None:
-        """From now on, dial whoever the roster lists and is not here, as often as a backoff allows."""
+        """Dial the roster's missing members from now on, as often as a backoff allows."""
         if not self._seeking:
             self._seeking = True
             self._unsubscribe = self._me.subscribe(self._seek_missing)
         self._seek_missing(self._me.roster)
 
     def wait(self, seen: int, timeout_s: float) -> bool:
-        """Until ``num_changes`` is not ``seen`` any more; False after the time."""
+        """Wait until ``num_changes`` differs from ``seen``. Returns False after the time."""
         self._seek_missing(self._me.roster)
         with self._changed:
             return self._changed.wait_for(lambda: self._num_changes != seen, timeout_s)
 
     def wake(self) -> None:
-        """Let those that wait look up."""
+        """Wake the threads that wait for a change."""
         with self._changed:
             self._num_changes += 1
             self._changed.notify_all()
 
     def give_up(self, name: str, reason: str, *, slow: bool = False) -> None:
-        """It is not here any more, whatever it says from now on; it may come back on a new link."""
+        """Drop a member now, and ignore all that it still sends. It may come back on a new link.
+
+        ``slow`` marks it as slow, so that later plans avoid it.
+        """
         with self._changed:
             link = self.links.get(name)
             if link is None:
@@ -203,12 +222,15 @@ class Peers:
         self._lost(link, LinkBroken(f"{name} was given up: {reason}"))
 
     def silent(self, names: set[str], timeout_s: float) -> set[str]:
-        """Which of those that are here give no sign of life in time. Whose link is over is not here."""
+        """Return the connected members that do not answer a ping within ``timeout_s``.
+
+        Members without an open link are not included.
+        """
         answers = self.answers(names, timeout_s)
         return {name for name, after_s in answers.items() if after_s is None}
 
     def answers(self, names: set[str], timeout_s: float) -> dict[str, float | None]:
-        """After how many seconds each of those that are here gave a sign of life; None: not in time."""
+        """Return the seconds after which each connected member answered a ping; None if not in time."""
         with self._changed:
             links = [link for name, link in self.links.items() if name in names]
         found: dict[str, float | None] = dict.fromkeys(link.peer for link in links)
@@ -217,7 +239,8 @@ class Peers:
         def ask(link: Link) -> None:
             try:
                 is_there = link.is_there(timeout_s)
-            except ConvoyError:  # its link says so itself
+            # The link is over, and its end is reported separately.
+            except ConvoyError:
                 is_there = True
             if is_there:
                 found[link.peer] = time.monotonic() - began_s
@@ -230,7 +253,7 @@ class Peers:
         return found
 
     def positions(self, generation: int, names: set[str], timeout_s: float) -> dict[str, int]:
-        """The last step that each has run and sent on, of those that answer in time."""
+        """Return the last step that each member has run and sent on, for the members that answer in time."""
         with self._answered:
             self._reached.clear()
         for name, (link, _) in self.present().items():
@@ -280,12 +303,13 @@ class Peers:
             self._backoffs.came(link.peer)
             self.slow.came(link.peer)
             self.idle.begin([link.peer])
-            if link.is_over:  # before anybody looked
+            # The link may have ended before it was entered above.
+            if link.is_over:
                 self._forget(link)
         self.wake()
 
     def _capped(self, name: str, hello: Hello, *, head: bool = False) -> Hello:
-        """Its greeting, with as much of the offered memory as the policy lets count."""
+        """Return a greeting with only as much of its offered memory as the policy lets count."""
         counted = self._options.member.policy.capped(name, hello.memory_bytes, head=head)
         if counted < hello.memory_bytes:
             text = "%s offers %.1f GB of memory, and the policy lets %.1f GB count"
@@ -325,7 +349,7 @@ class Peers:
         self._seek_missing(self._me.roster)
 
     def _forget(self, link: Link) -> None:
-        """The caller holds the lock."""
+        """Remove a link and count its bytes. The caller holds the lock."""
         del self.links[link.peer]
         self.hellos.pop(link.peer, None)
         self._past_bytes += link.sent_sealed_bytes + link.received_sealed_bytes
@@ -342,13 +366,14 @@ class Peers:
         for name in missing:
             try:
                 threading.Thread(target=self._seek, args=(name,), name=f"seek {name}", daemon=True).start()
-            except RuntimeError as error:  # no thread is to be had: whoever looks next tries again
-                _log.warning("%s cannot be sought now: %s", name, error)
+            # No thread can be started now. The next look tries again.
+            except RuntimeError as error:
+                _log.warning("%s cannot be dialled now: %s", name, error)
                 with self._changed:
                     self._sought.discard(name)
 
     def _seek(self, name: str) -> None:
-        """Until it is here, or the roster lists it no more, or the head closes."""
+        """Dial a member until it is connected, or the roster no longer lists it, or the head closes."""
         (backoff, pause_s), joined = self._backoffs.begin(name), False
         try:
             self._closed.wait(pause_s)
@@ -364,14 +389,15 @@ class Peers:
                 except ConvoyError as error:
                     _log.debug("%s is not back: %s", name, error.message)
                 except Exception:  # noqa: BLE001 - a machine short of threads may have some later
-                    _log.warning("an error, after which %s is sought on", name, exc_info=True)
+                    _log.warning("an unexpected error; %s is dialled again", name, exc_info=True)
                 excluded = name in self.vetting.excluded
                 self._closed.wait(_EXCLUDED_AGAIN_S if excluded else backoff.next_s())
         finally:
             with self._changed:
                 self._sought.discard(name)
             if joined:
-                self._seek_missing(self._me.roster)  # it may have gone again before it was not sought
+                # The member may have left again while it still counted as sought.
+                self._seek_missing(self._me.roster)
                 self._joined(name)
 
     def _fetch(self, member: Member) -> None:
@@ -395,7 +421,8 @@ class Peers:
         again = " again" if member.name in self._seen else ""
         standby = ", as a standby" if hello.standby else ""
         self._admit(link, hello)
-        _log.warning("joined: %s is here%s%s", member.name, again, standby)  # as loud as a loss
+        # A warning, because a loss is one too.
+        _log.warning("joined: %s is here%s%s", member.name, again, standby)
 
     def _require_open(self) -> None:
         if self._closed.is_set():

@@ -1,7 +1,7 @@
-"""A kernel that passed a machine's self-check, and does not hold for the shapes of the model at hand.
+"""Replace a kernel that passed a machine's self-check but fails for the shapes of the model at hand.
 
-That shows while a stage is loaded, before anything runs; then the plan is made anew with a kernel that holds
-on everybody, unless the member was told to run that one and no other.
+Loading a stage shows that, before anything runs. Then the plan is made anew with a kernel that works on
+every member. If the operator named that one kernel for the member, there is no other to take.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 def drop_failed_kernel(company: Peers, plan: Plan, head: str, error: ConvoyError) -> bool:
-    """Where ``error`` is that a kernel of ``plan`` does not hold somewhere, it is offered from there no more.
+    """Withdraw a member's offer of a kernel if ``error`` says that the kernel failed there.
 
-    ``head``: who loads in this process. False where that is not why, or where the member has no other kernel.
+    ``head`` is the member that loads in this process. Returns False if the error has another reason, or
+    if the member offers no other kernel.
     """
     member = error.member if isinstance(error, KernelRefused) else head
     kernel = error.kernel if isinstance(error, KernelRefused) else failed_kernel(plan, head, error)

@@ -1,4 +1,4 @@
-"""Who is at fault when the stages fail again and again although every member is there."""
+"""Find the member at fault when the stages fail again and again although every member is connected."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from convoy.cluster.presence.backoff import Backoff
 
 
 def find_holder(members: Sequence[str], reached: Mapping[str, int], step: int) -> str | None:
-    """Of ``members`` in the ring's order, the one that keeps ``step``; None if all have passed it on.
+    """Return the member that holds ``step`` up, or None if every member has forwarded it.
 
-    ``reached`` has the last step that each sent on. Who does not answer is held back with its inbox full: by
-    itself, or because the next takes nothing and does not answer either. So of several in a row that do not
-    answer it is the last; and one whose successor has passed the step on did so too.
+    ``members`` are in the ring's order. ``reached`` maps each member to the newest step that it forwarded;
+    silent members are missing.
+
+    A silent member is blocked on a full inbox: because of itself, or because its successor takes nothing.
+    Of several silent neighbours the last one is therefore the holder, unless a member behind them has
+    already forwarded the step: then the step must have passed through them.
     """
     held: str | None = None
     for member in members:
         if member not in reached:
             held = member
+        # This member answers and has not forwarded the step. A silent one before it is the holder instead.
         elif reached[member] < step:
             return held or member
         else:
@@ -27,12 +31,14 @@ def find_holder(members: Sequence[str], reached: Mapping[str, int], step: int) -
     return held
 
 
-_MAX_FAILURES = 2  # of one member: a wire may fail once, and a replay once more
-_CALM_S = 60.0  # after so long without a failure, the next is a new one
+# Failures of one member: a link may fail once, and a replay once more.
+_MAX_FAILURES = 2
+# After so long without a failure, the next failure starts a new count.
+_CALM_S = 60.0
 
 
 class FaultTracker:
-    """Failures by member, of one trouble; where it may have been either of two, both are counted."""
+    """Count failures by member. If a failure may be the fault of either of two members, count it for both."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -41,10 +47,11 @@ class FaultTracker:
         self._backoff = Backoff()
 
     def note(self, blamed: Sequence[str]) -> list[str]:
-        """One more failure, for which all of ``blamed`` come into question, the accused before the accuser.
+        """Count one more failure against all of ``blamed``, and return those that have failed too often.
 
-        Returns those of them that have failed too often, the likeliest first: whom others doubted too, and of
-        equals the accused. An accuser that lies costs one good member at most, then it is the likeliest.
+        ``blamed`` lists the accused before the accuser. The result has the likeliest first: the member
+        with the most failures, and of equals the accused. So an accuser that lies costs one good member
+        at most. Then it has the most failures itself.
         """
         if self._now() - self._calm_since_s > _CALM_S:
             self.forget()
@@ -54,14 +61,14 @@ class FaultTracker:
         return sorted(often, key=lambda name: -self._failures[name])
 
     def recovered(self) -> None:
-        """The stages run again; calm counts from now on."""
+        """Note that the stages run again. The calm time counts from now on."""
         self._calm_since_s = self._now()
 
     def wait_s(self) -> float:
-        """How long to wait before the next try, if nobody is to be left out."""
+        """Return the seconds to wait before the next try, if no member is to be left out."""
         return self._backoff.next_s()
 
     def forget(self) -> None:
-        """Something else happened, or nothing for long."""
+        """Clear the counts, because the failure had another reason or the calm time has passed."""
         self._failures.clear()
         self._backoff = Backoff()

@@ -1,12 +1,12 @@
-"""When the layers are shared out anew because somebody came: once nothing runs, or at last between two steps.
+"""Share the layers out anew when a member comes: once no request runs, or after a while between two steps.
 
-A member that came back counts at the next loss in any case. To use it before costs every stream a pause, so
-where something always runs it has to wait, and one that comes and goes waits longer.
+A member that came back counts at the next loss in any case. To use it earlier costs every stream a pause.
+So where requests always run it has to wait, and a member that comes and goes waits longer.
 
-A member may come while other stages are still being looked for. Then it is compared with the plan that was
-lost, which it may have been in. So after each new plan every member that is here without a stage is
-considered once more. So is each after the preparation of a plan failed, once it has waited: what was missing
-may be there by then.
+A member may come while a recovery still looks for stages. Then it is compared with the lost plan, which
+it may have been in. So after each new plan every connected member without a stage is considered once
+more. The same happens when the preparation of a plan failed, once the member has waited: the missing
+weights may be there by then.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ from convoy.errors import ConvoyError
 
 _log = logging.getLogger(__name__)
 
-BUSY_S = 30.0  # after it came: until then it is used only where nothing runs
-AGAIN_S = 180.0  # between two interruptions because of one member
-MAX_AT_ONCE = 5  # so often one that comes again is used as soon as nothing runs; then only now and then
-_MAX_DOUBLINGS = 5  # of AGAIN_S, for a member with which no plan comes to run
+# Seconds after it came. Until then a member is used only if no request runs.
+BUSY_S = 30.0
+# Seconds between two interruptions because of one member.
+AGAIN_S = 180.0
+# How often a member that comes and goes is used as soon as no request runs; later it must wait.
+MAX_AT_ONCE = 5
+# Doublings of AGAIN_S for a member if no plan with it comes to run.
+_MAX_DOUBLINGS = 5
 
 
 class Rebalancer:
-    """Asks an engine for other stages. ``joined`` and ``plan_began`` return soon, on any thread.
+    """Ask an engine for other stages. ``joined`` and ``plan_began`` return soon, on any thread.
 
-    ``when_idle`` and ``between_steps`` are the engine's `renew` and `between_steps`. ``prepare`` calls its
-    second argument once everybody has the weights for a plan with the named member, and its third where
-    somebody cannot have them.
+    ``when_idle`` and ``between_steps`` are the engine's `renew` and `between_steps`. ``prepare`` fetches
+    weights for a plan with the named member. It calls its second argument once every member has them, and
+    its third if a member cannot have them.
     """
 
     def __init__(
@@ -58,10 +62,11 @@ class Rebalancer:
         self._num_joined: dict[str, int] = {}
         self._considered_s: dict[str, float] = {}
         self._used_s: dict[str, float] = {}
-        self._num_in_vain: dict[str, int] = {}  # plans with it that never ran, since it came
+        # Plans with this member that never ran, since it came.
+        self._num_in_vain: dict[str, int] = {}
 
     def joined(self, name: str) -> None:
-        """A member came that may make a better plan."""
+        """Consider a member that came and may make a better plan."""
         with self._lock:
             self._num_in_vain.pop(name, None)
         self._begin(name)
@@ -105,7 +110,8 @@ class Rebalancer:
 
     def _look_again(self, name: str) -> None:
         if self._has_waited(name):
-            self._look_round(set())  # a preparation that failed may have been for others too
+            # The failed preparation may have been for other members too.
+            self._look_round(set())
 
     def _consider(self, name: str) -> None:
         if not self._recovery.has_use_for(name):
@@ -113,6 +119,8 @@ class Rebalancer:
         with self._lock:
             self._num_joined[name] = self._num_joined.get(name, 0) + 1
             self._considered_s[name] = time.monotonic()
+            # An idle moment costs no stream a pause, so a member is used at once there, unless it comes and
+            # goes.
             at_once = self._num_joined[name] <= MAX_AT_ONCE and name not in self._num_in_vain
             if at_once and not self._company.slow.left_s(name):
                 self._when_idle(_why(name))
@@ -135,25 +143,30 @@ class Rebalancer:
         try:
             self._between_steps(renew)
         except ConvoyError as error:
-            if not isinstance(error, Replan):  # it recovers now, or is closed: then nobody has to be asked
+            # The engine recovers or closes, so no new plan has to be asked for.
+            if not isinstance(error, Replan):
                 _log.debug("not shared out anew for %s: %s", name, error.message)
 
     def _has_waited(self, name: str) -> bool:
-        """Wait as long as ``name`` has to. False where the head closed."""
+        """Wait as long as ``name`` has to. Returns False if the head closed."""
         while left_s := self._left_s(name):
             if self._company.closed_within(min(left_s, BUSY_S)):
                 return False
         return True
 
     def _left_s(self, name: str) -> float:
-        """How long this member still waits; 0 also where it is gone. Then nothing waits for it any more."""
+        """Return how many seconds this member still waits; 0 also if it is gone.
+
+        At 0 the member no longer counts as waiting.
+        """
         with self._lock:
             num_in_vain = min(self._num_in_vain.get(name, 0), _MAX_DOUBLINGS)
             again_s = self._used_s.get(name, -math.inf) + AGAIN_S * 2 ** max(0, num_in_vain - 1)
             left_s: float = max(self._considered_s.get(name, -math.inf) + BUSY_S, again_s) - time.monotonic()
             left_s = max(0.0, left_s, self._company.slow.left_s(name))
             if not left_s or name not in self._company.present():
-                self._waiting.discard(name)  # under the lock: a member that comes now begins anew
+                # Under the lock, so that a member that comes now begins anew.
+                self._waiting.discard(name)
                 return 0.0
         return left_s
 

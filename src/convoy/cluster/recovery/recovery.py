@@ -1,9 +1,9 @@
-"""After a loss: who is still there, which plan comes next, and how long to wait for one.
+"""After a loss: find the members that remain, choose the next plan, and wait for members if none fits.
 
-A lost member breaks the plan, not the requests: the engine waits here and then runs their known tokens again.
-A closed link is a loss at once. A step that is late is one once somebody is found who keeps it: a member that
-answers no ping, or the first in the ring that has not passed on what came to it. Who cannot be spared is
-waited for instead.
+A lost member breaks the plan, not the requests: the engine waits here and then runs their known tokens
+again. A closed link is a loss at once. A late step is a loss only once the search names the member that
+holds it: one that answers no ping, or the first in the ring that has not forwarded the step. If no other
+member can take over that member's layers, recovery waits for it instead.
 """
 
 from __future__ import annotations
@@ -41,16 +41,20 @@ from convoy.transport.link.link import Link
 _log = logging.getLogger(__name__)
 
 _PING_S = 1.0
-_LOADING_PING_S = 3.0  # a member that loads is busy
+# A member that loads is busy, so it gets longer.
+_LOADING_PING_S = 3.0
 _LOOK_UP_S = 0.5
-_PACE_S = 0.02  # between two looks, however often members come and go
-_MAX_REFUSALS = 2  # of one peer, before the plan is tried without it
-_PATIENCE = 4  # looks at one step, before a member that cannot be spared gets its links made anew
+# The shortest pause between two looks, however often members come and go.
+_PACE_S = 0.02
+# Refusals of one peer before a plan is tried without it.
+_MAX_REFUSALS = 2
+# Looks at one step before a member that is needed gets its links made anew.
+_PATIENCE = 4
 
 
 @dataclass(slots=True)
 class _Late:
-    """A step that is late, since when somebody looks for who keeps it, and how often."""
+    """Hold a late step, the time of the first look at it, and the number of looks."""
 
     step: int
     since_s: float = 0.0
@@ -58,7 +62,7 @@ class _Late:
 
 
 class StageRecovery:
-    """The engine's `Recovery` over a head. ``limits_of`` gives what the scheduler keeps to."""
+    """Implement the engine's `Recovery` over a head. ``limits_of`` returns a plan's scheduler limits."""
 
     def __init__(
         self,
@@ -69,7 +73,8 @@ class StageRecovery:
     ) -> None:
         self._head = head
         self._wait_s = wait_s
-        self._whole_s = wait_s + load_wait_s  # all of one recovery, whatever it waits for
+        # The bound of one whole recovery, whatever it waits for.
+        self._whole_s = wait_s + load_wait_s
         self._gave_up: StageLost | None = None
         self._limits_of = limits_of
         self._cancelled = threading.Event()
@@ -79,21 +84,28 @@ class StageRecovery:
         self._laggards = LateMembers()
         self._refusals: dict[str, int] = {}
         self._blame = FaultTracker()
-        self._sums: list[int] = []  # of the plan that was lost
-        self._tried: dict[str, Link] = {}  # members of this recovery's plans, as they were then
+        # The lost plan's number of ranks for each layer's sums; see `world_sizes`.
+        self._sums: list[int] = []
+        # The members of this recovery's plans, with the links that they had then.
+        self._tried: dict[str, Link] = {}
         self.on_plan: Callable[[set[str]], None] = lambda _tried: None
 
     def recover(self, error: StageLost) -> NewStages | None:
-        """See `engine.recovery.Recovery`. Raises `StageLost` naming the missing layers."""
+        """Return new stages, or None if the late step is to be waited for; see `engine.recovery.Recovery`.
+
+        Raises `StageLost` naming the missing layers.
+        """
         began_s = time.monotonic()
-        again = error is self._gave_up  # nobody took over in time, and the engine still asks
+        # The last search ended without a plan, and the engine still asks.
+        again = error is self._gave_up
         if not again:
             self._cause = error.public or "a stage was lost"
-        elif self._wait_s < _LOOK_UP_S:  # nobody waits below: the engine must not ask without a pause
+        # The search below would not wait at all, so wait here: the engine must not ask without a pause.
+        elif self._wait_s < _LOOK_UP_S:
             company = self._head.company
             company.wait(company.num_changes, _LOOK_UP_S)
         self._sums = world_sizes(self._granted.plan)
-        self._say("looking who is there")
+        self._say("looking for the members that remain")
         if isinstance(error, Replan):
             return self._renew(began_s)
         if isinstance(error, StepLate) and self._still_comes():
@@ -101,13 +113,15 @@ class StageRecovery:
         if not again:
             self._outage = OutageLog(self._late.since_s if isinstance(error, StepLate) else began_s)
         self._head.stop()
+        # A second member may hang at the same moment; find out before a plan is made with it.
         self._drop_silent()
         relapse, blamed = not self._lost_text(), self._blamed()
         if relapse:
             self._relapsed(blamed)
         else:
             self._blame.forget()
-        if not again and not self._lost_text():  # otherwise `lost` has said who and why
+        # If a member is lost, `lost` has already named it and the reason.
+        if not again and not self._lost_text():
             _log.warning("%s; every member is there", error.message)
         self._head.vetting.settle(self._require_wanted)
         granted = self._find_stages(self._granted.placement, began_s)
@@ -120,19 +134,19 @@ class StageRecovery:
         return self._recovered(granted, relapse=relapse, failed_at=failed_at)
 
     def lost(self, name: str, why: str) -> None:
-        """Say who is gone, and with which layers; on the thread that found out, and whatever comes of it."""
+        """Log which member is gone, and with which layers. Called at once, on the thread that found out."""
         held = [stage for stage in self._granted.plan.stages if name in stage.holders]
         layers = " and ".join(layers_text(stage.start, stage.end) for stage in held) or "no layers"
         output = " and the output" if any(stage.output for stage in held) else ""
         _log.warning("lost: %s, which held %s%s: %s", name, layers, output, why)
 
     def has_use_for(self, name: str) -> bool:
-        """Whether a member without a stage has one in a better plan, slow or not."""
+        """Return whether a better plan would use a member that has no stage now, slow or not."""
         proposal = self._better(self._head.company.slow.names() - {name})
         return proposal is not None and name in proposal.members - self._granted.members
 
     def without_stage(self) -> set[str]:
-        """Names of the members that are here and hold no stage of the plan that runs."""
+        """Return the names of the connected members that hold no stage of the running plan."""
         return self._head.company.present().keys() - self._granted.members
 
     def state(self) -> str:
@@ -154,7 +168,7 @@ class StageRecovery:
         return self._recovered(granted)
 
     def _better(self, slow: set[str]) -> PlannedStages | None:
-        """A plan that has members which the one that runs lacks, and lacks none but standbys of it."""
+        """Return a plan with members that the running one lacks, and without losing any but its standbys."""
         head = self._head
         hellos = head.hellos()
         try:
@@ -162,7 +176,8 @@ class StageRecovery:
         except ConvoyError:
             return None
         if not head.planner.keeps_room(self._granted.placement, proposal.placement):
-            return None  # nothing is lost, so nobody who runs may lose the room for its tokens
+            # No stage is lost, so no running request may lose the room for its tokens.
+            return None
         standbys = {name for name, hello in hellos.items() if hello.standby}
         kept = self._granted.members - standbys <= proposal.members
         return proposal if kept and proposal.members - self._granted.members else None
@@ -172,7 +187,8 @@ class StageRecovery:
     ) -> NewStages:
         executor = self._head.executor
         assert executor is not None
-        links = self._head.links  # one that came on another link since then was not tried
+        # A member that came back on another link since then was not tried on it.
+        links = self._head.links
         self.on_plan({name for name, link in self._tried.items() if links.get(name) is link})
         return NewStages(
             executor,
@@ -188,9 +204,10 @@ class StageRecovery:
         return executor.blamed if isinstance(executor, PipelineExecutor | GroupExecutor) else ()
 
     def _relapsed(self, blamed: tuple[str, ...]) -> None:
-        """Every member is there, and yet the stages failed: once a wire did, again and again a member does.
+        """Handle a failure of the stages while every member is connected.
 
-        It is given up if it can be spared. Otherwise each try waits longer.
+        A link may fail once without a cause; a member fails again and again. That member is given up if
+        it can be spared. Otherwise each try waits longer.
         """
         for name in self._blame.note(blamed):
             if self._can_spare(name):
@@ -200,10 +217,13 @@ class StageRecovery:
         self._say(f"every member is there; the next try is in {wait_s:.1f} s")
         self._cancelled.wait(wait_s)
 
-    # Is anything lost?
+    # Is a member lost?
 
     def _still_comes(self) -> bool:
-        """Look for who keeps the late step. True if it is to be waited for: then the clock allows more."""
+        """Look for the member that holds the late step.
+
+        Returns True if the step is to be waited for; the clock then allows more time.
+        """
         executor = self._head.executor
         step = executor.oldest if isinstance(executor, PipelineExecutor) else None
         if step is None:
@@ -217,11 +237,13 @@ class StageRecovery:
         )
         laggard = self._laggards.note(step, {name: s for name, s in answers.items() if s is not None})
         culprit = self._silent_member({name for name, s in answers.items() if s is None})
+        # If every member answers, the step is stuck in one's inbox. Their positions tell which.
         culprit = culprit or self._member_that_keeps(step)
+        # Blame the late member only if no other member explains the late step.
         alone = laggard is not None and culprit in (None, laggard) and self._laggards.is_one(laggard)
         if alone and laggard is not None and self._can_spare(laggard):
             self._laggards.forget(laggard)
-            self._head.company.give_up(laggard, "it holds everybody up, step after step", slow=True)
+            self._head.company.give_up(laggard, "it holds the others up, step after step", slow=True)
             return False
         if culprit is None or self._keep(culprit):
             # A member that can be spared must not teach the clock its own pace.
@@ -230,10 +252,10 @@ class StageRecovery:
         return False
 
     def _silent_member(self, silent: set[str]) -> str | None:
-        """One that answers no ping, or whose link is over.
+        """Return a member that answers no ping or has no open link; None if there is none.
 
-        Who can be spared is given up at once; who is needed after some looks, each longer than the last: then
-        it may come back on a new link.
+        A member that can be spared is given up at once. A member that is needed is given up after some
+        looks, each longer than the last: then it may come back on a new link.
         """
         granted, company = self._granted, self._head.company
         looks = self._late.num_looks
@@ -245,7 +267,7 @@ class StageRecovery:
         return min(gone, default=None) or min(silent, default=None)
 
     def _member_that_keeps(self, step: int) -> str | None:
-        """None if all have passed the step on: it is on its way."""
+        """Return the member that holds ``step``; None if every member has forwarded it."""
         plan = self._granted.plan
         others = self._granted.members - {self._head.name}
         reached = self._head.company.positions(plan.generation, others, _PING_S)
@@ -253,16 +275,20 @@ class StageRecovery:
         return find_holder(ring, reached, step)
 
     def _keep(self, name: str) -> bool:
-        """Whether to go on waiting for a member; one that is not kept is given up, or its links made anew."""
+        """Return whether to go on waiting for a member.
+
+        A member that is not kept is given up, or its links are made anew.
+        """
         company = self._head.company
         if name not in company.present():
             return False
         if self._late.num_looks == 1:
-            return True  # it is there and may be busy: it gets the time once more
+            # The member is connected and may be busy, so it gets the time once more.
+            return True
         if self._can_spare(name):
-            company.give_up(name, "it does not pass on what comes to it", slow=True)
+            company.give_up(name, "it does not forward the steps that it receives", slow=True)
             return False
-        _log.warning("%s is slow or hangs, and nobody else can hold its layers", name)
+        _log.warning("%s is slow or hangs, and no other member can hold its layers", name)
         return self._late.num_looks != _PATIENCE
 
     def _can_spare(self, name: str) -> bool:
@@ -273,17 +299,17 @@ class StageRecovery:
     # Other stages.
 
     def _drop_silent(self) -> None:
-        """Who hangs at the moment of another's loss must not hold the next plan up, if it can be spared."""
+        """Give up silent members that can be spared, so that they do not hold the next plan up."""
         company = self._head.company
         for name in company.silent(self._granted.members, _PING_S):
             if self._can_spare(name):
                 company.give_up(name, "it answers no ping")
 
     def _find_stages(self, before: Placement | None, began_s: float) -> ActivePlan:
-        """The next plan, running, as near to ``before`` as it can be; None: the best one.
+        """Return the next plan, running, as near to ``before`` as possible; with None, the best plan.
 
-        Raises `StageLost` if there was none for too long: what it waits for members is bounded, and all of it
-        since ``began_s``.
+        Two bounds apply: the wait for members, and the whole time since ``began_s``.
+        Raises `StageLost` if there was no plan for too long.
         """
         backoff, company = Backoff(), self._head.company
         waited_s = 0.0
@@ -312,7 +338,8 @@ class StageRecovery:
                 self._outage.tell(f"a plan could not be made to run: {error.message}")
                 self._say(error.public or "a plan could not be made to run; the next try comes soon")
             if self._head.failed is not None or not isinstance(why, CapacityError):
-                waits_s = time.monotonic()  # what was spent on loading is not counted here
+                # The time spent on loading does not count as waiting for a member.
+                waits_s = time.monotonic()
             if waited_s >= self._wait_s:
                 raise self._given_up(why) from why
             before = self._granted.placement
@@ -327,6 +354,7 @@ class StageRecovery:
         head = self._head
         head.failed = None
         hellos = head.hellos()
+        # A peer that refused too often is left out, but only if a plan exists without it.
         for name, count in self._refusals.items():
             if count >= _MAX_REFUSALS and head.planner.can_spare(name, hellos, self._granted.placement):
                 hellos.pop(name, None)
@@ -348,7 +376,10 @@ class StageRecovery:
             done.set()
 
     def _look_after(self, proposal: PlannedStages, done: threading.Event) -> None:
-        """Those that a plan is made for: who hangs meanwhile would be waited for until its link times out."""
+        """Give up members of a plan that hang while it loads.
+
+        Otherwise the head waits until their links time out.
+        """
         company = self._head.company
         num_silent: Counter[str] = Counter()
         while not done.wait(_PING_S):
@@ -360,14 +391,17 @@ class StageRecovery:
                     company.give_up(name, "it answers no ping while it should load")
 
     def _count_refusal(self) -> None:
-        """A peer that is there and says no, again and again, is not asked for ever."""
+        """Count a refusal of a connected peer, so that a peer that always refuses is not asked for ever."""
         name = self._head.failed
         if name is None or name not in self._head.company.present():
             return
         self._refusals[name] = self._refusals.get(name, 0) + 1
 
     def _given_up(self, why: ConvoyError | None) -> StageLost:
-        """``why`` None: members were there, and yet no plan ran in all that time."""
+        """Return the error of a search that ended.
+
+        ``why`` is None if members were there but no plan ran in time.
+        """
         lost = self._lost_text()
         bound_s = self._whole_s if why is None else self._wait_s
         parts = [lost, f"nobody took over within {bound_s:g} s"]
@@ -382,7 +416,7 @@ class StageRecovery:
         return self._gave_up
 
     def _lost_text(self) -> str:
-        """``missing layers 4-11, beta is gone``, or nothing where every stage is there."""
+        """Return ``missing layers 4-11, beta is gone``, or an empty text if every stage is there."""
         gone = sorted(self._granted.members - self._head.company.present().keys() - {self._head.name})
         if not gone:
             return ""
@@ -392,7 +426,7 @@ class StageRecovery:
     @property
     def _granted(self) -> ActivePlan:
         granted = self._head.granted
-        assert granted is not None, "nothing ran, so nothing can be lost"
+        assert granted is not None, "no plan ran, so none can be lost"
         return granted
 
     def _say(self, text: str) -> None:

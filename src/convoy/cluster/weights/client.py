@@ -1,6 +1,7 @@
-"""A peer's end of getting parts of a model from its head: asks ahead for pieces, and takes no others.
+"""The client of a peer that gets parts of a model from its head: it asks ahead for pieces.
 
-The receiver thread fills; the thread that writes empties. What waits here is at most what was asked for.
+It takes no pieces that it did not ask for. The receiver thread fills the queue; the thread that writes
+empties it. The queue holds at most the pieces that were asked for.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ from convoy.errors import ConvoyError, LinkBroken, PeerRefused, PeerUnreachable,
 from convoy.transport.link.link import Link, Received, ReceivedMessage
 from convoy.wire.messages.fetch import Fetch, Piece
 
-PIECE_BYTES = 512 * 1024  # a hidden state of a running plan waits no longer than one of these takes
-MAX_ASKED = 16  # pieces under way: 8 MiB, which hides a round trip of 50 ms at 160 MB/s
+# A hidden state of a running plan waits no longer than one of these pieces takes.
+PIECE_BYTES = 512 * 1024
+# Pieces under way: 8 MiB, which hides a round trip of 50 ms at 160 MB/s.
+MAX_ASKED = 16
 STALL_S = 60.0
 _LOOK_UP_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Bytes [start, end) of a part, by its digest; ``end`` None: a first piece. ``name`` is for errors.
+    """Name bytes [start, end) of a part, by its digest. ``end`` None asks for a first piece.
 
-    ``wrong``: see `Fetch`.
+    ``name`` is for errors. ``wrong``: see `Fetch`.
     """
 
     part: str
@@ -37,20 +40,20 @@ class Want:
 
 
 class PartClient:
-    """All that this member has asked others for. Any thread may call `takes`, `ended` and `abandon`.
+    """Hold all requests of this member for pieces. Any thread may call `takes`, `ended` and `abandon`.
 
-    ``stall_s``: how long nothing may come of what was asked.
+    ``stall_s`` bounds how long no piece may come while some are under way.
     """
 
     def __init__(self, stall_s: float = STALL_S) -> None:
         self._stall_s = stall_s
         self._lock = threading.Lock()
         self._number = 0
-        # Who waits for the answer to each number of a link; None: nobody does any more.
+        # The queue that waits for the answer to each number of a link; None once its reader has left.
         self._asked: dict[tuple[Link, int], queue.SimpleQueue[Piece | ConvoyError] | None] = {}
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it was a piece. One that nobody asked for ends the link."""
+        """Handle a piece, and return whether the frame was one. A piece without a question ends the link."""
         if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Piece):
             return False
         piece = received.message
@@ -60,18 +63,18 @@ class PartClient:
         if waiting is not None:
             waiting.put(piece)
         elif not known:
-            link.dismiss("nobody asked for that piece of a model")
+            link.dismiss("this member did not ask for that piece of a model")
         return True
 
     def abandon(self, why: ConvoyError) -> None:
-        """Whoever waits for pieces raises ``why``."""
+        """Make every `pull` that waits for pieces raise ``why``."""
         with self._lock:
             waiting = {id(one): one for one in self._asked.values() if one is not None}
         for one in waiting.values():
             one.put(why)
 
     def ended(self, link: Link) -> None:
-        """That link is over: nothing of what was asked there comes any more."""
+        """End the waits for pieces of a link that ended."""
         with self._lock:
             over = [key for key in self._asked if key[0] is link]
             waiting = {id(one): one for key in over if (one := self._asked.pop(key)) is not None}
@@ -85,10 +88,11 @@ class PartClient:
         wants: Iterable[Want],
         watch: Callable[[], None],
     ) -> Iterator[tuple[Want, Piece]]:
-        """Every piece of ``wants``, in order; `MAX_ASKED` are under way at once.
+        """Yield every piece of ``wants``, in order, with `MAX_ASKED` under way at once.
 
-        ``watch`` is called at least every half second; what it raises ends this. Raises `PeerRefused` with
-        the other's own words, `PeerUnreachable` if nothing comes for too long, and what a link raises.
+        ``watch`` is called at least every half second; an error that it raises ends this. Raises
+        `PeerRefused` with the other member's own words, `PeerUnreachable` if no piece comes for too long,
+        and the errors of a link.
         """
         answers: queue.SimpleQueue[Piece | ConvoyError] = queue.SimpleQueue()
         under_way: deque[tuple[int, Want]] = deque()
@@ -143,13 +147,16 @@ class PartClient:
 
 
 def pieces_of(part: str, name: str, start: int, end: int, wrong: str = "") -> Iterator[Want]:
-    """Bytes [start, end) in pieces of `PIECE_BYTES`."""
+    """Yield bytes [start, end) in pieces of `PIECE_BYTES`."""
     for at in range(start, end, PIECE_BYTES):
         yield Want(part, name, at, min(at + PIECE_BYTES, end), wrong)
 
 
 def _checked(piece: Piece, number: int, want: Want, link: Link) -> Piece:
-    """The piece that was to come next, of the size that was asked for; its bytes are still anybody's."""
+    """Return the piece if it is the next one and has the size that was asked for.
+
+    Its bytes are not verified yet.
+    """
     if piece.number != number:
         raise StepError(f"{link.peer} sent piece {piece.number} of the model before piece {number}")
     if piece.error:

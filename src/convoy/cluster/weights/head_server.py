@@ -1,7 +1,7 @@
-"""A head's end of handing out its model: the manifest, made once, and pieces of what it describes.
+"""The weight server of a head: the manifest, made once, and pieces of the parts that it describes.
 
-Only what the manifest lists can be had, by its digest: no name or path in what a peer sends is looked at. A
-head that has not all of it asks a peer that has, and hands on what comes.
+Peers can get only parts that the manifest lists, by digest: no name or path in a peer's message is looked
+at. A head that lacks parts of the model asks a peer that has them, and forwards the answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_REASON = 400
 
 
 class HeadWeightServer:
-    """Any thread may ask for the manifest; `takes` is for receiver threads."""
+    """Serve the weights of a head. Any thread may ask for the manifest; `takes` is for receiver threads."""
 
     def __init__(
         self,
@@ -39,9 +39,10 @@ class HeadWeightServer:
         own: HeadWeights | None = None,
         present: Present = dict,
     ) -> None:
-        """``own``: where the model is not here whole, what it is and a hub that has the rest.
+        """Prepare to serve ``source``.
 
-        ``present``: the peers that are here, who may have it too.
+        ``own`` is set if the model is not here whole: it describes the model and reads the rest from a
+        hub. ``present`` returns the connected peers, which may have the model too.
         """
         self._own = own
         self._options = options
@@ -54,18 +55,20 @@ class HeadWeightServer:
         self._in_use = InUse(source.path) if commit_of(source.path) else None
         self._answers = RequestQueue(self._begin)
         self._sources = PeerWeightSource(present)
-        self._origins: defaultdict[str, Counter[str]] = defaultdict(Counter)  # bytes, by member and source
-        self._latest: dict[str, str] = {}  # of whom each member's last piece was, where not of the head
+        # Bytes, by member and then by source.
+        self._origins: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        # The peer that each member's last piece came from, if it did not come from the head.
+        self._latest: dict[str, str] = {}
 
     @property
     def hub(self) -> str:
-        """The commit of a hub that peers may be told of; empty for none."""
+        """Return the commit of a hub that peers may be told of; empty for none."""
         if self._options.weights_from == "head":
             return ""
         return commit_of(self._source.path) if self._own is None else self._own.hub
 
     def make_ready(self, mine: StageAssignment, watch: Callable[[], None], tell: Tell) -> None:
-        """The head's own tensors are here; see `HeadWeights`."""
+        """Get the head's own tensors; see `HeadWeights`."""
         if self._own is not None:
             reader = self._reader(mine.member, watch)
             try:
@@ -74,19 +77,23 @@ class HeadWeightServer:
                 self._origins[mine.member].update(reader.taken)
 
     def origins(self, member: str) -> dict[str, int]:
-        """How many bytes of tensors a peer got of whom since the head began: of "head", "hub" and peers."""
+        """Return the bytes of tensors that a peer got since the head began, by source.
+
+        A source is "head", "hub" or the name of a peer.
+        """
         return dict(self._origins.get(member, {}))
 
     def heard(self, member: str, progress: Progress) -> str:
-        """A member and what it does before it loads, in words: of whom its weights come."""
+        """Return a text of a member and its work before it loads, with the source of its weights."""
         if progress.stage == "hub":
             self._origins[member]["hub"] = max(self._origins[member]["hub"], progress.loaded_bytes)
         return doing(member, progress.stage, self._latest.get(member, ""))
 
     def manifest(self, progress: HashProgress | None = None) -> Manifest:
-        """Of the whole model; the first call hashes what is not remembered.
+        """Return the manifest of the whole model.
 
-        Raises ModelError, also where the operator signed another one.
+        The first call hashes all files without a remembered digest. Raises ModelError, also if the
+        operator signed another manifest.
         """
         with self._making:
             if self._manifest is None:
@@ -110,7 +117,7 @@ class HeadWeightServer:
             )
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it was a question for a piece, or a peer's answer to one."""
+        """Handle a question for a piece, or a peer's answer to one, and return whether it was one."""
         if self._sources.takes(link, received):
             return True
         if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Fetch):
@@ -119,7 +126,7 @@ class HeadWeightServer:
         return True
 
     def ended(self, link: Link) -> None:
-        """That link is over."""
+        """Forget a link that ended."""
         self._sources.ended(link)
 
     def close(self) -> None:
@@ -173,13 +180,16 @@ class HeadWeightServer:
 
 @dataclass(slots=True)
 class Absent:
-    """Pieces of tensors that a head has not, for one link: from a peer that has them, or else from a hub."""
+    """Read pieces of tensors that the head lacks, for one link.
+
+    They come from a peer that has them, or else from a hub.
+    """
 
     hub: HubReader
     peers: PeerReader
 
     def read(self, place: PartLocation, fetch: Fetch) -> tuple[bytes, str]:
-        """The bytes, and the peer that they are of. Raises ModelError with what both came to."""
+        """Return the bytes, and the peer that sent them. Raises ModelError with the reason of each source."""
         num_bytes = place.clip(fetch.start, fetch.num_bytes)
         if fetch.wrong:
             self.peers.blame(place, fetch.part, fetch.wrong)
@@ -194,9 +204,9 @@ class Absent:
 
 
 def doing(member: str, what: str, source: str = "") -> str:
-    """A member, and what it does before it loads: what `Progress.stage` says, or "peer".
+    """Return a member's name with its work before it loads: ``what`` is `Progress.stage`, or "peer".
 
-    ``source``: the peer of which it gets what it lacks; empty: the head.
+    ``source`` is the peer that sends the missing parts; empty means the head.
     """
     said = {
         "check": "digests",

@@ -1,8 +1,8 @@
-"""A head that has not the whole model: its own tensors come from a hub or a peer, as its stage needs them.
+"""A head without the whole model: its own tensors come from a hub or a peer, as its stage needs them.
 
-Only a manifest that the operator signed makes that possible: who has not read all bytes cannot say what the
-others' tensors are. Members get theirs from the hub too; for one that cannot, the head hands on what a peer
-has (`cluster.weights.peer_source`), or reads through the hub.
+That needs a manifest that the operator signed. A head that has not read all bytes cannot compute the
+digests of the other members' tensors. Members get theirs from the hub too. For a member that cannot, the
+head forwards the tensors of a peer (`cluster.weights.peer_source`), or reads through the hub.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ from convoy.wire.messages.control import StageAssignment
 
 _log = logging.getLogger(__name__)
 
-Tell = Callable[[str, int, int], None]  # "check", "hub" or "peer", bytes done, bytes in all
+# "check", "hub" or "peer", then the bytes done and the bytes in all.
+Tell = Callable[[str, int, int], None]
 
 
 class HeadWeights:
-    """``make_ready`` is for the thread that loads; any thread may have a `HubReader`."""
+    """Get a head's own tensors.
+
+    ``make_ready`` is for the thread that loads; any thread may have a `HubReader`.
+    """
 
     def __init__(self, received: ReceivedModel, source: ModelSource, hub: HubWeights) -> None:
         self._received = received
@@ -43,16 +47,16 @@ class HeadWeights:
 
     @property
     def hub(self) -> str:
-        """``org/name@commit``."""
+        """Return the hub's commit as ``org/name@commit``."""
         return f"{self._hub.commit.repo}@{self._hub.commit.commit}"
 
     def make_ready(
         self, mine: StageAssignment, watch: Callable[[], None], tell: Tell, peers: PeerReader | None = None
     ) -> None:
-        """Every tensor that ``mine`` owns is here, and is the one of the manifest.
+        """Get every tensor that ``mine`` owns, and compare each with the manifest.
 
-        From the hub, and what that has not from ``peers``. What ``watch`` and ``tell`` raise ends it. Raises
-        ModelError naming file and tensor.
+        The hub is asked first, then ``peers`` for the rest. An error of ``watch`` or ``tell`` ends the
+        work. Raises ModelError naming file and tensor.
         """
         owned = owned_tensors(self._source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
         parts = list({part.digest: part for part in (self._received.tensor(t.name) for t in owned)}.values())
@@ -73,7 +77,7 @@ class HeadWeights:
     def _from_hub(
         self, parts: list[ModelPart], tell: Callable[[int, int], None], watch: Callable[[], None]
     ) -> ModelError | None:
-        """Why some of them did not come."""
+        """Fetch parts from the hub. Returns the error if some of them did not come."""
         try:
             wrong = self._hub.fetch(parts, tell, watch)
         except ModelError as error:
@@ -81,7 +85,7 @@ class HeadWeights:
         if not wrong:
             return None
         return ModelError(
-            f"{self.hub} has not the bytes of {wrong[0].name} that the signed manifest lists",
+            f"{self.hub} lacks the bytes of {wrong[0].name} that the signed manifest lists",
             hint="sign the manifest of that commit: `convoy manifest sign org/name@commit`",
         )
 
@@ -92,7 +96,7 @@ class HeadWeights:
         why: ModelError,
         tell: Callable[[int, int], None],
     ) -> None:
-        """Raises ``why`` where no peer has them either."""
+        """Fetch parts from peers. Raises ``why``, the hub's error, if no peer has them either."""
         if peers is None:
             raise why
         _log.warning("%s, and the members are asked for %d tensors", why.message, len(parts))
@@ -109,17 +113,17 @@ class HeadWeights:
             done += part.num_bytes
 
     def close(self) -> None:
-        """Nothing is loaded any more: what was got may be removed."""
+        """Release the files: nothing is loaded any more, so the cache may remove them."""
         self._in_use.close()
 
     def reader(self) -> HubReader:
-        """For pieces of tensors that are not here."""
+        """Return a reader for pieces of tensors that are not here."""
         return HubReader(self._hub)
 
 
 @dataclass(slots=True)
 class _At:
-    """How far a tensor was read."""
+    """Remember how far a tensor was read."""
 
     name: str
     start: int
@@ -127,14 +131,14 @@ class _At:
 
 
 class HubReader:
-    """Pieces of tensors from a hub, without a file here. One thread asks, for one piece behind the other."""
+    """Read pieces of tensors from a hub, without a file here. One thread asks for them in order."""
 
     def __init__(self, hub: HubWeights) -> None:
         self._hub = hub
         self._at: _At | None = None
 
     def read(self, name: str, start: int, num_bytes: int, total: int) -> bytes:
-        """Bytes [start, start + num_bytes) of a tensor that has ``total``. Raises ModelError."""
+        """Return bytes [start, start + num_bytes) of a tensor of ``total`` bytes. Raises ModelError."""
         at = self._at
         if at is None or (at.name, at.start) != (name, start):
             at = _At(name, start, HeldTensors(self._hub.stream(name, start, total - start)))

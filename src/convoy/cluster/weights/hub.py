@@ -1,7 +1,7 @@
-"""A member's own way to the hub that a plan names: its layers' tensors, past the head.
+"""A member's own way to the hub that a plan names: its layers' tensors, without the head.
 
-The plan says which commit; which hub that is asked of, and whether any is, this member's operator says. A hub
-is trusted with nothing: each tensor is compared with the manifest of the plan.
+The plan names the commit. This member's operator says which hub to ask for it, and whether to ask any. A
+hub is not trusted: each tensor is compared with the manifest of the plan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 class FromHub:
-    """One for a member; what was learnt of the last commit is kept."""
+    """Fetch tensors from a hub for one member, and keep the index of the last commit."""
 
     def __init__(self, me: str, options: MemberOptions) -> None:
         self._me = me
@@ -34,10 +34,10 @@ class FromHub:
         tell: Callable[[int, int], None],
         watch: Callable[[], None],
     ) -> list[ModelPart]:
-        """Get ``parts``, tensors, of the commit that ``plan`` names, or none where it names none.
+        """Get ``parts``, which are tensors, from the commit that ``plan`` names, if it names one.
 
-        Returns those that are the head's to send. Raises what ``tell`` and ``watch`` raise; and where only a
-        hub may be asked, ModelError and Incompatible for what it has not.
+        Returns the parts that the head must send. Raises the errors of ``tell`` and ``watch``. If only a
+        hub may be asked, raises ModelError and Incompatible for parts that the hub lacks.
         """
         asks = self._options.weights_from
         if asks == "head" or not parts:
@@ -60,7 +60,7 @@ class FromHub:
         alone = f"{self._me} gets weights from a hub alone"
         if plan.hub:
             return ModelError(
-                f"{alone}, and was told of none but the public one, which is not the head's",
+                f"{alone}, and its configuration has none but the public one, which is not the head's",
                 hint="set hub in its [model] section, or start this member with --weights-from auto",
             )
         return ModelError(
@@ -71,7 +71,7 @@ class FromHub:
     def _check(self, named: str, wrong: list[ModelPart]) -> list[ModelPart]:
         if not wrong:
             return []
-        what = f"{named} has not the bytes of {wrong[0].name} that the manifest lists"
+        what = f"{named} lacks the bytes of {wrong[0].name} that the manifest lists"
         if self._options.weights_from == "hub":
             raise Incompatible(what, hint="the head's files were changed, or are of another commit")
         _log.warning("%s, and the head is asked for that and %d more", what, len(wrong) - 1)

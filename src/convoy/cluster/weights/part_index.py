@@ -1,4 +1,4 @@
-"""Where the parts of a model lie on this disk: all that a member hands out is read here, by digest alone."""
+"""The places of a model's parts on this disk. A member reads all that it serves here, by digest alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from convoy.wire.messages.fetch import MAX_HELD_TENSORS
 
 
 class PartLocation(NamedTuple):
-    """Where the bytes of a part lie. ``path`` None: in ``data``."""
+    """Name the place of a part's bytes. If ``path`` is None they are in ``data``."""
 
     name: str
     path: Path | None
@@ -22,7 +22,7 @@ class PartLocation(NamedTuple):
     data: bytes = b""
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Bytes from ``start`` on, fewer at the part's end. Raises ModelError naming file and part."""
+        """Return bytes from ``start`` on, fewer at the part's end. Raises ModelError naming file and part."""
         num_bytes = self.clip(start, num_bytes)
         if self.path is None:
             return self.data[start : start + num_bytes]
@@ -40,16 +40,20 @@ class PartLocation(NamedTuple):
         return data
 
     def clip(self, start: int, num_bytes: int) -> int:
-        """How many bytes there are of so many from ``start`` on. Raises ModelError behind the end."""
+        """Return how many of ``num_bytes`` exist from ``start`` on.
+
+        Raises ModelError if ``start`` is behind the end.
+        """
         if start > self.num_bytes:
             raise ModelError(f"{self.name} has {self.num_bytes} bytes, and byte {start} was asked for")
         return min(num_bytes, self.num_bytes - start)
 
 
 def places_of(source: ModelSource, manifest: Manifest) -> dict[str, PartLocation]:
-    """Of all parts that lie in a file, or are described to, by digest: none where weights are drawn."""
+    """Return the places of the manifest's files and tensors by digest; none if the weights are synthetic."""
     if source.seed is not None:
-        return {}  # drawn wherever they are needed
+        # Synthetic weights are generated from their seed on every member.
+        return {}
     places = {
         entry.digest: PartLocation(name, source.path / name, 0, entry.num_bytes)
         for name, entry in manifest.files.items()
@@ -58,7 +62,7 @@ def places_of(source: ModelSource, manifest: Manifest) -> dict[str, PartLocation
 
 
 def tensor_places(source: ModelSource, manifest: Manifest) -> dict[str, PartLocation]:
-    """Of the tensors that ``source`` has in the form that is listed; their bytes are not looked at."""
+    """Return the places of the tensors that ``source`` has in the listed form. Their bytes are not read."""
     places = {}
     for name, entry in manifest.tensors.items():
         stored = source.tensors.get(name)
@@ -68,7 +72,7 @@ def tensor_places(source: ModelSource, manifest: Manifest) -> dict[str, PartLoca
 
 
 def check_listable(manifest: Manifest) -> None:
-    """Raises ModelError for a model of more tensors than a member can say in one message that it has."""
+    """Raise ModelError if the model has more tensors than fit into one `Held` message."""
     count = len(manifest.tensors)
     if count > MAX_HELD_TENSORS:
         raise ModelError(
@@ -78,7 +82,7 @@ def check_listable(manifest: Manifest) -> None:
 
 
 def to_bits(names: Iterable[str], held: Iterable[str]) -> bytes:
-    """A bit for each of ``names``, which are all there are, by name: whether it is one of ``held``."""
+    """Return a bit for each of ``names``, sorted: 1 if it is in ``held``."""
     known = set(held)
     bits = bytearray()
     for index, name in enumerate(sorted(names)):
@@ -89,7 +93,7 @@ def to_bits(names: Iterable[str], held: Iterable[str]) -> bytes:
 
 
 def from_bits(names: Iterable[str], bits: bytes) -> frozenset[str]:
-    """The other way; what is not covered is not held."""
+    """Return the names with a set bit, the reverse of `to_bits`. Names beyond the last bit are not held."""
     return frozenset(
         name
         for index, name in enumerate(sorted(names))

@@ -1,7 +1,7 @@
-"""A peer's end of handing out what it has of the model of its plan: to its head, for those that lack it.
+"""The weight server of a peer: it serves its tensors to its head, for members that lack them.
 
-Tensors alone, by digest, of the model whose plan this head sent last, and of no other. What they are worth,
-whoever gets them compares with the manifest.
+It serves tensors alone, by digest, of the model of the plan that this head sent last, and of no other. The
+receiving member compares them with the manifest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ Look = Callable[[Link, Plan], tuple[Manifest, dict[str, PartLocation]]]
 
 
 class PeerWeightServer:
-    """``look`` says what is here of a plan's model: the manifest, and each tensor's place by its digest."""
+    """Serve the tensors of a peer.
+
+    ``look`` returns the manifest of a plan's model, and the place of each tensor that is here, by digest.
+    """
 
     def __init__(self, look: Look) -> None:
         self._look = look
@@ -32,9 +35,9 @@ class PeerWeightServer:
         self._plans: dict[Link, Plan] = {}
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it was a question for what is here; for receiver threads.
+        """Handle a question for tensors, and return whether the frame was one; for receiver threads.
 
-        A head's newest plan, or one that is to come, is noted: of its model alone it may ask.
+        A head's newest plan, running or later, is noted here: the head may ask for that model alone.
         """
         match received:
             case ReceivedMessage(message=Fetch() | Holding() as question):
@@ -53,7 +56,8 @@ class PeerWeightServer:
         self._answers.close()
 
     def _begin(self, link: Link) -> Answer:
-        known: list[tuple[Manifest, dict[str, PartLocation]]] = []  # what was looked up last
+        # The result of the last look.
+        known: list[tuple[Manifest, dict[str, PartLocation]]] = []
 
         def find(manifest: str, *, anew: bool) -> tuple[Manifest, dict[str, PartLocation]]:
             with self._lock:
@@ -77,7 +81,7 @@ class PeerWeightServer:
 
 
 def held(manifest: str, find: Callable[[], tuple[Manifest, dict[str, PartLocation]]]) -> Held:
-    """What ``find`` looks up, as bits, or why there are none."""
+    """Return the result of ``find`` as bits, or the reason why there are none."""
     try:
         listed, places = find()
         check_listable(listed)

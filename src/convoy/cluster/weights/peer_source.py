@@ -1,8 +1,9 @@
-"""Members that have what their head lacks of a model: asked once which tensors, then for pieces of these.
+"""Find members that have the parts of a model that their head lacks: ask once which tensors, then for pieces.
 
-The head hands on what one peer sends to another, a few pieces at a time, and keeps nothing: both have a link
-to it already, whatever lies between the two. It need not trust what it hands on, for whoever gets it compares
-it with the manifest; where that comes to something else, or a source goes or stalls, the next one goes on.
+The head forwards pieces from one peer to another, a few at a time, and stores none: both have a link to
+it already, whatever network lies between the two. The head need not trust the pieces, because the
+receiving member compares them with the manifest. If a tensor is wrong, or its source leaves or stalls,
+the next source goes on.
 """
 
 from __future__ import annotations
@@ -26,25 +27,29 @@ from convoy.wire.messages.fetch import Held, Holding
 
 _log = logging.getLogger(__name__)
 
-STALL_S = 12.0  # four sources may stall before who waits for the head gives up
+# Four sources may stall before the member that waits for the head gives up.
+STALL_S = 12.0
 _ANSWER_S = 12.0
-_AGAIN_S = 5.0  # an answer as old as that may not be true any more
+# An answer older than this may no longer be true.
+_AGAIN_S = 5.0
 _LOOK_UP_S = 0.2
-_MAX_TRIES = 8  # of one part: each but the first and those after a loss has another source
+# Tries of one part. Each has another source, except the first and those after a loss.
+_MAX_TRIES = 8
 
 Present = Callable[[], Mapping[str, tuple[Link, Hello]]]
 Watch = Callable[[], None]
 
 
 class NobodyHas(ModelError):  # noqa: N818 - a state, as in errors.py
-    """No member that is here has a tensor, or can send it: the text says which, and why."""
+    """Say that no connected member has a tensor or can send it. The text names the tensor and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What a peer said that it has, and when; ``names`` None: it was asked, and has not said yet.
+    """Hold the tensors that a peer said it has, and when.
 
-    ``is_late``: it was waited for in vain.
+    ``names`` None: it was asked and has not answered yet. ``is_late``: the wait for its answer ended
+    without one.
     """
 
     at_s: float
@@ -53,10 +58,10 @@ class _Said:
 
 
 class PeerWeightSource:
-    """One for a head. Any thread may call anything."""
+    """Know which peers have which tensors, for one head. Thread-safe."""
 
     def __init__(self, present: Present) -> None:
-        """``present``: who is here now."""
+        """Start without answers. ``present`` returns the connected peers."""
         self.fetches = PartClient(STALL_S)
         self._present = present
         self._changed = threading.Condition()
@@ -64,7 +69,10 @@ class PeerWeightSource:
         self._manifest: Manifest | None = None
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it was something that was asked for here; what nobody asked for ends its link."""
+        """Handle an answer to a question of the head, and return whether the frame was one.
+
+        An answer without a question ends its link.
+        """
         if self.fetches.takes(link, received):
             return True
         if not isinstance(received, ReceivedMessage) or not isinstance(received.message, Held):
@@ -78,11 +86,11 @@ class PeerWeightSource:
                 self._said[link] = _Said(time.monotonic(), from_bits(manifest.tensors, bits))
             self._changed.notify_all()
         if not is_asked:
-            link.dismiss("nobody asked for what it has of a model")
+            link.dismiss("this member did not ask which tensors it has")
         return True
 
     def ended(self, link: Link) -> None:
-        """That link is over."""
+        """Forget a link that ended."""
         self.fetches.ended(link)
         with self._changed:
             self._said.pop(link, None)
@@ -91,9 +99,10 @@ class PeerWeightSource:
     def having(
         self, manifest: Manifest, name: str, besides: str, failed: Collection[Link], watch: Watch
     ) -> list[Link]:
-        """Who has that tensor, but ``besides`` and ``failed``. Where nobody is known, all are asked anew.
+        """Return the links of members with that tensor, except ``besides`` and ``failed``.
 
-        Raises ModelError, before anybody is asked, for one of too many tensors, and what ``watch`` raises.
+        If no such member is known, all are asked anew. Raises ModelError, before any member is asked, for
+        a model of too many tensors, and the errors of ``watch``.
         """
         check_listable(manifest)
 
@@ -111,7 +120,7 @@ class PeerWeightSource:
         return found
 
     def reader(self, manifest: Callable[[], Manifest], asker: str, watch: Watch) -> PeerReader:
-        """For pieces of tensors that ``asker`` wants."""
+        """Return a reader for pieces of tensors that ``asker`` wants."""
         return PeerReader(self, manifest, asker, watch)
 
     def link_to(self, member: str) -> Link | None:
@@ -127,7 +136,10 @@ class PeerWeightSource:
             return [link for link in links if (one := self._said.get(link)) and name in (one.names or ())]
 
     def _is_expecting(self, besides: str, until_s: float) -> bool:
-        """Whether an answer may still come; whoever was waited for in vain is not waited for again."""
+        """Return whether an answer may still come.
+
+        A member that did not answer in time is not waited for again.
+        """
         is_over = time.monotonic() >= until_s
         links = self._links(besides).values()
         with self._changed:
@@ -147,14 +159,15 @@ class PeerWeightSource:
                 self._said[link] = _Said(now_s)
             try:
                 link.send(Holding(manifest.digest))
-            except ConvoyError as error:  # its link is over, and says so itself
+            # The link is over, and its end is reported separately.
+            except ConvoyError as error:
                 _log.debug("%s is not asked whether it has %s: %s", link.peer, name, error.message)
                 self.ended(link)
 
 
 @dataclass(slots=True)
 class _At:
-    """How far a tensor was read, and from whom."""
+    """Remember how far a tensor was read, and from which source."""
 
     digest: str
     start: int
@@ -163,9 +176,10 @@ class _At:
 
 
 class PeerReader:
-    """Pieces of tensors from whoever has them, for one member that asks for one piece behind the other.
+    """Read pieces of tensors from any member that has them, for one member that asks for piece after piece.
 
-    One thread. ``asker`` says of whose bytes it got others than the manifest lists; that counts for it alone.
+    It is for one thread. ``asker`` reports the member that sent wrong bytes; that counts for ``asker``
+    alone.
     """
 
     def __init__(
@@ -176,21 +190,23 @@ class PeerReader:
         self._asker = asker
         self._watch = watch
         self._at: _At | None = None
-        self._wrong: dict[tuple[str, Link], str] = {}  # why not, by digest and source
+        # The reason why a source is not used for a part, by digest and source.
+        self._wrong: dict[tuple[str, Link], str] = {}
         self._failures: Counter[str] = Counter()
-        self.taken: Counter[str] = Counter()  # bytes, by member
+        # Bytes, by member.
+        self.taken: Counter[str] = Counter()
 
     def blame(self, place: PartLocation, digest: str, member: str) -> None:
-        """What ``asker`` got of it from ``member`` were other bytes."""
+        """Note that ``asker`` got wrong bytes of a part from ``member``."""
         link = self._sources.link_to(member)
         if link is not None and (digest, link) not in self._wrong:
             _log.warning("%s got other bytes of %s from %s", self._asker, place.name, member)
             self._fail(digest, link, f"{member} sent other bytes of it")
 
     def read(self, place: PartLocation, digest: str, start: int, num_bytes: int) -> tuple[bytes, str]:
-        """Bytes [start, start + num_bytes) of a tensor, and whose they are.
+        """Return bytes [start, start + num_bytes) of a tensor, and the member that sent them.
 
-        Raises NobodyHas, with why those that have it could not send it, and what ``watch`` raises.
+        Raises NobodyHas, with the reason of a source that could not send it, and the errors of ``watch``.
         """
         while True:
             at = self._at
@@ -200,7 +216,8 @@ class PeerReader:
             try:
                 data = b"".join(_pieces(at.held, num_bytes))
             except ConvoyError as error:
-                self._watch()  # whether it is this end that is over
+                # Raises if this end is over: then the source is not at fault.
+                self._watch()
                 why = f"{at.source.peer} sent no more of it: {error.message}"
                 _log.warning("%s wants %s, and %s", self._asker, place.name, why)
                 self._fail(digest, at.source, why)
@@ -210,7 +227,10 @@ class PeerReader:
             return data, at.source.peer
 
     def fill(self, part: ModelPart, tell: Callable[[int], None]) -> None:
-        """Get one tensor whole; ``tell`` hears how many bytes are here. Raises as `read`, and ModelError."""
+        """Get one whole tensor.
+
+        ``tell`` hears how many bytes are here. Raises as `read` does, and ModelError.
+        """
         place = PartLocation(part.name, None, 0, part.num_bytes)
         for _ in range(_MAX_TRIES):
             with PartFile(part, lambda _num_bytes: self._watch()) as file:
@@ -233,7 +253,7 @@ class PeerReader:
         usable = self._sources.having(manifest, place.name, self._asker, failed, self._watch)
         if not usable:
             reasons = [text for (part, _), text in self._wrong.items() if part == digest]
-            raise NobodyHas(": ".join([f"nobody who is here has {place.name}", *reasons[:1]]))
+            raise NobodyHas(": ".join([f"no connected member has {place.name}", *reasons[:1]]))
         source = min(usable, key=lambda link: (self._failures[link.peer], link.peer))
         wants = pieces_of(digest, place.name, start, place.num_bytes)
         pulled = self._sources.fetches.pull(source, manifest.digest, wants, self._watch)

@@ -1,7 +1,7 @@
-"""Where a peer's part of a model comes from: its own files, this software, or the head of the plan.
+"""The source of a peer's part of a model: its own files, synthetic weights, a hub, or the head of the plan.
 
-Whatever it is, it is compared with the manifest whose digest the plan names before a layer of it is loaded,
-and only what the peer's stage owns is hashed or fetched.
+Whatever the source, each tensor is compared with the manifest that the plan names before its layer is
+loaded. Only the tensors of the peer's own stage are hashed or fetched.
 """
 
 from __future__ import annotations
@@ -37,30 +37,32 @@ from convoy.wire.messages.fetch import Piece
 
 _log = logging.getLogger(__name__)
 
-Doing = Literal["", "check", "fetch", "hub"]  # empty: loading
+# An empty text stands for loading.
+Doing = Literal["", "check", "fetch", "hub"]
 Tell = Callable[[Doing, int, int], None]
 _CONFIG = "config.json"
 _PACE_S = 0.2
 _LOOK_UP_S = 0.2
-_MAX_ROUNDS = 8  # each asks others than the one before
+# Each round asks other members than the one before.
+_MAX_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who wants weights: the plan, and its head's link. What ``watch`` raises ends the work."""
+    """Describe one need for weights: the plan, and its head's link. An error of ``watch`` ends the work."""
 
     plan: Plan
     link: Link
     watch: Callable[[], None]
 
     def check(self) -> None:
-        """Raises what ``watch`` does, and `LinkBroken` once the head's link is over: then nobody waits."""
+        """Raise the errors of ``watch``, and `LinkBroken` once the head's link is over."""
         self.watch()
         if self.link.is_over:
             raise LinkBroken("the link to the head ended while its weights were got ready")
 
     def tell(self, what: Doing, done: int, total: int) -> None:
-        """Say to the head how many bytes are done, and of how many. Raises what a link raises."""
+        """Tell the head how many bytes are done, and of how many. Raises the errors of a link."""
         self.check()
         generation = self.plan.generation
         self.link.send(Progress(generation, done, total, what), generation=generation)
@@ -68,14 +70,17 @@ class Asker:
 
 @dataclass(frozen=True, slots=True)
 class FoundWeights:
-    """A model that is described here. ``received``: its tensors come from the head, and may be missing."""
+    """Hold a model that is described here.
+
+    ``received`` is set if its tensors come from the head; some may be missing.
+    """
 
     source: ModelSource
     received: ReceivedModel | None = None
 
 
 class PeerWeights:
-    """One for a peer: for the thread that loads, and one that gets ready for a later plan."""
+    """Find and fetch the weights of a peer, for the thread that loads and one that prepares a later plan."""
 
     def __init__(self, me: str, options: PeerOptions) -> None:
         self.fetches = PartClient()
@@ -84,23 +89,24 @@ class PeerWeights:
         self._options = options
         self._from_hub = FromHub(me, options.member)
         self._hashing = Hashing(options.member.cache, options.member.num_threads or 0)
-        self._manifest: Manifest | None = None  # the last one that was needed
+        # The manifest that was needed last.
+        self._manifest: Manifest | None = None
         self._lock = threading.Lock()
         self._verified = VerifiedParts()
         self._in_use: InUse | None = None
 
     def find(self, asker: Asker) -> FoundWeights:
-        """The model of a plan: known by its configuration and what its tensors are.
+        """Return the model of a plan, known by its configuration and its tensors' headers.
 
-        Raises `ModelError` where it cannot be had, `Incompatible` where it is another one here, and what
-        fetching raises.
+        Raises `ModelError` if it cannot be had, `Incompatible` if another model is here, and the errors
+        of fetching.
         """
         with self._turn(asker):
             return self._find(asker)
 
     @contextmanager
     def _turn(self, asker: Asker) -> Iterator[None]:
-        """One thread at a time; who waits looks up whether it is still wanted."""
+        """Let one thread work at a time. A waiting thread checks whether its plan is still wanted."""
         while not self._lock.acquire(timeout=_LOOK_UP_S):
             asker.check()
         try:
@@ -130,16 +136,19 @@ class PeerWeights:
             )
 
     def takes(self, link: Link, received: Received) -> bool:
-        """Whether it was a piece, or a question for one; for the receiver thread of the head's link."""
+        """Handle a piece, or a question for one, and return whether the frame was one.
+
+        It is for the receiver thread of the head's link.
+        """
         return self.fetches.takes(link, received) or self._shelf.takes(link, received)
 
     def ended(self, link: Link) -> None:
-        """The head's link is over."""
+        """Forget the head's link, which ended."""
         self.fetches.ended(link)
         self._shelf.ended(link)
 
     def make_ready(self, asker: Asker, found: FoundWeights, mine: StageAssignment) -> None:
-        """Every tensor that ``mine`` owns is here, and is the one of the manifest. Raises as `find` does."""
+        """Get every tensor that ``mine`` owns, and compare each with the manifest. Raises as `find` does."""
         owned = owned_tensors(found.source, range(mine.start, mine.end), embed=mine.embed, output=mine.output)
         with self._turn(asker):
             if found.received is None:
@@ -163,7 +172,7 @@ class PeerWeights:
                 f"the plan names no manifest of {plan.model}, so its weights cannot be compared",
                 hint="run the same version of Convoy on every member",
             )
-        # What is small or drawn is compared whole, and nobody has to be asked for anything.
+        # Small or synthetic weights are compared whole. No other member has to be asked for the manifest.
         if self._options.model_path is None and self._own_manifest(source).digest == plan.manifest:
             return
         manifest = self._listed(asker)
@@ -184,14 +193,15 @@ class PeerWeights:
     # For others.
 
     def on_hand(self, link: Link, plan: Plan) -> tuple[Manifest, dict[str, PartLocation]]:
-        """The manifest of a plan's model, and where each tensor of it lies that is here, by digest.
+        """Return the manifest of a plan's model, and the place of each tensor that is here, by digest.
 
-        In this member's own files, whose bytes nobody has looked at, or in its cache. Raises as `find` does.
+        The places are in this member's own files, which are not verified here, or in its cache. Raises as
+        `find` does.
         """
         self._check_signed(plan)
         source, asker = self._own_source(plan.model), Asker(plan, link, lambda: None)
         if source is not None:
-            # what this software has need not be asked for
+            # The manifest of synthetic weights is computed here and need not be asked for.
             own = self._own_manifest(source) if self._options.model_path is None else None
             manifest = own if own is not None and own.digest == plan.manifest else self._listed(asker)
             return manifest, tensor_places(source, manifest)
@@ -219,20 +229,23 @@ class PeerWeights:
         return FoundWeights(received.source(model, config), received)
 
     def close(self) -> None:
-        """Nothing is loaded any more: what was got may be removed."""
+        """Release the cache: nothing is loaded any more, so its files may be removed."""
         self._shelf.close()
         if self._in_use is not None:
             self._in_use.close()
 
     def _hold(self, folder: Path) -> None:
-        """As long as this process may load from it again, nobody removes it."""
+        """Mark the folder as in use, so that it is not removed while this process may load from it again."""
         if self._in_use is None or self._in_use.folder != folder:
             held, self._in_use = self._in_use, InUse(folder)
             if held is not None:
                 held.close()
 
     def _listed(self, asker: Asker) -> Manifest:
-        """The manifest that the plan names: kept from earlier, or the head's, which must have its digest."""
+        """Return the manifest that the plan names.
+
+        It is a remembered one, or the head's, which must have that digest.
+        """
         digest, cache = asker.plan.manifest, self._options.member.cache
         manifest = self._manifest
         if manifest is not None and manifest.digest == digest:
@@ -259,7 +272,11 @@ class PeerWeights:
     def _get(
         self, asker: Asker, received: ReceivedModel, parts: Sequence[ModelPart], *, from_hub: bool
     ) -> None:
-        """``from_hub``: of the hub that the plan names, if any; a file the head alone sends."""
+        """Get the missing parts and verify them.
+
+        ``from_hub`` tries the hub that the plan names first, if it names one. Files come from the head
+        alone.
+        """
         with received.open(asker.check):
             self._hold(received.folder)
             missing = self._verified.missing(parts, partial(_paced(asker.tell), "check"))
@@ -278,7 +295,7 @@ class PeerWeights:
             self._verified.add(parts)
 
     def _fetch(self, asker: Asker, received: ReceivedModel, wanted: Sequence[_Wanted]) -> list[_Wanted]:
-        """Get what is ``wanted``; returns what came to something else, and is worth another try."""
+        """Fetch ``wanted`` from the head. Returns the parts that were wrong and are worth another try."""
         files: deque[_Coming] = deque()
         again: list[_Wanted] = []
         total, done, tell = sum(one.part.num_bytes for one in wanted), 0, _paced(asker.tell)
@@ -316,10 +333,12 @@ class PeerWeights:
 
     @staticmethod
     def _doubted(asker: Asker, received: ReceivedModel, coming: _Coming, *, resumed: bool) -> _Wanted:
-        """A part that came to something else, to be asked for again. Raises where it was the head's own."""
+        """Return a wrong part, to be asked for again. Raises if the head itself sent all of it."""
         part, members = coming.file.part, coming.members
         if resumed or len(members) > 1:
-            return _Wanted(part)  # an earlier try, by a machine that crashed perhaps, or one of several
+            # The wrong bytes may be of an earlier try, perhaps before a crash, or of any of several
+            # members.
+            return _Wanted(part)
         if not members - {""}:
             raise _wrong(asker, received, part)
         (member,) = members
@@ -329,7 +348,7 @@ class PeerWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A part, and whose bytes of it were others."""
+    """Name a part to fetch, and the member that sent wrong bytes of it before."""
 
     part: ModelPart
     wrong: str = ""
@@ -337,7 +356,7 @@ class _Wanted:
 
 @dataclass(slots=True)
 class _Coming:
-    """A part on its way, and the members that its bytes are of; "" is the head."""
+    """Hold a part that is being written, and the members that its bytes came from; "" is the head."""
 
     file: PartFile
     members: set[str] = field(default_factory=set)
@@ -348,7 +367,7 @@ class _Coming:
 
 
 def _paced(tell: Tell) -> Tell:
-    """``tell``, a few times a second and at the end."""
+    """Return a ``tell`` that passes on a few calls a second and the last one."""
     told_s = 0.0
 
     def paced(stage: Doing, done: int, total: int) -> None:

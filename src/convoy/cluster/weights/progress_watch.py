@@ -1,22 +1,27 @@
-"""Whether a member that gets or checks weights gets on: only then is it waited for any longer."""
+"""Tell whether a member that fetches or checks weights makes progress: only then is it waited for longer.
+
+It is apart because the head's bring-up and its prefetch both use it.
+"""
 
 from __future__ import annotations
 
 from convoy.wire.messages.control import Progress
 
-_MAX_PASSES = 32  # of one member: files, digests, a hub and the head, and each once more
+# Passes of one member: files, digests, a hub and the head, and each once more.
+_MAX_PASSES = 32
 
 
 class ProgressWatch:
-    """What members said of how far they are. Not thread-safe."""
+    """Hold the progress that members reported. Not thread-safe."""
 
     def __init__(self) -> None:
         self._reached: dict[str, dict[tuple[str, int], int]] = {}
 
     def is_further(self, member: str, progress: Progress) -> bool:
-        """Whether it says more than ever in this pass: one has a stage and a total of its own.
+        """Return whether a report exceeds all earlier ones of its pass.
 
-        The number of passes is bounded, so that nobody is waited for without end by its own word.
+        A pass has a phase and a total of its own. The number of passes is bounded, so that no member can
+        be waited for without end by its own word.
         """
         passes = self._reached.setdefault(member, {})
         key = progress.stage, progress.total_bytes

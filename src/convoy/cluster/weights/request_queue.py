@@ -1,4 +1,4 @@
-"""Questions of links, answered in order by a thread for each link that asks: no receiver waits for one."""
+"""A queue of questions for each link, answered in order by one thread a link, so that no receiver waits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ Answer = Callable[[Message], Message]
 
 _LOOK_UP_S = 5.0
 _WEIGHT_BYTES = 1024
-_MAX_WAITING = 64  # questions of one link; then its receiver waits
+# Questions of one link. At this bound its receiver thread waits.
+_MAX_WAITING = 64
 
 
 class RequestQueue:
-    """``begin`` is called once for each link that asks, and what it returns for each question of it."""
+    """Answer questions of links. ``begin`` is called once for each link; its result answers each question."""
 
     def __init__(self, begin: Callable[[Link], Answer]) -> None:
         self._begin = begin
@@ -35,7 +36,7 @@ class RequestQueue:
         return self._closed
 
     def ask(self, link: Link, question: Message) -> None:
-        """For receiver threads: the answer is sent from another thread."""
+        """Queue a question of a receiver thread. Another thread sends the answer."""
         with self._lock:
             asked = self._asked.get(link)
             if asked is None and not self._closed:
@@ -54,7 +55,7 @@ class RequestQueue:
             one.close(None)
 
     def _serve(self, link: Link, asked: Inbox[Message | None]) -> None:
-        """Until the link is over."""
+        """Answer the questions of one link until it ends."""
         answer = self._begin(link)
         try:
             while not link.is_over:
@@ -65,7 +66,8 @@ class RequestQueue:
                 if question is None:
                     return
                 link.send(answer(question))
-        except ConvoyError as error:  # its link is over, and says so itself
+        # The link is over, and its end is reported separately.
+        except ConvoyError as error:
             _log.debug("%s gets no more of the model: %s", link.peer, error.message)
         finally:
             with self._lock:
