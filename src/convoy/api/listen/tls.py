@@ -1,4 +1,4 @@
-"""The certificate that a server shows: files in PEM, looked at before anything is served."""
+"""Load the server's certificate from PEM files, and check it before the server starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
                 f"cannot read {file}: {reason}", hint="--tls-certificate and --tls-key"
             ) from None
     try:
-        # Without a passphrase of its own the library would ask for one on the terminal.
+        # Without a passphrase argument the library would ask for one on the terminal.
         context.load_cert_chain(certificate, key, _NO_PASSPHRASE)
     except (ssl.SSLError, ValueError):
         raise ConfigError(
@@ -37,5 +37,5 @@ def load_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
 
 
 def check_certificate(files: TlsFiles) -> None:
-    """Raise `ConfigError` if the files cannot be served with."""
+    """Raise `ConfigError` if the server cannot use the files."""
     load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)
