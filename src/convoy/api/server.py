@@ -107,11 +107,12 @@ def bind(options: ServeOptions, *, option: str = "--port", step: int = 1) -> soc
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {options.port} on {options.host} is taken",
-                hint=f"{option} {(options.port + step - 1) % 65535 + 1}, or stop what listens there",
+                hint=f"use {option} {(options.port + step - 1) % 65535 + 1}, "
+                "or stop the program that listens there",
             ) from error
         raise ConfigError(
             f"cannot listen on {where}: {(error.strerror or str(error)).lower()}",
-            hint=f"--host wants an address of this machine, and {option} one that you may listen on",
+            hint=f"give --host an address of this machine, and {option} a port that you may listen on",
         ) from error
     return listener
 

@@ -103,7 +103,7 @@ def check_private(status: os.stat_result, path: Path, what: str) -> None:
     if mode & 0o077 and not mounted:
         raise ConfigError(
             f"{what} {path} has mode {mode:04o}, expected 0600: others could read it",
-            hint=f"chmod 600 {path}; of a file of root, this process's group may be a reader too (0640)",
+            hint=f"chmod 600 {path}; for a file of root, 0640 with this process's group is accepted too",
         )
 
 
@@ -218,7 +218,7 @@ def _secret(table: dict[str, Any], where: str) -> tuple[bytes, str | None]:
     if isinstance(key, str):
         return digest_of(check_key(key, f"{where}: key")), key
     raise ConfigError(
-        f"{where}: {'key' if digest is None else 'key_sha256'} is none, expected text",
+        f"{where}: {'key' if digest is None else 'key_sha256'} is not valid, expected text",
         hint="key_sha256 is 64 digits of 0-9 a-f",
     )
 

@@ -68,7 +68,7 @@ class ServeOptions:
                 f"refusing to listen on {self.host} without an api key: anyone who can reach it could use it",
                 hint="--api-key-file FILE asks for a key (`convoy keys new FILE` makes one), --host "
                 "127.0.0.1 listens on this machine alone, and allow_unauthenticated = true under [serve] in "
-                "convoy.toml lets everybody in",
+                "convoy.toml admits every caller",
             )
 
     @property
@@ -89,8 +89,8 @@ def _check_host(text: str) -> None:
     if not usable:
         raise ConfigError(
             f"the allowed host {text[:80]!r} is no name",
-            hint="--allowed-host chat.example, without a scheme, a port or a path; *.chat.example for all "
-            "names directly below",
+            hint="use --allowed-host chat.example, without a scheme, a port or a path; *.chat.example stands "
+            "for all names directly below",
         )
 
 
@@ -102,7 +102,9 @@ def check_origin(text: str) -> str:
     except ValueError:
         usable = False
     if not usable or parts.path or parts.query or parts.fragment or "@" in parts.netloc:
-        raise ConfigError(f"the origin {text[:80]!r} is none", hint="--allowed-origin https://chat.example")
+        raise ConfigError(
+            f"the origin {text[:80]!r} is not valid", hint="use --allowed-origin https://chat.example"
+        )
     return f"{parts.scheme}://{parts.netloc.removesuffix(_IMPLIED[parts.scheme])}"
 
 

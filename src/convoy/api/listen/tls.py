@@ -24,7 +24,7 @@ def load_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
         except OSError as error:
             reason = (error.strerror or "unreadable").lower()
             raise ConfigError(
-                f"cannot read {file}: {reason}", hint="--tls-certificate and --tls-key"
+                f"cannot read {file}: {reason}", hint="check the files of --tls-certificate and --tls-key"
             ) from None
     try:
         # Without a passphrase argument the library would ask for one on the terminal.
@@ -32,7 +32,7 @@ def load_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
     except (ssl.SSLError, ValueError):
         raise ConfigError(
             f"{certificate} and {key} are no certificate and its key",
-            hint="--tls-certificate and --tls-key want PEM, and the key has no passphrase",
+            hint="give --tls-certificate and --tls-key files in PEM, with a key that has no passphrase",
         ) from None
 
 

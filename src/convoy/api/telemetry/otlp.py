@@ -37,12 +37,12 @@ def traces_url(url: str) -> str:
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.password:
         raise ConfigError(
             f"the collector {url.rpartition('@')[2][:200]!r} is no URL of OTLP over HTTP",
-            hint="http://127.0.0.1:4318, without a name or password in it",
+            hint="use a URL like http://127.0.0.1:4318, without a name or password in it",
         )
     if parts.scheme == "http" and not is_loopback(parts.hostname):
         raise ConfigError(
             f"refusing to send traces to {parts.hostname} without TLS",
-            hint=f"https://{parts.netloc}, or a collector on this machine",
+            hint=f"use https://{parts.netloc}, or a collector on this machine",
         )
     return url.rstrip("/") + _PATH if parts.path in {"", "/"} else url
 
