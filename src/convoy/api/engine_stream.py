@@ -96,6 +96,7 @@ class EngineStream:
         with self._lock:
             if self._left:
                 return
+            # Wake the loop once per batch: a call for every token would slow the engine's thread.
             wake = not self._arrived
             self._arrived.append((index, output))
         if wake:
@@ -113,6 +114,7 @@ class EngineStream:
             self._left = True
             handles, self._arrived = list(self._handles), []
         if handles and self._unfinished > 0:
+            # Abort on a thread, because the engine may hold its lock while it samples a batch.
             self._loop.run_in_executor(None, _abort_all, handles)
 
 

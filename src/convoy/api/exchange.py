@@ -62,6 +62,7 @@ class Exchange:
         elif not message.get("more_body", False):
             self.complete = True
         try:
+            # A client that does not read would otherwise hold its connection and its answer for ever.
             async with asyncio.timeout(self._write_timeout_s):
                 await self._send(message)
         except TimeoutError:

@@ -81,6 +81,7 @@ class FailedKeys:
         self._failures[address] = (number + 1, now_s)
         if len(self._failures) > _MAX_ADDRESSES:
             self._failures.popitem(last=False)
+        # The first mistake costs nothing. After it the delay doubles with each one, up to the longest.
         return 0.0 if number == 0 else min(_LONGEST_S, _FIRST_S * 2.0 ** min(number - 1, 10))
 
     def _report(self, address: str) -> None:

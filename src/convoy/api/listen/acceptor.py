@@ -79,6 +79,7 @@ class Acceptor:
     def _pause(self) -> None:
         """Stop accepting for a moment and shed unproven connections, because descriptors ran out."""
         self._places.shed(_ACCEPTS_AT_ONCE)
+        # A listener that stays readable would spin the event loop, so stop watching it for a moment.
         self._loop.remove_reader(self._listener)
         self._retry = self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._accept)
 

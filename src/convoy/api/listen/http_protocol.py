@@ -78,10 +78,12 @@ class BoundedHttp(HttpToolsProtocol):
         data, self._ahead = bytes(self._ahead), bytearray()
         at = 0
         while at < len(data) and not (self.transport.is_closing() or self._upgraded):
+            # The request before is still being answered. Stop reading, so that TCP slows the client down.
             if self.pipeline:
                 self.flow.pause_reading()
                 self._ahead += data[at:]
                 return
+            # Bytes without progress count against the header's limit, also chunk extensions and trailers.
             room = self._limits.max_header_bytes - self._num_quiet_bytes
             if room <= 0:
                 self.refuse(HeaderTooLong(f"a header may have {self._limits.max_header_bytes} bytes"))
@@ -152,6 +154,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         status, body = answer_for(error).status, msgspec.json.encode(body_for(error))
         headers = {"content-type": "application/json", "content-length": str(len(body)), **headers_for(error)}
+        # Written by hand: uvicorn can answer only requests that it has parsed.
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{n}: {v}" for n, v in headers.items())]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()

@@ -19,6 +19,7 @@ def load_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
     for file in files:
         try:
             with open(file, "rb") as opened:
+                # Only the key is secret; a certificate may be readable by all.
                 if file == key:
                     check_private(os.fstat(opened.fileno()), Path(key), "the TLS key")
         except OSError as error:

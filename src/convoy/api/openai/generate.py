@@ -76,6 +76,7 @@ class Generate(Generic[Body]):
         began_s = time.monotonic()
         asked = await self.intake.read(upload, partial(self._prepare, salt=caller.salt))
         read_s = time.monotonic() - began_s
+        # Hold the worst case before anything runs, so that a refusal costs no engine time.
         use.hold(asked.num_prompt_tokens, asked.most_tokens)
         answer = self.answer(asked)
         generation = EngineStream(asked.model.engine, asked.requests)
@@ -116,6 +117,7 @@ class Generate(Generic[Body]):
         try:
             async for batch in generation.batches(self.options.heartbeat_s):
                 _raise_error(batch)
+                # Send the headers only now: an error before the first output still gets its own HTTP status.
                 if not exchange.status:
                     await exchange.start_events()
                     await exchange.send_events(answer.opening())
