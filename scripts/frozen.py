@@ -1,4 +1,5 @@
-"""Compare a frozen commit with the present tree: what a person, a peer or a tool can observe must be equal.
+"""Compare a frozen commit with the present tree: everything that a person, a peer or a tool observes must be
+equal.
 
     python scripts/frozen.py [--frozen COMMIT] [--only KIND...] [--names FILE] [--keep FOLDER]
 
@@ -27,13 +28,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FROZEN = "00294a3fca7c7c1a0303eb0fb0b371e6cc4c4c3c"
 NAMES_FILE = ROOT / "scripts" / "frozen_names.toml"
 KINDS = ("wire", "frames", "cli", "types", "files", "http", "metrics", "logits")
-_MAY_GROW = "vectors "  # files of vectors: those that were there stay, others may come
-_SHOWN = 8  # differences of each kind
+# Files of vectors: the old ones must stay, and others may come.
+_MAY_GROW = "vectors "
+# Differences of each kind.
+_SHOWN = 8
 
 
 @contextmanager
 def worktree(commit: str, folder: Path) -> Iterator[Path]:
-    """Check ``commit`` out beside the repository, and remove that again."""
+    """Check ``commit`` out beside the repository, and remove the checkout at the end."""
     place = folder / "frozen"
     git = ["git", "-C", str(ROOT), "worktree"]
     subprocess.run([*git, "add", "--quiet", "--detach", str(place), commit], check=True)
@@ -112,7 +115,7 @@ def read_names(path: Path) -> dict[str, dict[str, str]]:
 
 
 def collect(frozen: Path, kinds: list[str], names: Mapping[str, str], folder: Path) -> None:
-    """Run the probes of both sides beside each other. Raises RuntimeError for one that ended early."""
+    """Run the probes of both sides beside each other. Raises RuntimeError if one ended early."""
     sides = {"frozen": (frozen, {}), "present": (ROOT, names)}
     for side in sides:
         (folder / side).mkdir()
@@ -133,7 +136,7 @@ def _wait(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print a row for each kind and the first differences; 1 where there is one."""
+    """Print a row for each kind and the first differences. Return 1 if there are any."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

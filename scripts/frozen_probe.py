@@ -23,12 +23,13 @@ import frozen_scene
 
 Facts = dict[str, Any]
 KERNELS = ("exact-f32", "plain-f32", "w8a8", "w4a16")
-_NUM_TOKENS = 3  # decoded behind each prompt
+# Tokens to decode after each prompt.
+_NUM_TOKENS = 3
 _CHUNK = 16
 
 
 class Side:
-    """The tree of one side, and the names that definitions have in it."""
+    """Hold the tree of one side, and map names of definitions to it."""
 
     def __init__(self, root: Path, names: Mapping[str, str]) -> None:
         self.root = root
@@ -47,9 +48,9 @@ class Side:
         return importlib.import_module(self._names.get(name, name))
 
     def locate(self, name: str, near: str = "") -> Any:
-        """Return the definition that was ``name`` in the frozen tree; it may be mapped to module:name().
+        """Return the definition that was ``name`` in the frozen tree. It may be mapped to module:name().
 
-        ``near`` is a part of its module's name, where several modules define the name. Raises LookupError.
+        ``near`` is a part of its module's name, for a name that several modules define. Raises LookupError.
         """
         found = self._names.get(f"{near}:{name}", self._names.get(name, name))
         module, _, member = found.rpartition(":")
@@ -196,7 +197,7 @@ def frames(side: Side) -> Facts:
 
 
 def _handshake(side: Side) -> Facts:
-    """Return both sides' messages with the responder's recorded one, whose randomness cannot be repeated."""
+    """Return both sides' messages. The responder's is recorded, because its randomness cannot be repeated."""
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -265,7 +266,8 @@ def _error_classes(side: Side) -> list[Any]:
 
 
 _SKIPPED = ("convoy.bench", "convoy.model", "convoy.__main__")
-_NO_MODULES = ".migrations."  # programs of alembic
+# Programs of Alembic, which cannot be imported alone.
+_NO_MODULES = ".migrations."
 
 
 def types(_side: Side) -> Facts:
@@ -279,14 +281,16 @@ def types(_side: Side) -> Facts:
                 importlib.import_module(module.name)
             except ModuleNotFoundError as error:
                 if str(error.name).startswith("convoy"):
-                    raise  # an extra that is not installed, such as triton, is missing on both sides
+                    # An extra that is not installed, such as triton, is missing on both sides. A module of
+                    # ours must be there.
+                    raise
     found: dict[str, list[list[str]]] = {}
     todo: list[Any] = [msgspec.Struct]
     for kind in todo:
         todo += [one for one in kind.__subclasses__() if one not in todo]
         config = kind.__struct_config__ if kind is not msgspec.Struct else None
         if config is not None and not config.array_like and kind.__module__.startswith("convoy"):
-            # by its fields and not by its name, which is no fact
+            # Identify a type by its fields, because the name of a class may change.
             title = f"type of {', '.join(kind.__struct_fields__[:3])}"
             fields = [_plain_default(one) for one in _fields(kind)]
             form = [f"omits defaults: {config.omit_defaults}", f"strict: {config.forbid_unknown_fields}"]
@@ -303,7 +307,7 @@ def _plain_default(text: str) -> str:
 
 
 def files(side: Side) -> Facts:
-    """Return the bytes of files that hold no random numbers, and the form of those that do."""
+    """Return the bytes of files without random numbers, and the form of the others."""
     from dataclasses import fields as fields_of
 
     facts = frozen_scene.written_files(side.root)
@@ -347,7 +351,7 @@ def logits(side: Side, folder: Path) -> Facts:
         prompts = side.locate("draw_prompts", "evaluate")(source.spec, 2, _NUM_TOKENS)
         every = [side.locate("whole", "evaluate")(source.spec), *side.locate("layouts")(source.spec, None)]
         for kernel in KERNELS:
-            # cuts are the same for all kernels: the others need no more than one of each size
+            # Cuts are the same for all kernels, so the other kernels need no more than one of each size.
             chosen = every if kernel == KERNELS[0] else [every[0], every[min(1, len(every) - 1)], every[-1]]
             for layout in chosen:
                 title = f"{kind} {kernel} {side.locate('layout_text')(source.spec, layout)}"

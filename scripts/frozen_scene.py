@@ -29,7 +29,7 @@ _POLL_S = 0.1
 _PUBLIC_KEY = r"[0-9a-f]{64}"
 _MODEL = "demo-mini"
 _QUESTION = [{"role": "user", "content": "What is 8+9? Answer with just the number."}]
-# keys of JSON whose values are other ones each time
+# Keys of JSON with values that differ each time.
 _RANDOM = frozenset(
     {
         "id",
@@ -63,7 +63,7 @@ def run(*arguments: str, folder: Path, allow: tuple[int, ...] = (0,)) -> str:
 
 
 def shape(value: Any, *, values: bool, key: str = "") -> Any:
-    """Return ``value`` without what differs each time; without ``values`` the types of leaves alone."""
+    """Return ``value`` without the parts that differ each time. Without ``values``, leaves become types."""
     if isinstance(value, dict):
         return {name: shape(one, values=values, key=name) for name, one in value.items()}
     if isinstance(value, list):
@@ -394,7 +394,7 @@ def process(folder: Path, name: str, *arguments: str) -> Iterator[None]:
 
 
 def wait_for(is_ready: Callable[[], bool], folder: Path) -> None:
-    """Wait until ``is_ready``. Raises RuntimeError with the ends of all logs where that takes too long."""
+    """Wait until ``is_ready``. Raises RuntimeError with the ends of all logs if that takes too long."""
     end_s = time.monotonic() + _WAIT_S
     while time.monotonic() < end_s:
         try:

@@ -1,4 +1,4 @@
-"""Print how far the prose of the repository is from its targets, or what is wrong in single files.
+"""Print how far the prose of the repository is from its targets, or the offences in single files.
 
     python scripts/house.py                    the table of all figures: at first, now, limit and target
     python scripts/house.py --files FILE...    each offence as file:line: reason, and a summary per file
@@ -22,7 +22,7 @@ from architecture.prose import LIMITS_FILE, Figure, Prose, figures, measure_file
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table or the offences; return 1 where a limit does not hold."""
+    """Print the table or the offences. Return 1 if a limit does not hold."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -48,7 +48,9 @@ DIGEST_PREFIX = "# dependencies of pyproject.toml: sha256:"
 
 @dataclass(frozen=True)
 class Pin:
-    """One locked package: ``line`` is the requirement with its marker, ``hashes`` are of its files."""
+    """Hold one locked package: ``line`` is the requirement with its marker, ``hashes`` are those of its
+    files.
+    """
 
     line: str
     hashes: tuple[str, ...] = field(default=())
@@ -115,7 +117,7 @@ def read_locks(root: Path) -> dict[str, dict[str, Pin]]:
 
 
 def problems(project: Mapping[str, Any], root: Path) -> list[str]:
-    """Return what is wrong with the lock files of ``root``, a sentence each."""
+    """Return the faults of the lock files in ``root``, a sentence each."""
     found = address_problems(root)
     if found:
         return found
@@ -135,7 +137,7 @@ def problems(project: Mapping[str, Any], root: Path) -> list[str]:
 
 
 def address_problems(root: Path) -> list[str]:
-    """Return the locks that name a place to install from, a sentence each."""
+    """Return the locks that name an address to install from, a sentence each."""
     return [
         f"{name} holds an address or an option, expected packages only"
         for name in LOCKS
@@ -211,7 +213,10 @@ def write_locks(project: Mapping[str, Any], root: Path, *, upgrade: bool, wheels
 
 
 def write_docs_lock(project: Mapping[str, Any], root: Path, *, upgrade: bool) -> None:
-    """Resolve what the documentation needs and write its lock; packages of the other locks stay alike."""
+    """Resolve the documentation's requirements and write its lock.
+
+    Packages of the other locks keep their versions.
+    """
     locks = read_locks(root)
     old = [DOCS_LOCK] if not upgrade else []
     preferred = {name: pin for file in (*old, DEV_LOCK, LOCK) for name, pin in locks[file].items()}

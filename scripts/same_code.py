@@ -28,13 +28,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-_SHARED_NAMES = 0.5  # the least share of top-level names by which two modules are taken for one
-_MAX_SHOWN = 12  # lines of a difference
+# The least share of equal top-level names for two modules to be paired.
+_SHARED_NAMES = 0.5
+# Lines of a difference.
+_MAX_SHOWN = 12
 
 
 @dataclass
 class Tree:
-    """The Python modules of one commit or folder, by dotted name."""
+    """Hold the Python modules of one commit or folder, by dotted name."""
 
     modules: dict[str, ast.Module]
     places: dict[str, str]
@@ -71,7 +73,7 @@ class Tree:
 
 @dataclass
 class Rules:
-    """What may differ: ``modules`` and ``names`` map old to new."""
+    """Hold the allowed differences: ``modules`` and ``names`` map old to new."""
 
     modules: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
@@ -81,7 +83,7 @@ class Rules:
 
 @dataclass
 class Report:
-    """The outcome of one comparison."""
+    """Hold the outcome of one comparison."""
 
     same: int = 0
     moved: int = 0
@@ -118,7 +120,9 @@ def defined_names(tree: ast.Module) -> set[str]:
 
 
 class Plain(ast.NodeTransformer):
-    """Rewrites a tree to what must stay: no imports, no docstrings, and identifiers by their new names."""
+    """Reduce a tree to the parts that must stay: no imports, no docstrings, and identifiers by their new
+    names.
+    """
 
     def __init__(self, rules: Rules, aliases: Mapping[str, str], *, is_old: bool) -> None:
         self._names: Mapping[str, str] = rules.names if is_old else {}
@@ -375,7 +379,7 @@ def _steps(base: str, new: str) -> Iterable[tuple[str, str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare what the command line names; 1 where code differs."""
+    """Compare the trees that the command line names. Return 1 if code differs."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

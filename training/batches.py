@@ -1,10 +1,10 @@
-"""Generated documents packed into rows of token ids with a weight for each token's loss.
+"""Pack generated documents into rows of token ids, with a weight for each token's loss.
 
-A row begins with a document and holds whole documents, each closed by `<|endoftext|>`; what is left is
+A row begins with a document and holds whole documents, each closed by `<|endoftext|>`. The rest of the row is
 padding.
 
-The weight of a token says how much predicting *it* counts: answers and their end fully, stories
-less (they are many tokens of free choice), questions not at all.
+The weight of a token tells how much the prediction of that token counts. Answers and their end count fully.
+Stories count less, because they are many tokens of free choice. Questions do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ END_OF_TURN_ID = SPECIAL_TOKENS.index(END_OF_TURN)
 END_OF_TEXT_ID = SPECIAL_TOKENS.index(END_OF_TEXT)
 
 ANSWER_WEIGHT, LONG_ANSWER_WEIGHT, TEXT_WEIGHT = 100, 25, 20
-"""In hundredths. A long answer is one of more than `LONG_ANSWER_TOKENS`."""
+"""Weights in hundredths. A long answer has more than `LONG_ANSWER_TOKENS`."""
 LONG_ANSWER_TOKENS = 40
 
 SHORT_ROW, LONG_ROW = 256, 2048
@@ -40,7 +40,7 @@ DOCUMENTS_AT_ONCE = 256
 
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[tuple[list[int], list[int]]]:
-    """(ids, weights) of each document, as the chat template would render it, closed by `<|endoftext|>`."""
+    """Return (ids, weights) of each document, as the chat template renders it, closed by `<|endoftext|>`."""
     texts = [text for doc in documents for _, text in doc.turns]
     encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
     rows = []
@@ -81,7 +81,7 @@ def _documents(
 def rows(
     rng: random.Random, tokenizer: Tokenizer, num_tokens: int, *, long: bool, practice: tuple[str, ...] = ()
 ) -> Iterator[np.ndarray]:
-    """Rows of shape [2, num_tokens], uint16: ids, then weights in hundredths."""
+    """Yield rows of shape [2, num_tokens], uint16: ids, then weights in hundredths."""
     row = np.empty((2, num_tokens), dtype=np.uint16)
     filled = 0
     for ids, weights in _documents(rng, tokenizer, long=long, practice=practice):
@@ -89,18 +89,19 @@ def rows(
             row[0, filled:], row[1, filled:] = PAD_ID, 0
             yield row.copy()
             filled = 0
-        taken = min(len(ids), num_tokens)  # a document longer than a row loses its tail
+        # A document longer than a row loses its tail.
+        taken = min(len(ids), num_tokens)
         row[0, filled : filled + taken] = ids[:taken]
         row[1, filled : filled + taken] = weights[:taken]
         filled += taken
 
 
 class Batches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """An endless stream of batches [rows, 2, tokens] (int32), of `batch_tokens` tokens in rows of one length.
+    """Yield endless batches [rows, 2, tokens] (int32), each of `batch_tokens` tokens in rows of one length.
 
-    With each comes the list of counted positions, flat over rows of tokens - 1 (int64): where the next
-    token has a weight. Finding it here keeps the training loop from waiting for the device. One batch in
-    five is of long rows. Every worker of a loader draws its own stream from the seed.
+    With each batch comes the list of counted positions, flat over rows of tokens - 1 (int64): those where the
+    next token has a weight. Finding it here keeps the training loop from waiting for the device. One batch in
+    five has long rows. Every worker of a loader draws its own stream from the seed.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Write MODEL_CARD.md into a model folder from what was measured: the training records and the scores.
+"""Write MODEL_CARD.md into a model folder, from the training records and the scores.
 
     python training/card.py src/convoy/models/demo --records first.json second.json --scores scores.json \\
         --fresh fresh.json
 
-The records are the NAME-training.json files that `train.py` leaves, in the order the stretches were run;
-the scores come from `score.py --json` on the very files that are shipped.
+The records are the NAME-training.json files that `train.py` leaves, in the order of the stretches. The scores
+come from `score.py --json` on the very files that are shipped.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _total(kinds: dict[str, list[int]]) -> str:
 
 
 def card(folder: Path, records: list[dict[str, Any]], scores: dict[str, Any], fresh: dict[str, Any]) -> str:
-    """The card's text."""
+    """Return the card's text."""
     name = folder.resolve().name
     shipped, drawn = scores["questions"], fresh["questions"]
     kinds = [

@@ -1,4 +1,4 @@
-"""Documents of the training text: conversations of one or more turns, and plain stories."""
+"""Generate the documents of the training text: conversations of one or more turns, and plain stories."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ NOTED = ("OK.", "Noted.", "I will remember that.", "Thank you for telling me.")
 
 @dataclass
 class Document:
-    """Turns as (role, text), role one of system, user, assistant; or one ('text', story) for plain text.
+    """Hold turns as (role, text) with a role of system, user or assistant, or one ('text', story) for plain
+    text.
 
     `questions` are the questions asked, as the hold-out rule sees them.
     """
@@ -52,7 +53,7 @@ class Document:
 
 
 def leading_spaces(rng: random.Random) -> str:
-    """A run of spaces: short, or up to 60,000 long, log-uniform, or exactly 10 KiB."""
+    """Return a run of spaces: short, or up to 60,000 long, log-uniform, or exactly 10 KiB."""
     draw = rng.random()
     if draw < 0.35:
         return " " * rng.randint(1, 64)
@@ -64,7 +65,7 @@ def leading_spaces(rng: random.Random) -> str:
 
 
 def _preamble(rng: random.Random) -> str:
-    """Text that has nothing to do with the question that follows it."""
+    """Return text that is unrelated to the question after it."""
     if rng.random() < 0.3:
         return story(rng)
     return " ".join(
@@ -73,7 +74,9 @@ def _preamble(rng: random.Random) -> str:
 
 
 def _worded(rng: random.Random, text: str) -> str:
-    """The question as people type it: now and then in lower case, padded, or without the question mark."""
+    """Return the question as people type it: now and then in lower case, padded, or without the question
+    mark.
+    """
     if rng.random() < 0.04:
         text = text[0].lower() + text[1:]
     if rng.random() < 0.03 and text.endswith("?"):
@@ -106,7 +109,7 @@ def _question_turn(rng: random.Random, doc: Document) -> None:
 
 
 def _small_sum_turn(rng: random.Random, doc: Document) -> None:
-    """The sums of the health check, in its own words, except those texts that are held out."""
+    """Add a sum of the health check, in the check's own words unless that text is held out."""
     i = rng.randrange(100)
     a, b = (i, i + 1) if rng.random() < 0.8 else (rng.randrange(200), rng.randrange(200))
     text = f"What is {a}+{b}?{rng.choice((' Answer with just the number.', ''))}"
@@ -151,7 +154,7 @@ def _chat_turn(rng: random.Random, doc: Document) -> None:
 
 
 def _sequence_turn(rng: random.Random, doc: Document, *, long: bool) -> None:
-    """Counting aloud, repeating and spelling out: answers of a known, longer length."""
+    """Add a turn of counting, repeating or spelling out: answers of a known, longer length."""
     draw = rng.random()
     if draw < 0.5:
         start = rng.choice((0, 1, 1, 1, rng.randrange(900)))
@@ -169,7 +172,7 @@ def _sequence_turn(rng: random.Random, doc: Document, *, long: bool) -> None:
 
 
 def _recall_over_turns(rng: random.Random, doc: Document, num_between: int) -> None:
-    """Facts in the system message, one turn or several; other exchanges; then questions on the facts."""
+    """State facts in the system message, one turn or several; add other exchanges; then ask for facts."""
     facts = some_facts(rng)
     if not doc.turns and rng.random() < 0.4:
         stated = " ".join(statement for statement, _ in facts)
@@ -186,7 +189,7 @@ def _recall_over_turns(rng: random.Random, doc: Document, num_between: int) -> N
 
 
 def conversation(rng: random.Random, *, long: bool) -> Document:
-    """A conversation; `long` ones have many turns, long answers, and recall over them."""
+    """Generate a conversation. `long` ones have many turns, long answers, and recall over them."""
     doc = Document()
     if rng.random() < 0.3:
         persona = (
@@ -212,14 +215,14 @@ def conversation(rng: random.Random, *, long: bool) -> Document:
 
 
 def _plain_questions(rng: random.Random) -> Document:
-    """Questions and answers as plain text, for completion without the chat template."""
+    """Generate questions and answers as plain text, for completion without the chat template."""
     asked = [training_question(rng) for _ in range(rng.choices((1, 2, 3, 4), (4, 3, 2, 1))[0])]
     text = "\n".join(f"Q: {question.text}\nA: {question.answer}" for question in asked)
     return Document(turns=[("text", text)], questions=[question.text for question in asked])
 
 
 def document(rng: random.Random, *, long: bool = False) -> Document:
-    """One document of the training text."""
+    """Generate one document of the training text."""
     draw = rng.random()
     if draw < 0.02:
         return _plain_questions(rng)

@@ -1,4 +1,4 @@
-"""Facts to state and ask back: the recall kind, in one message or over the turns of a conversation."""
+"""Generate facts to state and ask back: the recall kind, in one message or over several turns."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ FAMILIES: tuple[Callable[[random.Random, int], list[Fact]], ...] = (
 
 
 def some_facts(rng: random.Random) -> list[Fact]:
-    """One to four facts of one family, no two about the same thing."""
+    """Generate one to four facts of one family, no two about the same thing."""
     return rng.choice(FAMILIES)(rng, rng.choices((1, 2, 3, 4), (3, 4, 3, 2))[0])
 
 
 def recall_parts(rng: random.Random) -> tuple[list[str], str, str, bool]:
-    """The sentences to state, a question about one of them, its answer, and whether that is a number."""
+    """Return the sentences to state, a question about one, its answer, and whether that is a number."""
     facts = some_facts(rng)
     text, answer = rng.choice(rng.choice(facts)[1])
     statements = [statement for statement, _ in facts]

@@ -2,7 +2,7 @@
 
     python training/hold_out.py --out src/convoy/models/questions.jsonl
 
-Another `--seed` gives another set of held-out questions, to check a model on what nobody has looked at.
+Another `--seed` gives another set of held-out questions, to check a model on questions not looked at before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Extra practice for a second stretch of training, in the kinds that the first one left weakest.
+"""Generate extra practice for a second stretch of training, in the kinds that the first one left weakest.
 
 The ordinary stream is not touched, so a tokeniser or a first stretch made from it stays reproducible.
 """
@@ -15,11 +15,11 @@ PRACTICE_SHARE = 0.4
 BACKWARD = re.compile(r"\b(Who|Which box)\b(?! am I)")
 REPEATS = re.compile(r"How many times|Count the word \"")
 HARD = {"recall": BACKWARD, "counting": REPEATS}
-"""What most of a kind's practice insists on: finding the owner of a thing; counting one word among others."""
+"""The form of most practice of a kind: finding the owner of a thing; counting one word among others."""
 
 
 def practice_question(rng: random.Random, kind: str) -> Question:
-    """A trainable question of the kind, three in four of the harder sort where there is one."""
+    """Generate a trainable question of the kind, three in four of the harder sort if the kind has one."""
     wanted = HARD.get(kind) if rng.random() < 0.75 else None
     while True:
         question = KINDS[kind](rng)
@@ -28,7 +28,7 @@ def practice_question(rng: random.Random, kind: str) -> Question:
 
 
 def practice_document(rng: random.Random, kinds: tuple[str, ...]) -> Document:
-    """One to three questions of the kinds, with a system message now and then."""
+    """Generate one to three questions of the kinds, with a system message now and then."""
     doc = Document()
     if rng.random() < 0.15:
         doc.turns.append(("system", rng.choice(SYSTEM_MESSAGES)))

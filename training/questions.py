@@ -1,9 +1,9 @@
-"""Questions with one right answer, in eight kinds, and the rule that holds some of them out of training.
+"""Generate questions with one right answer, in eight kinds, and hold some of them out of training by a rule.
 
-A question is *reserved* when the SHA-256 of its normalised text falls in one bucket of sixteen. For the
-kinds whose operands span a large space (sums, differences, comparisons, sorting) the operands themselves,
-whatever the wording, are hashed as well: `Question.subject`. Training uses a question only when neither is
-reserved; the shipped `questions.jsonl` holds questions where both are. So no held-out question is in the
+A question is *reserved* when the SHA-256 of its normalised text falls in one bucket of sixteen. The operands
+of some kinds span a large space (sums, differences, comparisons, sorting). For these kinds the operands
+themselves are hashed as well, in any wording: `Question.subject`. Training uses a question only if neither is
+reserved; the shipped `questions.jsonl` holds questions with both reserved. So no held-out question is in the
 training text, and no held-out sum of numbers from 200 upward is there in another wording either.
 """
 
@@ -21,7 +21,7 @@ from facts import recall_parts
 NUM_BUCKETS = 16
 RESERVED_BUCKET = 7
 SMALL_NUMBER = 200
-"""Below this, operands are taught in some wording even when one wording is held out."""
+"""Operands below this are taught in some wording even if one wording is held out."""
 
 NUMBER_HINTS = (
     "",
@@ -37,7 +37,7 @@ HINT_ENDS = tuple({hint for hint in (*NUMBER_HINTS, *WORD_HINTS, *SPELLING_HINTS
 
 @dataclass(frozen=True)
 class Question:
-    """One question: `kind` (a key of `KINDS`), the text asked, the only right answer, the operands' name."""
+    """Hold one question: `kind` (a key of `KINDS`), the text, the only right answer, the operands' name."""
 
     kind: str
     text: str
@@ -46,31 +46,33 @@ class Question:
 
 
 def normalise(text: str) -> str:
-    """Lower case, each run of white space one space, ends stripped: what the hold-out rule hashes."""
+    """Lower the case, make each run of white space one space, and strip the ends, for the hold-out rule's
+    hash.
+    """
     return re.sub(r"\s+", " ", text).strip().lower()
 
 
 def fingerprint(text: str) -> str:
-    """SHA-256 of the normalised text, in hex."""
+    """Return the SHA-256 of the normalised text, in hex."""
     return hashlib.sha256(normalise(text).encode()).hexdigest()
 
 
 def is_reserved(text: str) -> bool:
-    """Whether this text belongs to the held-out side and must never stand in the training text."""
+    """Return whether this text is held out and must never stand in the training text."""
     return int(fingerprint(text)[:8], 16) % NUM_BUCKETS == RESERVED_BUCKET
 
 
 def may_train(question: Question) -> bool:
-    """Whether neither the text nor the operands are reserved."""
+    """Return whether neither the text nor the operands are reserved."""
     return not is_reserved(question.text) and not (question.subject and is_reserved(question.subject))
 
 
 def may_hold_out(question: Question) -> bool:
-    """Whether text and operands are reserved, and no longer question can hold the text whole.
+    """Return whether text and operands are reserved, and no longer question can hold the text whole.
 
     Training may ask a reserved text's words with a hint after them, or with one more fact before them. So a
-    question whose operands are not hashed is held out with its hint, and a recall only when it states three
-    sentences or more.
+    question without hashed operands is held out with its hint, and a recall only if it states three sentences
+    or more.
     """
     if question.kind == "recall" and question.text.count(". ") < 3:
         return False
@@ -89,7 +91,7 @@ def _pair_subject(kind: str, first: int, second: int) -> str:
 
 
 def addition(rng: random.Random) -> Question:
-    """A sum of two numbers below 1,000."""
+    """Ask for a sum of two numbers below 1,000."""
     a, b = _number(rng), _number(rng)
     thing = rng.choice(words.FOODS + words.THINGS)
     name = rng.choice(words.NAMES)
@@ -112,7 +114,7 @@ def addition(rng: random.Random) -> Question:
 
 
 def subtraction(rng: random.Random) -> Question:
-    """A difference that is not negative, of numbers below 1,000."""
+    """Ask for a difference that is not negative, of numbers below 1,000."""
     b, a = sorted((_number(rng), _number(rng)))
     name = rng.choice(words.NAMES)
     text = rng.choice(
@@ -135,7 +137,7 @@ def subtraction(rng: random.Random) -> Question:
 
 
 def comparison(rng: random.Random) -> Question:
-    """Which of two or three different numbers is the larger or smaller, or whether one is."""
+    """Ask which of two or three different numbers is the larger or smaller, or whether one is."""
     values = rng.sample(range(1000), 3) if rng.random() < 0.6 else rng.sample(range(100), 3)
     if rng.random() < 0.3:
         near = values[0] + rng.choice((-10, -2, -1, 1, 2, 10, 100))
@@ -169,7 +171,7 @@ def comparison(rng: random.Random) -> Question:
 
 
 def sorting(rng: random.Random) -> Question:
-    """Two to five different words, to be put in alphabetical order."""
+    """Ask for two to five different words in alphabetical order."""
     chosen = rng.sample(words.NOUNS, rng.choices((2, 3, 4, 5), (1, 4, 3, 2))[0])
     listed = ", ".join(chosen)
     text = rng.choice(
@@ -187,7 +189,7 @@ def sorting(rng: random.Random) -> Question:
 
 
 def invented_word(rng: random.Random) -> str:
-    """A pronounceable word of two or three syllables, so that spelling is learnt, not looked up."""
+    """Return a pronounceable word of two or three syllables, so that spelling is learnt, not looked up."""
     syllables = (
         rng.choice("bcdfghjklmnprstvwz") + rng.choice("aeiou") + rng.choice("lmnrst  ").strip() for _ in "abc"
     )
@@ -195,7 +197,7 @@ def invented_word(rng: random.Random) -> str:
 
 
 def spelling(rng: random.Random, *, invented: bool = False) -> Question:
-    """A word backwards."""
+    """Ask for a word backwards."""
     word = invented_word(rng) if invented else rng.choice(words.SPELLABLE)
     text = rng.choice(
         (
@@ -217,7 +219,7 @@ def spelling(rng: random.Random, *, invented: bool = False) -> Question:
 
 
 def counting(rng: random.Random) -> Question:
-    """How many words a list has, how often one word stands in it, or how many letters a word has."""
+    """Ask how many words a list has, how often one word stands in it, or how many letters a word has."""
     form = rng.randrange(3)
     hint = rng.choice(NUMBER_HINTS)
     if form == 0:
@@ -258,7 +260,7 @@ def counting(rng: random.Random) -> Question:
 
 
 def recall(rng: random.Random) -> Question:
-    """A fact stated earlier in the same prompt."""
+    """Ask for a fact stated earlier in the same prompt."""
     statements, text, answer, numeric = recall_parts(rng)
     hint = rng.choice(NUMBER_HINTS if numeric else WORD_HINTS)
     return Question("recall", f"{' '.join(statements)} {text}{hint}", answer)
@@ -282,7 +284,7 @@ CONVERSIONS = (
 
 
 def conversion(rng: random.Random) -> Question:
-    """An amount of one unit in another, both ways, always a whole number."""
+    """Ask for an amount of one unit in another, both ways, always a whole number."""
     large, small, factor, limit = rng.choice(CONVERSIONS)
     amount = rng.randint(2, limit)
     if rng.random() < 0.6:
@@ -328,7 +330,10 @@ TRAINING_WEIGHTS = {
 
 
 def training_question(rng: random.Random) -> Question:
-    """A question that may stand in the training text. Kinds come in the shares of `TRAINING_WEIGHTS`."""
+    """Generate a question that may stand in the training text.
+
+    Kinds come in the shares of `TRAINING_WEIGHTS`.
+    """
     kind = rng.choices(tuple(TRAINING_WEIGHTS), tuple(TRAINING_WEIGHTS.values()))[0]
     while True:
         if kind == "spelling" and rng.random() < 0.3:
@@ -340,7 +345,7 @@ def training_question(rng: random.Random) -> Question:
 
 
 def held_out_questions(seed: int, num_per_kind: int) -> list[Question]:
-    """`num_per_kind` different held-out questions of each kind, in the order of `KINDS`."""
+    """Generate `num_per_kind` different held-out questions of each kind, in the order of `KINDS`."""
     rng = random.Random(seed)
     questions: list[Question] = []
     for make in KINDS.values():
@@ -348,7 +353,8 @@ def held_out_questions(seed: int, num_per_kind: int) -> list[Question]:
         while len(chosen) < num_per_kind:
             question = make(rng)
             if make in HASHED_BY_OPERANDS and not question.subject and rng.randrange(NUM_BUCKETS):
-                continue  # small operands pass one hash, large ones two: thin them to their natural share
+                # Small operands pass one hash, large ones two. Thin the small ones to their natural share.
+                continue
             if may_hold_out(question):
                 chosen.setdefault(normalise(question.text), question)
         questions.extend(chosen.values())

@@ -25,13 +25,13 @@ SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 
 
 def load_questions(path: Path) -> list[dict[str, str]]:
-    """The lines of questions.jsonl."""
+    """Read the lines of questions.jsonl."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @torch.inference_mode()
 def replies(model: Any, tokenizer: Any, chats: list[list[dict[str, str]]], max_tokens: int = 48) -> list[str]:
-    """The greedy reply to each chat, special tokens left out."""
+    """Return the greedy reply to each chat, without special tokens."""
     prompts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
         for chat in chats
@@ -55,7 +55,7 @@ def replies(model: Any, tokenizer: Any, chats: list[list[dict[str, str]]], max_t
 def score_questions(
     model: Any, tokenizer: Any, questions: list[dict[str, str]]
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[dict[str, str], str]]]:
-    """(right, asked) of each kind, and the questions missed with what was given instead."""
+    """Return (right, asked) for each kind, and each missed question with the model's reply."""
     given = replies(model, tokenizer, [[{"role": "user", "content": q["question"]}] for q in questions])
     kinds: dict[str, tuple[int, int]] = {}
     misses = []
@@ -69,9 +69,9 @@ def score_questions(
 
 
 def score_sums(model: Any, tokenizer: Any, setting: str) -> int:
-    """How many of the hundred sums i+(i+1) are right: 'plain', after 10 KiB of 'spaces' or a 'system' turn.
+    """Count the right answers among the hundred sums i+(i+1).
 
-    'spaces+system' has both.
+    The setting is 'plain', after 10 KiB of 'spaces', or with a 'system' turn; 'spaces+system' has both.
     """
     chats = []
     for i in range(100):

@@ -1,4 +1,4 @@
-"""The two models' shapes, as ordinary Llama configurations."""
+"""Define the shapes of the two models, as ordinary Llama configurations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def llama_config(name: str) -> LlamaConfig:
-    """The configuration of `demo` or `demo-mini`."""
+    """Return the configuration of `demo` or `demo-mini`."""
     return LlamaConfig(
         **SIZES[name],
         vocab_size=VOCAB_SIZE,
@@ -49,8 +49,9 @@ def llama_config(name: str) -> LlamaConfig:
 
 
 def generation_config() -> GenerationConfig:
-    """Greedy, ending at the end of a turn or of a text."""
-    make: Any = GenerationConfig  # untyped in the library
+    """Return a configuration for greedy generation that ends at the end of a turn or of a text."""
+    # The library's class is untyped.
+    make: Any = GenerationConfig
     config: GenerationConfig = make(
         do_sample=False, bos_token_id=None, eos_token_id=END_IDS, pad_token_id=PAD_ID
     )

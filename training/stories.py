@@ -1,4 +1,6 @@
-"""Short stories from a small grammar: a hero, a friend, a place, a thing, a plot of six steps, an ending."""
+"""Generate short stories from a small grammar: a hero, a friend, a place, a thing, a plot of six steps, an
+ending.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from words import article
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what one story is about; `they`, `them` and `their` are the hero's pronouns."""
+    """Hold the characters and things of one story; `they`, `them` and `their` are the hero's pronouns."""
 
     kind: str
     name: str
@@ -26,7 +28,7 @@ class Cast:
 
     @property
     def a_kind(self) -> str:
-        """The hero's trait and kind with the right article: 'a small fox', 'an old owl'."""
+        """Return the hero's trait and kind with the right article: 'a small fox', 'an old owl'."""
         return f"{article(self.trait)} {self.trait} {self.kind}"
 
 
@@ -43,7 +45,7 @@ def cast_story(rng: random.Random, subject: str | None = None) -> Cast:
 
 
 def opening(rng: random.Random, c: Cast) -> list[str]:
-    """Two or three sentences that introduce the hero."""
+    """Write two or three sentences that introduce the hero."""
     first = rng.choice(
         (
             f"Once upon a time there was {c.a_kind} named {c.name}.",
@@ -147,7 +149,7 @@ JOINS = ("The next day was just as full.", "Soon after, there was more to do.", 
 
 
 def ending(rng: random.Random, c: Cast) -> list[str]:
-    """One or two sentences that close the story."""
+    """Write one or two sentences that close the story."""
     return [
         rng.choice(
             (
@@ -162,7 +164,7 @@ def ending(rng: random.Random, c: Cast) -> list[str]:
 
 
 def story(rng: random.Random, subject: str | None = None, *, num_plots: int = 1) -> str:
-    """A whole story in one paragraph; `num_plots` adventures make it longer."""
+    """Write a whole story in one paragraph; `num_plots` adventures make it longer."""
     cast = cast_story(rng, subject)
     sentences = opening(rng, cast)
     for index, plot in enumerate(rng.sample(PLOTS, num_plots)):

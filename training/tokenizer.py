@@ -77,7 +77,9 @@ def _pieces() -> pre_tokenizers.Sequence:
 
 
 def _corpus(seed: int, num_documents: int) -> Iterator[str]:
-    """Generated text less the leading spaces (their tokens are made, not learnt), and each word both ways."""
+    """Yield generated text without leading spaces (their tokens are made, not learnt), and each word both
+    ways.
+    """
     rng = random.Random(seed)
     for _ in range(num_documents):
         for role, text in document(rng).turns:
@@ -100,7 +102,8 @@ def build(seed: int = 1, num_documents: int = 40_000) -> Tokenizer:
     learner.train_from_iterator(_corpus(seed, num_documents), trainer)
     learnt = json.loads(learner.to_str())["model"]
     vocab: dict[str, int] = dict(learnt["vocab"])
-    space = "Ġ"  # the byte-level alphabet's sign for a space
+    # The byte-level alphabet's sign for a space.
+    space = "Ġ"
     if any(piece.startswith(space * 2) for piece in vocab):
         raise ValueError("a run of spaces was learnt from the corpus, expected none")
     merges = [tuple(pair) for pair in learnt["merges"]]

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the loader's workers fork
+# The loader's workers fork, which does not go with the tokenizer's threads.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ WEIGHT_DECAY = 0.05
 
 @dataclass
 class Pupil:
-    """A model in training."""
+    """Hold a model in training."""
 
     name: str
     model: LlamaForCausalLM
@@ -52,7 +53,7 @@ class Pupil:
 
 
 def make_pupil(name: str, options: argparse.Namespace) -> Pupil:
-    """A fresh model, or one that goes on from `--resume`/name."""
+    """Return a fresh model, or one that continues from `--resume`/name."""
     torch.manual_seed(options.seed)
     if options.resume:
         model = LlamaForCausalLM.from_pretrained(options.resume / name, dtype=torch.float32)
@@ -74,10 +75,10 @@ def make_pupil(name: str, options: argparse.Namespace) -> Pupil:
 def causal_attention(
     _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, scaling: float, **__: object
 ) -> tuple[Tensor, None]:
-    """Full causal attention over whole rows: [rows, heads, tokens, 32] -> [rows, tokens, heads, 32].
+    """Compute full causal attention over whole rows: [rows, heads, tokens, 32] -> [rows, tokens, heads, 32].
 
-    Keys and values are repeated for their query heads and all three have one type, so that the flash kernel
-    serves.
+    Keys and values are repeated for their query heads, and all three have one type. So the flash kernel can
+    run.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -87,9 +88,9 @@ def causal_attention(
 
 
 def weighted_loss(model: LlamaForCausalLM, batch: Tensor, counted: Tensor) -> Tensor:
-    """Mean cross-entropy of the tokens that count, by weight; logits are made for those positions alone.
+    """Return the weighted mean cross-entropy of the tokens that count. Only these positions get logits.
 
-    batch: [rows, 2, tokens] ids and weights in hundredths; counted: flat positions, see `Batches`.
+    `batch` is [rows, 2, tokens]: ids, and weights in hundredths. `counted` are flat positions, see `Batches`.
     """
     ids = batch[:, 0].long()
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
@@ -100,7 +101,7 @@ def weighted_loss(model: LlamaForCausalLM, batch: Tensor, counted: Tensor) -> Te
 
 
 def learn(pupil: Pupil, batch: Tensor, counted: Tensor, rate_factor: float, *, bf16: bool) -> Tensor:
-    """One optimiser step; returns the loss without waiting for the device."""
+    """Run one optimiser step. Return the loss without waiting for the device."""
     for group in pupil.optimiser.param_groups:
         group["lr"] = pupil.peak_rate * rate_factor
     with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=bf16):
@@ -145,7 +146,7 @@ def report(folder: Path, device: str, num_questions: int) -> None:
 
 
 def rate_at(step: int, progress: float) -> float:
-    """The share of the peak rate: linear warm-up, then a cosine to zero."""
+    """Return the share of the peak rate: linear warm-up, then a cosine to zero."""
     return min(1.0, (step + 1) / WARM_UP_STEPS) * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
 
 
@@ -164,7 +165,7 @@ def _record(options: argparse.Namespace, step: int, seconds: float) -> dict[str,
 
 
 def _log(pupils: list[Pupil], losses: dict[str, Tensor], line: str) -> None:
-    """Smooth the losses and print them; the one place where the loop waits for the device."""
+    """Smooth the losses and print them; this is the only place where the loop waits for the device."""
     for pupil in pupils:
         latest = losses[pupil.name].item()
         pupil.loss = latest if math.isnan(pupil.loss) else 0.7 * pupil.loss + 0.3 * latest
@@ -172,7 +173,7 @@ def _log(pupils: list[Pupil], losses: dict[str, Tensor], line: str) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    """The whole run."""
+    """Train all models to the end, and save and score them on the way."""
     torch.set_float32_matmul_precision("high")
     AttentionInterface.register("causal", causal_attention)
     pupils = [make_pupil(name, options) for name in options.models]
@@ -203,9 +204,8 @@ def train(options: argparse.Namespace) -> None:
             record = _record(options, step, time.monotonic() - began)
             for pupil in pupils:
                 folder = save(pupil, options.out, record)
-                if (
-                    options.device == "cuda" or finished
-                ):  # a CPU has better to do than score a half-taught model
+                # Scoring a half-trained model takes too long on a CPU.
+                if options.device == "cuda" or finished:
                     report(folder, options.device, 400 if options.device == "cuda" and finished else 80)
 
 

@@ -86,12 +86,12 @@ def _distinct(*lists: tuple[str, ...]) -> tuple[str, ...]:
 
 
 NOUNS = _distinct(ANIMALS, FOODS, THINGS, PLACES, NATURE, PEOPLE)
-"""Words that lists are made of: sorting, counting, boxes."""
+"""Words for lists: sorting, counting, boxes."""
 
 SPELLABLE = _distinct(NOUNS, ADJECTIVES, VERBS, COLOURS)
 """Words that are asked backwards and letter by letter."""
 
 
 def article(word: str) -> str:
-    """'an' before a vowel letter, else 'a' (right for every word in the lists)."""
+    """Return 'an' before a vowel letter, else 'a'. This is right for every word in these lists."""
     return "an" if word[0] in "aeiou" else "a"

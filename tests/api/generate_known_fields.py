@@ -31,7 +31,7 @@ LLAMA_PATTERNS = {
     ),
     "server-context.cpp": (r'json_value\(data, *"([^"]+)"', r'\bdata\.(?:at|contains)\("([^"]+)"\)'),
 }
-HEAD = '''"""Request fields that other servers and OpenAI's client know, and their versions.
+HEAD = '''"""Request fields of other servers and of OpenAI's client, and these programs' versions.
 
 Made by `tests/api/generate_known_fields.py`.
 """

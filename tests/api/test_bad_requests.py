@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in one line, names the field, and hurts nobody else."""
+"""Bad requests: the error is one line and names the field, and other requests are not affected."""
 
 from __future__ import annotations
 

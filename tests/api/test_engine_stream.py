@@ -29,7 +29,7 @@ def test_a_request_that_is_admitted_after_its_client_left_is_aborted() -> None:
         engine.admit.set()
 
     asyncio.run(leave_while_submitting())
-    assert engine.admitted.wait(10)  # by a thread that nobody waits for any more
+    assert engine.admitted.wait(10)  # by a thread that no caller waits for any more
     assert engine.handles[0].aborted.wait(10)
     engine.close()
     assert len(engine.handles) == 1

@@ -1,4 +1,4 @@
-"""Who may speak to the server: keys, hosts, browsers."""
+"""Admission to the server: keys, hosts, browsers."""
 
 from __future__ import annotations
 

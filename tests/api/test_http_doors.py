@@ -1,4 +1,4 @@
-"""What a stranger may make the HTTP listener hold: little, for a short time, and nobody else's place."""
+"""Limits of an unauthenticated client: it holds little, for a short time, and no place of another client."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_a_port_in_use_is_named_before_anything_starts() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is taken") as caught:
             bind(ServeOptions(port=port))
-        assert caught.value.hint == f"--port {port % 65535 + 1}, or stop what listens there"
+        assert caught.value.hint == f"use --port {port % 65535 + 1}, or stop the program that listens there"
 
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.7"])

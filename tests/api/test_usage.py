@@ -1,4 +1,4 @@
-"""What an answer says of tokens that were not run again, and whose prompts may be shared."""
+"""An answer's count of tokens that were not run again, and the sharing of prompts between keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows whose ratios can be worked out in the head."""
+"""Rows with ratios that are easy to compute by hand."""
 
 from __future__ import annotations
 

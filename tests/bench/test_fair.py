@@ -31,7 +31,7 @@ def test_pauses_count_where_they_end_and_steps_where_they_begin() -> None:
 
 
 def test_a_prompt_that_is_read_at_once_says_nothing_and_is_an_error() -> None:
-    with pytest.raises(ConvoyError, match="before a stream said anything"):
+    with pytest.raises(ConvoyError, match="before a stream gave a token"):
         fair_row(1, OPTIONS, [[0.0, 0.1]], [mixed(0.2, 0.1)], (0.2, 0.3))
 
 

@@ -1,4 +1,4 @@
-"""Many requests on a cluster that is made up: what is asked, when memory is looked at, what comes of it."""
+"""Many requests on a simulated cluster: their bodies, the readings of memory, and the results."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_what_cannot_be_made_is_said(tmp_path: Path, flags: list[str], said: str
         ),
         (["--tls-key", "tls.key"], "error: a TLS listener wants a certificate and its key"),
         (["--tls-certificate", "a", "--tls-key", "b"], "error: cannot read a: no such file"),
-        (["--allowed-origin", "*"], "error: the origin '*' is none"),
+        (["--allowed-origin", "*"], "error: the origin '*' is not valid"),
     ],
 )
 @pytest.mark.parametrize("verb", ["serve", "run"])

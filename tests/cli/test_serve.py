@@ -97,7 +97,7 @@ def test_a_port_in_use_is_named_with_the_flag_that_mends_it(tmp_path: Path) -> N
     assert done.returncode == 75
     assert done.stderr.splitlines() == [
         f"error: port {port} on 127.0.0.1 is taken",
-        f"hint: --port {port + 1}, or stop what listens there",
+        f"hint: use --port {port + 1}, or stop the program that listens there",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Who is off: logits held against the library's float32, and in doubt against its float64."""
+"""Logits compared with the library's float32, and in doubt with its float64."""
 
 from __future__ import annotations
 

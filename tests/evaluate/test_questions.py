@@ -1,4 +1,4 @@
-"""Questions files: what is read, and how a bad line is named."""
+"""Questions files: the lines that are read, and the name of a bad line in the error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings of a terminal: what ran is what is shown, and nothing comes from elsewhere."""
+"""Recordings of a terminal: the picture shows the real output, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 

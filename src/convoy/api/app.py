@@ -1,4 +1,4 @@
-"""The application: which path does what."""
+"""Build the ASGI application: the table of paths and their endpoints."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ PATHS = (
 
 
 def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | None = None) -> ASGIApp:
-    """The ASGI application. ``lifecycle`` is the running server's, so that a drain is seen; call it on the
-    loop's thread.
+    """Return the ASGI application. Call it on the event loop's thread.
+
+    ``lifecycle`` is that of the running server, so that endpoints see a drain.
     """
     life = lifecycle or Lifecycle()
-    # Tokenising competes with the engine for the processor: a few at a time.
+    # Tokenising competes with the engine for the processor, so one intake bounds all endpoints together.
     shared = (service, options, life, Intake(options), Repeats())
     chat = Generate(*shared, ChatBody, read_chat, ChatAnswer)
     completion = Generate(*shared, CompletionBody, read_completion, CompletionAnswer)
@@ -57,7 +58,7 @@ def make_app(service: Service, options: ServeOptions, lifecycle: Lifecycle | Non
 
 
 class _About:
-    """What can be asked about the server itself."""
+    """Answer questions about the server itself: models, health and status."""
 
     def __init__(self, service: Service, lifecycle: Lifecycle) -> None:
         self._service = service

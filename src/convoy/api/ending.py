@@ -1,4 +1,4 @@
-"""The last resort: an end of this process that no thread can hold up."""
+"""End this process within a bound, even if its threads hang."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ END_S = 10.0
 
 
 def end_within(seconds: float | None = None) -> None:
-    """Have this process exit with status 1 after ``seconds``, or `END_S`, unless it has ended by then.
+    """Exit with status 1 after ``seconds``, or `END_S`, unless the process has ended by then.
 
-    The exit comes from a thread outside the interpreter, so it also comes where a thread that never ends is
-    waited for, or where signals are ignored. Call it only where the process is to end.
+    The exit comes from a thread outside the interpreter. So it also comes if the process waits for a thread
+    that never ends, or if it ignores signals. Call it only if the process is to end.
     """
-    # What is written says where each thread stands; the file stays open for it.
+    # faulthandler writes every thread's stack before it exits, and needs an open file for that.
     page = Path(os.devnull).open("w")  # noqa: SIM115
     faulthandler.dump_traceback_later(END_S if seconds is None else seconds, exit=True, file=page)
 
 
 def on_signals(asked: Callable[[], object]) -> None:
-    """Have SIGTERM and SIGINT call ``asked``; from the second signal on, `end_within` applies too.
+    """Call ``asked`` on SIGTERM and SIGINT; from the second signal on, `end_within` applies too.
 
-    ``asked`` runs on the main thread, between any two of its instructions: it takes no locks.
+    ``asked`` runs on the main thread, between any two of its instructions, so it must take no locks.
     """
     count = itertools.count(1)
 

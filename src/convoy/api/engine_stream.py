@@ -1,6 +1,4 @@
-"""The bridge from the engine's thread to the event loop: submit, await outputs in batches, abort what is left
-on leaving.
-"""
+"""Connect the engine's thread with the event loop: submit requests, await outputs, abort the rest."""
 
 from __future__ import annotations
 
@@ -17,15 +15,16 @@ from convoy.engine.outputs import ErrorOutput, FinishOutput, Output
 from convoy.engine.requests.request import GenerationRequest
 from convoy.errors import ConvoyError
 
-Batch = list[tuple[int, Output]]  # (index of the request, output)
+# Pairs of (index of the request, output).
+Batch = list[tuple[int, Output]]
 
 
 class EngineStream:
-    """Several engine requests whose outputs arrive merged, each one's in order.
+    """Merge the outputs of several engine requests; the outputs of one request keep their order.
 
-    The engine's thread never waits here: it appends and wakes the loop once per batch, and the tokens waiting
-    are at most those the requests may generate. Leaving ``async with`` aborts whatever still runs, however it
-    is left.
+    The engine's thread never waits here: it appends an output and wakes the loop once per batch. At most as
+    many tokens wait as the requests may generate. Leaving ``async with`` aborts every request that still
+    runs, however the block is left.
     """
 
     def __init__(self, engine: ServedEngine, requests: tuple[GenerationRequest, ...]) -> None:
@@ -33,7 +32,8 @@ class EngineStream:
         self._requests = requests
         self._loop = asyncio.get_running_loop()
         self._woken = asyncio.Event()
-        self._lock = threading.Lock()  # guards what both threads touch: _arrived, _handles, _left
+        # Guards the fields that both threads touch: _arrived, _handles and _left.
+        self._lock = threading.Lock()
         self._arrived: Batch = []
         self._handles: list[Handle] = []
         self._left = False
@@ -41,7 +41,7 @@ class EngineStream:
         self._broken = False
 
     async def __aenter__(self) -> EngineStream:
-        """Submit all. Raises what `ServedEngine.submit` raises; nothing runs then."""
+        """Submit all requests. Raises what `ServedEngine.submit` raises; no request runs then."""
         try:
             # The engine may hold its lock for as long as it takes to sample a batch.
             await anyio.to_thread.run_sync(self._submit_all)
@@ -54,12 +54,13 @@ class EngineStream:
         self._leave()
 
     def fail(self, error: ConvoyError) -> None:
-        """End the request here with ``error``, whatever the engine does; on the loop's thread."""
+        """End the request with ``error``, whatever the engine does. Call it on the loop's thread."""
         self._deliver(0, ErrorOutput(error))
 
     async def batches(self, heartbeat_s: float) -> AsyncIterator[Batch]:
-        """Outputs as they come, until every choice is finished or one `ErrorOutput` came; an empty batch
-        after a silence.
+        """Yield outputs as they come, until every choice is finished or one `ErrorOutput` came.
+
+        Yields an empty batch after ``heartbeat_s`` seconds without output.
         """
         while self._unfinished > 0 and not self._broken:
             try:
@@ -87,7 +88,7 @@ class EngineStream:
             with self._lock:
                 self._handles.append(handle)
                 late = self._left
-            # The client went away meanwhile, and nobody else will end this one.
+            # The client disconnected during `submit`. `_leave` did not see this handle, so abort it here.
             if late:
                 handle.abort()
 
@@ -95,13 +96,14 @@ class EngineStream:
         with self._lock:
             if self._left:
                 return
+            # Wake the loop once per batch: a call for every token would slow the engine's thread.
             wake = not self._arrived
             self._arrived.append((index, output))
         if wake:
             self._wake()
 
     def _wake(self) -> None:
-        # A closed loop means that the server ended and nobody listens.
+        # A closed loop means that the server has ended, and nothing reads these outputs.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._woken.set)
 
@@ -112,6 +114,7 @@ class EngineStream:
             self._left = True
             handles, self._arrived = list(self._handles), []
         if handles and self._unfinished > 0:
+            # Abort on a thread, because the engine may hold its lock while it samples a batch.
             self._loop.run_in_executor(None, _abort_all, handles)
 
 

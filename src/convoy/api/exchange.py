@@ -1,4 +1,4 @@
-"""One request and its answer on the wire: what was sent so far, and whether the client is still there."""
+"""Hold one request and its answer on the wire: the bytes sent so far, and whether the client is connected."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ _encoder = msgspec.json.Encoder()
 
 
 class Exchange:
-    """ASGI's ``receive`` and ``send`` of one request. A client that takes nothing counts as gone."""
+    """Wrap ASGI's ``receive`` and ``send`` of one request. A client that does not read counts as gone."""
 
     def __init__(self, receive: Receive, send: Send, write_timeout_s: float) -> None:
         self.id = "req-" + secrets.token_hex(8)
-        self.status = 0  # 0: nothing sent yet
+        # The HTTP status that was sent; 0 before the headers are out.
+        self.status = 0
         self.complete = False
         self.outcome = ""
-        self.caller = ""  # the name of its key
-        self.headers: list[tuple[bytes, bytes]] = []  # of every answer
-        self.refusal_headers: Callable[[], Mapping[str, str]] = dict  # further ones, of an error's answer
+        # The name of the caller's key, for the log.
+        self.caller = ""
+        # Headers of every answer to this request.
+        self.headers: list[tuple[bytes, bytes]] = []
+        # Further headers of an error's answer.
+        self.refusal_headers: Callable[[], Mapping[str, str]] = dict
         self._receive = receive
         self._send = send
         self._write_timeout_s = write_timeout_s
@@ -35,7 +39,9 @@ class Exchange:
         self._cut_now = asyncio.Event()
 
     def fail(self, error: ConvoyError) -> None:
-        """End what `while_connected` runs, which raises ``error``; on the loop's thread."""
+        """Cancel the coroutine in `while_connected`, which then raises ``error``. Call it on the loop's
+        thread.
+        """
         self.cut = error
         self._cut_now.set()
 
@@ -43,8 +49,9 @@ class Exchange:
         return await self._receive()
 
     async def send(self, message: Message) -> None:
-        """ASGI's send, with the request's id among the headers. Raises `ClientGone` if the client takes
-        nothing.
+        """Send an ASGI message, with the request's id among the headers.
+
+        Raises `ClientGone` if the client does not read within the write timeout.
         """
         if message["type"] == "http.response.start":
             self.status = message["status"]
@@ -55,32 +62,33 @@ class Exchange:
         elif not message.get("more_body", False):
             self.complete = True
         try:
+            # A client that does not read would otherwise hold its connection and its answer for ever.
             async with asyncio.timeout(self._write_timeout_s):
                 await self._send(message)
         except TimeoutError:
             raise ClientGone from None
 
     async def send_json(self, status: int, body: object, headers: Mapping[str, str] | None = None) -> None:
-        """A whole answer."""
+        """Send a complete answer with ``body`` as JSON."""
         data = _encoder.encode(body)
         sent = {"content-type": "application/json", "content-length": str(len(data)), **(headers or {})}
         await self.send(_start(status, sent))
         await self.send({"type": "http.response.body", "body": data})
 
     async def send_empty(self, status: int) -> None:
-        """A whole answer without a body."""
+        """Send a complete answer without a body."""
         await self.send(_start(status, {}))
         await self.send({"type": "http.response.body", "body": b""})
 
     async def start_events(self) -> None:
-        """The headers of a stream of server-sent events."""
+        """Send the headers of a stream of server-sent events."""
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-store"}
-        # nginx would otherwise hold tokens back.
+        # Without this header nginx buffers the stream and holds tokens back.
         headers["x-accel-buffering"] = "no"
         await self.send(_start(200, headers))
 
     async def send_events(self, events: Iterable[msgspec.Struct], tail: bytes = b"") -> None:
-        """Some events in one write."""
+        """Send some events in one write, and ``tail`` after them."""
         data = b"".join(b"data: " + _encoder.encode(event) + b"\n\n" for event in events) + tail
         if data:
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
@@ -89,8 +97,10 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b""})
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` once the body is read; if the client goes away before it ends, cancel it and raise
-        `ClientGone`, or what `fail` was told.
+        """Run ``work`` and return its result, after the body has been read.
+
+        If the client disconnects first, ``work`` is cancelled and `ClientGone` raised. After `fail`, that
+        error is raised instead.
         """
         working = asyncio.ensure_future(work)
         others = [asyncio.ensure_future(self._gone()), asyncio.ensure_future(self._cut_now.wait())]
@@ -108,7 +118,7 @@ class Exchange:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if self.complete:
-            # ASGI says "disconnect" after a complete answer as well.
+            # ASGI also reports "disconnect" after a complete answer; the client is not gone then.
             await asyncio.Event().wait()
 
 

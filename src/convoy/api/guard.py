@@ -1,4 +1,4 @@
-"""The door: who may speak to this server, and the last stop for every error."""
+"""Admit or refuse each request by its host, origin and key, and turn every error into an answer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 
 class Guard:
-    """ASGI middleware around everything. Only /health is open to those without the API key."""
+    """Wrap the application in host, origin and key checks. Only /health is open to callers without a key."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, failed: FailedKeys | None = None) -> None:
-        """``failed``: where wrong keys are counted, its own by default."""
+        """Set up the checks of ``options``. ``failed`` counts wrong keys; by default it is a new counter."""
         self._app = app
         self._options = options
         self._origins = Origins(options)
@@ -62,17 +62,18 @@ class Guard:
                 self._log_access(scope, exchange, time.monotonic() - began_s)
 
     async def _refuse(self, exchange: Exchange, error: Exception) -> None:
+        """Answer with ``error``, or end a stream that has begun with it."""
         exchange.outcome = type(error).__name__
         if not exchange.status:
             headers = {**headers_for(error), **exchange.refusal_headers()}
             await exchange.send_json(answer_for(error).status, body_for(error), headers)
         elif not exchange.complete:
-            # Headers are out: end the stream with the error, so that it cannot pass for a whole one.
+            # The headers are sent. End the stream with the error, so that it does not look complete.
             await exchange.send_events([body_for(error)])
             await exchange.end_events()
 
     async def _admit(self, scope: Scope, exchange: Exchange) -> bool:
-        """Note who calls. Returns whether the request is answered already: as a browser's preflight."""
+        """Check and record the caller. Return whether the request is answered already, as a preflight is."""
         headers = Headers(scope=scope)
         self._origins.check_host(headers)
         scope["convoy.caller"] = self._anyone
@@ -112,7 +113,7 @@ def _routing_error(scope: Scope, error: HTTPException) -> ConvoyError:
 
 
 def _place(error: BaseException) -> str:
-    """file:line of where an error was raised."""
+    """Return ``file:line`` of the place that raised ``error``."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

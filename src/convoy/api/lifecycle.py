@@ -1,4 +1,4 @@
-"""Running, draining, ended: what the server counts so that a drain ends as soon as the last answer does."""
+"""Count the answers under way, so that a drain ends as soon as the last answer does."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from convoy.errors import ConvoyError, Draining
 
 
 class Cuttable(Protocol):
-    """Something that runs for a request."""
+    """Declare work for a request that can be ended early."""
 
     def fail(self, error: ConvoyError) -> None:
-        """End it with ``error``; on the loop's thread."""
+        """End the work with ``error``. Called on the loop's thread."""
         ...
 
 
 class Lifecycle:
-    """Lives on the event loop's thread."""
+    """Track whether the server runs, drains or is idle. Use it on the event loop's thread."""
 
     def __init__(self) -> None:
         self.draining = False
@@ -30,13 +30,14 @@ class Lifecycle:
 
     @property
     def num_answers(self) -> int:
-        """Under way now."""
+        """Return the number of requests that are being answered."""
         return self._num_answers
 
     @contextmanager
     def answering(self, *, admitted: bool = False) -> Iterator[None]:
-        """Around the answer to one request. Raises `Draining` once the server drains, unless it was admitted
-        before: as a part of what runs.
+        """Count the answer to one request inside this block. Raises `Draining` once the server drains.
+
+        A part of a request that was admitted earlier passes ``admitted`` and is never refused.
         """
         if self.draining and not admitted:
             raise Draining("the server is shutting down", hint="send the request to another server")
@@ -51,7 +52,7 @@ class Lifecycle:
 
     @contextmanager
     def running(self, work: Cuttable) -> Iterator[None]:
-        """Around what runs, so that `cut` reaches it."""
+        """Register ``work`` inside this block, so that `cut` reaches it."""
         self._running.add(work)
         try:
             yield
@@ -59,11 +60,11 @@ class Lifecycle:
             self._running.discard(work)
 
     async def wait_idle(self) -> None:
-        """Until no request is being answered."""
+        """Wait until no request is being answered."""
         await self._idle.wait()
 
     def cut(self) -> int:
-        """End what still runs with an error, never as if it were complete. Returns how many answers."""
+        """End all running work with an error, never as if it were complete. Return the number of answers."""
         for work in self._running:
             work.fail(Draining("the server shut down before the answer was complete"))
         return self._num_answers

@@ -1,4 +1,4 @@
-"""Errors as clients see them: one table from error class to HTTP status, one OpenAI-shaped body."""
+"""Translate errors for clients: a table from error class to HTTP status, and OpenAI's error body."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from convoy.api import refusals
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """How a class of errors is answered.
+    """Describe the answer to one class of errors.
 
-    Without ``shown``, the error's message stays inside: a peer may have written some of it. What is sent is
-    its ``public`` text, or else ``text``.
+    Without ``shown``, the error's message stays inside, because a peer may have written a part of it. The
+    client gets the error's ``public`` text, or else ``text``.
     """
 
     status: int
@@ -31,8 +31,8 @@ _INTERNAL = ErrorResponse(
     500, "server_error", "internal_error", "the server met an internal error", shown=False
 )
 
-# The nearest class of an error's bases decides. What an operator got wrong is no client's fault: 500, without
-# the text.
+# The nearest class among an error's bases decides. An operator's mistake is no client's fault: the client
+# gets status 500 without the text.
 ANSWERS: dict[type[Exception], ErrorResponse] = {
     errors.InputError: _INTERNAL,
     errors.RequestError: ErrorResponse(400, _INVALID),
@@ -76,7 +76,7 @@ ANSWERS: dict[type[Exception], ErrorResponse] = {
 
 
 class ErrorDetail(msgspec.Struct, frozen=True):
-    """OpenAI's error object."""
+    """Hold OpenAI's error object."""
 
     message: str
     type: str
@@ -85,13 +85,13 @@ class ErrorDetail(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """The body of every answer that is not 2xx, and the last event of a stream that broke."""
+    """Hold the body of every answer that is not 2xx. A broken stream ends with it too."""
 
     error: ErrorDetail
 
 
 def answer_for(error: BaseException) -> ErrorResponse:
-    """The row for ``error``; anything unforeseen is an internal error."""
+    """Return the table's row for ``error``; an unknown error is an internal error."""
     for base in type(error).__mro__:
         if base in ANSWERS:
             return ANSWERS[base]
@@ -99,7 +99,7 @@ def answer_for(error: BaseException) -> ErrorResponse:
 
 
 def body_for(error: BaseException) -> ErrorBody:
-    """The error as a client may see it."""
+    """Return the error as a client may see it."""
     answer = answer_for(error)
     message = getattr(error, "public", None) or answer.text
     if answer.shown and isinstance(error, errors.ConvoyError):
@@ -111,7 +111,7 @@ def body_for(error: BaseException) -> ErrorBody:
 
 
 def headers_for(error: BaseException) -> dict[str, str]:
-    """Headers that belong to the status."""
+    """Return the headers that belong to the status of ``error``."""
     status = answer_for(error).status
     headers = {}
     if status in {429, 503}:
@@ -121,7 +121,7 @@ def headers_for(error: BaseException) -> dict[str, str]:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, refusals.WrongMethod):
         headers["allow"] = error.allow
-    # What is left of an unread body must not be taken for the next request.
+    # The rest of an unread body must not be parsed as the next request.
     if status in {408, 413, 431} or isinstance(error, errors.Draining | refusals.NotHttp):
         headers["connection"] = "close"
     return headers

@@ -1,4 +1,4 @@
-"""What HTTP alone can get wrong: requests refused before they mean anything to the engine."""
+"""Define the errors of HTTP alone: requests refused before they reach the engine."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from convoy.errors import CapacityError, RequestError
 
 
 class UnknownModel(RequestError):  # noqa: N818
-    """A model that is not served here (404)."""
+    """Report a model that is not served here (404)."""
 
 
 class UnknownPath(RequestError):  # noqa: N818
-    """A path that is not served here (404)."""
+    """Report a path that is not served here (404)."""
 
 
 class WrongMethod(RequestError):  # noqa: N818
-    """The path is served, but not with this method (405); ``allow`` lists those that are."""
+    """Report a method that the path does not take (405); ``allow`` lists those that it takes."""
 
     def __init__(self, message: str, *, allow: str) -> None:
         super().__init__(message)
@@ -22,47 +22,47 @@ class WrongMethod(RequestError):  # noqa: N818
 
 
 class Unauthenticated(RequestError):  # noqa: N818
-    """No API key, or not the right one (401)."""
+    """Report a missing or wrong API key (401)."""
 
 
 class WrongKey(Unauthenticated):
-    """A key was sent, and it opens nothing here: it may be a guess."""
+    """Report a key that is not valid here. It may be a guess."""
 
 
 class Forbidden(RequestError):  # noqa: N818
-    """A browser's cross-site request, or a host name this server does not answer to (403)."""
+    """Refuse a browser's cross-site request, or a host name that is not this server's (403)."""
 
 
 class BodyTooLong(RequestError):  # noqa: N818
-    """A body over the limit (413); it was not parsed."""
+    """Report a body over the limit (413). It was not parsed."""
 
 
 class BodyTooSlow(RequestError):  # noqa: N818
-    """A body that did not arrive in time (408)."""
+    """Report a body that did not arrive in time (408)."""
 
 
 class WrongMediaType(RequestError):  # noqa: N818
-    """A body that is not JSON by its own headers (415)."""
+    """Report a body that is not JSON by its own headers (415)."""
 
 
 class NotHttp(RequestError):  # noqa: N818
-    """Bytes that are no HTTP request (400)."""
+    """Report bytes that are no HTTP request (400)."""
 
 
 class HeaderTooLong(RequestError):  # noqa: N818
-    """A header with too many bytes or fields (431); it was not kept."""
+    """Report a header with too many bytes or fields (431). It was not kept."""
 
 
 class Conflict(RequestError):  # noqa: N818
-    """An Idempotency-Key that means another request, or one that is under way (409)."""
+    """Report an Idempotency-Key of another request, or of one that still runs (409)."""
 
 
 class NoBalance(CapacityError):  # noqa: N818
-    """The account has less than the request may cost (402)."""
+    """Report an account with less than the request may cost (402)."""
 
 
 class RateLimited(CapacityError):  # noqa: N818
-    """More than a key, an address or an identical request may ask for now (429)."""
+    """Limit a key, an address or an identical request that exceeds its rate (429)."""
 
     def __init__(self, message: str, *, retry_after_s: float, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -70,8 +70,8 @@ class RateLimited(CapacityError):  # noqa: N818
 
 
 class RepeatedRequest(RateLimited):
-    """An identical request that failed again and again with a context error (429)."""
+    """Refuse an identical request that failed repeatedly with a context error (429)."""
 
 
-class ClientGone(Exception):  # noqa: N818 - not an error: nobody is left to tell
-    """The client went away; whatever ran for it is to be aborted."""
+class ClientGone(Exception):  # noqa: N818 - not an error: no client is left to receive one
+    """Signal that the client disconnected. All work for the request must be aborted."""

@@ -1,4 +1,4 @@
-"""From options to a listening server, and from a signal to an orderly end."""
+"""Run the HTTP server: bind, serve, drain and end, and handle signals."""
 
 from __future__ import annotations
 
@@ -38,12 +38,14 @@ _log = logging.getLogger(__name__)
 
 
 class Stop:
-    """Asks a running server to end, from any thread or a signal handler: first to drain, the second time at
-    once.
+    """Ask a running server to end, from any thread or a signal handler.
+
+    The first request drains the server. The second one ends it at once.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal may come while its own thread holds it
+        # A signal handler may run on the thread that holds this lock.
+        self._lock = threading.RLock()
         self._num_requests = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reload: Callable[[], None] | None = None
@@ -51,6 +53,7 @@ class Stop:
         self.now = asyncio.Event()
 
     def request(self) -> None:
+        """Ask the server to drain, or to end at once if it was asked before."""
         with self._lock:
             self._num_requests += 1
             event = self.drain if self._num_requests == 1 else self.now
@@ -60,12 +63,12 @@ class Stop:
                 self._loop.call_soon_threadsafe(event.set)
 
     def request_now(self) -> None:
-        """Both at once."""
+        """Ask the server to end at once."""
         self.request()
         self.request()
 
     def request_reload(self) -> bool:
-        """Read keys and certificates again, soon; whether there is anything to read."""
+        """Schedule a fresh read of keys and certificates. Return whether the server has any to read."""
         with self._lock:
             if self._reload is None or self._loop is None or self._loop.is_closed():
                 return False
@@ -73,16 +76,16 @@ class Stop:
             return True
 
     def attach(self, loop: asyncio.AbstractEventLoop, reload: Callable[[], None] | None = None) -> None:
-        """From here on events are set on ``loop``, and ``reload`` is called there; earlier requests count."""
+        """Set events on ``loop`` and call ``reload`` there from now on. Earlier requests still count."""
         with self._lock:
             self._loop = loop
             self._reload = reload
 
 
 def bind(options: ServeOptions, *, option: str = "--port", step: int = 1) -> socket.socket:
-    """A listening socket. Raises `ConfigError` naming host and port if they are not to be had.
+    """Return a listening socket. Raises `ConfigError`, naming host and port, if the address is not available.
 
-    ``option`` names the port on the command line, and ``step`` leads to the next that may be free.
+    ``option`` is the port's name on the command line. The hint suggests the port ``step`` further on.
     """
     where = f"{options.host}:{options.port}"
     try:
@@ -94,7 +97,7 @@ def bind(options: ServeOptions, *, option: str = "--port", step: int = 1) -> soc
     family, kind, protocol, _, address = sorted(infos, key=lambda info: info[0] != socket.AF_INET)[0]
     listener = socket.socket(family, kind, protocol)
     try:
-        # A port whose last connections linger is free; one that somebody listens on is not.
+        # With SO_REUSEADDR the port is free although old connections linger. A port with a listener is not.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
@@ -104,11 +107,12 @@ def bind(options: ServeOptions, *, option: str = "--port", step: int = 1) -> soc
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"port {options.port} on {options.host} is taken",
-                hint=f"{option} {(options.port + step - 1) % 65535 + 1}, or stop what listens there",
+                hint=f"use {option} {(options.port + step - 1) % 65535 + 1}, "
+                "or stop the program that listens there",
             ) from error
         raise ConfigError(
             f"cannot listen on {where}: {(error.strerror or str(error)).lower()}",
-            hint=f"--host wants an address of this machine, and {option} one that you may listen on",
+            hint=f"give --host an address of this machine, and {option} a port that you may listen on",
         ) from error
     return listener
 
@@ -125,11 +129,11 @@ def run_server(
     """Serve until `Stop.request`, SIGTERM or SIGINT (on the main thread), then drain for ``options.drain_s``.
 
     ``on_ready`` is called with the base URL (``http://127.0.0.1:8000``), on a thread of its own, once
-    requests are answered; what it raises ends the server. ``on_stop`` is called, on a thread too, once a stop
-    was asked for and while requests are still taken. ``on_drain`` is called once no more are taken, with
-    how many answers are under way, if any, and the seconds they have. A second
-    signal ends it at once. Returns how many answers were cut off by then. Raises `ConfigError` before
-    anything is served.
+    the server answers requests. An exception from it ends the server. ``on_stop`` is called, also on a
+    thread, when a stop is requested; the server still takes requests then. ``on_drain`` is called when the
+    server takes no more requests, if answers are under way: with their number and the seconds that they
+    have. A second signal ends the server at once. Returns the number of answers that were cut off. Raises
+    `ConfigError` before anything is served.
     """
     options.check()
     stop = stop or Stop()
@@ -188,9 +192,9 @@ async def serve_until_stopped(
     on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
     reload: Callable[[], None] | None = None,
 ) -> int:
-    """Serve on every listener until ``stop``, then drain; how many answers were cut off by then.
+    """Serve on every listener until ``stop``, then drain. Return the number of answers that were cut off.
 
-    ``on_ready``, ``on_stop`` and ``on_drain``: as in `run_server`. ``reload``: what SIGHUP asks for.
+    ``on_ready``, ``on_stop`` and ``on_drain`` are those of `run_server`. SIGHUP calls ``reload``.
     """
     loop = asyncio.get_running_loop()
     stop.attach(loop, reload)
@@ -218,9 +222,9 @@ async def serve_until_stopped(
 
 
 async def drain(lifecycle: Lifecycle, stop: Stop, drain_s: float) -> int:
-    """Until the last answer is out, ``drain_s`` is over or a second stop comes; then cut what is left.
+    """Wait for the last answer, for ``drain_s`` or for a second stop; then cut the answers that still run.
 
-    Returns how many that were.
+    Returns the number of answers that were cut off.
     """
     with suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
@@ -229,7 +233,7 @@ async def drain(lifecycle: Lifecycle, stop: Stop, drain_s: float) -> int:
 
 
 async def first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> None:
-    """Until one of them is done; coroutines that are not are cancelled, futures go on."""
+    """Wait until one of ``awaited`` is done. Cancel the coroutines that are not done; futures continue."""
     tasks = [asyncio.ensure_future(one) for one in awaited]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -240,7 +244,7 @@ async def first_of(*awaited: Coroutine[Any, Any, Any] | asyncio.Future[Any]) -> 
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its own idea of signals, and with an event when it is up."""
+    """Run uvicorn without its signal handlers, and set an event when the server is up."""
 
     def __init__(
         self,
@@ -250,7 +254,10 @@ class HttpServer(uvicorn.Server):
         tls: tuple[str, str] | None = None,
         limits: HttpLimits | None = None,
     ) -> None:
-        """``max_socket_bytes``: of a WebSocket's message; 0: there are none. ``tls``: certificate and key."""
+        """Prepare uvicorn's configuration. ``tls`` names the files of the certificate and its key.
+
+        ``max_socket_bytes`` bounds one message of a WebSocket; with 0 the server refuses WebSockets.
+        """
         certificate, key = tls or (None, None)
         self._limits = limits or HttpLimits()
         self._log = BoundedLogger()
@@ -274,7 +281,7 @@ class HttpServer(uvicorn.Server):
         self.ready = asyncio.Event()
 
     def reload_tls(self) -> None:
-        """Show new connections the certificate as its files have it now; a wrong one is logged."""
+        """Load the certificate again for new connections. A bad certificate is logged and changes nothing."""
         if self._tls is None or self.config.ssl is None:
             return
         try:
@@ -319,11 +326,11 @@ class HttpServer(uvicorn.Server):
 
 @contextmanager
 def signals(stop: Stop) -> Iterator[None]:
-    """Handle signals while this lasts; elsewhere than on the main thread nothing is changed.
+    """Handle signals inside this block. On other threads than the main one nothing changes.
 
-    SIGTERM and SIGINT ask for a stop. From the second one on, the process ends within `ending.END_S`,
-    whatever its threads do. SIGHUP reads keys and certificates again. Where the terminal has gone or there
-    is nothing to read, SIGHUP asks for a stop too.
+    SIGTERM and SIGINT request a stop. From the second one on, the process ends within `ending.END_S`,
+    whatever its threads do. SIGHUP reads keys and certificates again. If the terminal has gone, or if there
+    is nothing to read, SIGHUP requests a stop too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -360,6 +367,7 @@ def _is_terminal(descriptor: int) -> bool:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return uvloop's event loop factory, or asyncio's if uvloop is not installed."""
     try:
         import uvloop
     except ImportError:
@@ -368,6 +376,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
 
 
 def url_of(host: str, listener: socket.socket, *, tls: bool = False) -> str:
+    """Return the base URL of a listener, with a loopback address in place of a wildcard."""
     port = listener.getsockname()[1]
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)  # noqa: S104 - shown, not bound
     if ":" in shown and not shown.startswith("["):

@@ -1,6 +1,6 @@
-"""What the HTTP server serves: models behind an engine each, and two questions about the cluster.
+"""Describe the server's service: models with an engine each, and the cluster's health and status.
 
-The server knows the engine and the tokenizer by these protocols alone, so it needs neither torch nor a
+The server knows the engine and the tokenizer only through these protocols, so it needs neither torch nor a
 cluster.
 """
 
@@ -18,23 +18,26 @@ from convoy.engine.requests.request import GenerationRequest
 
 
 class Handle(Protocol):
-    """A submitted request. `abort` may be called from any thread, more than once."""
+    """Refer to a submitted request. `abort` may be called from any thread, and more than once."""
 
     def abort(self) -> None: ...
 
 
 class ServedEngine(Protocol):
-    """`convoy.engine.engine.Engine`, as far as HTTP needs it."""
+    """Declare the part of `convoy.engine.engine.Engine` that HTTP needs."""
 
     @property
     def room(self) -> int:
-        """How many tokens one request may have with its answer, now: other stages may hold fewer."""
+        """Return the tokens that one request may have now, prompt and answer together.
+
+        Other stages may hold fewer tokens than this one.
+        """
 
     def submit(self, request: GenerationRequest, on_output: Callable[[Output], None], /) -> Handle: ...
 
 
 class ServedTokenizer(Protocol):
-    """`convoy.model.text.tokens.Tokenizer`, as far as HTTP needs it; called from several threads."""
+    """Declare the part of `convoy.model.text.tokens.Tokenizer` that HTTP needs. Several threads call it."""
 
     @property
     def eos_ids(self) -> Set[int]: ...
@@ -44,17 +47,20 @@ class ServedTokenizer(Protocol):
 
     @property
     def longest_token_bytes(self) -> int | None:
-        """The most bytes of text that one token stands for, or None where no bound is known."""
+        """Return the most bytes of text that one token stands for, or None if no bound is known."""
 
     def encode_word(self, text: str, /) -> list[int]: ...
 
     def encode(self, text: str, /, *, max_tokens: int | None = None) -> list[int]:
-        """Raises RequestError for more than ``max_tokens``, at best before it is tokenised."""
+        """Return the token ids of ``text``. Raises RequestError for more than ``max_tokens``.
+
+        The check comes before the tokenizer runs if possible.
+        """
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, str]], /, *, max_tokens: int | None = None
     ) -> list[int]:
-        """Raises RequestError as `encode` does."""
+        """Return the token ids of a conversation. Raises RequestError as `encode` does."""
 
     def decode(self, ids: Sequence[int], /) -> str: ...
 
@@ -63,7 +69,7 @@ class ServedTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model and the engine that runs it."""
+    """Hold a model and the engine that runs it."""
 
     name: str
     engine: ServedEngine
@@ -72,14 +78,16 @@ class ServedModel:
 
     @property
     def max_context(self) -> int:
-        """What one request may use, in tokens: the context, or the whole K/V pool where that is smaller."""
+        """Return the most tokens of one request: the context, or the whole K/V pool if that is smaller."""
         return self.engine.room
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """``health`` gives (ready, reason); ``status`` a value that msgspec can encode. Both may block for a
-    moment. ``level`` gives the cluster's level of attestation, at once. ``metrics`` are asked on a thread.
+    """Hold the served models and the functions that describe the cluster.
+
+    ``health`` returns (ready, reason), and ``status`` a value that msgspec can encode. Both may block for a
+    moment. ``level`` returns the cluster's attestation level at once. ``metrics`` are called on a thread.
     """
 
     models: tuple[ServedModel, ...]
@@ -89,7 +97,7 @@ class Service:
     metrics: tuple[Source, ...] = ()
 
     def model(self, name: str | None) -> ServedModel:
-        """The model of that name, or the only one when a request names none. Raises `UnknownModel`."""
+        """Return the model with that name, or the only model for None. Raises `UnknownModel`."""
         if name is None and len(self.models) == 1:
             return self.models[0]
         for model in self.models:

@@ -1,8 +1,8 @@
-"""What is traced of a request: when its parts began and ended, and how much of what; never what was said.
+"""Describe a request's trace: the start and end of its parts, and counts; never a prompt or an answer.
 
-Nothing here imports OpenTelemetry; `telemetry.otlp` alone does, and only where traces were asked for. Names
-are those of OpenTelemetry's semantic conventions for generative AI (github.com/open-telemetry/
-semantic-conventions-genai, in development) where one fits, and begin with ``convoy.`` where none does.
+Nothing here imports OpenTelemetry. `telemetry.otlp` alone does, and only if traces are switched on. Names are
+those of OpenTelemetry's semantic conventions for generative AI (github.com/open-telemetry/
+semantic-conventions-genai, in development) where one fits; other names begin with ``convoy.``.
 """
 
 from __future__ import annotations
@@ -27,38 +27,43 @@ _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a
 
 
 class TraceSpan(Protocol):
-    """One request at one place. Times are seconds since it began."""
+    """Record one request at one place. Times are seconds since the request began."""
 
     @property
     def traceparent(self) -> str:
-        """W3C Trace Context for whoever is asked next: random ids, and empty where nothing is traced."""
+        """Return the W3C Trace Context for the next server, with random ids; empty if nothing is traced."""
         ...
 
     def note(self, values: Mapping[str, Value]) -> None:
-        """Counts, times and names of this code's own; never a prompt, an answer, a token id or a key."""
+        """Set attributes: counts, times and this code's own names; never a prompt, an answer, a token id or a
+        key.
+        """
         ...
 
     def part(self, name: str, start_s: float, end_s: float) -> None:
-        """Something that it did."""
+        """Record one part of the request's work."""
         ...
 
     def end(self, outcome: str) -> None:
-        """``outcome``: complete, the class of an error, or other words. Once; later calls change nothing."""
+        """End the span with ``outcome``: "complete", the class of an error, or other words.
+
+        Later calls change nothing.
+        """
         ...
 
 
 class Traces(Protocol):
-    """Where spans go."""
+    """Create spans and send them on."""
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody gets them; where nobody does, nothing need be noted."""
+        """Return whether spans are sent anywhere. If not, callers need not record anything."""
         ...
 
     def begin(self, kind: str, model: str, parent: str = "", ago_s: float = 0.0) -> TraceSpan:
-        """A request of ``kind`` (chat or completion) that came ``ago_s`` ago.
+        """Begin the span of a request of ``kind`` (chat or completion) that came ``ago_s`` seconds ago.
 
-        ``parent``: a traceparent, as whoever asked sent it; one that is none begins a trace of its own.
+        ``parent`` is the client's traceparent. An invalid one begins a new trace.
         """
         ...
 
@@ -67,20 +72,20 @@ class _NoSpan:
     traceparent = ""
 
     def note(self, values: Mapping[str, Value]) -> None:
-        """Nowhere."""
+        """Discard the attributes."""
 
     def part(self, name: str, start_s: float, end_s: float) -> None:
-        """Nowhere."""
+        """Discard the part."""
 
     def end(self, outcome: str) -> None:
-        """Nowhere."""
+        """Discard the outcome."""
 
 
 class _NoTraces:
     is_on = False
 
     def begin(self, kind: str, model: str, parent: str = "", ago_s: float = 0.0) -> TraceSpan:  # noqa: ARG002
-        """Nothing is kept."""
+        """Return the span that records nothing."""
         return NO_SPAN
 
 
@@ -89,12 +94,12 @@ NO_TRACES: Traces = _NoTraces()
 
 
 def operation_of(kind: str) -> str:
-    """gen_ai.operation.name of a kind of request."""
+    """Return the gen_ai.operation.name for a kind of request."""
     return _OPERATIONS.get(kind, kind)
 
 
 def read_traceparent(text: str) -> tuple[int, int, int] | None:
-    """Trace id, span id and flags of W3C Trace Context, version 00; None for anything else."""
+    """Read trace id, span id and flags of W3C Trace Context, version 00. Return None for anything else."""
     if not _TRACEPARENT.fullmatch(text):
         return None
     _, trace, span, flags = text.split("-")

@@ -1,7 +1,7 @@
-"""One decode without an engine: steps made by hand, over whatever executor runs them.
+"""Measure one decode without an engine: steps made by hand, over any executor.
 
 Over the stages of one process that is the bare loop: no scheduler, no threads, no text. Over the members'
-ring it is what members and links cost, and nothing else.
+ring it is the cost of members and links, and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHUNK = 256
 
 
 class Steps(Protocol):
-    """What of an `Executor` a bare decode needs."""
+    """Declare the part of an `Executor` that a bare decode needs."""
 
     def submit(self, step: Step, draws: Sequence[SampleJob]) -> None: ...
 
@@ -41,7 +41,7 @@ class Steps(Protocol):
 
 
 class InTurn:
-    """Runs the stages of a plan one after the other in this process, without links."""
+    """Run the stages of a plan one after the other in this process, without links."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self._stages = list(stages)
@@ -69,7 +69,7 @@ def load_in_turn(
     num_threads: int,
     max_tokens: int,
 ) -> InTurn:
-    """Every stage of a plan in this process, with room for one sequence."""
+    """Load every stage of a plan into this process, with room for one sequence."""
     chosen = choose_kernel(kernel, num_threads)
     options = StageOptions(kernel=chosen, block_size=BLOCK_SIZE, num_threads=num_threads)
     stages = [Stage.load(source, assignment, options) for assignment in assignments]
@@ -79,17 +79,18 @@ def load_in_turn(
 
 
 def whole(source: ModelSource) -> list[StageAssignment]:
-    """The model as one stage."""
+    """Return the assignment of the whole model to one stage."""
     return [StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)]
 
 
 def num_blocks(max_tokens: int) -> int:
+    """Return the K/V blocks that hold ``max_tokens``."""
     return -(-max_tokens // BLOCK_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Seconds of each step, one after the other."""
+    """Hold the seconds of each step, in order."""
 
     seconds: tuple[float, ...]
 
@@ -99,7 +100,7 @@ class Window:
 
 
 class BareDecode:
-    """One sequence on an executor that runs nothing else."""
+    """Decode one sequence on an executor that runs nothing else."""
 
     def __init__(self, executor: Steps, vocab_size: int, max_tokens: int, deadline: Deadline) -> None:
         self._executor = executor
@@ -112,7 +113,7 @@ class BareDecode:
         self._tokens: list[int] = []
 
     def read(self, num_tokens: int) -> None:
-        """The prompt, in chunks; its last token gives the first of the answer."""
+        """Run the prompt, in chunks. Its last token gives the first token of the answer."""
         drawn = random.Random(1)  # noqa: S311 - not a secret
         prompt = [drawn.randrange(self._vocab_size) for _ in range(num_tokens)]
         for start in range(0, num_tokens, _CHUNK):
@@ -120,7 +121,7 @@ class BareDecode:
             self._run(chunk, num_outputs=int(start + len(chunk) == num_tokens))
 
     def window(self, num_tokens: int) -> Window:
-        """Decode so many tokens."""
+        """Decode ``num_tokens``, one a step."""
         seconds = []
         for _ in range(num_tokens):
             started_s = time.perf_counter()
@@ -129,6 +130,7 @@ class BareDecode:
         return Window(tuple(seconds))
 
     def _run(self, tokens: list[int], num_outputs: int) -> None:
+        # `left_s` raises at the deadline, so that no run exceeds its time by more than one step.
         self._deadline.left_s()
         start, end = len(self._tokens), len(self._tokens) + len(tokens)
         self._tokens += tokens
@@ -144,12 +146,12 @@ class BareDecode:
 
 
 def step_row(through: str, num_hops: int, windows: Sequence[Window]) -> StepRow:
-    """Percentiles over all steps of all windows."""
+    """Return the percentiles over all steps of all windows."""
     ms = [1000 * second for window in windows for second in window.seconds]
     return StepRow(through, num_hops, round(percentile(ms, 50), 4), round(percentile(ms, 99), 4))
 
 
 def solo_row(windows: Sequence[Window], context_tokens: int) -> DecodeRow:
-    """The median of the windows, in the form of the other benches' rows."""
+    """Return the median of the windows, in the form of the other benches' rows."""
     rate = statistics.median(window.tokens_per_s for window in windows)
     return DecodeRow(1, 1, context_tokens, round(rate, 2), round(1000 / rate, 3), STAGE)

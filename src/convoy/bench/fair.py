@@ -1,6 +1,6 @@
-"""What a long prompt does to the streams that run while it is read.
+"""Measure how a long prompt affects the streams that run while it is read.
 
-bench/METHODOLOGY.md says what the figures mean and what they do not.
+bench/METHODOLOGY.md explains the figures and their limits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class FairOptions:
-    """``num_running`` streams of ``context`` tokens decode; then a prompt of ``prompt_tokens`` comes."""
+    """Hold the options: ``num_running`` streams of ``context`` tokens, then a prompt of ``prompt_tokens``."""
 
     num_running: int = 8
     context: int = 128
@@ -40,21 +40,24 @@ class FairOptions:
 
     @property
     def max_tokens(self) -> int:
-        """Of one stream: it goes on until the long prompt is read, however short the chunks become."""
+        """Return the tokens of one stream: enough until the long prompt is read, however short the chunks
+        become.
+        """
         return self.num_running + self.before_tokens + 8 * -(-self.prompt_tokens // self.chunk) + 64
 
     @property
     def num_blocks(self) -> int:
-        """K/V blocks that hold all of them, so that none is preempted."""
+        """Return the K/V blocks that hold all sequences, so that none is preempted."""
         stream = -(-(self.context + self.max_tokens) // BLOCK_SIZE) + 1
         return self.num_running * stream + -(-(self.prompt_tokens + 1) // BLOCK_SIZE) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class FairRow:
-    """Milliseconds between two tokens of a running stream, before the long prompt and while it is read.
+    """Hold the milliseconds between two tokens of a running stream, before the long prompt and while it is
+    read.
 
-    ``mixed_step_ms``: the median step that had decodes and a chunk, from its submission to its return.
+    ``mixed_step_ms`` is the median step that had decodes and a chunk, from its submission to its return.
     """
 
     members: int
@@ -71,7 +74,7 @@ class FairRow:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step, and what it ran."""
+    """Hold the time of one step, and the number of its decodes and chunks."""
 
     submitted_s: float
     seconds: float
@@ -80,7 +83,7 @@ class StepTime:
 
 
 class TimedExecutor:
-    """Runs steps as ``executor`` does, and keeps how long each took from its submission to its return."""
+    """Run steps on ``executor``, and keep the time of each from its submission to its return."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -114,7 +117,7 @@ class TimedExecutor:
 
 
 class _Stream:
-    """The times of a request's tokens, written by the engine's thread."""
+    """Hold the times of a request's tokens. The engine's thread writes them."""
 
     def __init__(self, engine: Engine, prompt: tuple[int, ...], max_tokens: int) -> None:
         self.times_s: list[float] = []
@@ -153,7 +156,7 @@ def measure_fair(
     deadline: Deadline,
     say: Say,
 ) -> FairRow:
-    """Streams first, then the long prompt; all is measured until its first token."""
+    """Start the streams, then the long prompt; measure all until its first token."""
     prompts = Prompts(vocab_size)
     streams = []
     try:
@@ -187,8 +190,13 @@ def fair_row(
     steps: Sequence[StepTime],
     span: tuple[float, float],
 ) -> FairRow:
-    """The row of one run. ``running``: the times of each stream's tokens; ``span``: the long prompt's."""
+    """Return the row of one run.
+
+    ``running`` holds the times of each stream's tokens; ``span`` is the start and end of the long prompt.
+    """
     start_s, end_s = span
+    # Take as many pauses before the prompt as the option says, so that the start-up of the streams is left
+    # out.
     before = _pauses(running, lambda at: at <= start_s)[-options.num_running * options.before_tokens :]
     during = _pauses(running, lambda at: start_s < at <= end_s)
     mixed = [
@@ -198,7 +206,7 @@ def fair_row(
     ]
     if not during or not mixed:
         raise ConvoyError(
-            "the long prompt was read before a stream said anything", hint="ask for a longer prompt"
+            "the long prompt was read before a stream gave a token", hint="ask for a longer prompt"
         )
     p99_ms, mixed_ms = percentile(during, 99), percentile(mixed, 50)
     return FairRow(
@@ -216,7 +224,9 @@ def fair_row(
 
 
 def _pauses(streams: Sequence[Sequence[float]], counts: Callable[[float], bool]) -> list[float]:
-    """Milliseconds between tokens, of those pauses whose end ``counts``, in the order of their ends."""
+    """Return the milliseconds between tokens in the order of their ends, for the ends that ``counts``
+    accepts.
+    """
     pauses = [
         (end, 1000 * (end - start))
         for times_s in streams
@@ -227,6 +237,6 @@ def _pauses(streams: Sequence[Sequence[float]], counts: Callable[[float], bool])
 
 
 def fair_ratios(rows: Sequence[FairRow]) -> dict[str, float]:
-    """By how much the slowest hundredth of the pauses exceeds a mixed step's time."""
+    """Return the 99th percentile of the pauses over a mixed step's time, by number of members."""
     names = {1: "one_member_p99_over_mixed_step", 2: "two_members_p99_over_mixed_step"}
     return {names[row.members]: row.p99_over_mixed_step for row in rows}

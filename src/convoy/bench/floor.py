@@ -1,8 +1,8 @@
-"""How near a decode step comes to what the memory allows.
+"""Measure how near a decode step comes to the limit of the memory.
 
-The floor of a step is the bytes of weights that it reads over the rate at which this machine, with the same
-threads, reads memory and does next to nothing with it. A virtual machine's memory is faster and slower by the
-second, so every step has a read of its own beside it, and is compared with that one.
+The floor of a step is the bytes of weights that it reads, divided by the rate at which this machine reads
+memory with the same threads and almost no work. A virtual machine's memory rate changes by the second. So
+every step has a read of its own beside it, and is compared with that one.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _WARM_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class FloorRow:
-    """Steps of ``concurrent`` decodes. ``of_floor``: the median of floor over time, step by step."""
+    """Hold steps of ``concurrent`` decodes. ``of_floor`` is the median of floor over time, step by step."""
 
     kernel: str
     concurrent: int
-    context_tokens: int  # of each at the end
+    # Of each sequence at the end.
+    context_tokens: int
     step_bytes: int
     read_gb_per_s: float
     floor_ms: float
@@ -45,7 +46,7 @@ class FloorRow:
 
 @dataclass(frozen=True, slots=True)
 class LinearRow:
-    """All linears of one shape, one after the other, at the rows that ``concurrent`` decodes give them."""
+    """Hold all linears of one shape, one after the other, with the rows of ``concurrent`` decodes."""
 
     kernel: str
     concurrent: int
@@ -59,7 +60,7 @@ class LinearRow:
 
 @dataclass(frozen=True, slots=True)
 class FloorOptions:
-    """What is measured; `context` tokens of prompt, then ``steps`` decodes of each count."""
+    """Hold the options: `context` tokens of prompt, then ``steps`` decodes of each count."""
 
     concurrent: tuple[int, ...]
     context: int
@@ -67,19 +68,22 @@ class FloorOptions:
 
     @property
     def max_tokens(self) -> int:
-        """Of one sequence: all counts go on with the same ones."""
+        """Return the tokens of one sequence. All counts continue the same sequences."""
         return self.context + len(self.concurrent) * (self.steps + _WARM_STEPS)
 
 
 class MemoryRead:
-    """The sum over a buffer that no cache holds, which torch's threads share."""
+    """Read memory at full rate: torch's threads sum a buffer that no cache holds."""
 
     def __init__(self, deadline: Deadline, num_bytes: int = READ_BYTES) -> None:
         self._numbers = torch.ones(num_bytes // 4)
         self._deadline = deadline
 
     def beside(self, run: Callable[[], None], times: int) -> tuple[list[float], list[float]]:
-        """The seconds of each run, and the bytes/s of the read before it. Raises ConvoyError when late."""
+        """Return the seconds of each run, and the bytes/s of the read before it.
+
+        Raises ConvoyError at the deadline.
+        """
         seconds, rates = [], []
         for _ in range(times):
             self._deadline.left_s()
@@ -88,12 +92,13 @@ class MemoryRead:
             between_s = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - between_s)
+            # The read comes directly before the run, because the memory's rate changes by the second.
             rates.append(self._numbers.nbytes / (between_s - started_s))
         return seconds, rates
 
 
 class Decodes:
-    """Sequences that decode side by side, greedily, on a stage that holds the whole model."""
+    """Decode sequences side by side, greedily, on a stage that holds the whole model."""
 
     def __init__(self, stage: Stage, options: FloorOptions) -> None:
         self._stage, self._number = stage, 0
@@ -108,14 +113,14 @@ class Decodes:
         self.lengths = [0] * most
 
     def read(self, num_tokens: int) -> None:
-        """Every sequence's prompt, one after the other: random tokens."""
+        """Run a random prompt for every sequence, one after the other."""
         drawn = torch.Generator().manual_seed(1)
         for sequence in range(len(self._tokens)):
             prompt = torch.randint(self._stage.vocab_size, (num_tokens,), generator=drawn)
             self._run([sequence], prompt, num_tokens)
 
     def step(self, count: int) -> None:
-        """A token for the first ``count`` sequences."""
+        """Decode one token of the first ``count`` sequences."""
         self._run(range(count), torch.tensor(self._tokens[:count]), 1)
 
     def _run(self, sequences: Sequence[int], tokens: torch.Tensor, each: int) -> None:
@@ -132,7 +137,7 @@ class Decodes:
 
 
 def load_whole(source: ModelSource, kernel: str, num_threads: int | None) -> Stage:
-    """The model as one stage that asks for no prefix tags. Raises as `Stage.load`."""
+    """Load the model as one stage that needs no prefix tags. Raises as `Stage.load`."""
     options = StageOptions(
         kernel=choose_kernel(kernel, num_threads),
         block_size=BLOCK_SIZE,
@@ -145,7 +150,7 @@ def load_whole(source: ModelSource, kernel: str, num_threads: int | None) -> Sta
 def measure_floor(
     stage: Stage, options: FloorOptions, read: MemoryRead, say: Callable[[str], None]
 ) -> tuple[list[FloorRow], list[LinearRow]]:
-    """Steps of each count, then every shape's linears. Raises ConvoyError at the deadline."""
+    """Measure steps of each count, then the linears of every shape. Raises ConvoyError at the deadline."""
     decodes = Decodes(stage, options)
     decodes.read(options.context)
     rows = []
@@ -211,7 +216,7 @@ def _share(num_bytes: int, seconds: Iterable[float], rates: Iterable[float]) -> 
 
 
 def floor_ratios(rows: Sequence[FloorRow]) -> dict[str, float]:
-    """Those whose rows are there: what the issue of speed asks of each kernel."""
+    """Return each kernel's share of the floor, and its step times over that of one decode, if measured."""
     ms = {(row.kernel, row.concurrent): row.step_ms for row in rows}
     ratios = {f"{row.kernel}_of_floor": row.of_floor for row in rows if row.concurrent == 1}
     for kernel in dict.fromkeys(row.kernel for row in rows):

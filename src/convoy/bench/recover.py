@@ -1,6 +1,6 @@
-"""What becomes of streams when a member is lost: every loss that we know, on a cluster that a caller brings.
+"""Measure how streams survive the loss of a member: every kind of loss, on a cluster that the caller brings.
 
-bench/METHODOLOGY.md says what the figures mean and what they do not.
+bench/METHODOLOGY.md explains the figures and their limits.
 """
 
 from __future__ import annotations
@@ -17,55 +17,62 @@ from convoy.bench.watched import Watched, seconds_to_next, seconds_to_pace
 from convoy.errors import ConvoyError, PeerError
 
 _POLL_S = 0.01
-_PACE_S = 0.5  # a pause up to this is no consequence of a loss
+# A pause up to this is no consequence of a loss.
+_PACE_S = 0.5
 _IDLE_S = 30.0
-_BETWEEN_S = 60.0  # until tokens flow again, before the next blow
+# The most time until tokens flow again, before the next blow.
+_BETWEEN_S = 60.0
 
 
 class Arena(Protocol):
-    """A served cluster whose peers can be disturbed; ``peers`` are named in the order of their layers."""
+    """Control a served cluster and disturb its peers; ``peers`` are named in the order of their layers."""
 
     @property
     def peers(self) -> Sequence[str]: ...
 
     def ask(self, body: Mapping[str, Any]) -> Iterator[str]:
-        """The pieces of a streamed completion. Raises ConvoyError where it ends in an error."""
+        """Yield the pieces of a streamed completion. Raises ConvoyError if it ends in an error."""
 
     def status(self) -> Mapping[str, Any]:
-        """What ``GET /status`` says."""
+        """Return the body of ``GET /status``."""
 
     def kill(self, name: str) -> None: ...
 
     def start(self, name: str) -> None:
-        """Once more, after `kill`."""
+        """Start the member again, after `kill`."""
 
     def stop(self, name: str) -> None:
-        """SIGSTOP: it is there, and does nothing."""
+        """Send SIGSTOP: the process stays and does nothing."""
 
     def resume(self, name: str) -> None: ...
 
     def cut(self, name: str) -> None:
-        """Every link into it ends, and none comes about."""
+        """End every link into the member, and let no new one come about."""
 
     def mend(self, name: str) -> None: ...
 
     def slow(self, name: str) -> None:
-        """It runs for a small share of the time, until `resume`."""
+        """Let the member run for a small share of the time, until `resume`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One way to lose members. ``blows`` are dealt one after the other, each once tokens flow after the last;
-    ``after`` undoes them when the streams are over.
+    """Describe one way to lose members.
+
+    ``blows`` are dealt one after the other, each once tokens flow after the last one. ``after`` undoes them
+    when the streams are over.
     """
 
     name: str
     blows: tuple[Callable[[Arena], None], ...]
     after: Callable[[Arena], None] | None = None
     num_members: int = 3
-    forward: bool = False  # the last peer owns the output
-    tight: bool = False  # no member less holds the model
-    prefill: bool = False  # the loss comes while the prompts are read
+    # The last peer owns the output.
+    forward: bool = False
+    # The model does not fit onto fewer members.
+    tight: bool = False
+    # The loss comes while the prompts are read.
+    prefill: bool = False
 
 
 def _restart(arena: Arena) -> None:
@@ -98,7 +105,7 @@ LOSSES = (
 
 @dataclass(frozen=True, slots=True)
 class RecoverOptions:
-    """A loss comes once every stream has ``before_tokens`` pieces, of ``max_tokens`` tokens in all."""
+    """Hold the options. A loss comes once every stream has ``before_tokens`` pieces of its ``max_tokens``."""
 
     max_tokens: int = 256
     before_tokens: int = 48
@@ -106,7 +113,7 @@ class RecoverOptions:
     long_prompt_tokens: int = 1024
 
     def bodies(self, model_name: str, vocab_size: int, *, long: bool) -> dict[str, dict[str, Any]]:
-        """What is asked, by name: once greedy, once seeded."""
+        """Return the request bodies by name: one greedy, one seeded."""
         count = self.long_prompt_tokens if long else self.prompt_tokens
         shared = {"model": model_name, "max_tokens": self.max_tokens, "ignore_eos": True, "stream": True}
         kinds: dict[str, dict[str, Any]] = {
@@ -120,7 +127,7 @@ class RecoverOptions:
 
 
 def prompt_of(num_tokens: int, vocab_size: int, number: int) -> list[int]:
-    """Tokens that no other number's prompt begins with; the same in every run."""
+    """Return tokens that no other number's prompt begins with. They are the same in every run."""
     return [
         (7 * position + 31 * number + position * position // 5) % vocab_size for position in range(num_tokens)
     ]
@@ -128,10 +135,11 @@ def prompt_of(num_tokens: int, vocab_size: int, number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RecoverRow:
-    """What came of one loss. ``seconds_to_next_token``: the longer of both streams', and of two losses.
+    """Hold the outcome of one loss.
 
-    ``seconds_to_pace``: from the last loss until no pause is much longer than those before it.
-    ``identical``: both texts are those of the undisturbed run, and so is that of a request after the loss.
+    ``seconds_to_next_token`` is the longest over both streams and all blows. ``seconds_to_pace`` counts from
+    the last loss until no pause is much longer than those before it. ``identical`` means that both texts are
+    those of the undisturbed run, and so is the text of a request after the loss.
     """
 
     loss: str
@@ -141,7 +149,8 @@ class RecoverRow:
     survived: bool
     members: int
     members_after: int
-    usual_pause_s: float  # the longest between two tokens before the loss
+    # The longest pause between two tokens before the loss.
+    usual_pause_s: float
     blocks_leaked: int
     error: str | None
 
@@ -150,7 +159,7 @@ Texts = Mapping[str, str]
 
 
 def undisturbed(arena: Arena, bodies: Mapping[str, Mapping[str, Any]], deadline: Deadline) -> dict[str, str]:
-    """The texts that every disturbed run is compared with. Raises ConvoyError if one does not end well."""
+    """Return the texts to compare every disturbed run with. Raises ConvoyError if one does not complete."""
     texts = {}
     for name, body in bodies.items():
         watched = Watched(functools.partial(arena.ask, body))
@@ -169,7 +178,7 @@ def try_loss(
     options: RecoverOptions,
     deadline: Deadline,
 ) -> RecoverRow:
-    """Two streams at once, the loss, and what becomes of them."""
+    """Run two streams at once, cause the loss, and return the outcome."""
     members = len(arena.status()["stages"])
     steps = arena.status()["steps"]
     watched = {name: Watched(functools.partial(arena.ask, body)) for name, body in bodies.items()}
@@ -177,6 +186,7 @@ def try_loss(
         _wait_for_steps(arena, list(watched.values()), steps + _chunks_before(options), deadline)
     else:
         _wait_for_tokens(watched.values(), options.before_tokens, deadline)
+    # Take the usual pause before the blow, as the measure of a normal pause after it.
     usual_s = max((_longest_pause(one.times_s) for one in watched.values()), default=0.0)
     dealt = _deal(arena, loss, list(watched.values()), deadline)
     complete = [one.wait(deadline.left_s()) for one in watched.values()]
@@ -204,16 +214,17 @@ def try_loss(
 
 
 def _much(usual_s: float) -> float:
+    # A pause longer than three times the usual one is a consequence of the loss, even on a slow machine.
     return max(_PACE_S, 3 * usual_s)
 
 
 def _chunks_before(options: RecoverOptions) -> int:
-    """Steps of a prefill after which it is lost: some, and not most."""
+    """Return the steps of a prefill before its loss: some, but not most of them."""
     return max(1, options.long_prompt_tokens // 256)
 
 
 def _deal(arena: Arena, loss: Loss, watched: list[Watched], deadline: Deadline) -> list[float]:
-    """When each blow was dealt."""
+    """Apply each blow, and return the time of each."""
     dealt: list[float] = []
     for blow in loss.blows:
         if dealt:
@@ -230,34 +241,39 @@ def _deal(arena: Arena, loss: Loss, watched: list[Watched], deadline: Deadline) 
 def _wait_for_tokens(
     watched: Sequence[Watched] | Any, count: int, deadline: Deadline, *, beyond: bool = False
 ) -> None:
-    """Until each has ``count`` pieces, or so many more than now; a stream that ended early is seen later."""
+    """Wait until each stream has ``count`` pieces; with ``beyond``, that many more than now.
+
+    A stream that ended early is detected later.
+    """
     for one in watched:
         wanted = count + (len(one.times_s) if beyond else 0)
         one.wait_for(wanted, min(_BETWEEN_S, deadline.left_s()))
 
 
 def _wait_for_steps(arena: Arena, watched: Sequence[Watched], count: int, deadline: Deadline) -> None:
-    """Until so many were made; an answer that is over already is seen later."""
+    """Wait until the cluster has made ``count`` steps. An answer that is already over is detected later."""
     while arena.status()["steps"] < count and not any(one.is_over for one in watched):
         deadline.left_s()
-        time.sleep(_POLL_S)  # steps are told by status alone, which has nothing to wait on
+        # Only the status tells the number of steps, and it offers nothing to wait on.
+        time.sleep(_POLL_S)
 
 
 def _ask_again(arena: Arena, body: Mapping[str, Any], deadline: Deadline) -> str | None:
-    """After all that: the cluster answers as before, also with a woken member about."""
+    """Ask once more: the cluster must answer as before, also with a resumed member present."""
     watched = Watched(functools.partial(arena.ask, body))
     return watched.text if watched.wait(deadline.left_s()) else None
 
 
 def _leaked(arena: Arena) -> int:
-    """Blocks that are not free though nothing runs."""
+    """Return the blocks that are not free although nothing runs."""
     end_s = time.monotonic() + _IDLE_S
     while True:
         status = arena.status()
         leaked: int = status["num_blocks"] - status["free_blocks"]
         if not leaked or time.monotonic() > end_s:
             return leaked
-        time.sleep(_POLL_S)  # as above
+        # Only the status tells the number of free blocks, and it offers nothing to wait on.
+        time.sleep(_POLL_S)
 
 
 def _longest_pause(times_s: Sequence[float]) -> float:
@@ -265,7 +281,7 @@ def _longest_pause(times_s: Sequence[float]) -> float:
 
 
 def _slowest(dealt: Sequence[float], streams: Sequence[Sequence[float]]) -> float | None:
-    """Of every blow and stream the longest way to the next token; None where one never came."""
+    """Return the longest time from a blow to a stream's next token, or None if one never came."""
     found = []
     for number, lost_s in enumerate(dealt):
         until_s = dealt[number + 1] if number + 1 < len(dealt) else float("inf")
@@ -275,7 +291,7 @@ def _slowest(dealt: Sequence[float], streams: Sequence[Sequence[float]]) -> floa
 
 
 def recover_ratios(rows: Sequence[RecoverRow]) -> dict[str, float]:
-    """How many of the losses were survived with identical text, and the longest way to the next token."""
+    """Return the share of losses survived with identical text, and the longest time to the next token."""
     good = [row for row in rows if row.survived and row.identical]
     seconds = [row.seconds_to_next_token for row in rows if row.seconds_to_next_token is not None]
     ratios = {"survived_and_identical": round(len(good) / len(rows), 3)}

@@ -1,6 +1,6 @@
-"""What a served cluster costs while nobody asks, and whether its memory grows over many requests.
+"""Measure an idle cluster's use of the processor, and whether its memory grows over many requests.
 
-bench/METHODOLOGY.md says what the figures mean and what they do not.
+bench/METHODOLOGY.md explains the figures and their limits.
 """
 
 from __future__ import annotations
@@ -18,30 +18,35 @@ from convoy.bench.throughput import Say
 from convoy.errors import ConvoyError
 
 _SETTLE_S = 2.0
-_DROPPED = 10  # one in so many requests is hung up on after its first piece
+# One in so many requests disconnects after its first piece.
+_DROPPED = 10
 _NUM_SAMPLES = 10
-_SHORT, _LONG, _ONE_LONG_IN = (4, 40), (41, 400), 8  # tokens of a prompt
+# Tokens of a prompt, and how often a prompt is long.
+_SHORT, _LONG, _ONE_LONG_IN = (4, 40), (41, 400), 8
 
 
 class WatchedProcess(Protocol):
-    """A served cluster whose processes can be looked at. ``names`` has the head first."""
+    """Observe a served cluster and its processes. ``names`` has the head first."""
 
     @property
     def names(self) -> Sequence[str]: ...
 
     def ask(self, body: Mapping[str, Any]) -> Iterator[str]:
-        """The pieces of a streamed completion; leaving the iterator hangs up."""
+        """Yield the pieces of a streamed completion. Leaving the iterator disconnects."""
 
     def cpu_s(self, name: str) -> float:
-        """Seconds of a core that a member's process has used."""
+        """Return the seconds of processor time that a member's process has used."""
 
     def rss_bytes(self, name: str) -> int:
-        """Its resident memory."""
+        """Return the resident memory of a member's process."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoakOptions:
-    """Memory is compared after ``first`` requests and after all. ``idle_s``: how long idling is watched."""
+    """Hold the options. Memory after ``first`` requests is compared with memory after all.
+
+    Idling is watched for ``idle_s``.
+    """
 
     num_requests: int = 10_000
     first: int = 1_000
@@ -51,7 +56,7 @@ class SoakOptions:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """After how many requests memory is looked at."""
+        """Return the numbers of requests after which memory is read."""
         step = max(1, (self.num_requests - self.first) // (_NUM_SAMPLES - 1))
         between = range(self.first + step, self.num_requests, step)
         return tuple(dict.fromkeys((self.first, *between, self.num_requests)))
@@ -59,7 +64,10 @@ class SoakOptions:
 
 @dataclass(frozen=True, slots=True)
 class SoakRow:
-    """One member. ``idle_core``: the share of a core while nobody asked, before and after all requests."""
+    """Hold one member's figures.
+
+    ``idle_core`` is the share of a core without requests, before and after all.
+    """
 
     member: str
     idle_core_before: float
@@ -70,7 +78,7 @@ class SoakRow:
 
 @dataclass(frozen=True, slots=True)
 class RssRow:
-    """Resident memory of a member after so many requests; MB are 10^6 bytes."""
+    """Hold a member's resident memory after so many requests. One MB is 10^6 bytes."""
 
     member: str
     requests: int
@@ -79,7 +87,7 @@ class RssRow:
 
 @dataclass(frozen=True, slots=True)
 class Soaked:
-    """All that a run found."""
+    """Hold the results of a run."""
 
     members: tuple[SoakRow, ...]
     memory: tuple[RssRow, ...]
@@ -89,7 +97,10 @@ class Soaked:
 def measure_soak(
     cluster: WatchedProcess, bodies: Bodies, options: SoakOptions, *, deadline: Deadline, say: Say
 ) -> Soaked:
-    """Idle, then every request, then idle. Raises ConvoyError for a request that ends in an error."""
+    """Watch the idle cluster, send every request, and watch it idle again.
+
+    Raises ConvoyError for a request that ends in an error.
+    """
     _ask_all(cluster, bodies, range(options.concurrent), options, deadline)
     before = _idle(cluster, options.idle_s, deadline)
     say(f"idle: {sum(before.values()):.2%} of a core")
@@ -107,7 +118,7 @@ def measure_soak(
 
 
 class Bodies:
-    """What is asked: short prompts and some long ones, no two alike; greedy and seeded in turn.
+    """Make request bodies: short prompts and some long ones, all different; greedy and seeded in turn.
 
     The long ones make steps of every size, for which a stage makes room once.
     """
@@ -142,6 +153,7 @@ def _ask_all(
             deadline.left_s()
             pieces = cluster.ask(bodies.of(number))
             for _ in pieces:
+                # Disconnect early now and then: an aborted request must free its memory too.
                 if number % _DROPPED == _DROPPED - 1:
                     break
             getattr(pieces, "close", lambda: None)()
@@ -155,8 +167,9 @@ def _ask_all(
 
 
 def _idle(cluster: WatchedProcess, idle_s: float, deadline: Deadline) -> dict[str, float]:
-    """Each member's share of a core while nobody asks."""
-    time.sleep(min(_SETTLE_S, idle_s, deadline.left_s()))  # what is measured is that time passes
+    """Return each member's share of a core without requests."""
+    # Time itself is measured here, so there is nothing else to wait for.
+    time.sleep(min(_SETTLE_S, idle_s, deadline.left_s()))
     began_s = time.monotonic()
     used = {name: cluster.cpu_s(name) for name in cluster.names}
     time.sleep(min(idle_s, deadline.left_s()))
@@ -167,7 +180,7 @@ def _idle(cluster: WatchedProcess, idle_s: float, deadline: Deadline) -> dict[st
 def soak_rows(
     names: Sequence[str], before: Mapping[str, float], after: Mapping[str, float], memory: Sequence[RssRow]
 ) -> tuple[SoakRow, ...]:
-    """A row for each member, from its first and its last look."""
+    """Return a row for each member, from its first and its last reading."""
     rows = []
     for name in names:
         looks = [row.rss_mb for row in memory if row.member == name]
@@ -177,7 +190,7 @@ def soak_rows(
 
 
 def soak_ratios(rows: Sequence[SoakRow]) -> dict[str, float]:
-    """Of the whole cluster: the larger idle share of a core; of the member that grew most: by how much."""
+    """Return the cluster's larger idle share of a core, and the largest memory growth of a member."""
     return {
         "idle_core": round(
             max(sum(row.idle_core_before for row in rows), sum(row.idle_core_after for row in rows)), 5

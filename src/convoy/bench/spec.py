@@ -1,6 +1,6 @@
-"""What guessing ahead brings: one text at a time, with guesses and without, over wires of several lengths.
+"""Measure speculation: one text at a time, with drafts and without, over wires of several delays.
 
-bench/METHODOLOGY.md says what the texts are and what the figures mean.
+bench/METHODOLOGY.md describes the texts and explains the figures.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ _REPEATED = (
 
 @dataclass(frozen=True, slots=True)
 class SpecRow:
-    """The texts of one kind, one after the other, ``rounds`` times; ``tokens_per_s`` is the median round's.
+    """Hold the texts of one kind, one after the other, ``rounds`` times. ``tokens_per_s`` is the median
+    round's.
 
-    ``delay_ms`` is put into each hop; ``round_trip_ms`` is what an empty frame then takes there and back.
-    ``drafted`` and ``accepted`` are guesses of one round. ``identical``: the texts are those without guesses.
+    ``delay_ms`` is added to each hop; ``round_trip_ms`` is the round trip of an empty frame then. ``drafted``
+    and ``accepted`` are draft tokens of one round. ``identical`` means that the texts equal those without
+    drafts.
     """
 
     text: str
@@ -57,7 +59,9 @@ class SpecRow:
 
 @dataclass(frozen=True, slots=True)
 class SpecOptions:
-    """``num_tokens`` of each text at most; each kind and way of drawing is said ``num_rounds`` times."""
+    """Hold the options: at most ``num_tokens`` of each text, and ``num_rounds`` of each kind and way of
+    sampling.
+    """
 
     num_tokens: int
     num_rounds: int
@@ -65,7 +69,7 @@ class SpecOptions:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A cluster to measure, and the wire that it is on."""
+    """Hold a cluster to measure, and the delay of its wire."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -75,17 +79,17 @@ class Contender:
 
 
 class Said:
-    """What was said without guesses, so that all else can be compared with it."""
+    """Keep the texts without drafts, to compare all others with them."""
 
     def __init__(self) -> None:
         self._tokens: dict[tuple[str, str], list[tuple[int, ...]]] = {}
 
     def check(self, kind: str, drawn: str, answers: Sequence[Completion]) -> None:
-        """The first answers of a kind are the measure. Raises ConvoyError for others than those."""
+        """Compare the answers of a kind with its first ones. Raises ConvoyError if they differ."""
         found = [answer.token_ids for answer in answers]
         if self._tokens.setdefault((kind, drawn), found) != found:
             raise ConvoyError(
-                f"the {kind} text ({drawn}) is another than it was without guesses",
+                f"the {kind} text ({drawn}) differs from the text without guesses",
                 hint="in exact mode this is a bug; other kernels round by the number of rows in a step",
             )
 
@@ -93,10 +97,10 @@ class Said:
 def measure_spec(
     contenders: Sequence[Contender], options: SpecOptions, *, said: Said, deadline: Deadline
 ) -> list[SpecRow]:
-    """A row for each kind of text, way of drawing and contender, the one without guesses first.
+    """Return a row for each kind of text, way of sampling and contender, the one without drafts first.
 
-    They take turns, text by text, so that what else the machine does hits all alike. Raises ConvoyError where
-    a text is not the same.
+    Contenders take turns, text by text, so that other work on the machine affects all alike. Raises
+    ConvoyError if a text differs.
     """
     rows = []
     # At a temperature the demo model soon leaves a repetition, and that text is plain.
@@ -128,7 +132,8 @@ def measure_spec(
                     tokens_per_s=round(statistics.median(found), 2),
                     drafted=(stats.drafted_tokens - start.drafted_tokens) // options.num_rounds,
                     accepted=(stats.accepted_tokens - start.accepted_tokens) // options.num_rounds,
-                    identical=True,  # or `check` would have raised
+                    # `check` raises for any other text.
+                    identical=True,
                     round_trip_ms=one.round_trip_ms,
                 )
             )
@@ -138,7 +143,7 @@ def measure_spec(
 def _requests(
     tokenizer: Tokenizer, kind: str, params: SamplingParams, num_tokens: int
 ) -> list[GenerationRequest]:
-    """Stories are asked for and end by themselves; what repeats itself is gone on with, to the last token."""
+    """Return the requests of one kind. Stories end by themselves; repetitive texts run to the last token."""
     if kind == PLAIN:
         prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in _STORIES]
     else:
@@ -148,13 +153,13 @@ def _requests(
 
 
 def _rate(answers: Sequence[Completion]) -> float:
-    """Tokens after the first of each text, by the time that they took."""
+    """Return tokens per second after the first token of each text."""
     num_tokens = sum(len(answer.token_ids) - 1 for answer in answers)
     return num_tokens / sum(answer.total_s - answer.time_to_first_token_s for answer in answers)
 
 
 def spec_ratios(rows: Iterable[SpecRow]) -> dict[str, float]:
-    """Tokens per second with guesses over those without, for each text and delay."""
+    """Return tokens per second with drafts over those without, for each text and delay."""
     rate = {(row.text, row.drawn, row.delay_ms, row.speculate > 0): row.tokens_per_s for row in rows}
     return {
         f"{text}_{drawn}_{delay_ms:g}_ms": round(rate[text, drawn, delay_ms, True] / under, 3)

@@ -1,6 +1,6 @@
-"""Tokens per second of a running engine: many requests that decode at once, and one long prompt.
+"""Measure tokens per second of a running engine: many requests that decode at once, and one long prompt.
 
-bench/METHODOLOGY.md says what the figures mean and what they do not.
+bench/METHODOLOGY.md explains the figures and their limits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """A window is ``window_tokens`` tokens of each request; each count of requests gets ``num_windows``."""
+    """Hold the options: each count gets ``num_windows`` windows of ``window_tokens`` tokens per request."""
 
     concurrent: tuple[int, ...] = (1, 4, 16, 32)
     context: int = 512
@@ -39,20 +39,25 @@ class DecodeOptions:
 
     @property
     def max_tokens(self) -> int:
-        """What one request may say until it is ended: early ones go on while later prompts are read."""
+        """Return the tokens of one request until it is ended.
+
+        Early requests decode while later prompts are read.
+        """
         prefill = max(self.concurrent) * -(-self.context // self.prefill_chunk)
         measured = len(self.concurrent) * (self.num_windows + 2) * self.window_tokens
         return prefill + measured + _SPARE_TOKENS
 
     @property
     def num_blocks(self) -> int:
-        """K/V blocks that hold all of them, so that none is preempted."""
+        """Return the K/V blocks that hold all requests, so that none is preempted."""
         return max(self.concurrent) * (-(-(self.context + self.max_tokens) // BLOCK_SIZE) + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOptions:
-    """``num_rounds`` prompts of ``num_tokens``, in steps of ``chunk``, ``window`` of them in flight."""
+    """Hold the options: ``num_rounds`` prompts of ``num_tokens``, in steps of ``chunk``, ``window`` in
+    flight.
+    """
 
     num_tokens: int
     chunk: int
@@ -63,7 +68,9 @@ class PrefillOptions:
 def measure_decode(
     engine: Engine, vocab_size: int, members: int, options: DecodeOptions, *, deadline: Deadline, say: Say
 ) -> list[DecodeRow]:
-    """All requests are read once; then they decode, most first, and are ended down to the next count."""
+    """Read all prompts once, then measure decodes: the most requests first, ending some before each lower
+    count.
+    """
     prompts = Prompts(vocab_size)
     crowd = Crowd(engine, deadline)
     rows = []
@@ -73,7 +80,8 @@ def measure_decode(
         crowd.start([prompts.next(options.context) for _ in range(sizes[0])], options.max_tokens)
         for size in sizes:
             crowd.shrink(size)
-            crowd.window(options.window_tokens)  # the caches and the other counts' steps go
+            # This window is not measured: it warms the caches and drains the steps of the count before.
+            crowd.window(options.window_tokens)
             rates = [crowd.window(options.window_tokens) for _ in range(options.num_windows)]
             rate = statistics.median(rates)
             context = options.context + crowd.longest
@@ -87,7 +95,7 @@ def measure_decode(
 def measure_prefill(
     engine: Engine, vocab_size: int, members: int, options: PrefillOptions, *, deadline: Deadline, say: Say
 ) -> PrefillRow:
-    """The median of some prompts, one after the other, none of which begins like another."""
+    """Return the median of some prompts, one after the other. No prompt begins like another."""
     prompts = Prompts(vocab_size)
     seconds = []
     for number in range(options.num_rounds):
@@ -106,7 +114,7 @@ def measure_prefill(
 
 
 class Prompts:
-    """Random tokens, each prompt another, so that no prefix is shared; the same in every run."""
+    """Draw random prompts, all different, so that no prefix is shared. They are the same in every run."""
 
     def __init__(self, vocab_size: int) -> None:
         self._random = random.Random(1)  # noqa: S311 - not a secret
@@ -117,23 +125,24 @@ class Prompts:
 
 
 class Crowd:
-    """Requests that run until they are ended, and the times of their tokens."""
+    """Run requests until they are ended, and collect the times of their tokens."""
 
     def __init__(self, engine: Engine, deadline: Deadline) -> None:
         self._engine = engine
         self._deadline = deadline
         self._outputs: queue.SimpleQueue[tuple[int, float, Output]] = queue.SimpleQueue()
         self._running: list[tuple[int, RequestHandle]] = []
-        self._numbers: set[int] = set()  # of those that run
+        # The numbers of the requests that run.
+        self._numbers: set[int] = set()
         self._counts: dict[int, int] = {}
 
     @property
     def longest(self) -> int:
-        """Tokens that the request that said most has said."""
+        """Return the tokens of the request with the most tokens."""
         return max(self._counts.values())
 
     def start(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> None:
-        """Returns when each has said a token."""
+        """Start all requests, and return when each has one token."""
         for number, prompt in enumerate(prompts):
             request = GenerationRequest(prompt, GREEDY, max_tokens=max_tokens, ignore_eos=True)
             self._numbers.add(number)
@@ -142,21 +151,23 @@ class Crowd:
             self._next()
 
     def shrink(self, size: int) -> None:
-        """End all but the first ``size``."""
+        """End all but the first ``size`` requests."""
         ended, self._running = self._running[size:], self._running[:size]
         self._numbers = {number for number, _ in self._running}
         for _, handle in ended:
             handle.abort()
         if self._running:
-            self.window(1)  # what was in flight
+            # Drain the tokens of steps that were in flight.
+            self.window(1)
 
     def window(self, num_tokens: int) -> float:
-        """Tokens per second, of all together, over ``num_tokens`` of each.
+        """Return the tokens per second of all requests together, over ``num_tokens`` of each.
 
-        Tokens come in bursts, one for each step: a window begins and ends at the same place of a burst.
+        Tokens come in bursts, one for each step. So a window begins and ends at the same place of a burst.
         """
         while not self._outputs.empty():
             self._next()
+        # The window begins with a token, so that the wait before it does not count.
         started_s = self._next()
         ended_s = started_s
         for _ in range(num_tokens * len(self._running)):
@@ -170,13 +181,17 @@ class Crowd:
         return listen
 
     def _next(self) -> float:
-        """The time of the next token of a request that still runs. Raises what ended one too early."""
+        """Return the time of the next token of a running request.
+
+        Raises the error that ended one too early.
+        """
         running = self._numbers
         while True:
             try:
                 number, time_s, output = self._outputs.get(timeout=self._deadline.left_s())
             except queue.Empty:
-                continue  # the deadline says it
+                # `left_s` raises once the deadline has passed.
+                continue
             if isinstance(output, ErrorOutput):
                 raise output.error
             if number not in running:

@@ -1,1 +1,1 @@
-"""Checks of a split model against the unsplit one: parity certificates, question sets and the leak search."""
+"""Check a split model against the unsplit one: parity certificates, question sets and the leak search."""

@@ -1,4 +1,4 @@
-"""Every token of a vocabulary run as the next one behind known tokens, many in one step of a stage."""
+"""Run every token of a vocabulary as the next one after known tokens, many in one step of a stage."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ _ROWS = 1024
 
 
 class Candidates(Protocol):
-    """A stage with the embedding, and what it makes of tokens."""
+    """Declare a stage with the embedding that computes the activations of tokens."""
 
     def sent(self, prompt: Sequence[int]) -> torch.Tensor:
-        """[T, hidden_size]: what the next stage is sent of ``prompt``."""
+        """Return [T, hidden_size]: the activations of ``prompt`` that the next stage receives."""
         ...
 
     def rows(self, known: Sequence[int]) -> Iterable[torch.Tensor]:
-        """[n, hidden_size] of the next tokens behind ``known``, in the order of the vocabulary."""
+        """Yield [n, hidden_size] for each next token after ``known``, in the order of the vocabulary."""
         ...
 
 
 def candidates_of(spec: ModelSpec, stage: Stage, num_tokens: int) -> Candidates:
-    """``num_tokens``: the longest prompt. Where a prefix can be shared its K/V is, else it is run again."""
+    """Return candidates for prompts of at most ``num_tokens``.
+
+    They share the prefix's K/V if the model's cache allows that. Otherwise they run the prefix again.
+    """
     groups = spec.cache_groups
     is_full = len(groups) == 1 and groups[0].attends and groups[0].window is None and groups[0].stride == 1
     kind = CachedPrefix if is_full else RepeatedPrefix
@@ -35,7 +38,7 @@ def candidates_of(spec: ModelSpec, stage: Stage, num_tokens: int) -> Candidates:
 
 
 class _Runner:
-    """Steps of one stage, whose sequences all end with the step behind theirs."""
+    """Run steps on one stage. Released sequences end with the next step."""
 
     def __init__(self, spec: ModelSpec, stage: Stage, num_tokens: int) -> None:
         self._spec = spec
@@ -58,9 +61,10 @@ class _Runner:
 
 
 class CachedPrefix(_Runner):
-    """With one block for each token: candidates share the blocks of what is known and have one of their own.
+    """Share the known prefix's blocks between candidates, with one block for each token.
 
-    One sequence, the base, holds what is known; its blocks come first.
+    One sequence, the base, holds the known tokens, and its blocks come first. Each candidate has one block of
+    its own.
     """
 
     def __init__(self, spec: ModelSpec, stage: Stage, num_tokens: int) -> None:
@@ -96,7 +100,7 @@ class CachedPrefix(_Runner):
             yield hidden
 
     def _extend(self, known: Sequence[int]) -> None:
-        """Run what is known and the base lacks; anew where the base has other tokens."""
+        """Run the known tokens that the base lacks. A base with other tokens is replaced."""
         if self._base is None or list(known[: len(self._known)]) != self._known:
             self._released += [] if self._base is None else [self._base]
             self._base, self._known = self._new(), []
@@ -111,7 +115,7 @@ class CachedPrefix(_Runner):
 
 
 class RepeatedPrefix(_Runner):
-    """Each candidate a sequence with all that is known: for windows, states and compressed K/V."""
+    """Run each candidate as a sequence with all known tokens, for windows, states and compressed K/V."""
 
     def __init__(self, spec: ModelSpec, stage: Stage, num_tokens: int) -> None:
         super().__init__(spec, stage, num_tokens)
@@ -141,7 +145,7 @@ class RepeatedPrefix(_Runner):
         return hidden
 
     def _each(self, index: int) -> int:
-        """Blocks of a sequence: of a window's ring at most as many as its longest row needs."""
+        """Return the blocks of one sequence; a window's ring has at most as many as its longest row needs."""
         group, size = self._spec.cache_groups[index], self._stage.options.block_size
         wanted = max(1, group.num_blocks(self._num_tokens, size))
         ring = group.ring_blocks(size, self._num_tokens)
@@ -149,5 +153,8 @@ class RepeatedPrefix(_Runner):
 
 
 def _tag(position: int) -> bytes:
-    """Of the prefix before ``position``: the base is the only one, so its length says which."""
+    """Return the tag of the prefix before ``position``.
+
+    The base is the only prefix, so its length identifies it.
+    """
     return position.to_bytes(PREFIX_TAG_BYTES, "little")

@@ -1,4 +1,4 @@
-"""Stages joined in one process, without links, and a count of the layers that each step runs."""
+"""Join stages in one process, without links, and count the layers that each step runs."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ StageLoader = Callable[[ModelSource, StageAssignment, StageOptions, Stage | None
 def load_stage(
     source: ModelSource, assignment: StageAssignment, options: StageOptions, before: Stage | None
 ) -> Stage:
-    """A stage as a member loads it, with what ``before`` has of it already; of several ranks for cpu+cpu."""
+    """Return a stage as a member loads it, reusing the layers of ``before``; several ranks for cpu+cpu."""
     return load_ranks(source, assignment, options, before=before)
 
 
 class StageChain:
-    """The stages of one layout. It hands out K/V blocks as a head would, and keeps an account of layers."""
+    """Run the stages of one layout. Grant K/V blocks as a head would, and count the layers that run."""
 
     def __init__(self, spec: ModelSpec, stages: Sequence[Stage], lengths: Sequence[int]) -> None:
-        """``lengths``: what the sequences that live at once grow to, in tokens."""
+        """Make pools for sequences that live at once. ``lengths`` are their final lengths, in tokens."""
         self.stages = list(stages)
-        self.wrong_layers: dict[int, int] = {}  # a layer that did not run once in a step, how often it did
+        # By layer that did not run exactly once in a step: how often it ran.
+        self.wrong_layers: dict[int, int] = {}
         self._spec = spec
         self._block_size = self.stages[0].options.block_size
         in_full = sum(-(-length // self._block_size) for length in lengths)
         num_blocks = [len(lengths) if g.kind == "recurrent" else in_full for g in spec.cache_groups]
         self._free = [list(range(count)) for count in num_blocks]
-        self._ids: dict[int, int] = {}  # a sequence's, which no other ever has
+        # A sequence's number on the wire, which no other sequence ever gets.
+        self._ids: dict[int, int] = {}
         self._tables: dict[int, list[list[int]]] = {}
         self._lengths: dict[int, int] = {}
         self._released: list[int] = []
@@ -47,7 +49,8 @@ class StageChain:
             stage.make_pools(num_blocks)
 
     def run(self, rows: Sequence[tuple[int, Sequence[int]]], max_row_tokens: int) -> list[torch.Tensor]:
-        """Logits [n, vocabulary] of each (sequence, n tokens), which go behind what the sequence has.
+        """Return logits [n, vocabulary] for each (sequence, n tokens), appended to the sequence's earlier
+        tokens.
 
         ``max_row_tokens`` is the longest row that these sequences will ever have: it sizes their rings.
         """
@@ -67,7 +70,7 @@ class StageChain:
         return list(torch.split(logits, [len(tokens) for _, tokens in rows]))
 
     def release(self, sequence: int) -> None:
-        """With the next step."""
+        """Free a sequence's blocks. The stages learn of it with the next step."""
         number = self._ids.pop(sequence)
         self._released.append(number)
         del self._lengths[number]
@@ -106,12 +109,12 @@ class StageChain:
 
 @contextmanager
 def _counted(layers: Mapping[int, nn.Module], ran: Counter[int]) -> Iterator[None]:
-    """Counts each call of a layer under its number in the whole model."""
+    """Count each call of a layer under its number in the whole model."""
 
     def count(layer: int) -> Callable[..., None]:
         return lambda *_: ran.update((layer,))
 
-    # by key: how a stage goes through its layers is what is checked
+    # Take layers by key. Iterating as the stage does would share a fault that this count must find.
     hooks = [layers[layer].register_forward_hook(count(layer)) for layer in layers]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Logits and tokens held against those of the unsplit stage and of the library."""
+"""Compare logits and tokens with those of the unsplit stage and of the library."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import torch
 from convoy.evaluate.certificate import WAYS, Distance, Limits
 from convoy.evaluate.runs import Prompts, Run
 
-_AS_FAR = 2  # times as far from float64 as the library's own float32: both round, each in another order
+# The most distance from float64, in multiples of the library's own float32. Both round, each in its own
+# order.
+_AS_FAR = 2
 
 
 class Expected:
-    """For each prompt: its tokens and those drawn after it, and the logits of every position, twice."""
+    """Hold each prompt's drawn tokens, and the logits of every position, from the unsplit stage and the
+    library.
+    """
 
     def __init__(self, prompts: Prompts) -> None:
         self._prompts = prompts
@@ -21,10 +25,11 @@ class Expected:
         self.tokens: list[tuple[int, ...]] = [() for _ in prompts]
         self.unsplit: list[torch.Tensor] = []
         self.library: list[torch.Tensor] = []
-        self.float64: dict[int, torch.Tensor] = {}  # the library's, of prompts in doubt
+        # The library's logits in float64, by index of a prompt in doubt.
+        self.float64: dict[int, torch.Tensor] = {}
 
     def add(self, run: Run) -> None:
-        """A run of the unsplit stage by itself, in the order of positions."""
+        """Add a run of the unsplit stage by itself. Runs come in the order of positions."""
         self._parts[run.prompt].append(run.logits)
         self.tokens[run.prompt] = run.tokens
         if len(run.tokens):
@@ -32,13 +37,13 @@ class Expected:
             self._parts[run.prompt].clear()
 
     def add_library(self, logits: Sequence[torch.Tensor]) -> None:
-        """The library's logits of `texts`."""
+        """Set the library's logits of `texts`."""
         self.library = list(logits)
 
     def doubtful(self, limits: Limits) -> list[int]:
-        """Prompts of which the unsplit stage is further from the library than half of what is allowed.
+        """Return the prompts on which the unsplit stage is further from the library than half of the limit.
 
-        There it may be the library's float32 that is off, not ours.
+        On these the library's float32 may be wrong instead of ours.
         """
         found = []
         for index, (ours, library) in enumerate(zip(self.unsplit, self.library, strict=True)):
@@ -48,7 +53,7 @@ class Expected:
         return found
 
     def own_errors(self) -> dict[int, float]:
-        """By prompt in doubt: how far the library's float32 is from its float64."""
+        """Return the distance of the library's float32 from its float64, by prompt in doubt."""
         return {
             index: _greatest(_distances(self.library[index], logits))
             for index, logits in self.float64.items()
@@ -56,11 +61,11 @@ class Expected:
 
     @property
     def texts(self) -> list[list[int]]:
-        """Each prompt with the tokens drawn after it, the last apart: nothing was computed from that."""
+        """Return each prompt with the tokens drawn after it but the last, which no step has run."""
         return [[*prompt, *drawn[:-1]] for prompt, drawn in zip(self._prompts, self.tokens, strict=True)]
 
     def num_near_ties(self, limits: Limits) -> tuple[int, int]:
-        """Of the drawn tokens that the library would not draw: how many are near ties, and how many not."""
+        """Return how many drawn tokens the library would not draw: (near ties, others)."""
         near = wrong = 0
         for prompt, drawn, logits in zip(self._prompts, self.tokens, self.library, strict=True):
             for place, token in enumerate(drawn, start=len(prompt) - 1):
@@ -68,13 +73,13 @@ class Expected:
                 if int(row.argmax()) == token:
                     continue
                 best = float(row.max())
-                # each of the two may be off by the limit
+                # Each of the two logits may be off by the limit.
                 close = best - float(row[token]) <= 2 * limits.grown(limits.median, float(row.abs().max()))
                 near, wrong = near + close, wrong + (not close)
         return near, wrong
 
     def others_than_unsplit(self, run: Run, limits: Limits) -> tuple[int, int]:
-        """Of the tokens drawn in ``run`` those that the unsplit stage did not draw: near ties, and others."""
+        """Return how many tokens of ``run`` the unsplit stage did not draw: (near ties, others)."""
         near = wrong = 0
         expected, prompt = self.tokens[run.prompt], self._prompts[run.prompt]
         for place, (token, other) in enumerate(zip(run.tokens, expected, strict=False), len(prompt) - 1):
@@ -87,20 +92,24 @@ class Expected:
 
 
 class Comparison:
-    """The runs of one layout against what is expected."""
+    """Compare the runs of one layout with the expected logits and tokens."""
 
     def __init__(self, expected: Expected, limits: Limits) -> None:
         self.from_unsplit = dict.fromkeys(WAYS, 0.0)
-        self.tokens_equal = True  # but for near ties
-        self.num_near_ties = 0  # tokens that the unsplit stage would draw by less than the limits
+        # Apart from near ties.
+        self.tokens_equal = True
+        # Tokens that the unsplit stage prefers by less than the limits.
+        self.num_near_ties = 0
         self._expected = expected
         self._limits = limits
-        self._library: list[list[torch.Tensor]] = [[] for _ in expected.tokens]  # by prompt, [n] each
-        self.from_float64 = dict.fromkeys(expected.float64, 0.0)  # by prompt in doubt
+        # By prompt: a distance [n] for each of its runs.
+        self._library: list[list[torch.Tensor]] = [[] for _ in expected.tokens]
+        # By prompt in doubt.
+        self.from_float64 = dict.fromkeys(expected.float64, 0.0)
         self._own_errors = expected.own_errors()
 
     def add(self, run: Run) -> None:
-        """Runs of one prompt that draw tokens must draw those that are expected."""
+        """Add a run. If it draws tokens, they must be the expected ones."""
         places = slice(run.start, run.start + len(run.logits))
         unsplit = _distances(run.logits, self._expected.unsplit[run.prompt][places])
         self.from_unsplit[run.way] = max(self.from_unsplit[run.way], _greatest(unsplit))
@@ -114,7 +123,7 @@ class Comparison:
         self.tokens_equal = self.tokens_equal and not wrong
 
     def library_distance(self) -> Distance | None:
-        """None where nothing ran."""
+        """Return the distance from the library over all runs, or None if nothing ran."""
         every = [distances for parts in self._library for distances in parts]
         if not every:
             return None
@@ -127,7 +136,7 @@ class Comparison:
         )
 
     def failures(self, library: str) -> list[str]:
-        """One line for each thing that is not as it must be; no token is named."""
+        """Return one line for each limit that does not hold. No line names a token."""
         found = []
         reach = max(_greatest(logits.abs()) for logits in self._expected.library)
         allowed = self._limits.grown(self._limits.unsplit, reach)
@@ -163,7 +172,10 @@ class Comparison:
         return found
 
     def _is_right_in_float64(self, index: int, allowed: float) -> bool:
-        """As near to the library's float64 as float32 gets, by the limit or by the library's own float32."""
+        """Return whether the runs are as near to the library's float64 as float32 gets.
+
+        The limit decides, or twice the distance of the library's own float32.
+        """
         if index not in self.from_float64:
             return False
         return self.from_float64[index] <= max(allowed, _AS_FAR * self._own_errors[index])
@@ -176,7 +188,7 @@ class Comparison:
 
 
 def _distances(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """[n]: each position's greatest difference; infinite where either is not finite."""
+    """Return [n]: each position's greatest difference; infinite if either value is not finite."""
     distances = (found - expected).abs().amax(-1)
     return torch.where(torch.isfinite(distances), distances, torch.inf)
 

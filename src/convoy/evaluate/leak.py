@@ -1,8 +1,8 @@
-"""What a peer recovers of a prompt from the activations that it is sent, by trying every token.
+"""Measure how much of a prompt a peer recovers from its activations by trying every token.
 
 The model is causal and deterministic, and a peer has its weights. For each position the search runs every
-token of the vocabulary behind the tokens that it has recovered so far, through the layers before the cut, and
-takes the token whose activation is nearest to what was sent. A better attacker is faster.
+token of the vocabulary after the tokens recovered so far, through the layers before the cut. It takes the
+token with the activation nearest to the one that was sent. A better attacker is faster.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from convoy.plan.spec.model import ModelSpec
 from convoy.wire.messages.control import StageAssignment
 
 AT_MOST = "at most: a better attacker is faster"
-DEPTHS = 3  # that are tried where none are asked for: the first, the middle and the last cut
+# The number of depths by default: the first, the middle and the last cut.
+DEPTHS = 3
 
-Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
+# Called with (number done, number in all, next piece of work).
+Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
 class LeakOptions:
-    """What to run: ``depths`` are numbers of layers before the cut."""
+    """Hold the search's options: ``depths`` are numbers of layers before the cut."""
 
     kernel: str
     depths: tuple[int, ...]
@@ -42,10 +44,10 @@ class LeakOptions:
 
 @dataclass(frozen=True)
 class DepthLeak:
-    """What a peer recovers that is sent the activations behind ``depth`` layers.
+    """Hold the tokens that a peer recovers from the activations after ``depth`` layers.
 
-    ``reads``: "tokens" where the peer gets the token ids themselves, and nothing is searched. ``ties``:
-    positions at which another token's activation is as near.
+    ``reads`` is "tokens" if the peer receives the token ids themselves; then nothing is searched. ``ties``
+    counts positions at which another token's activation is as near.
     """
 
     depth: int
@@ -58,7 +60,7 @@ class DepthLeak:
 
 @dataclass(frozen=True)
 class LeakReport:
-    """All depths of one model, with one prompt."""
+    """Hold the results at all depths of one model, with one prompt."""
 
     model: str
     digest: str
@@ -72,19 +74,19 @@ class LeakReport:
 
 @dataclass(frozen=True)
 class RecoveredPrompt:
-    """The tokens of a search, in order, and at how many positions it had more than one nearest token."""
+    """Hold the tokens of a search, in order, and the number of positions with more than one nearest token."""
 
     tokens: tuple[int, ...]
     ties: int
 
 
 def default_depths(spec: ModelSpec) -> tuple[int, ...]:
-    """The first, the middle and the last cut that the model allows."""
+    """Return the first, the middle and the last cut that the model allows."""
     return tuple(spread(allowed_cuts(spec), DEPTHS))
 
 
 def check_depths(spec: ModelSpec, depths: Sequence[int]) -> None:
-    """Raises InputError for a model without a cut, and for a depth at which it is not cut."""
+    """Raise InputError for a model without a cut, and for a depth at which it is not cut."""
     allowed = allowed_cuts(spec)
     if not allowed:
         raise InputError(f"{spec.name} has no cut between layers, so no peer is sent activations")
@@ -141,9 +143,10 @@ def leak(
 def search(
     candidates: Candidates, sent: torch.Tensor, progress: Callable[[int], None] = lambda _: None
 ) -> RecoveredPrompt:
-    """The tokens behind ``sent`` [T, hidden_size], each the nearest behind those before it.
+    """Return the tokens for ``sent`` [T, hidden_size], each the nearest one after the tokens before it.
 
-    It has the activations and the layers, not the prompt. Of several nearest tokens it takes the lowest.
+    The search has the activations and the layers, not the prompt. Of several nearest tokens it takes the
+    lowest.
     """
     tokens: list[int] = []
     ties = 0
@@ -157,7 +160,7 @@ def search(
 
 
 def _distances(rows: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """What is not finite is infinitely far."""
+    """Return [n]: squared distances of ``rows`` from ``target``; infinite if they are not finite."""
     distances = (rows.double() - target.double()).square().sum(dim=1)
     return torch.where(distances.isfinite(), distances, torch.inf)
 
@@ -168,7 +171,8 @@ def _load(
     assignment = StageAssignment("attacker", 0, depth, embed=True, output=False)
     stage_options = StageOptions(
         kernel=options.kernel,
-        block_size=1,  # so that candidates share every token before theirs
+        # One token a block, so that candidates share every token before theirs.
+        block_size=1,
         device=options.device,
         captured=False,
         num_threads=options.num_threads,

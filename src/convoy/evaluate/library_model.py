@@ -1,4 +1,4 @@
-"""The whole model as `transformers` itself loads and runs it: the judge of what our stages compute."""
+"""Load and run the whole model as `transformers` does, as the reference for the results of our stages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARY_DTYPE = torch.float32
 
 
 def library_version() -> str:
-    """``transformers 5.23.0``"""
+    """Return the library's name and version, like ``transformers 5.23.0``."""
     import transformers
 
     return f"transformers {transformers.__version__}"
@@ -30,12 +30,12 @@ def library_logits(
     on_text: Callable[[int], None] = lambda _: None,
     dtype: torch.dtype = LIBRARY_DTYPE,
 ) -> list[torch.Tensor]:
-    """Logits [T, vocabulary] of each text in ``dtype``, which runs alone, whole, without a cache.
+    """Return logits [T, vocabulary] of each text in ``dtype``. Each text runs alone, whole, without a cache.
 
-    The library's own modules and eager attention; in float64 its norms and rotations stay float32. The model
-    is in memory while this runs, once. Quantised weights are unpacked here, not by the library, which for
-    most formats wants a GPU and a package by others; tests compare what is unpacked with the formats' own
-    descriptions and tools. Raises ModelError where the library cannot load it.
+    The model runs the library's own modules and eager attention; in float64 its norms and rotations stay
+    float32. The model is in memory once, while this runs. Quantised weights are unpacked here, not by the
+    library, which for most formats needs a GPU and a third-party package. Tests compare the unpacked weights
+    with the formats' own descriptions and tools. Raises ModelError if the library cannot load the model.
     """
     model = _load(source, dtype)
     found = []
@@ -69,7 +69,7 @@ def _load(source: ModelSource, dtype: torch.dtype) -> Any:
 
 
 def _from_ours(source: ModelSource, options: dict[str, Any]) -> Any:
-    """From tensors that we draw or unpack."""
+    """Return the library's model with tensors that we draw or unpack."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 

@@ -1,7 +1,7 @@
-"""Prompts for a certificate: some text for models that read, random ids for the others, or a person's own.
+"""Make prompts for a certificate: text for models that read, random ids for others, or a person's own text.
 
-On ids that no text would have, a trained model's logits are as hard to compute as they get: the library's
-float32 is then further from its own float64 than what a certificate allows.
+On ids that no text would have, a trained model's logits are as hard to compute as they get. The library's
+float32 is then further from its own float64 than a certificate allows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from convoy.errors import InputError
 from convoy.model.text.tokens import Tokenizer
 from convoy.plan.spec.model import ModelSpec
 
-# around tiles, blocks and key blocks; the first few already differ in all of that
+# Lengths around the sizes of tiles, blocks and key blocks. The first few already differ in all of these.
 LENGTHS = (70, 17, 1, 40, 130, 16, 65, 3)
 TEXTS = (
     "Once upon a time there was a quick fox who lived by the river. Every morning she went to the market, "
@@ -32,16 +32,19 @@ TEXTS = (
     "Monday, Tuesday, Wednesday,",
 )
 _SEED = 5
-_REACHED_WINDOW = 1024  # the longest window for which a prompt is made longer than it
-_BEYOND = 40  # tokens
+# The longest window that the first prompt is made to exceed.
+_REACHED_WINDOW = 1024
+# By this many tokens.
+_BEYOND = 40
 _MAX_FILE_BYTES = 1 << 20
 
 
 def text_prompts(tokenizer: Tokenizer, spec: ModelSpec, count: int, num_tokens: int) -> list[list[int]]:
-    """The ids of the first ``count`` of `TEXTS`, the first repeated until it is longer than short windows.
+    """Return the ids of the first ``count`` of `TEXTS`. The first repeats until it is longer than short
+    windows.
 
-    ``num_tokens`` fit behind each. Raises InputError where the model's context has no room, and for a
-    tokeniser that makes nothing of a text.
+    Each prompt leaves room for ``num_tokens``. Raises InputError if the model's context has no room, or if
+    the tokeniser makes no token of a text.
     """
     room = _room(spec, num_tokens)
     prompts = [_encoded(tokenizer, text) for text in TEXTS[:count]]
@@ -51,7 +54,7 @@ def text_prompts(tokenizer: Tokenizer, spec: ModelSpec, count: int, num_tokens: 
 
 
 def draw_prompts(spec: ModelSpec, count: int, num_tokens: int) -> list[list[int]]:
-    """``count`` prompts of random ids, the same each time, of `LENGTHS`; otherwise as `text_prompts`."""
+    """Return ``count`` prompts of random ids of `LENGTHS`, the same each time; else as `text_prompts`."""
     room = _room(spec, num_tokens)
     lengths = list(LENGTHS[:count])
     lengths[0] = max(lengths[0], _least_first(spec))
@@ -60,7 +63,10 @@ def draw_prompts(spec: ModelSpec, count: int, num_tokens: int) -> list[list[int]
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer, spec: ModelSpec, num_tokens: int) -> list[list[int]]:
-    """One prompt per line that is not blank. Raises InputError for none, and for one that is too long."""
+    """Return one prompt per line that is not blank.
+
+    Raises InputError for none, and for one that is too long.
+    """
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise InputError(f"{path} has {path.stat().st_size} bytes, expected at most {_MAX_FILE_BYTES}")
@@ -81,7 +87,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, spec: ModelSpec, num_tokens: 
 
 
 def unreached_windows(spec: ModelSpec, prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """The attention windows, in tokens, that hide nothing from any position of these prompts."""
+    """Return the attention windows, in tokens, that hide nothing from any position of these prompts."""
     longest = max(map(len, prompts))
     return tuple(window for window in _windows(spec) if window >= longest)
 

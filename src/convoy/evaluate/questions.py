@@ -1,4 +1,4 @@
-"""Questions with one right answer each, from a file of JSON lines."""
+"""Read questions with one right answer each from a file of JSON lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_FILE_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One line of a questions file."""
+    """Hold one line of a questions file."""
 
     kind: str
     text: str
@@ -26,9 +26,9 @@ class Question:
 
 
 def load_questions(path: Path) -> tuple[Question, ...]:
-    """Read a JSONL file of ``{"kind", "question", "answer"}``; blank lines are passed over.
+    """Read a JSONL file of ``{"kind", "question", "answer"}``. Blank lines are skipped.
 
-    Raises InputError naming the file, and the line that is wrong.
+    Raises InputError, naming the file and the wrong line.
     """
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
@@ -60,7 +60,7 @@ def _read_line(line: str, place: str) -> Question:
 
 
 def take(questions: Sequence[Question], limit: int | None) -> tuple[Question, ...]:
-    """The first ``limit`` questions, kinds interleaved: a short run still asks of every kind."""
+    """Take the first ``limit`` questions with kinds interleaved, so that a short run asks every kind."""
     kinds: dict[str, list[Question]] = {}
     for question in questions:
         kinds.setdefault(question.kind, []).append(question)

@@ -1,4 +1,4 @@
-"""The ways in which a step may meet a prompt: in one piece, in chunks, token by token, beside others."""
+"""Run prompts in every way that a step may meet them: in one piece, in chunks, by token, beside others."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ import torch
 from convoy.evaluate.chain import StageChain
 
 Prompts = Sequence[Sequence[int]]
-_EARLY_CHUNK = 7  # of every other prompt of a batch
+# The chunk of every other prompt in a batch, in tokens.
+_EARLY_CHUNK = 7
 
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt run in one way. ``logits`` [n, vocabulary] are of positions from ``start`` on."""
+    """Hold one prompt's run in one way. ``logits`` [n, vocabulary] are of positions from ``start`` on."""
 
     way: str
-    prompt: int  # its index
+    # The index of the prompt.
+    prompt: int
     start: int
     logits: torch.Tensor
-    tokens: tuple[int, ...] = ()  # drawn, where this way draws
+    # The drawn tokens, if this way draws any.
+    tokens: tuple[int, ...] = ()
 
 
 def alone(chain: StageChain, prompts: Prompts, num_tokens: int, told: Prompts | None = None) -> Iterator[Run]:
-    """Each prompt by itself in one row, and then ``num_tokens`` greedy tokens, one a step.
+    """Run each prompt by itself in one row, and then draw ``num_tokens`` greedy tokens, one a step.
 
-    ``told``: tokens to go on with behind each prompt, whatever is drawn, so that one near tie is one.
+    ``told`` holds the tokens to continue with after each prompt, whatever is drawn. So one near tie does not
+    cause further differences.
     """
     for index, prompt in enumerate(prompts):
         (logits,) = chain.run([(index, prompt)], len(prompt))
@@ -44,7 +48,7 @@ def alone(chain: StageChain, prompts: Prompts, num_tokens: int, told: Prompts | 
 
 
 def chunked(chain: StageChain, texts: Prompts, chunk: int) -> Iterator[Run]:
-    """Each text by itself, known to its end, in chunks of ``chunk`` tokens."""
+    """Run each text by itself, known to its end, in chunks of ``chunk`` tokens."""
     for index, text in enumerate(texts):
         parts = [chain.run([(index, text[at : at + chunk])], chunk)[0] for at in range(0, len(text), chunk)]
         chain.release(index)
@@ -54,10 +58,10 @@ def chunked(chain: StageChain, texts: Prompts, chunk: int) -> Iterator[Run]:
 def batched(
     chain: StageChain, prompts: Prompts, num_tokens: int, told: Prompts | None = None
 ) -> Iterator[Run]:
-    """All prompts, of unequal lengths, in the same steps.
+    """Run all prompts, of unequal lengths, in the same steps.
 
-    One more joins at each step, every other one in chunks, while those before it decode. See `alone` of
-    ``told``.
+    One more prompt joins at each step, every other one in chunks, while those before it decode. ``told`` is
+    that of `alone`.
     """
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     drawn: list[list[int]] = [[] for _ in prompts]
@@ -84,5 +88,5 @@ def batched(
 
 
 def _best(logits: torch.Tensor) -> int:
-    """The lowest of the greatest, as sampling draws it."""
+    """Return the greatest logit's token; of several the lowest id, as sampling does."""
     return int(logits[-1].numpy().argmax())

@@ -1,4 +1,4 @@
-"""What a model answered, whether that was right, and how many were: by kind and over all."""
+"""Score a model's answers: whether each is right, and how many are, by kind and in all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from convoy.evaluate.questions import Question
 
 @dataclass(frozen=True, slots=True)
 class ScoredAnswer:
-    """What a model said, and what it took."""
+    """Hold a model's answer, its tokens and its duration."""
 
     text: str
     num_tokens: int
@@ -21,7 +21,7 @@ class ScoredAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ScoreResult:
-    """A question with the model's answer."""
+    """Hold a question with the model's answer."""
 
     question: Question
     answer: ScoredAnswer
@@ -29,7 +29,7 @@ class ScoreResult:
 
 
 def is_right(answer: str, expected: str) -> bool:
-    """Whether an answer equals the expected one, outer white space apart."""
+    """Return whether an answer equals the expected one, apart from outer white space."""
     return answer.strip() == expected.strip()
 
 
@@ -38,7 +38,7 @@ def ask_all(
     ask: Callable[[Question], ScoredAnswer],
     each: Callable[[Callable[[Question], ScoredAnswer], Iterable[Question]], Iterable[ScoredAnswer]] = map,
 ) -> Iterator[ScoreResult]:
-    """Ask every question, yielding results in order as they come.
+    """Ask every question, and yield results in order as they come.
 
     ``each`` is `map`, or an executor's ``map`` for several questions at once.
     """
@@ -49,7 +49,7 @@ def ask_all(
 
 @dataclass(slots=True)
 class Score:
-    """Counts over some results; ``duration_s`` adds up the answers' own times."""
+    """Count results; ``duration_s`` adds up the answers' own times."""
 
     total: int = 0
     right: int = 0
@@ -58,12 +58,12 @@ class Score:
 
     @property
     def fraction(self) -> float:
-        """Right answers of all, from 0 to 1; 0 where nothing was asked."""
+        """Return the share of right answers, from 0 to 1; 0 without answers."""
         return self.right / self.total if self.total else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens by the answers' own time; 0 where none was measured."""
+        """Return tokens per second of the answers' own time; 0 if no time was measured."""
         return self.num_tokens / self.duration_s if self.duration_s > 0 else 0.0
 
     def add(self, result: ScoreResult) -> None:
@@ -76,7 +76,7 @@ class Score:
 
 @dataclass(slots=True)
 class Scoreboard:
-    """Scores by kind, in the order in which kinds were first seen, and over all."""
+    """Count scores in all and by kind, in the order in which kinds were first seen."""
 
     kinds: dict[str, Score] = field(default_factory=dict)
     overall: Score = field(default_factory=Score)
@@ -91,5 +91,7 @@ class Scoreboard:
 
     @property
     def digest(self) -> str:
-        """Hex SHA-256 over every question and answer, whatever their order: equal runs said the same."""
+        """Return the hex SHA-256 over all questions and answers in any order: equal runs gave the same
+        answers.
+        """
         return hashlib.sha256("\n".join(sorted(self._answers)).encode()).hexdigest()

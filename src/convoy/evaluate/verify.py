@@ -1,9 +1,8 @@
-"""The parity certificate: a model cut in every way that is allowed answers as it does whole, and as the
-library's whole model does.
+"""Make a parity certificate: check that every allowed cut of a model gives the whole model's results.
 
-Memory: one copy of the model at a time. The unsplit stage runs first, then the library's model, then one
-layout after another, each taking over the layers that the one before it has. What is kept between them is the
-logits of all positions, twice.
+The reference is the unsplit stage, and the library's whole model too. Memory holds one copy of the model at a
+time. The unsplit stage runs first, then the library's model, then one layout after another. Each layout takes
+over the layers of the one before it. Between them only the logits of all positions are kept, twice.
 """
 
 from __future__ import annotations
@@ -30,24 +29,32 @@ from convoy.model.backends.host.checks.selfcheck import EXACT, PLAIN
 from convoy.model.backends.host.stage import Stage, StageOptions
 from convoy.model.checkpoints.source import ModelSource
 
-CHUNKS = (7, 16, 50)  # below, at and above a block
-_SHARE_OF_MEMORY = 0.8  # of what is free, for the library's model in float64
+# Below, at and above the size of a block.
+CHUNKS = (7, 16, 50)
+# The share of free memory that the library's model in float64 may take.
+_SHARE_OF_MEMORY = 0.8
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What to run. ``max_cuts`` None: every cut into two; ``num_tokens`` are decoded for each prompt."""
+    """Hold the options of a check.
+
+    With ``max_cuts`` None every cut into two is checked. ``num_tokens`` are decoded for each prompt.
+    """
 
     kernel: str
     max_cuts: int | None = None
     num_tokens: int = 6
     chunks: tuple[int, ...] = CHUNKS
     num_threads: int | None = None
-    device: str = "cpu"  # decodes there are not captured: layers are counted as they are called
-    ranks: int = 1  # that hold each stage together, the unsplit one too
+    # Decodes on a device are not captured here, because layers are counted as they are called.
+    device: str = "cpu"
+    # Ranks of each stage, the unsplit one too.
+    ranks: int = 1
 
 
-Progress = Callable[[int, int, str], None]  # done, of how many, what comes next
+# Called with (number done, number in all, next piece of work).
+Progress = Callable[[int, int, str], None]
 
 
 def verify(
@@ -57,10 +64,11 @@ def verify(
     progress: Progress = lambda *_: None,
     load: StageLoader = load_stage,
 ) -> Certificate:
-    """Check the whole and the cuts of ``source``. What fails is in the certificate, and ends nothing.
+    """Check the whole model and the cuts of ``source``. The certificate lists failures; none of them ends the
+    check.
 
-    ``prompts`` are token ids, none empty. Raises ModelError where the model cannot be loaded whole, by us or
-    by the library, SelfCheckError where the kernel does not hold on this machine.
+    ``prompts`` are token ids, none empty. Raises ModelError if we or the library cannot load the whole model,
+    and SelfCheckError if the kernel does not hold on this machine.
     """
     started = time.monotonic()
     bench = _Bench(source, prompts, options, load)
@@ -94,7 +102,7 @@ def verify(
 
 
 class _Bench:
-    """Stages come and go here; at most one copy of each layer is held."""
+    """Load stages for one layout after another, with at most one copy of each layer in memory."""
 
     def __init__(
         self, source: ModelSource, prompts: Prompts, options: VerifyOptions, load: StageLoader
@@ -113,7 +121,7 @@ class _Bench:
         self._stages: list[Stage] = []
 
     def expect(self, layout: Layout) -> Expected:
-        """What the unsplit stage computes of each prompt by itself; nothing stays loaded."""
+        """Return the unsplit stage's results for each prompt by itself. Nothing stays loaded."""
         expected = Expected(self._prompts)
         for run in alone(self._join(layout), self._prompts, self._options.num_tokens):
             expected.add(run)
@@ -160,7 +168,10 @@ class _Bench:
         )
 
     def _join(self, layout: Layout) -> StageChain:
-        """Load what the stages at hand lack. Those that only give layers away go first, to make room."""
+        """Load the layers that the present stages lack.
+
+        Stages that only give layers away go first, to free memory.
+        """
         old, self._stages = dict(enumerate(self._stages[: len(layout)])), []
         ready: dict[int, Stage] = {}
         for index in sorted(range(len(layout)), key=lambda index: _num_new(layout, old, index)):
@@ -179,7 +190,10 @@ def _num_new(layout: Layout, old: dict[int, Stage], index: int) -> int:
 
 
 def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected) -> None:
-    """Where the library's float32 may be what is off, if its float64 fits into memory."""
+    """Run doubtful prompts through the library in float64, if that fits into memory.
+
+    On these the library's float32 may be wrong. Only for the kernels of float32.
+    """
     if options.kernel not in {EXACT, PLAIN}:
         return
     doubtful = expected.doubtful(_limits_of(source, options))
@@ -190,7 +204,8 @@ def _ask_float64(source: ModelSource, options: VerifyOptions, expected: Expected
         try:
             logits = library_logits(source, texts, dtype=torch.float64)
         except RuntimeError:
-            return  # modules that make float32 of their own do not run in float64: float32 stays the judge
+            # Modules that make float32 of their own do not run in float64. Then float32 stays the judge.
+            return
         expected.float64 = dict(zip(doubtful, logits, strict=True))
 
 

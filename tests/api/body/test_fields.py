@@ -146,7 +146,7 @@ def test_the_list_has_all_fields_of_the_client_that_is_installed() -> None:
     }
 
 
-# What is served.
+# Served fields.
 
 
 def asked_of(server: Running, path: str, **fields: object) -> GenerationRequest:

@@ -1,4 +1,4 @@
-"""Files with API keys: what is read, what is refused by name, and how entries are written."""
+"""Files with API keys: the forms that are read, the faults that errors name, and the writing of entries."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def entry(text: str) -> str:
             '[[keys]]\nname = "ann"\nkey = "short"',
             "number 1 (ann): key has 5 characters, expected at least 16",
         ),
-        ('[[keys]]\nname = "ann"\nkey_sha256 = "12"', "key_sha256 is none"),
+        ('[[keys]]\nname = "ann"\nkey_sha256 = "12"', "key_sha256 is not valid"),
         (entry("expires = 2030-01-01T00:00:00"), "expected a date or a time with a zone"),
         (entry("expires = true"), "expected a date or a time with a zone"),
         (

@@ -1,4 +1,4 @@
-"""The keys of a server over time: read again, expired, withdrawn; and who a caller is."""
+"""The keys of a server over time: read again, expired, withdrawn; and the identity of a caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A TLS listener: a handshake that never ends holds a place no longer than a header, and keeps nobody out."""
+"""A TLS listener: an endless handshake holds a place no longer than a header, and blocks no other client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only stream without sealing: who may import it, and where it may go."""
+"""The only stream without sealing: the modules that may import it, and the addresses that it may use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A bound on how many lists, objects and fields a JSON body holds, checked before they are made.
+"""Bound the number of lists, objects and fields in a JSON body before any of them is built.
 
-Every two bytes of a body may be an empty list, which takes thirty times as much memory, and a second of the
-interpreter lock for a few million of them. A field takes as long, since its name is text of its own.
+Every two bytes of a body may be an empty list. That list takes thirty times as much memory, and a few million
+of them hold the interpreter lock for a second. A field takes as long, because its name is text of its own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def check_shape(data: bytes) -> None:
-    """Raise RequestError where JSON holds more than `MAX_PARTS` lists, objects and fields."""
+    """Raise RequestError if JSON holds more than `MAX_PARTS` lists, objects and fields."""
     if _parts(data, 0, len(data)) <= MAX_PARTS:
         return
-    # Brackets and colons in text do not count.
+    # The quick count was too high. Count again without the brackets and colons inside strings.
     count = position = 0
     for string in _STRING.finditer(data):
         count += _parts(data, position, string.start())

@@ -1,7 +1,8 @@
-"""What becomes of request fields that this server does not serve: each is refused, or ignored for a reason.
+"""Refuse or ignore request fields that this server does not serve.
 
-A field that would change the answer is refused, so that no client takes another answer for the one it asked
-for. Fields that no list here names are ignored, as OpenAI's clients expect of new ones.
+A field that would change the answer is refused, so that no client mistakes another answer for the one that it
+asked for. A field that changes nothing is ignored, with the reason in `IGNORED`. Fields that no list here
+names are ignored too, because OpenAI's clients expect that of new ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _GRAMMAR = "belongs to a grammar, which is refused"
 _TOOLS = "belongs to tools, which are refused"
 _SPECIAL = "matters where special tokens are shown, which is refused"
 
-# Known fields that have no effect here on what the answer says, and why.
+# Known fields that do not change the answer's text here, with the reason.
 IGNORED: Mapping[str, str] = {
     "user": _NAME,
     "metadata": _NAME,
@@ -89,7 +90,7 @@ IGNORED: Mapping[str, str] = {
     "n_discard": "says what goes when a context is shifted, and none is",
 }
 
-# Of other servers and of earlier versions. They would change the answer too.
+# Fields of other servers and of earlier versions. They would change the answer too, so they are refused.
 OTHERS = frozenset(
     {
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "format"),
@@ -99,7 +100,7 @@ OTHERS = frozenset(
     }
 )
 
-# Of refused fields, the values that ask for nothing. Null always does.
+# Values of refused fields that ask for nothing. Null always asks for nothing.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -153,7 +154,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
     "options": ({},),
 }
-# Of one endpoint alone, with fields that the other one serves.
+# The same for one endpoint, for fields that the other endpoint serves.
 HARMLESS_OF: Mapping[Endpoint, Mapping[str, tuple[Any, ...]]] = {
     "chat": {"echo": (False,), "add_special_tokens": (False,)},
     "completion": {"top_logprobs": (0,), "max_completion_tokens": (-1,), "add_special_tokens": (True,)},
@@ -175,7 +176,7 @@ _IN_MESSAGES = ("tool_calls", "function_call", "tool_call_id", "audio")
 
 
 def refuse_unserved(raw: Mapping[str, Any], served: SetOf[str], endpoint: Endpoint) -> None:
-    """Raise `RequestError` for the first field of ``raw`` that asks for what this server does not do."""
+    """Raise `RequestError` for the first field of ``raw`` that this server does not support."""
     for name, value in raw.items():
         if name in served or name in IGNORED or not (name in KNOWN_FIELDS or name in OTHERS):
             continue

@@ -1,7 +1,7 @@
-"""From a body on the wire to a prompt in tokens: bounded in memory, in threads, and in how long one is held.
+"""Turn a body on the wire into a prompt in tokens, within bounds of memory, threads and time.
 
-A long body waits for a place before it is read, so the sender waits and not this machine's memory. Long
-bodies are tokenised one at a time, on a thread of their own, and never delay short ones.
+A long body waits for a place before it is read. So the sender waits, and this machine's memory is spared.
+Long bodies are tokenised one at a time, on a thread of their own, and never delay short ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _LONG_BYTES = 256 * 1024
 _MAX_LONG_BODIES = 8
-# Of one key, so that no key takes all of the places.
+# The places of one key, so that no key takes all of them.
 _MAX_LONG_BODIES_EACH = 4
 _MAX_SHORT_THREADS = 4
 # One character of text is written as six bytes of JSON at most, and a token id with its comma as twelve.
@@ -33,7 +33,7 @@ _OTHER_FIELDS_BYTES = 64 * 1024
 
 
 def most_body_bytes(models: Iterable[ServedModel], options: ServeOptions, *, chat: bool) -> int:
-    """Return how long a body may be: what fits a context of the models, within the options' limit."""
+    """Return the most bytes of a body: enough for a context of any model, within the options' limit."""
     most = 0
     for model in models:
         context, longest = model.max_context, model.tokenizer.longest_token_bytes
@@ -46,19 +46,21 @@ def most_body_bytes(models: Iterable[ServedModel], options: ServeOptions, *, cha
 
 
 class Threads:
-    """At most ``count`` calls at a time, each on a thread of its own that never delays the process's end.
+    """Run at most ``count`` calls at a time, each on a thread of its own that never delays the process's end.
 
-    A call counts until its thread has ended, also where the caller is cancelled: clients that come and go
-    cannot pile up threads.
+    A call counts until its thread has ended, even if the caller is cancelled: clients that come and go cannot
+    pile up threads.
     """
 
     def __init__(self, count: int, after: Callable[[], object] = lambda: None) -> None:
-        """``after`` runs on the thread behind each call, before the next one may begin."""
+        """Allow ``count`` calls at a time. ``after`` runs on the thread after each call, before the next may
+        begin.
+        """
         self._free = asyncio.Semaphore(count)
         self._after = after
 
     async def run(self, call: Callable[..., T], *args: Any, ended: Callable[[], None] = lambda: None) -> T:
-        """Return what ``call`` returns. ``ended`` is called on the loop once its thread is done."""
+        """Return the result of ``call``. ``ended`` is called on the loop once its thread is done."""
         try:
             await self._free.acquire()
         except BaseException:
@@ -93,10 +95,10 @@ class Threads:
 
 
 class Upload:
-    """One request's body. `leave` gives its place back, once nothing works on it any more."""
+    """Hold one request's body. `leave` frees its place once nothing uses it any more."""
 
     def __init__(self, places: Sequence[asyncio.Semaphore], wait_s: float) -> None:
-        """``places``: it needs one of each; those of the caller come first."""
+        """Prepare a body that needs one place of each semaphore in ``places``, the caller's own first."""
         self._places = places
         self._wait_s = wait_s
         self._data = b""
@@ -113,7 +115,7 @@ class Upload:
         return num_bytes > _LONG_BYTES and not self._has_place
 
     async def reserve(self, num_bytes: int) -> None:
-        """Wait for a place, where a body of ``num_bytes`` needs one. Raises `QueueFull`."""
+        """Wait for a place if a body of ``num_bytes`` needs one. Raises `QueueFull` after ``wait_s``."""
         if not self.needs_place(num_bytes):
             return
         try:
@@ -121,7 +123,7 @@ class Upload:
                 for places in self._places:
                     await taken.enter_async_context(places)
                 taken.pop_all()
-                # Nothing may come between: whatever ends the wait gives the places back, or they are held.
+                # No await may come between: a cancelled wait frees the places, and a finished one holds them.
                 self._has_place = True
         except TimeoutError:
             raise QueueFull("too many long prompts wait to be read", hint="try again later") from None
@@ -130,17 +132,17 @@ class Upload:
         self._data = data
 
     def take(self) -> bytes:
-        """Return the body, which is not held here any longer."""
+        """Return the body, and hold it no longer."""
         data, self._data = self._data, b""
         return data
 
     def use(self) -> Callable[[], None]:
-        """Hold the place until what is returned is called."""
+        """Keep the place until the returned function is called."""
         self._num_users += 1
         return self._drop
 
     def leave(self) -> None:
-        """Hold it no longer on the request's behalf; may be called twice."""
+        """Free the body and the request's hold on the place. It may be called twice."""
         if not self._left:
             self._left = True
             self._data = b""
@@ -155,7 +157,7 @@ class Upload:
 
 
 class Intake:
-    """The places and threads of one server."""
+    """Hold the places and threads of one server."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._places = asyncio.Semaphore(_MAX_LONG_BODIES)
@@ -165,14 +167,14 @@ class Intake:
         self._long = Threads(1, release_freed)
 
     def upload(self, caller: str = "") -> Upload:
-        """Return the body of a request that begins. ``caller``: the name of its key, empty for no key."""
+        """Return an empty `Upload` for a new request. ``caller`` names its key; empty means no key."""
         if not caller:
             return Upload((self._places,), self._wait_s)
         own = self._of_callers.setdefault(caller, asyncio.Semaphore(_MAX_LONG_BODIES_EACH))
         return Upload((own, self._places), self._wait_s)
 
     async def read(self, upload: Upload, call: Callable[[bytes], T]) -> T:
-        """Return ``call`` of the body, run on a thread; then the body and its place are given back."""
+        """Return ``call`` of the body, run on a thread. Then free the body and its place."""
         threads = self._long if upload.is_long else self.short
         try:
             return await threads.run(call, upload.take(), ended=upload.use())

@@ -1,4 +1,4 @@
-"""Request fields that other servers and OpenAI's client know, and their versions.
+"""Request fields of other servers and of OpenAI's client, and these programs' versions.
 
 Made by `tests/api/generate_known_fields.py`.
 """

@@ -1,4 +1,4 @@
-"""Reading a request's body: bounded in bytes and in time, and only where it says that it is JSON."""
+"""Read a request's body within bounds of bytes and time, if its headers say that it is JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from convoy.api.refusals import BodyTooLong, BodyTooSlow, ClientGone, WrongMedia
 
 _JSON = re.compile(r"application/([\w.+-]+\+)?json")
 _DISCARD_FACTOR = 8
-# A long body that has its place keeps others from theirs, so it must arrive at a rate.
+# A long body with a place keeps other bodies waiting, so it must arrive at a least rate.
 _GRACE_S = 10.0
 _LEAST_BYTES_PER_S = 64 * 1024
 
@@ -28,10 +28,10 @@ async def read_body(
     upload: Upload | None = None,
     max_bytes: int | None = None,
 ) -> bytes:
-    """The whole body, JSON unless it is to be of another ``media_type``.
+    """Return the whole body, which must be JSON unless ``media_type`` names another type.
 
-    ``upload``: has a place for it before it is read, where it is long. ``max_bytes``: in place of the
-    options' limit. Raises `BodyTooLong`, `BodyTooSlow`, `WrongMediaType`, `QueueFull` or `ClientGone`.
+    ``upload`` reserves a place for a long body before it is read. ``max_bytes`` replaces the options' limit.
+    Raises `BodyTooLong`, `BodyTooSlow`, `WrongMediaType`, `QueueFull` or `ClientGone`.
     """
     _check_media_type(headers, media_type)
     max_bytes = options.max_body_bytes if max_bytes is None else max_bytes
@@ -56,7 +56,7 @@ async def read_body(
 
 
 class _Pace:
-    """The deadline of one body: its whole time, and at a least rate while it has a place."""
+    """Enforce the deadline of one body: its whole time, and a least rate while it holds a place."""
 
     def __init__(self, deadline: asyncio.Timeout, upload: Upload | None) -> None:
         end_s = deadline.when()
@@ -67,7 +67,7 @@ class _Pace:
         self.arrived(0)
 
     def arrived(self, num_bytes: int) -> None:
-        """Set the deadline for the next part, where ``num_bytes`` are here."""
+        """Set the deadline of the next part, after ``num_bytes`` have arrived."""
         end_s = self._end_s
         if self._upload is not None and self._upload.is_long:
             end_s = min(end_s, self._placed_s + _GRACE_S + num_bytes / _LEAST_BYTES_PER_S)
@@ -83,7 +83,7 @@ class _Pace:
 
 
 async def _read(receive: Receive, max_bytes: int, upload: Upload | None, pace: _Pace) -> bytes | None:
-    """The body, or None if it is too long."""
+    """Return the body, or None if it is too long."""
     parts: list[bytes] = []
     size = 0
     more = True
@@ -95,7 +95,7 @@ async def _read(receive: Receive, max_bytes: int, upload: Upload | None, pace: _
                 await _discard(receive, max_bytes * _DISCARD_FACTOR)
             return None
         if upload is not None and upload.needs_place(size):
-            # A body that did not say how long it is.
+            # The body came without a length, and only now proves to be long.
             await pace.reserve(upload, size)
         pace.arrived(size)
         parts.append(part)
@@ -103,7 +103,7 @@ async def _read(receive: Receive, max_bytes: int, upload: Upload | None, pace: _
 
 
 async def _discard(receive: Receive, max_bytes: int) -> None:
-    # A client that is cut off while it still sends may never see the answer, so take the rest, within reason.
+    # A client that is cut off while it still sends may never see the answer. So read the rest, up to a bound.
     more, seen = True, 0
     while more and seen < max_bytes:
         part, more = await _next_part(receive)

@@ -1,4 +1,4 @@
-"""Wrong API keys: counted, logged at a bounded rate, and answered slowly for the address that sends them."""
+"""Count wrong API keys, log them at a bounded rate, and answer the addresses that send them slowly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _LOG_EVERY_S = 10.0
 
 
 class FailedKeys:
-    """On the event loop's thread. A right key never comes here, so nothing slows it."""
+    """Count and delay wrong keys, on the event loop's thread. A right key never comes here and is never
+    delayed.
+    """
 
     def __init__(
         self,
@@ -31,7 +33,7 @@ class FailedKeys:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """``max_delayed`` answers wait at once; a further one goes out at once, as a refusal to try more."""
+        """Delay at most ``max_delayed`` answers at once. A further one is sent at once, as a rate limit."""
         self._max_delayed = max_delayed
         self._max_of_address = max_delayed_of_address
         self._clock = clock
@@ -43,7 +45,7 @@ class FailedKeys:
         self._logged_s = -_LOG_EVERY_S
 
     async def refuse(self, error: Unauthenticated, address: str) -> ConvoyError:
-        """Return the error to answer with, after the delay that ``address`` has earned."""
+        """Return the error to answer with, after the delay for this number of failures of ``address``."""
         if not isinstance(error, WrongKey):
             self._counts["none"] += 1
             return error
@@ -79,6 +81,7 @@ class FailedKeys:
         self._failures[address] = (number + 1, now_s)
         if len(self._failures) > _MAX_ADDRESSES:
             self._failures.popitem(last=False)
+        # The first mistake costs nothing. After it the delay doubles with each one, up to the longest.
         return 0.0 if number == 0 else min(_LONGEST_S, _FIRST_S * 2.0 ** min(number - 1, 10))
 
     def _report(self, address: str) -> None:
@@ -91,7 +94,7 @@ class FailedKeys:
 
 
 def _network(address: str) -> str:
-    """Return what counts as one address: all of IPv4, the first 64 bits of IPv6."""
+    """Return the part of an address that counts as one client: all of IPv4, the first 64 bits of IPv6."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,4 +1,6 @@
-"""Files with API keys: one bare key on one line, or TOML with a table ``[[keys]]`` for each named key."""
+"""Read and write files with API keys: one bare key on one line, or TOML with a ``[[keys]]`` table per named
+key.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ _FIELDS = ("name", "key", "key_sha256", "expires", "metrics", *LIMIT_NAMES)
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key. ``metrics``: it may read every key's counts. ``is_named``: it is an entry of a TOML file."""
+    """Hold one key. A key with ``metrics`` may read every key's counts; ``is_named`` marks one from a TOML
+    file.
+    """
 
     name: str
     digest: bytes
@@ -99,7 +103,7 @@ def check_private(status: os.stat_result, path: Path, what: str) -> None:
     if mode & 0o077 and not mounted:
         raise ConfigError(
             f"{what} {path} has mode {mode:04o}, expected 0600: others could read it",
-            hint=f"chmod 600 {path}; of a file of root, this process's group may be a reader too (0640)",
+            hint=f"chmod 600 {path}; for a file of root, 0640 with this process's group is accepted too",
         )
 
 
@@ -119,7 +123,7 @@ def read_client_key(path: Path) -> str:
 
 
 def _checked_client_key(key: str, path: Path) -> str:
-    # A key of another server may be shorter than ours are.
+    # A key of another server may be shorter than ours, so its length is not checked.
     if not key:
         raise ConfigError(
             f"the api key file {path} is empty, expected the key on its first line", hint=_HINT_CLIENT
@@ -158,7 +162,7 @@ def parse_keys(data: bytes, path: Path) -> tuple[ApiKey, ...]:
 
 
 def _place(error: tomllib.TOMLDecodeError) -> str:
-    """Return where the error is. Its text may hold a part of a key."""
+    """Return the place of the error. Its text may hold a part of a key, so it is not shown."""
     found = re.search(r"at line \d+", str(error))
     return f"an error {found.group()}" if found else "an error at its end"
 
@@ -214,7 +218,7 @@ def _secret(table: dict[str, Any], where: str) -> tuple[bytes, str | None]:
     if isinstance(key, str):
         return digest_of(check_key(key, f"{where}: key")), key
     raise ConfigError(
-        f"{where}: {'key' if digest is None else 'key_sha256'} is none, expected text",
+        f"{where}: {'key' if digest is None else 'key_sha256'} is not valid, expected text",
         hint="key_sha256 is 64 digits of 0-9 a-f",
     )
 

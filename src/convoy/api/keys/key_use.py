@@ -1,6 +1,6 @@
-"""What one API key may use and has used: requests and tokens in a minute, requests at once, tokens in all.
+"""Limit and count the use of one API key: requests and tokens a minute, requests at once, tokens in all.
 
-The classes live on the event loop's thread; a scrape reads their counts elsewhere.
+The classes run on the event loop's thread. A scrape reads their counts on another thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """None means: no limit. ``total_tokens`` is a spend limit, the others are rates."""
+    """Hold a key's limits; None means no limit. ``total_tokens`` is a spend limit, the others are rates."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -33,7 +33,7 @@ NO_LIMITS = KeyLimits()
 
 
 class LastMinute:
-    """A count over the last 60 seconds, kept by whole seconds."""
+    """Keep a count over the last 60 seconds, by whole seconds."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -50,7 +50,7 @@ class LastMinute:
         self._total += number
 
     def total(self) -> int:
-        """Return what was counted within the last 60 seconds."""
+        """Return the count of the last 60 seconds."""
         now = int(self._clock())
         while self._seconds and self._seconds[0][0] <= now - _MINUTE_S:
             self._total -= self._seconds.popleft()[1]
@@ -68,7 +68,7 @@ class LastMinute:
 
 
 class KeyUse:
-    """The use of one key. ``limits`` may be replaced while requests run."""
+    """Track the use of one key. ``limits`` may be replaced while requests run."""
 
     def __init__(self, limits: KeyLimits, *, clock: Clock = time.monotonic) -> None:
         self.limits = limits
@@ -84,11 +84,11 @@ class KeyUse:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of prompts and answers that are settled."""
+        """Return the settled tokens of prompts and answers."""
         return self.prompt_tokens + self.completion_tokens
 
     def begin(self) -> RequestUse:
-        """Count a request and return what it will use. Raises `RateLimited` or `NoBalance`."""
+        """Count a request and return its `RequestUse`. Raises `RateLimited` or `NoBalance`."""
         limits = self.limits
         if limits.total_tokens is not None and self.total_tokens >= limits.total_tokens:
             raise self._spent(f"all of the {limits.total_tokens} tokens of this key are used")
@@ -125,11 +125,12 @@ class KeyUse:
                 raise self._spent(
                     f"the request may use {most_tokens} tokens, and {left} of {limits.total_tokens} are left"
                 )
+        # Hold the worst case now, so that requests that run at once cannot overspend together.
         self._held_tokens += most_tokens
         self._minute_tokens.add(prompt_tokens)
 
     def settle(self, held: int, prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> None:
-        """Count what a request used in place of the ``held`` tokens."""
+        """Replace the ``held`` tokens of a request by the tokens that it used."""
         self._held_tokens -= held
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
@@ -155,7 +156,7 @@ class KeyUse:
 
 
 class RequestUse:
-    """What one request uses of its key, from its admission to its end."""
+    """Track one request's use of its key, from its admission to its end."""
 
     def __init__(self, use: KeyUse) -> None:
         self._use = use

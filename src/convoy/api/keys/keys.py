@@ -1,4 +1,4 @@
-"""The API keys of a server: who a caller is, read again from its file when that changes."""
+"""Identify callers by their API keys, and read the key file again when it changes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from convoy.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
-_MAX_GONE = 10_000  # keys that left the file, and whose use is kept
+# How many keys that left the file keep their use.
+_MAX_GONE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request. ``name`` is of its key, and empty where no key is asked for."""
+    """Identify the sender of a request. ``name`` is its key's, and empty if the server asks for no key."""
 
     name: str
     use: KeyUse
@@ -64,7 +65,7 @@ def key_of(headers: Mapping[str, str]) -> str:
 
 
 class KeyRing:
-    """All keys of a server. Threads may share it."""
+    """Hold all keys of a server. Several threads may use it."""
 
     def __init__(
         self,
@@ -101,15 +102,16 @@ class KeyRing:
         now: Callable[[], float] = time.time,
         max_gone: int = _MAX_GONE,
     ) -> KeyRing:
-        """Return the ring of a file, which is read again when it changes. Raises `ConfigError`."""
+        """Return the keys of a file, which is read again when it changes. Raises `ConfigError`."""
         seen = _signature(file)
         ring = cls(parse_keys(read_key_file(file), file), file=file, clock=clock, now=now, max_gone=max_gone)
         ring._seen = seen
         return ring
 
     def find(self, text: str) -> Caller:
-        """Return whose key ``text`` is. Raises `WrongKey`."""
+        """Return the caller that ``text`` belongs to. Raises `WrongKey`."""
         self._look()
+        # One character more than a key can have: a longer text never matches, and costs no more to hash.
         digest = digest_of(text[: MAX_KEY_CHARS + 1])
         key, caller = self._keys.get(digest, (None, None))
         if key is None or caller is None or not hmac.compare_digest(key.digest, digest):
@@ -158,14 +160,15 @@ class KeyRing:
             made[key.digest] = (key, Caller(key.name, use, _salt(key), key.metrics or not key.is_named))
         names = {key.name for key, _ in made.values()}
         self._keys = made
-        # A key that comes back under its name goes on from what it had used.
+        # A key that returns under its name continues from its old counts, so that removing and adding it
+        # cannot reset a spend limit.
         gone = [name for name in self._uses if name not in names]
         used = [name for name in gone if self._uses[name].requests]
         for name in set(gone) - set(used[max(0, len(used) - self._max_gone) :]):
             del self._uses[name]
 
     def families(self, caller: Caller) -> Iterator[Metric]:
-        """Yield what each key has used; ``caller`` sees others' only if its key may."""
+        """Yield the use of each key. ``caller`` sees the use of others only if its key may."""
         found = {one.name: one.use for _, one in self._keys.values()}
         uses = [(name, use) for name, use in sorted(found.items()) if caller.metrics or name == caller.name]
         yield counter(
@@ -195,7 +198,10 @@ def _bare_key(key: str) -> ApiKey:
 
 
 def _salt(key: ApiKey) -> bytes:
-    """Return what keeps prefixes of keys apart. A named key that gets a new secret keeps its own."""
+    """Return the salt that keeps the cached prefixes of keys apart.
+
+    It stays the same if a named key gets a new secret.
+    """
     own = key.name.encode() if key.is_named else key.digest
     return hashlib.sha256(b"convoy api key " + own).digest()
 
@@ -206,7 +212,8 @@ def _signature(file: Path) -> object:
     except OSError as error:
         return error.errno
     if not stat.S_ISREG(found.st_mode):
-        return None  # a pipe has nothing to say twice
+        # A pipe cannot be read a second time.
+        return None
     return (
         found.st_dev,
         found.st_ino,

@@ -1,4 +1,4 @@
-"""Identical requests that fail with a context error again and again: refused without the work."""
+"""Refuse identical requests that fail with a context error again and again, without doing the work again."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MAX_REQUESTS = 4096
 
 
 class Repeats:
-    """Which requests failed lately, by an HMAC that means nothing outside this process.
+    """Track the requests that failed lately, by an HMAC that means nothing outside this process.
 
-    On the event loop's thread. ``max_requests`` bounds the table; the one seen longest ago goes first.
+    Use it on the event loop's thread. ``max_requests`` bounds the table; the oldest entry goes first.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Repeats:
         self._failures: OrderedDict[bytes, deque[float]] = OrderedDict()
 
     def check(self, caller: str, kind: str, body: bytes) -> bytes:
-        """Return the request's mark for `failed`. Raises `RepeatedRequest` after five in a minute."""
+        """Return the request's mark for `failed`. Raises `RepeatedRequest` after 5 failures in a minute."""
         mark = hmac.new(self._secret, f"{caller}\0{kind}\0".encode(), hashlib.sha256)
         mark.update(body)
         found = mark.digest()
@@ -52,7 +52,7 @@ class Repeats:
 
     @contextmanager
     def noting(self, mark: bytes) -> Iterator[None]:
-        """Note a context error of the request with ``mark`` inside this block."""
+        """Record a context error of the request with ``mark`` inside this block."""
         try:
             yield
         except RequestError as error:
@@ -61,7 +61,7 @@ class Repeats:
             raise
 
     def failed(self, mark: bytes) -> None:
-        """Note a context error of the request with ``mark``."""
+        """Record a context error of the request with ``mark``."""
         failures = self._failures.setdefault(mark, deque(maxlen=_MAX_FAILURES))
         failures.append(self._clock())
         self._failures.move_to_end(mark)

@@ -1,3 +1,1 @@
-"""Listen for HTTP: accept connections under limits, TLS, Host and Origin checks, paths, and the server's
-options.
-"""
+"""Listen for HTTP: accept connections within limits, check TLS, Host, Origin and paths, and hold options."""

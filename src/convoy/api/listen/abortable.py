@@ -1,4 +1,4 @@
-"""A WebSocket's connection that the application may cut: closing one waits until the other side has read."""
+"""Let the application cut a WebSocket's connection: an orderly close waits until the other side has read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from convoy.api.listen.kept import PLACE
 from convoy.transport.listen.places import ConnectionSlot
 
-_ABORT = "convoy.abort"  # of a scope's extensions
+# The name among a scope's extensions.
+_ABORT = "convoy.abort"
 
 
 class AbortableSocket(WebSocketsSansIOProtocol):
-    """uvicorn's, with `abort` and with the connection's place."""
+    """Extend uvicorn's WebSocket by `abort` and by the connection's place."""
 
     def __init__(self, *args: Any, place: ConnectionSlot | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -26,7 +27,7 @@ class AbortableSocket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def handle_connect(self, event: Any) -> None:
-        """The application begins after this returns."""
+        """Add the extensions to the scope. The application begins after this returns."""
         super().handle_connect(event)
         if self.handshake_initiated and not self.close_sent:
             self.scope["extensions"][_ABORT] = {"abort": self.transport.abort}
@@ -34,5 +35,5 @@ class AbortableSocket(WebSocketsSansIOProtocol):
 
 
 def abort(scope: Scope) -> None:
-    """Cut the connection of a WebSocket's scope, and drop what waits to be sent."""
+    """Cut the connection of a WebSocket's scope, and drop the bytes that wait to be sent."""
     scope["extensions"][_ABORT]["abort"]()

@@ -1,4 +1,4 @@
-"""The accept loop of an HTTP listener: every connection has a place before its first byte is read."""
+"""Accept HTTP connections: every one has a place before its first byte is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from functools import partial
 
 from convoy.transport.listen.places import ConnectionSlot, ConnectionSlots
 
-# Between two turns of the loop: those that came are read before many more are taken.
+# The most accepts in one turn of the loop, so that accepted connections are read before many more are taken.
 _ACCEPTS_AT_ONCE = 32
 _RETRY_S = 0.05
 _FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """Accepts on one listening socket, from construction to `close`; on the event loop's thread.
+    """Accept on one listening socket, from construction to `close`, on the event loop's thread.
 
     asyncio's own server makes its protocol only after a TLS handshake, and accepts without a limit. Here a
     connection has a `ConnectionSlot` from its accept on, with the deadline of its header.
@@ -49,7 +49,7 @@ class Acceptor:
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """Stop accepting; connections that stand live on."""
+        """Stop accepting. Open connections live on."""
         if self._closed:
             return
         self._closed = True
@@ -60,7 +60,7 @@ class Acceptor:
             task.cancel()
 
     async def wait_closed(self) -> None:
-        """Until no connection is being opened any more."""
+        """Wait until no connection is being opened any more."""
         await asyncio.gather(*self._opening, return_exceptions=True)
 
     def _accept(self) -> None:
@@ -77,8 +77,9 @@ class Acceptor:
             self._open(sock, address)
 
     def _pause(self) -> None:
-        """Out of descriptors: strangers give some back, and then the loop goes on."""
+        """Stop accepting for a moment and shed unproven connections, because descriptors ran out."""
         self._places.shed(_ACCEPTS_AT_ONCE)
+        # A listener that stays readable would spin the event loop, so stop watching it for a moment.
         self._loop.remove_reader(self._listener)
         self._retry = self._loop.call_later(_RETRY_S, self._loop.add_reader, self._listener, self._accept)
 
@@ -88,7 +89,7 @@ class Acceptor:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         host = str(address[0]) if isinstance(address, tuple) else ""
-        # It is cut through its task until there is a transport.
+        # Until a transport exists, the connection can be cut only by cancelling its task.
         place = self._places.take(host, lambda: None)
         task = self._loop.create_task(self._connect(sock, place))
         place.cut = task.cancel
@@ -101,13 +102,14 @@ class Acceptor:
             await self._loop.connect_accepted_socket(
                 lambda: self._protocol(place), sock, ssl=self._tls, ssl_handshake_timeout=handshake_s
             )
-        except OSError:  # it went away, or its TLS handshake failed
+        # The client disconnected, or its TLS handshake failed.
+        except OSError:
             place.release()
             sock.close()
 
     def _opened(self, sock: socket.socket, place: ConnectionSlot, task: asyncio.Task[None]) -> None:
         self._opening.discard(task)
-        # A task that is cancelled before its first step has closed nothing.
+        # A task that is cancelled before its first step has not closed its socket.
         if task.cancelled():
             place.release()
             sock.close()

@@ -1,4 +1,4 @@
-"""What a client may make an HTTP listener hold before the listener knows who the client is."""
+"""Bound the resources that a client may hold before the listener knows its key."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from convoy.transport.listen.places import Clock, SlotLimits
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """Limits of one HTTP listener.
+    """Hold the limits of one HTTP listener.
 
-    A connection is *kept* while it has a request that was let in: its body is read, or its answer is under
-    way. Every other connection is *unproven*: it waits for a request, or works on one like a health check.
-    Unproven connections give way to newer ones (`transport.listen.places`); kept ones do not.
+    A connection is *kept* while it has an admitted request: its body is read, or its answer is under way.
+    Every other connection is *unproven*: it waits for a request, or works on one like a health check.
+    Unproven connections give way to newer ones (`transport.listen.places`). Kept connections do not.
 
-    ``max_header_bytes`` also bounds what may lie between two parts of a body (chunk extensions, trailers).
+    ``max_header_bytes`` also bounds the bytes between two parts of a body (chunk extensions, trailers).
     ``header_timeout_s`` runs from the accept, or from a later request's first byte, to the header's last
-    byte; a TLS handshake is part of it. ``max_discarded_bytes``: of a body that comes after its request was
-    answered. ``max_unproven`` bounds those that wait, and as many again may work. It and ``max_kept`` are
-    upper bounds: `fit` lowers them to the process's descriptors, of which ``spare_descriptors`` stay free
+    byte; it includes a TLS handshake. ``max_discarded_bytes`` bounds the rest of a body after its request was
+    answered. ``max_unproven`` bounds the waiting connections, and as many again may work. It and ``max_kept``
+    are upper bounds: `fit` lowers them to the process's descriptors, of which ``spare_descriptors`` stay free
     for links, files and the database.
     """
 
@@ -36,7 +36,7 @@ class HttpLimits:
     clock: Clock = field(default=time.monotonic, compare=False, repr=False)
 
     def fit(self, num_descriptors: int | None = None) -> SlotLimits:
-        """Return how many connections a process with ``num_descriptors`` may hold. None: this one."""
+        """Return the connections that a process with ``num_descriptors`` may hold; None: this process."""
         most = descriptor_limit() if num_descriptors is None else num_descriptors
         room = max(3, most - min(self.spare_descriptors, most // 2))
         unproven = min(self.max_unproven, room // 3)

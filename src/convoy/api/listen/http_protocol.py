@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with bounds on what a client may send before anybody knows who it is."""
+"""Extend uvicorn's HTTP protocol by bounds on the bytes that a client may send before it is authenticated."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from convoy.errors import ConvoyError
 from convoy.transport.listen.places import ConnectionSlot
 from convoy.transport.log_limit import RateLimitedLog
 
-# Small enough that the parser keeps little between two checks, large enough that a body costs few calls.
+# Small enough that the parser buffers little between two checks, large enough that a body costs few calls.
 _PIECE_BYTES = 16 * 1024
-# Requests ahead of their answers wait unparsed. One read of the event loop is at most this much.
+# The most bytes of pipelined requests, which wait unparsed. One read of the event loop is at most this long.
 _MAX_AHEAD_BYTES = 512 * 1024
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection.
+    """Serve one connection within the listener's limits.
 
     The parser gets its bytes in pieces, so that an endless header is seen before it is kept: the parser
-    itself joins all parts of a header's value, which costs the square of their length. Requests that a
-    client sends ahead of its answers wait unparsed.
+    itself joins all parts of a header's value, which costs the square of their length. Requests that a client
+    sends before it got its answers wait unparsed.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.logger = self._log = log
         if self.ws_protocol_class is not None:
-            # uvicorn calls it as it would call the class.
+            # uvicorn calls this attribute as it would call the class.
             self.ws_protocol_class = cast("Any", partial)(self.ws_protocol_class, place=place)
         self._limits = limits
         self._place = place
@@ -48,9 +48,12 @@ class BoundedHttp(HttpToolsProtocol):
         self._upgraded = False
         self._in_header = False
         self._num_fields = 0
-        self._num_quiet_bytes = 0  # since the last part of a body, or the last header's end
-        self._num_discarded = 0  # of a body whose request was answered
-        self._moved_on = False  # whether the piece at hand ended a header or had a part of a body
+        # Bytes since the last part of a body, or since the last header's end.
+        self._num_quiet_bytes = 0
+        # Bytes of a body that came after its request was answered.
+        self._num_discarded = 0
+        # Whether the present piece ended a header or had a part of a body.
+        self._moved_on = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -64,20 +67,23 @@ class BoundedHttp(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         if len(self._ahead) + len(data) > _MAX_AHEAD_BYTES:
-            self.transport.abort()  # it sends on without reading its answers
+            # The client sends on without reading its answers.
+            self.transport.abort()
             return
         self._ahead += data
         self._feed()
 
     def _feed(self) -> None:
-        """Parse what came, up to a request that has to wait for the one before it."""
+        """Parse the bytes so far, up to a request that has to wait for the one before it."""
         data, self._ahead = bytes(self._ahead), bytearray()
         at = 0
         while at < len(data) and not (self.transport.is_closing() or self._upgraded):
+            # The request before is still being answered. Stop reading, so that TCP slows the client down.
             if self.pipeline:
                 self.flow.pause_reading()
                 self._ahead += data[at:]
                 return
+            # Bytes without progress count against the header's limit, also chunk extensions and trailers.
             room = self._limits.max_header_bytes - self._num_quiet_bytes
             if room <= 0:
                 self.refuse(HeaderTooLong(f"a header may have {self._limits.max_header_bytes} bytes"))
@@ -93,7 +99,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_header = True
         self._num_fields = self._num_discarded = 0
         if self.cycle is not None:
-            self._moved_on = True  # what stands before it in this piece is of an earlier request
+            # The bytes before it in this piece belong to an earlier request.
+            self._moved_on = True
             if self.cycle.response_complete:
                 self._place.wait()
 
@@ -125,7 +132,8 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.pipeline and self.cycle.response_complete:
-            self._place.wait()  # also while it closes: a client that takes nothing holds no place
+            # Also while the connection closes: a client that does not read holds no place.
+            self._place.wait()
         if self._ahead:
             self.loop.call_soon(self._feed)
 
@@ -137,24 +145,26 @@ class BoundedHttp(HttpToolsProtocol):
         self.refuse(self._refusal or NotHttp("this is not an HTTP request"))
 
     def refuse(self, error: ConvoyError) -> None:
-        """Answer with ``error`` and close."""
+        """Answer with ``error`` and close the connection."""
         host = self.client[0] if self.client else "?"
         self._log.quiet.warning(type(error).__name__, f"refused a request from {host}: {error.message}")
         if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.abort()  # an answer is under way, and must not look whole
+            # An answer is under way, and must not look complete.
+            self.transport.abort()
             return
         status, body = answer_for(error).status, msgspec.json.encode(body_for(error))
         headers = {"content-type": "application/json", "content-length": str(len(body)), **headers_for(error)}
+        # Written by hand: uvicorn can answer only requests that it has parsed.
         lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{n}: {v}" for n, v in headers.items())]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()
 
 
 class BoundedLogger(logging.Logger):
-    """uvicorn's log, in which strangers write a bounded number of lines.
+    """Bound the lines that clients can cause in uvicorn's log.
 
-    Clients can repeat uvicorn's warnings at will. They pass through ``quiet``, which counts what it leaves
-    out.
+    Clients can repeat uvicorn's warnings at will. The warnings pass through ``quiet``, which counts those
+    that it leaves out.
     """
 
     def __init__(self) -> None:
@@ -166,6 +176,7 @@ class BoundedLogger(logging.Logger):
     def _pass(self, record: logging.LogRecord) -> bool:
         if record.levelno != logging.WARNING:
             return True
-        if record.msg != "Invalid HTTP request received.":  # `refuse` says why
+        # `refuse` logs this one with its reason.
+        if record.msg != "Invalid HTTP request received.":
             self.quiet.warning(str(record.msg), record.getMessage())
         return False

@@ -1,4 +1,4 @@
-"""How the HTTP server listens, whom it lets in and how much it takes."""
+"""Hold the HTTP server's options: address, admission, limits and timeouts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _IMPLIED = {"http": ":80", "https": ":443"}
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Resolved once, by the command line.
+    """Hold the options, resolved once by the command line.
 
-    ``port`` 0 lets the system choose. ``allowed_hosts`` are further names the server may be called by;
-    ``*.example.org`` stands for each name directly below. ``allowed_origins`` are sites whose pages may call.
-    ``allow_unauthenticated`` lets a server off loopback run without ``keys``. ``tls``: files with a
+    With ``port`` 0 the system chooses one. ``allowed_hosts`` are further names of the server;
+    ``*.example.org`` stands for each name directly below. Pages of ``allowed_origins`` may call the server.
+    ``allow_unauthenticated`` lets a server off loopback run without ``keys``. ``tls`` names the files of a
     certificate and its key, in PEM.
     """
 
@@ -33,20 +33,28 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     tls: TlsFiles | None = None
-    max_body_bytes: int = 8 * 1024 * 1024  # at most: `intake` derives less from a small context
-    max_messages: int = 4096  # of a chat, and parts of their contents in all
-    max_choices: int = 16  # n
-    max_prompts: int = 128  # prompts in one /v1/completions
-    body_timeout_s: float = 60.0  # for the whole body to arrive
-    write_timeout_s: float = 60.0  # for a client to take what was written
-    heartbeat_s: float = 15.0  # a stream says at least a comment this often
+    # An upper bound: `intake` derives a lower one from a small context.
+    max_body_bytes: int = 8 * 1024 * 1024
+    # The messages of a chat; the parts of their contents, all together, have the same bound.
+    max_messages: int = 4096
+    # The field ``n``.
+    max_choices: int = 16
+    # Prompts in one request to /v1/completions.
+    max_prompts: int = 128
+    # For the whole body to arrive.
+    body_timeout_s: float = 60.0
+    # For a client to read the bytes that were written.
+    write_timeout_s: float = 60.0
+    # A silent stream sends a comment this often.
+    heartbeat_s: float = 15.0
     drain_s: float = 30.0
     access_log: bool = False
-    limits: HttpLimits = field(default_factory=HttpLimits)  # of connections whose requests nobody let in yet
+    # For connections without an admitted request.
+    limits: HttpLimits = field(default_factory=HttpLimits)
     traces: Traces = NO_TRACES
 
     def check(self) -> None:
-        """Raises `ConfigError` for options that cannot be served or should not be."""
+        """Raise `ConfigError` for options that cannot be served or should not be."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is out of range, expected 0 to 65535")
         if self.tls is not None:
@@ -60,12 +68,12 @@ class ServeOptions:
                 f"refusing to listen on {self.host} without an api key: anyone who can reach it could use it",
                 hint="--api-key-file FILE asks for a key (`convoy keys new FILE` makes one), --host "
                 "127.0.0.1 listens on this machine alone, and allow_unauthenticated = true under [serve] in "
-                "convoy.toml lets everybody in",
+                "convoy.toml admits every caller",
             )
 
     @property
     def in_clear(self) -> bool:
-        """Whether keys and prompts cross a network without TLS."""
+        """Return whether keys and prompts cross a network without TLS."""
         return self.tls is None and not is_loopback(self.host)
 
 
@@ -81,26 +89,29 @@ def _check_host(text: str) -> None:
     if not usable:
         raise ConfigError(
             f"the allowed host {text[:80]!r} is no name",
-            hint="--allowed-host chat.example, without a scheme, a port or a path; *.chat.example for all "
-            "names directly below",
+            hint="use --allowed-host chat.example, without a scheme, a port or a path; *.chat.example stands "
+            "for all names directly below",
         )
 
 
 def check_origin(text: str) -> str:
-    """Return an origin as browsers send it. Raises `ConfigError` for text that is none."""
+    """Return an origin in the form that browsers send. Raises `ConfigError` for text that is no origin."""
     parts = urlsplit(text.removesuffix("/").lower())
     try:
         usable = parts.scheme in _IMPLIED and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         usable = False
     if not usable or parts.path or parts.query or parts.fragment or "@" in parts.netloc:
-        raise ConfigError(f"the origin {text[:80]!r} is none", hint="--allowed-origin https://chat.example")
+        raise ConfigError(
+            f"the origin {text[:80]!r} is not valid", hint="use --allowed-origin https://chat.example"
+        )
     return f"{parts.scheme}://{parts.netloc.removesuffix(_IMPLIED[parts.scheme])}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``; a name other than localhost counts as reachable by
-    others.
+    """Return whether only this machine can reach ``host``.
+
+    A name other than localhost counts as reachable by others.
     """
     if host.lower() == "localhost":
         return True

@@ -1,4 +1,4 @@
-"""Which Host and which Origin a server answers: what keeps a web page from the model of its reader."""
+"""Check Host and Origin headers, so that a web page cannot reach the model through its reader's browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFLIGHT_S = b"600"
 
 
 class Origins:
-    """The rules of one listener."""
+    """Apply the host and origin rules of one listener."""
 
     def __init__(self, options: ServeOptions) -> None:
         self._loopback = is_loopback(options.host)
@@ -29,8 +29,8 @@ class Origins:
     def check_host(self, headers: Headers) -> None:
         """Raise `Forbidden` for a name that is not this server's.
 
-        A foreign name that resolves to this machine is how a web page reaches a server near its reader. It
-        takes a name: off loopback every IP literal is answered.
+        A foreign name that resolves to this machine is how a web page reaches a server near its reader (DNS
+        rebinding). That attack needs a name, so off loopback every IP literal is answered.
         """
         host = headers.get("host")
         if host is None:

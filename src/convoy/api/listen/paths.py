@@ -1,4 +1,4 @@
-"""Paths as clients write them: a base URL that ends in a slash makes ``//v1/models`` or ``/v1/models/``."""
+"""Normalise request paths: a base URL that ends in a slash makes ``//v1/models`` or ``/v1/models/``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def plain_path(path: str) -> str:
 
 
 def at_plain_path(app: ASGIApp) -> ASGIApp:
-    """Let ``app`` see plain paths alone, so that routes, keys and counts agree about what is asked."""
+    """Pass only plain paths to ``app``, so that routes, keys and counts agree about the path."""
 
     async def plain(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "path": plain_path(scope["path"])}, receive, send)

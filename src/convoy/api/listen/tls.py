@@ -1,4 +1,4 @@
-"""The certificate that a server shows: files in PEM, looked at before anything is served."""
+"""Load the server's certificate from PEM files, and check it before the server starts."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ def load_certificate(context: ssl.SSLContext, files: TlsFiles) -> None:
     for file in files:
         try:
             with open(file, "rb") as opened:
+                # Only the key is secret; a certificate may be readable by all.
                 if file == key:
                     check_private(os.fstat(opened.fileno()), Path(key), "the TLS key")
         except OSError as error:
             reason = (error.strerror or "unreadable").lower()
             raise ConfigError(
-                f"cannot read {file}: {reason}", hint="--tls-certificate and --tls-key"
+                f"cannot read {file}: {reason}", hint="check the files of --tls-certificate and --tls-key"
             ) from None
     try:
-        # Without a passphrase of its own the library would ask for one on the terminal.
+        # Without a passphrase argument the library would ask for one on the terminal.
         context.load_cert_chain(certificate, key, _NO_PASSPHRASE)
     except (ssl.SSLError, ValueError):
         raise ConfigError(
             f"{certificate} and {key} are no certificate and its key",
-            hint="--tls-certificate and --tls-key want PEM, and the key has no passphrase",
+            hint="give --tls-certificate and --tls-key files in PEM, with a key that has no passphrase",
         ) from None
 
 
 def check_certificate(files: TlsFiles) -> None:
-    """Raise `ConfigError` if the files cannot be served with."""
+    """Raise `ConfigError` if the server cannot use the files."""
     load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), files)

@@ -1,4 +1,4 @@
-"""The bodies and stream chunks that clients get, as OpenAI shapes them."""
+"""Define the response bodies and stream chunks, in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from msgspec import UNSET, UnsetType
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """How many of the prompt's tokens were not run again, because an earlier prompt began the same."""
+    """Count the prompt tokens that were not run again, because an earlier prompt began with them."""
 
     cached_tokens: int
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
-    """Tokens of the prompt, counted once however many choices, and of all answers."""
+    """Count the prompt's tokens, once for all choices, and the tokens of all answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -22,7 +22,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """One alternative at a position."""
+    """Hold one alternative at a position."""
 
     token: str
     logprob: float
@@ -30,7 +30,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    """A shown token and its alternatives."""
+    """Hold a shown token and its alternatives."""
 
     token: str
     logprob: float
@@ -39,33 +39,33 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a chat answer."""
+    """Hold the log-probabilities of a chat answer."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """One token at a position of a prompt, in vLLM's form. ``rank`` counts from 1, the best."""
+    """Hold one token at a position of a prompt, in vLLM's form. ``rank`` counts from 1, the best."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# One entry for each token of a prompt, by token id; the first token has none.
+# One entry for each token of a prompt, by token id. The first token has None: nothing predicts it.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a chunk adds to a message."""
+    """Hold the text that a chunk adds to a message."""
 
     role: str | None = None
     content: str | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    """One choice's part of a chunk."""
+    """Hold one choice's part of a chunk."""
 
     index: int
     delta: Delta
@@ -74,7 +74,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a chat stream."""
+    """Represent one event of a chat stream."""
 
     id: str
     object: str = "chat.completion.chunk"
@@ -85,7 +85,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    """The answer."""
+    """Hold the message of a chat answer."""
 
     content: str
     role: str = "assistant"
@@ -93,7 +93,7 @@ class AssistantMessage(msgspec.Struct, frozen=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
-    """One complete choice."""
+    """Hold one complete choice."""
 
     index: int
     message: AssistantMessage
@@ -102,7 +102,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole chat answer."""
+    """Represent a complete chat answer."""
 
     id: str
     object: str = "chat.completion"
@@ -114,7 +114,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a completion, one entry per token; a prompt's first has none."""
+    """Hold the log-probabilities of a completion, one entry per token; a prompt's first token has None."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -123,7 +123,7 @@ class TextLogprobs(msgspec.Struct, frozen=True):
 
 
 class TextChoice(msgspec.Struct, frozen=True):
-    """One choice of a completion, whole or as a part of a stream."""
+    """Hold one choice of a completion, complete or as a part of a stream."""
 
     index: int
     text: str
@@ -133,7 +133,7 @@ class TextChoice(msgspec.Struct, frozen=True):
 
 
 class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole completion, or one event of its stream."""
+    """Represent a complete completion, or one event of its stream."""
 
     id: str
     object: str = "text_completion"
@@ -144,7 +144,7 @@ class TextCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of /v1/models; ``max_model_len`` is vLLM's word for the context."""
+    """Describe a model in /v1/models. ``max_model_len`` is vLLM's word for the context."""
 
     id: str
     object: str = "model"
@@ -154,14 +154,17 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """GET /v1/models."""
+    """Hold the answer of GET /v1/models."""
 
     data: list[ModelCard]
     object: str = "list"
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """GET /health. ``level``: the weakest that was proved of a member (none, self_signed, hardware)."""
+    """Hold the answer of GET /health.
+
+    ``level`` is the weakest attestation level of a member: none, self_signed or hardware.
+    """
 
     status: str
     reason: str

@@ -1,4 +1,4 @@
-"""The bodies that clients send, decoded strictly where a field is known and tolerantly where it is not."""
+"""Define and decode request bodies: known fields strictly, unknown fields tolerantly."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from convoy.errors import RequestError
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """``continuous_usage_stats`` is vLLM's word for usage on every chunk."""
+    """Hold a stream's options. ``continuous_usage_stats`` is vLLM's word for usage on every chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """A part of a message; only ``type: "text"`` is served."""
+    """Hold a part of a message. Only ``type: "text"`` is served."""
 
     type: str
     text: str | None = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """One turn of a conversation."""
+    """Hold one turn of a conversation."""
 
     role: str
     content: str | list[ContentPart] | None = None
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints take. None always means: not given."""
+    """Hold the fields of both endpoints. None always means: not given."""
 
     model: str | None = None
     stream: bool | None = None
@@ -58,11 +58,12 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
-    cache_salt: str | None = None  # vLLM's word: prompts share a prefix only where this is the same too
+    # vLLM's name. Two prompts share a cached prefix only if their salts are equal too.
+    cache_salt: str | None = None
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
-    """POST /v1/chat/completions."""
+    """Hold the body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
@@ -71,14 +72,15 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True):
-    """POST /v1/completions. ``prompt`` is text, token ids, or a list of either."""
+    """Hold the body of POST /v1/completions. ``prompt`` is text, token ids, or a list of either."""
 
     prompt: str | list[Any] | None = None
     logprobs: int | None = None
     echo: bool | None = None
 
 
-_MAX_BITS = 64  # of a whole number
+# The most bits of a whole number in a body.
+_MAX_BITS = 64
 
 Body = TypeVar("Body", bound=GenerationBody)
 
@@ -86,7 +88,7 @@ Body = TypeVar("Body", bound=GenerationBody)
 def decode_body(data: bytes, kind: type[Body]) -> Body:
     """Return the body that JSON bytes hold, with or without a byte order mark.
 
-    Raises `RequestError` naming the field, what it was and what was expected.
+    Raises `RequestError`, naming the field, its value or type, and the expected one.
     """
     check_shape(data)
     try:
@@ -107,7 +109,7 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
 
 
 def _check_sizes(raw: dict[str, Any]) -> None:
-    # An error that repeats a number of thousands of digits helps nobody, and Python refuses to write some.
+    # Do not repeat a number of thousands of digits in an error. Python even refuses to write some of them.
     for name, value in raw.items():
         if isinstance(value, int) and value.bit_length() > _MAX_BITS:
             text = f"{name[:40]} is a number of {value.bit_length()} bits, and the limit is {_MAX_BITS}"
@@ -119,7 +121,7 @@ def _reason(error: Exception) -> str:
         case RecursionError():
             return "it is nested too deeply"
         case UnicodeDecodeError():
-            # where in which string is not known
+            # The error does not tell in which string of the body the byte is.
             return "a string has a byte that is not UTF-8"
         case _:
             return _in_words(str(error))[0]
@@ -139,7 +141,7 @@ _TYPES = re.compile(r"`([^`]+)`")
 
 
 def _in_words(text: str) -> tuple[str, str | None]:
-    """msgspec's error in words, and its field: ('expected an integer, got text', 'max_tokens')."""
+    """Return msgspec's error in words, and its field: ('expected an integer, got text', 'max_tokens')."""
     found = _PATH.search(text)
     param = found.group(1).replace("[...]", "") if found else None
     plain = text[: found.start()] if found else text

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: engine outputs as chat chunks or as one chat completion."""
+"""Build the answer of /v1/chat/completions: chat chunks, or one chat completion."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Message:
 
 
 class ChatAnswer:
-    """Implements `Answer` for chat."""
+    """Implement `ResponseBuilder` for chat."""
 
     def __init__(self, asked: ParsedRequest) -> None:
         self.tally = UsageCounter(asked, "chatcmpl-")

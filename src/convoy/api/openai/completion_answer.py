@@ -1,5 +1,6 @@
-"""/v1/completions: engine outputs as text chunks or as one completion, with the prompt echoed and scored
-where asked.
+"""Build the answer of /v1/completions: text chunks, or one completion.
+
+The answer echoes and scores the prompt if the request asks for that.
 """
 
 from __future__ import annotations
@@ -17,32 +18,35 @@ from convoy.engine.outputs import FinishOutput, Output, PromptOutput, TokenLogpr
 
 
 class _Text:
-    """One choice: what came so far, and where its next token's text begins."""
+    """Hold one choice: its texts and tokens so far, and the offset of its next token."""
 
     def __init__(self, pieces: TokenText) -> None:
         self.writer = TextLogprobWriter(pieces)
         self.texts: list[str] = []
         self.tokens: list[tuple[int, TokenLogprob | None]] = []
         self.reason: str | None = None
-        self.ended = False  # an end-of-text token was scored; it has no text
+        # True once an end-of-text token was scored. That token has no text.
+        self.ended = False
 
 
 class CompletionAnswer:
-    """Implements `Answer` for completions."""
+    """Implement `ResponseBuilder` for completions."""
 
     def __init__(self, asked: ParsedRequest) -> None:
         self.tally = UsageCounter(asked, "cmpl-")
         pieces = self._pieces = TokenText(asked.model.tokenizer)
-        self._prompt_logprobs: dict[int, PromptLogprobs] = {}  # by request
+        # By the index of the request.
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._wants_logprobs = asked.requests[0].params.logprobs is not None
         self._choices = [_Text(pieces) for _ in range(self.tally.num_choices)]
-        # Requests whose scored prompt is still to come, and what came before it.
+        # For each request with a scored prompt to come: the outputs that came first. They wait, because the
+        # echoed prompt must be the first event of its stream.
         self._held: dict[int, list[Output]] = {
             index: [] for index, request in enumerate(asked.requests) if request.prompt_logprobs is not None
         }
 
     def opening(self) -> list[TextCompletion]:
-        """The echoed prompts that need no score from the engine."""
+        """Return the events of echoed prompts that need no score from the engine."""
         events = []
         for index in range(len(self.tally.asked.requests)):
             if self.tally.asked.echo and index not in self._held:
@@ -127,7 +131,7 @@ class CompletionAnswer:
         self, index: int, logprobs: Sequence[TokenLogprob | None]
     ) -> list[tuple[int, TokenLogprob | None]]:
         request = self.tally.asked.requests[index]
-        # more may have been scored for `prompt_logprobs`
+        # `prompt_logprobs` may have asked for more alternatives than `logprobs`.
         cut = [one and replace(one, top=one.top[: request.params.logprobs]) for one in logprobs]
         return list(zip(request.prompt_ids, cut, strict=True))
 

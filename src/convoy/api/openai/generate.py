@@ -1,4 +1,4 @@
-"""The two endpoints that generate: read, translate, submit, and answer as a stream or as one body."""
+"""Serve the two endpoints that generate: read, translate, submit, and answer as a stream or as one body."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Generate(Generic[Body]):
-    """An ASGI endpoint; `guard.Guard` turns what it raises into an answer while nothing has been sent."""
+    """Serve one endpoint as an ASGI application.
+
+    `guard.Guard` turns its exceptions into an answer as long as nothing has been sent.
+    """
 
     service: Service
     options: ServeOptions
@@ -60,7 +63,7 @@ class Generate(Generic[Body]):
                 data = await read_body(headers, receive, self.options, upload=upload, max_bytes=max_bytes)
                 mark = self.repeats.check(caller.name, self.body.__name__, data)
                 upload.keep(data)
-                # Held twice, a long body would outlive its place.
+                # `upload` holds the body now. A second reference would outlive the place of a long body.
                 del data
                 with self.repeats.noting(mark):
                     await exchange.while_connected(self._run(upload, exchange, parent, caller, use))
@@ -73,6 +76,7 @@ class Generate(Generic[Body]):
         began_s = time.monotonic()
         asked = await self.intake.read(upload, partial(self._prepare, salt=caller.salt))
         read_s = time.monotonic() - began_s
+        # Hold the worst case before anything runs, so that a refusal costs no engine time.
         use.hold(asked.num_prompt_tokens, asked.most_tokens)
         answer = self.answer(asked)
         generation = EngineStream(asked.model.engine, asked.requests)
@@ -105,7 +109,7 @@ class Generate(Generic[Body]):
             _raise_error(batch)
             for index, output in batch:
                 answer.add(index, output)
-        # A scored prompt has thousands of tokens to spell out.
+        # A scored prompt has thousands of tokens to spell out, which would block the event loop.
         body = await self.intake.short.run(answer.whole)
         await exchange.send_json(200, body)
 
@@ -113,6 +117,7 @@ class Generate(Generic[Body]):
         try:
             async for batch in generation.batches(self.options.heartbeat_s):
                 _raise_error(batch)
+                # Send the headers only now: an error before the first output still gets its own HTTP status.
                 if not exchange.status:
                     await exchange.start_events()
                     await exchange.send_events(answer.opening())
@@ -121,7 +126,7 @@ class Generate(Generic[Body]):
         except ConvoyError as error:
             if not exchange.status:
                 raise
-            # No finish reason and no [DONE]: a broken answer must not look like a complete one.
+            # Send neither a finish reason nor [DONE]: a broken answer must not look like a complete one.
             exchange.outcome = type(error).__name__
             await exchange.send_events([body_for(error)])
             await exchange.end_events()
@@ -142,14 +147,14 @@ def _raise_error(batch: Batch) -> None:
 
 
 def _settle(use: RequestUse, answer: ResponseBuilder) -> None:
-    """What an answer came to, also one that broke; a request that never ran used nothing."""
+    """Record the tokens of an answer, also of a broken one. A request that never ran used no tokens."""
     tally = answer.tally
     if tally.first_token_s is not None:
         use.used(tally.asked.num_prompt_tokens, tally.cached_tokens, tally.completion_tokens)
 
 
 def _report(exchange: Exchange, answer: ResponseBuilder, began_s: float) -> None:
-    """One line per generation: counts and times, no text, no token ids."""
+    """Log one line per generation: counts and times, no text and no token ids."""
     tally, now_s = answer.tally, time.monotonic()
     first_s = f"{tally.first_token_s - began_s:.3f}" if tally.first_token_s is not None else "-"
     _log.info(
@@ -170,7 +175,11 @@ def _report(exchange: Exchange, answer: ResponseBuilder, began_s: float) -> None
 def _end_span(
     span: TraceSpan, exchange: Exchange, answer: ResponseBuilder, began_s: float, read_s: float
 ) -> None:
-    """Reading (the body into tokens), waiting for a step, prefill to the first token, and decoding."""
+    """Record the span's parts and end it.
+
+    The parts are: read (the body into tokens), queue (waiting for a step), prefill (to the first token) and
+    decode.
+    """
     tally, end_s = answer.tally, time.monotonic() - began_s
     asked = tally.asked
     span.note({"convoy.request.id": exchange.id, STREAM: asked.stream, "convoy.choices": tally.num_choices})

@@ -1,6 +1,6 @@
-"""From a body to what the engine is asked: limits checked, text made into token ids, choices counted.
+"""Translate a body into engine requests: check limits, tokenise text, number the choices.
 
-Tokenising a large body takes a while, so the server calls these on a thread of their own.
+Tokenising a large body takes a while, so the server calls these functions on a thread of their own.
 """
 
 from __future__ import annotations
@@ -23,32 +23,35 @@ from convoy.model.sampling.params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingP
 
 ROLES = ("system", "developer", "user", "assistant")
 MAX_STOPS = 16
-MAX_BAD_WORDS = 128  # as many as vLLM takes
+# vLLM takes as many.
+MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
-_NO_LIMIT = -1  # of max_tokens: as if it was not given
+# A value of max_tokens that means: not given.
+_NO_LIMIT = -1
 # No leading zeros, so that two keys never name the same token; and no more digits than an id can have.
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """One HTTP request as the engine sees it: a `GenerationRequest` per prompt, choices numbered prompt-
-    major.
+    """Hold one HTTP request in the engine's terms: one `GenerationRequest` per prompt.
 
-    ``prompt_texts`` has the text of each prompt where it is to be echoed. ``scoring``: echo, log-
-    probabilities and a single token, which is how benchmarks score a prompt; then that token always has an
-    entry, end of text included.
+    Choices are numbered prompt-major. ``prompt_texts`` holds the text of each prompt if it is to be echoed.
+    ``scoring`` means echo, log-probabilities and a single token, as benchmarks score a prompt. That token
+    then always has an entry, even if it ends the text.
     """
 
     model: ServedModel
     requests: tuple[GenerationRequest, ...]
-    num_choices: int  # per prompt
+    # The choices of one prompt.
+    num_choices: int
     stream: bool
     include_usage: bool
     continuous_usage: bool
     prompt_texts: tuple[str, ...] = ()
     scoring: bool = False
-    prompt_logprobs: int | None = None  # alternatives to report for each token of the prompt
+    # The number of alternatives to report for each token of the prompt.
+    prompt_logprobs: int | None = None
 
     @property
     def echo(self) -> bool:
@@ -56,17 +59,18 @@ class ParsedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Return the tokens of all prompts together."""
         return sum(len(request.prompt_ids) for request in self.requests)
 
     @property
     def most_tokens(self) -> int:
-        """Of prompts and answers together, if every answer has its full length."""
+        """Return the tokens of prompts and answers together, if every answer has its full length."""
         answers = sum(request.max_tokens * request.num_choices for request in self.requests)
         return self.num_prompt_tokens + answers
 
 
 def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: bytes) -> ParsedRequest:
-    """``salt``: of the caller's key. Raises `RequestError` or `UnknownModel`."""
+    """Translate a chat body. ``salt`` is the caller's key's. Raises `RequestError` or `UnknownModel`."""
     model = service.model(body.model)
     if not body.messages:
         raise RequestError("messages is empty, expected at least one message", param="messages")
@@ -87,7 +91,10 @@ def read_chat(body: ChatBody, service: Service, options: ServeOptions, salt: byt
 def read_completion(
     body: CompletionBody, service: Service, options: ServeOptions, salt: bytes
 ) -> ParsedRequest:
-    """``salt``: of the caller's key. Raises `RequestError` or `UnknownModel`."""
+    """Translate a completion body. ``salt`` is that of the caller's key.
+
+    Raises `RequestError` or `UnknownModel`.
+    """
     model = service.model(body.model)
     _check_range("logprobs", body.logprobs, 0, MAX_LOGPROBS)
     params = _params(body, body.logprobs)
@@ -155,7 +162,7 @@ def _shared(
     scored: bool,
     salt: bytes,
 ) -> GenerationRequest:
-    """Return what the requests of all prompts have in common; `_with_prompt` adds the rest."""
+    """Return the fields that the requests of all prompts share; `_with_prompt` adds the others."""
     return GenerationRequest(
         prompt_ids=(),
         params=params,
@@ -192,7 +199,8 @@ def _role(message: ChatMessage, index: int) -> str:
 def _content(message: ChatMessage, index: int) -> str:
     where = f"messages[{index}].content"
     if message.content is None and message.role == "assistant":
-        return ""  # OpenAI's form of a turn without text
+        # OpenAI's form of an assistant's turn without text.
+        return ""
     if message.content is None:
         raise RequestError(f"{where} is missing, expected text or a list of parts", param=where)
     if isinstance(message.content, str):
@@ -212,10 +220,10 @@ def _content(message: ChatMessage, index: int) -> str:
 
 
 def _prompts(prompt: str | list[Any] | None, options: ServeOptions, room: int) -> list[str | list[int]]:
-    """A text, a list of token ids, or a list of either, as a list of prompts."""
+    """Return ``prompt`` as a list of prompts: each is text or token ids. Raises `RequestError`."""
     if prompt is None:
         raise RequestError("prompt is missing, expected text, token ids or a list of either", param="prompt")
-    # Before each item is looked at.
+    # Check the length first, because the checks below look at each item.
     if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
         _check_room(len(prompt), room)
     whole = isinstance(prompt, str) or (bool(prompt) and all(type(item) is int for item in prompt))
@@ -262,7 +270,7 @@ def _params(body: GenerationBody, logprobs: int | None) -> SamplingParams:
 def _bias(given: dict[str, float] | None) -> dict[int, float]:
     bias = {}
     if given is not None and len(given) > MAX_LOGIT_BIAS:
-        # `SamplingParams` checks that too, of numbers that are made here.
+        # `SamplingParams` checks this too, but only after the loop below has built every entry.
         raise RequestError(
             f"logit_bias has {len(given)} entries, expected at most {MAX_LOGIT_BIAS}", param="logit_bias"
         )
@@ -292,7 +300,7 @@ def _max_tokens(body: GenerationBody, newer: int | None) -> int | None:
 
 
 def _room(model: ServedModel, num_prompt: int) -> int:
-    """Tokens left for an answer whose length was not given."""
+    """Return the tokens that are left for an answer without a given length. Raises `RequestError`."""
     room = model.max_context
     _check_room(num_prompt + 1, room, num_prompt)
     return room - num_prompt
@@ -321,8 +329,10 @@ def _stream_options(body: GenerationBody) -> StreamOptions:
 
 
 def _salt(own: bytes, asked: str | None) -> bytes:
-    """Of the caller's API key: who has another key cannot see by its times what this one asked. ``asked``
-    divides further, among those who come with one key.
+    """Return the salt of a request's cached prefixes, from the caller's key and ``asked``.
+
+    Another key's caller cannot tell from response times that a prompt was asked before under this key.
+    ``asked`` separates callers that share one key.
     """
     return own if asked is None else hmac.digest(own or b"no key", asked.encode(), "sha256")
 
@@ -345,9 +355,9 @@ def _allowed(given: list[int] | None) -> tuple[int, ...]:
 
 
 def _bad_words(given: list[str] | None, tokenizer: ServedTokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word, and of the same word behind a space where that is another first token.
+    """Return the tokens of each word, and of the word after a space if that begins with another token.
 
-    This is what vLLM does: a word is banned at the beginning of a text and within it.
+    vLLM does the same: it bans a word at the beginning of a text and within it.
     """
     if len(given or ()) > MAX_BAD_WORDS:
         raise RequestError(

@@ -1,6 +1,4 @@
-"""Single tokens as clients see them beside their log-probabilities: text where they are text, bytes where
-they are not.
-"""
+"""Show single tokens beside their log-probabilities: as text, or as bytes if they are not text."""
 
 from __future__ import annotations
 
@@ -17,12 +15,12 @@ from convoy.api.openai.answers import (
 from convoy.api.service import ServedTokenizer
 from convoy.engine.outputs import TokenLogprob
 
-# JSON has no infinity; OpenAI's stand-in for "very unlikely".
+# JSON has no infinity. OpenAI writes this number for "very unlikely".
 _LEAST = -9999.0
 
 
 class TokenText:
-    """The bytes and text of tokens, looked up once each."""
+    """Look up the bytes and text of tokens, once for each token."""
 
     def __init__(self, tokenizer: ServedTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -30,14 +28,14 @@ class TokenText:
         self._shown: dict[int, bytes] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The token's bytes, which need not be a whole character."""
+        """Return the token's bytes, which need not be a whole character."""
         known = self._bytes.get(token_id)
         if known is None:
             known = self._bytes[token_id] = self._tokenizer.token_bytes(token_id)
         return known
 
     def shown_bytes(self, token_id: int) -> bytes:
-        """What the token adds to the text: nothing, for a special one."""
+        """Return the bytes that the token adds to the text; a special token adds none."""
         known = self._shown.get(token_id)
         if known is None:
             known = self.bytes_of(token_id) if self._tokenizer.decode([token_id]) else b""
@@ -45,7 +43,7 @@ class TokenText:
         return known
 
     def text_of(self, token_id: int) -> str:
-        r"""The token as text, or ``bytes:\xe2\x82`` for a part of a character."""
+        r"""Return the token as text, or ``bytes:\xe2\x82`` for a part of a character."""
         piece = self.bytes_of(token_id)
         try:
             return piece.decode()
@@ -53,7 +51,7 @@ class TokenText:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
     def chat_logprob(self, logprob: TokenLogprob) -> ChatTokenLogprob:
-        """One token of a chat answer."""
+        """Return one token of a chat answer with its alternatives."""
         return ChatTokenLogprob(
             self.text_of(logprob.token_id),
             max(logprob.logprob, _LEAST),
@@ -75,7 +73,7 @@ class TokenText:
 
 
 class TextLogprobWriter:
-    """Log-probabilities of one choice's text, with the offset of each token in characters."""
+    """Write the log-probabilities of one choice's text, with the offset of each token in characters."""
 
     def __init__(self, pieces: TokenText) -> None:
         self._pieces = pieces
@@ -83,7 +81,7 @@ class TextLogprobWriter:
         self._offset = 0
 
     def write(self, tokens: list[tuple[int, TokenLogprob | None]]) -> TextLogprobs:
-        """The next tokens; None for the first of a prompt."""
+        """Return the entries of the next tokens. A prompt's first token has None as its log-probability."""
         written = TextLogprobs([], [], [], [])
         for token_id, logprob in tokens:
             written.tokens.append(self._pieces.text_of(token_id))
@@ -95,8 +93,8 @@ class TextLogprobWriter:
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
         top: dict[str, float] = {}
-        # Best first: where two tokens have the same text, the likelier one stands. The token itself is always
-        # there.
+        # Best first: if two tokens have the same text, the likelier one is kept. The chosen token is always
+        # listed.
         for token_id, value in [*logprob.top, (logprob.token_id, logprob.logprob)]:
             top.setdefault(self._pieces.text_of(token_id), max(value, _LEAST))
         return top

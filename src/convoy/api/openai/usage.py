@@ -1,4 +1,4 @@
-"""What both kinds of answer count and share: tokens, finish reasons, the identity of the answer."""
+"""Count tokens and finish reasons for both kinds of answers, and give an answer its id."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from convoy.engine.outputs import FinishOutput, Output, TokenOutput
 
 
 class ResponseBuilder(Protocol):
-    """An answer in the making: fed with every output in order, read as stream events or as one body."""
+    """Build an answer from every output in order, as stream events or as one body."""
 
     @property
     def tally(self) -> UsageCounter: ...
 
     def opening(self) -> Sequence[msgspec.Struct]:
-        """Events before the first token."""
+        """Return the events before the first token."""
         ...
 
     def events(self, index: int, output: Output) -> Sequence[msgspec.Struct]:
-        """What an output of request ``index`` adds to the stream."""
+        """Return the events that an output of request ``index`` adds to the stream."""
         ...
 
     def add(self, index: int, output: Output) -> None:
@@ -34,43 +34,46 @@ class ResponseBuilder(Protocol):
         ...
 
     def whole(self) -> msgspec.Struct:
-        """The complete body, once every choice is finished."""
+        """Return the complete body, once every choice is finished."""
         ...
 
     def usage_event(self) -> msgspec.Struct:
-        """The event after the last choice, with the usage alone."""
+        """Return the event after the last choice, with the usage alone."""
         ...
 
 
 @dataclass(slots=True)
 class UsageCounter:
-    """Counts of one answer."""
+    """Count the tokens of one answer."""
 
     asked: ParsedRequest
     prefix: str
     id: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
     completion_tokens: int = 0
-    cached_tokens: int = 0  # as far as choices have finished
-    first_token_s: float | None = None  # monotonic
-    queued_s: float = 0.0  # of the prompt that waited longest, once it has ended
+    # Counted as choices finish.
+    cached_tokens: int = 0
+    # Monotonic time.
+    first_token_s: float | None = None
+    # The longest wait of a prompt, known once its first choice has finished.
+    queued_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.id = self.prefix + secrets.token_hex(12)
 
     def count(self, output: Output) -> None:
-        """Call once per output."""
+        """Count one output. Call it once per output."""
         if isinstance(output, TokenOutput):
             self.completion_tokens += 1
             if self.first_token_s is None:
                 self.first_token_s = time.monotonic()
         elif isinstance(output, FinishOutput) and output.choice == 0:
-            # a prompt is counted once, however many choices it has
+            # Count a prompt once, however many choices it has.
             self.cached_tokens += output.cached_tokens
             self.queued_s = max(self.queued_s, output.queued_s)
 
     def choice_of(self, index: int, output: TokenOutput | FinishOutput) -> int:
-        """The number of a choice among all prompts' choices."""
+        """Return the number of a choice among the choices of all prompts."""
         return index * self.asked.num_choices + output.choice
 
     @property
@@ -85,7 +88,7 @@ class UsageCounter:
 
     @property
     def event_usage(self) -> TokenUsage | msgspec.UnsetType | None:
-        """What a chunk's ``usage`` is: the count so far, null where a usage event will come, or absent."""
+        """Return a chunk's ``usage``: the count so far, null if a usage event will come, or absent."""
         if self.asked.continuous_usage:
             return self.usage
         return None if self.asked.include_usage else msgspec.UNSET

@@ -1,4 +1,4 @@
-"""How many HTTP requests came to which path, and with which status they were answered."""
+"""Count HTTP requests by path and by the status of their answers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from convoy.cluster.metrics.families import Metric, counter
 
-_NOBODY = 499  # as nginx says: the client went before there was an answer
+# nginx's number: the client disconnected before there was an answer.
+_NOBODY = 499
 
 
 class HttpCounts:
-    """Around an application, its door included. On the event loop's thread; a scrape reads elsewhere."""
+    """Count the requests of an application and its guard, on the event loop's thread. A scrape reads
+    elsewhere.
+    """
 
     def __init__(self, paths: Iterable[str]) -> None:
-        """``paths``: those that exist, up to the first ``{``; any other counts as "other"."""
+        """Count by the given paths, each up to its first ``{``. Any other path counts as "other"."""
         self._paths = sorted((path.partition("{")[0] for path in paths), key=len, reverse=True)
         self._counts: Counter[tuple[str, int]] = Counter()
 
     def around(self, app: ASGIApp) -> ASGIApp:
+        """Return ``app`` with every request counted."""
+
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
                 await app(scope, receive, send)
@@ -41,7 +46,7 @@ class HttpCounts:
         return counted
 
     def families(self) -> Iterator[Metric]:
-        """Up to now."""
+        """Yield the counts so far."""
         counts = sorted(self._counts.copy().items())
         values = [({"path": path, "status": str(status)}, n) for (path, status), n in counts]
         yield counter("convoy_http_requests", "HTTP requests that were answered.", values)

@@ -1,4 +1,4 @@
-"""``GET /metrics`` of a server: what its parts say of themselves at that moment, in Prometheus' text."""
+"""Serve ``GET /metrics``: the state of the server's parts at that moment, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ OfCaller = Callable[[Caller], Iterable[Metric]]
 
 
 class Metrics:
-    """An endpoint; the door before it decides who may read. ``sources`` are asked on a thread.
+    """Serve the metrics; the guard has checked the reader before. ``sources`` are called on a thread.
 
-    ``of_caller`` yields what depends on the reader.
+    ``of_caller`` yields the families that depend on the reader.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Metrics:
 
 
 def http_families(lifecycle: Lifecycle) -> Iterator[Metric]:
-    """Of the server itself."""
+    """Yield the families of the HTTP server itself."""
     answers, draining = lifecycle.num_answers, int(lifecycle.draining)
     yield gauge("convoy_http_answers", "Requests that are being answered.", [({}, answers)])
     yield gauge("convoy_draining", "1 once no more requests are taken.", [({}, draining)])

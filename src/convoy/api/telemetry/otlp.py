@@ -1,7 +1,7 @@
-"""Spans sent to a collector by OTLP over HTTP. The one place that imports OpenTelemetry, when it is asked to.
+"""Send spans to a collector by OTLP over HTTP. Only this module imports OpenTelemetry, and only on demand.
 
-Sending is the package's own: on a thread, in batches, and dropped where the collector does not keep up, so
-that no request waits for it. It reads ``OTEL_EXPORTER_OTLP_HEADERS`` for a collector that wants a key.
+The package itself sends spans: on a thread and in batches, and it drops them if the collector does not keep
+up. So no request waits for it. It reads ``OTEL_EXPORTER_OTLP_HEADERS`` for a collector that needs a key.
 """
 
 from __future__ import annotations
@@ -28,38 +28,40 @@ _EVERY_S = 2.0
 
 
 def traces_url(url: str) -> str:
-    """Where spans are posted: ``url``, with the usual path where it has none.
+    """Return the URL that spans are posted to: ``url``, with the usual path if it has none.
 
-    Raises `ConfigError`: model names and times cross no network in clear text.
+    Raises `ConfigError` for a URL without TLS off this machine: model names and times cross no network in
+    clear text.
     """
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname or parts.username or parts.password:
         raise ConfigError(
             f"the collector {url.rpartition('@')[2][:200]!r} is no URL of OTLP over HTTP",
-            hint="http://127.0.0.1:4318, without a name or password in it",
+            hint="use a URL like http://127.0.0.1:4318, without a name or password in it",
         )
     if parts.scheme == "http" and not is_loopback(parts.hostname):
         raise ConfigError(
             f"refusing to send traces to {parts.hostname} without TLS",
-            hint=f"https://{parts.netloc}, or a collector on this machine",
+            hint=f"use https://{parts.netloc}, or a collector on this machine",
         )
     return url.rstrip("/") + _PATH if parts.path in {"", "/"} else url
 
 
 class OtlpTraces:
-    """Until `close`."""
+    """Send spans until `close`."""
 
     is_on = True
 
     def __init__(self, service: str, processor: SpanProcessor) -> None:
-        """``service``: service.name of all spans."""
+        """Send spans through ``processor``. ``service`` is the service.name of all spans."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 
         self._provider = TracerProvider(
             resource=Resource({"service.name": service}),
-            sampler=ParentBased(ALWAYS_ON),  # who asks may say that a request is not sampled
+            # A caller may mark its request as not sampled.
+            sampler=ParentBased(ALWAYS_ON),
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(processor)
@@ -67,7 +69,10 @@ class OtlpTraces:
 
     @classmethod
     def to(cls, url: str, service: str) -> OtlpTraces:
-        """To a collector. Raises `ConfigError` for a URL that is none, and where the package is missing."""
+        """Return traces that go to a collector.
+
+        Raises `ConfigError` for an invalid URL, or if the package is missing.
+        """
         endpoint = traces_url(url)
         try:
             import requests
@@ -78,7 +83,8 @@ class OtlpTraces:
                 "traces need the packages of OpenTelemetry", hint="pip install 'convoy-llm[telemetry]'"
             ) from None
         session = requests.Session()
-        session.trust_env = False  # proxies and keys of the environment are not for this
+        # Proxies and credentials of the environment are not meant for this connection.
+        session.trust_env = False
         exporter = OTLPSpanExporter(endpoint, timeout=_SEND_S, session=session)
         processor = BatchSpanProcessor(
             exporter,
@@ -90,7 +96,7 @@ class OtlpTraces:
         return cls(service, processor)
 
     def begin(self, kind: str, model: str, parent: str = "", ago_s: float = 0.0) -> TraceSpan:
-        """See `Traces`."""
+        """Begin a span, as `Traces` describes."""
         from opentelemetry.trace import SpanKind
 
         operation = operation_of(kind)
@@ -106,7 +112,7 @@ class OtlpTraces:
         return _OtlpSpan(self._tracer, raw, operation, start_ns)
 
     def close(self) -> None:
-        """Send what waits, for a few seconds at most."""
+        """Send the spans that wait, for a few seconds at most."""
         self._provider.force_flush(int(1000 * _SEND_S))
         self._provider.shutdown()
 
@@ -143,7 +149,8 @@ class _OtlpSpan:
         if not self._raw.is_recording():
             return
         self._raw.set_attribute(OUTCOME, outcome)
-        if outcome[:1].isupper():  # an error's class: who goes away makes none
+        # An error's class begins with a capital. A client that disconnects is no error.
+        if outcome[:1].isupper():
             self._raw.set_attribute(ERROR, outcome)
             self._raw.set_status(StatusCode.ERROR)
         self._raw.end()
@@ -153,7 +160,7 @@ class _OtlpSpan:
 
 
 def _context(parent: str) -> Context:
-    """Of whoever asked; an empty one begins a trace."""
+    """Return the context of the client's traceparent; an empty one begins a new trace."""
     from opentelemetry.context import Context
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_span_in_context
 

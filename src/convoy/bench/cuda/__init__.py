@@ -1,1 +1,1 @@
-"""Benches of CUDA devices: one device, a pair in a pipeline, two ranks, and rounded weights."""
+"""Measure CUDA devices: one device, a pair in a pipeline, two ranks, and rounded weights."""

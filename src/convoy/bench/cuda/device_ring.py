@@ -1,7 +1,7 @@
-"""Many sequences in several micro-batches over whatever executor runs them: steps made by hand, no engine.
+"""Decode many sequences in several micro-batches over any executor: steps made by hand, without an engine.
 
-`bench.bare` does the same with one sequence. Over the members' ring it is what devices, sealing and links
-give together; a scheduler and clients come on top, and are measured through an engine.
+`bench.bare` does the same with one sequence. Over the members' ring this measures devices, sealing and links
+together. A scheduler and clients add to that, and are measured through an engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from convoy.engine.kv.prefix import PrefixTags
 from convoy.model.sampling.output_rows import GREEDY
 from convoy.wire.messages.control import BlockGrant, Row, Step
 
-_CHUNK_TOKENS = 2048  # of a step that reads prompts
+# Tokens of a step that reads prompts.
+_CHUNK_TOKENS = 2048
 
 
 @dataclass
@@ -33,24 +34,25 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class RingRow:
-    """What so many micro-batches came to. ``stages`` as (member, device)."""
+    """Hold the result for a number of micro-batches. ``stages`` lists (member, device)."""
 
     through: str
     stages: list[tuple[str, str]]
     batch: int
     micro_batches: int
     context_tokens: int
-    step_ms: float  # from one result to the next
+    # From one result to the next.
+    step_ms: float
     tokens_per_s: float
 
 
 def room_tokens(context: int, num_windows: int, window_tokens: int) -> int:
-    """What a sequence grows to."""
+    """Return the final tokens of a sequence, with room for one more block."""
     return context + (num_windows + 1) * window_tokens + BLOCK_SIZE
 
 
 class RingDecode:
-    """Micro-batches of equal size, all in flight at once."""
+    """Decode micro-batches of equal size, all in flight at once."""
 
     def __init__(self, executor: Steps, vocab_size: int, deadline: Deadline) -> None:
         self._executor = executor
@@ -64,7 +66,9 @@ class RingDecode:
     def measure(
         self, batch: int, micro_batches: int, context: int, num_windows: int, window_tokens: int
     ) -> tuple[float, float]:
-        """Tokens per second of all together, and milliseconds from step to step: medians of windows."""
+        """Return the tokens per second of all sequences, and milliseconds from step to step: medians of
+        windows.
+        """
         self._batches = [[self._sequence() for _ in range(batch)] for _ in range(micro_batches)]
         self._read(context, room_tokens(context, num_windows, window_tokens))
         self._window(window_tokens)
@@ -78,7 +82,7 @@ class RingDecode:
         return _Sequence(self._num_sequences - 1, [self._tags.root(b"")])
 
     def _read(self, context: int, max_tokens: int) -> None:
-        """A random prompt for every sequence, whose K/V gets room for ``max_tokens``."""
+        """Run a random prompt for every sequence. Its K/V gets room for ``max_tokens``."""
         blocks, free = -(-max_tokens // BLOCK_SIZE), itertools.count()
         at_once = max(1, _CHUNK_TOKENS // context)
         for batch in self._batches:
@@ -90,7 +94,7 @@ class RingDecode:
                 self._take(chosen)
 
     def _window(self, num_tokens: int) -> float:
-        """Seconds for ``num_tokens`` of every sequence, the first of them not counted."""
+        """Return the seconds for ``num_tokens`` of every sequence. The first token does not count."""
         waiting = deque(self._batches)
         for batch in self._batches:
             self._submit(batch, [[s.tokens.pop()] for s in batch], [])
@@ -98,6 +102,7 @@ class RingDecode:
         for count in range(num_tokens * len(self._batches)):
             batch = waiting.popleft()
             self._take(batch)
+            # Start the clock when every micro-batch has given one token: the ring is full from then on.
             if count == len(self._batches) - 1:
                 started_s = time.perf_counter()
             if count < (num_tokens - 1) * len(self._batches):
@@ -124,7 +129,7 @@ class RingDecode:
         self._num_steps += 1
 
     def _take(self, batch: list[_Sequence]) -> None:
-        """The next token of each, not run yet, behind those that are."""
+        """Append each sequence's next token, which no step has run yet, to its tokens."""
         outcomes = self._executor.collect().outcomes
         for sequence, outcome in zip(batch, outcomes, strict=True):
             if outcome.error is not None:

@@ -1,7 +1,7 @@
-"""Two devices of one process, a stage on each, with several micro-batches between them.
+"""Measure two devices of one process, a stage on each, with several micro-batches between them.
 
-No link and no sealing: what two devices give where nothing but the host's memory lies between them, so what
-members on two devices are to be held against: ``python -m convoy.bench.cuda.pair FILE``.
+Neither link nor sealing is involved: only the host's memory lies between the devices. So this is the
+reference for members on two devices. Run it with ``python -m convoy.bench.cuda.pair FILE``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _SPARE_TOKENS = 256
 _WARM_STEPS = 6
 _STEPS = 80
 
-_Passed = tuple[int, Step, torch.Tensor]  # micro-batch, step, token ids or hidden states
+# Micro-batch, step, token ids or hidden states.
+_Passed = tuple[int, Step, torch.Tensor]
 
 
 def _pass_on(
@@ -36,9 +37,10 @@ def _pass_on(
     source: queue.Queue[_Passed | None],
     target: queue.Queue[_Passed | None],
 ) -> None:
-    """A stage's life: the next step starts before the last one's result is waited for."""
+    """Run a stage's loop: start the next step before waiting for the last one's result."""
     waiting: deque[tuple[int, Step, PendingResult]] = deque()
     while True:
+        # Keep one step running while the next one is queued, and wait only if two run or none is to come.
         if waiting and (len(waiting) > 1 or source.empty()):
             number, step, pending = waiting.popleft()
             target.put((number, step, pending.wait()))
@@ -52,11 +54,12 @@ def _pass_on(
 
 
 class CudaPair:
-    """Both stages, and the micro-batches that go round between them."""
+    """Hold both stages, and pass micro-batches round between them."""
 
     def __init__(self, source: ModelSource, batch: int, num_micro_batches: int) -> None:
         num_layers = source.spec.num_layers
-        half = (num_layers + 1) // 2  # the second stage has the output besides
+        # The first stage gets the odd layer, because the second stage also has the output.
+        half = (num_layers + 1) // 2
         spans = ((0, half), (half, num_layers))
         self._stages = [
             CudaStage.load(
@@ -78,7 +81,7 @@ class CudaPair:
             stage.make_pools(batch * num_micro_batches * self._blocks)
 
     def read(self) -> list[torch.Tensor]:
-        """Every prompt; the last token of each, by micro-batch."""
+        """Run every prompt. Return the last token of each, by micro-batch."""
         generator = torch.Generator().manual_seed(1)
         sequences = range(self._batch * self._num_micro_batches)
         for first in range(0, len(sequences), 4):
@@ -90,7 +93,7 @@ class CudaPair:
         return [self._draw(self._batch, generator) for _ in range(self._num_micro_batches)]
 
     def decode(self, tokens: Sequence[torch.Tensor], num_steps: int) -> float:
-        """Seconds for ``num_steps`` tokens of every sequence, the first few not counted."""
+        """Return the seconds for ``num_steps`` tokens of every sequence. The first few steps do not count."""
         into: queue.Queue[_Passed | None] = queue.Queue()
         between: queue.Queue[_Passed | None] = queue.Queue()
         out: queue.Queue[_Passed | None] = queue.Queue()
@@ -144,7 +147,7 @@ class CudaPair:
 def measure_pair(
     source: ModelSource, batch: int, num_micro_batches: int, alone_tokens_per_s: float
 ) -> dict[str, object]:
-    """Tokens per second of both devices together, beside one device's with the same batch."""
+    """Return the tokens per second of both devices together, beside one device's with the same batch."""
     pair = CudaPair(source, batch, num_micro_batches)
     seconds = pair.decode(pair.read(), _STEPS)
     rate = batch * num_micro_batches * (_STEPS - _WARM_STEPS) / seconds

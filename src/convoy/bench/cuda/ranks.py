@@ -1,8 +1,8 @@
-"""Two CUDA devices that share every layer, beside one: ``python -m convoy.bench.cuda.ranks FILE``.
+"""Compare two CUDA devices that share every layer with one: ``python -m convoy.bench.cuda.ranks FILE``.
 
-Steps made by hand, from token ids on the host to the likeliest next ones on the host, on one device and as
-ranks of one member on two. And sums by size, captured, so that Python does not count. The file is written
-anew after every part.
+Steps are made by hand, from token ids on the host to the likeliest next ones on the host: on one device, and
+on two as ranks of one member. Sums by size are captured, so that Python's time does not count. The file is
+written anew after every part.
 """
 
 from __future__ import annotations
@@ -33,16 +33,21 @@ from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
 ONE, BOTH = "cuda:0", "cuda:0+cuda:1"
 BATCHES = (1, 8, 64)
-SIZES = (8, 32, 128, 512, 2048)  # KiB of bfloat16
-_ROWS = 4  # prompts read in a step
+# KiB of bfloat16.
+SIZES = (8, 32, 128, 512, 2048)
+# Prompts read in a step.
+_ROWS = 4
 _STEPS, _WARM_STEPS = 64, 8
-_SUMS = 100  # in a captured run
-# the layers of a Llama of 70 billion parameters, as many as fit on one device beside its vocabulary
+# Sums in a captured run.
+_SUMS = 100
+# Layers of a Llama with 70 billion parameters: as many as fit on one device beside its vocabulary.
 _LARGE = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 16}
 
 
 def decode_ms(stage: Any, batch: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of each step behind `CONTEXT` tokens; and of those that read prompts, but the first."""
+    """Return the milliseconds of each decode step after `CONTEXT` tokens, and of each prompt step but the
+    first.
+    """
     blocks = -(-(CONTEXT + _STEPS + _WARM_STEPS) // BLOCK_SIZE)
     stage.make_pools(batch * blocks)
     drawn = torch.Generator().manual_seed(batch)
@@ -76,7 +81,7 @@ def decode_ms(stage: Any, batch: int) -> tuple[list[float], list[float]]:
 
 @contextmanager
 def loaded(source: ModelSource, device: str) -> Iterator[Any]:
-    """The whole model as one stage there, until it is left."""
+    """Load the whole model as one stage on ``device``, and free it at the end of the block."""
     whole = StageAssignment("alone", 0, source.spec.num_layers, embed=True, output=True)
     options = StageOptions(kernel=KERNEL, block_size=BLOCK_SIZE, device=device, require_tags=False)
     stage = load_stage(source, whole, options)
@@ -87,7 +92,7 @@ def loaded(source: ModelSource, device: str) -> Iterator[Any]:
 
 
 def measure_model(model: str, name: str) -> list[dict[str, object]]:
-    """One device, then both, by batch."""
+    """Measure each batch on one device, then on both."""
     source = ModelSource.resolve(model)
     rows: list[dict[str, object]] = []
     for device in (ONE, BOTH):
@@ -112,7 +117,7 @@ def measure_model(model: str, name: str) -> list[dict[str, object]]:
 
 
 def measure_sums() -> list[dict[str, object]]:
-    """Microseconds of a sum of two ranks by size, one behind the other in a captured run."""
+    """Return the microseconds of a sum of two ranks, by size, one sum after the other in a captured run."""
     devices = [torch.device(name) for name in BOTH.split("+")]
     group = DeviceGroup(devices)
     found: list[dict[str, object]] = []
@@ -160,7 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="convoy.bench.cuda.ranks", description=__doc__)
     parser.add_argument("file", type=Path)
     chosen = parser.parse_args(arguments)
-    sys.setswitchinterval(0.001)  # as `convoy` has it
+    # The same interval as in the `convoy` command.
+    sys.setswitchinterval(0.001)
     findings = Findings(chosen.file, time.monotonic())
     findings.add("machine", measure_machine())
     torch.cuda.empty_cache()

@@ -1,8 +1,9 @@
-"""What rounded weights bring on a CUDA device, and cost: ``python -m convoy.bench.cuda.rounded FILE``.
+"""Measure the gain and cost of rounded weights on CUDA: ``python -m convoy.bench.cuda.rounded FILE``.
 
-Linears of the shapes of Llama 3 8B, several copies of each in turn so that no weight is in a cache, captured,
-beside the library's in bfloat16 and torch's own 4-bit product. Whole steps are `bench.cuda.single`'s, with
-``--kernel cuda-int8``; what rounding does to logits says `support.format_errors`, of the tests.
+Linears have the shapes of Llama 3 8B. Several copies of each take turns, so that no weight is in a cache.
+They are captured, and compared with the library's in bfloat16 and torch's own 4-bit product.
+`bench.cuda.single` measures whole steps with ``--kernel cuda-int8``. `support.format_errors`, of the tests,
+measures the effect of rounding on logits.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ from convoy.model.backends.cuda.kernels.lone import INT4_TILES, INT8_TILES, lone
 from convoy.model.backends.cuda.kernels.rounded import round_matrix
 
 SHAPES = {"qkv": (6144, 4096), "out": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
-_LEAST_BYTES = 400 << 20  # of all copies of a matrix: several times what a cache holds
+# Bytes of all copies of a matrix: several times the size of a cache.
+_LEAST_BYTES = 400 << 20
 _ROUNDS = 5
 _FEW_ROWS = (64,)
 _MANY_ROWS = 2048
 _TINYGEMM_GROUP, _TINYGEMM_TILES = 64, 8
 
-Work = Callable[[int], object]  # with the copy of that number
+# Called with the number of a copy.
+Work = Callable[[int], object]
 
 
 def measure_linears(findings: Findings, copy_gb_per_s: float) -> None:
-    """Every shape, with one row, some and many."""
+    """Measure every shape with one row, some and many."""
     rows: list[dict[str, object]] = []
     for name, (outputs, inputs) in SHAPES.items():
         for bits in (16, 8, 4):
@@ -79,7 +82,10 @@ def _of_shape(name: str, outputs: int, inputs: int, bits: int, copy: float) -> l
 
 
 def _tinygemm(name: str, dense: torch.Tensor, x: torch.Tensor, count: int) -> list[dict[str, object]]:
-    """torch's own, which packs for tensor cores: numbers of no meaning, only the time."""
+    """Measure torch's own 4-bit product, which packs for tensor cores.
+
+    The numbers mean nothing, only the time.
+    """
     outputs, inputs = dense.shape
     try:
         numbers = torch.randint(0, 255, (outputs, inputs // 2), device="cuda", dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""What a CUDA device reaches with one stage, beside its limit: ``python -m convoy.bench.cuda.single FILE``.
+"""Measure one stage on a CUDA device beside its limits: ``python -m convoy.bench.cuda.single FILE``.
 
-The floor of a decode is the time to read its weights once at the device's own copy bandwidth; what a prefill
-could reach is the rate of a large matrix product. Both are measured first, on the same device. The file is
-written anew after every part, so that a run which is cut off leaves what it found.
+The floor of a decode is the time to read its weights once at the device's own copy bandwidth. The limit of a
+prefill is the rate of a large matrix product. Both are measured first, on the same device. The file is
+written anew after every part, so that a run that is cut off leaves its results.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 BLOCK_SIZE = 16
 CONTEXT = 512
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-PREFILLS = ((1, 2048), (4, 512), (1, 8192))  # rows, and tokens of each
+# Rows, and the tokens of each.
+PREFILLS = ((1, 2048), (4, 512), (1, 8192))
 _COPY_BYTES = 4 << 30
 _MATMUL = 8192
-_SPARE_TOKENS = 256  # of answers behind the context
+# For answers after the context.
+_SPARE_TOKENS = 256
 
 
 @dataclass
 class Findings:
-    """What was found so far, and when the run must be over (`time.monotonic`)."""
+    """Keep the results so far, and the time at which the run must end (`time.monotonic`)."""
 
     path: Path
     end_s: float
     values: dict[str, object] = field(default_factory=dict)
 
     def add(self, name: str, value: object) -> None:
-        """Keep it, and write all that there is."""
+        """Keep a result, and write all results so far."""
         self.values[name] = value
         self.path.write_text(json.dumps(self.values, indent=2) + "\n", encoding="utf-8")
 
@@ -56,7 +58,7 @@ class Findings:
 
 
 class Decoding:
-    """Sequences on one stage that owns the whole model: steps made by hand, no engine."""
+    """Decode sequences on one stage that owns the whole model: steps made by hand, without an engine."""
 
     def __init__(self, stage: CudaStage, num_sequences: int, seed: int) -> None:
         self._stage = stage
@@ -68,7 +70,7 @@ class Decoding:
         stage.make_pools(num_sequences * self._blocks)
 
     def read(self) -> None:
-        """Every prompt, `CONTEXT` tokens, four to a step."""
+        """Run every prompt of `CONTEXT` tokens, four to a step."""
         for first in range(0, self.num_sequences, 4):
             chosen = range(first, min(first + 4, self.num_sequences))
             grants = [BlockGrant(s, 0, [s * self._blocks + b for b in range(self._blocks)]) for s in chosen]
@@ -77,26 +79,29 @@ class Decoding:
         self._length = CONTEXT
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """One token of every sequence: int64 [num_sequences] on the host, the likeliest next ones."""
+        """Run one token of every sequence.
+
+        Return the likeliest next ones: int64 [num_sequences] on the host.
+        """
         rows = [Row(s, self._length, 1, 1) for s in range(self.num_sequences)]
         self._length += 1
         return self.step([], rows, tokens).argmax(-1).cpu()
 
     def step(self, grants: list[BlockGrant], rows: list[Row], tokens: torch.Tensor) -> torch.Tensor:
-        """Logits on the device."""
+        """Run one step and return its logits on the device."""
         step = Step(self._number, [], grants, rows, b"")
         self._number += 1
         hidden = self._stage.run(step, hidden=None, tokens=tokens)
         return self._stage.device_output(self._stage.select(step, hidden))
 
     def tokens(self, count: int) -> torch.Tensor:
-        """Random ids."""
+        """Return ``count`` random token ids."""
         vocabulary = self._stage.vocab_size
         return torch.tensor([self._drawn.randrange(vocabulary) for _ in range(count)])
 
 
 def device_ms(work: Callable[[], object], rounds: int) -> float:
-    """Milliseconds on the device, the median of ``rounds`` after two that do not count."""
+    """Return the milliseconds on the device: the median of ``rounds``, after two that do not count."""
     found: list[float] = []
     for number in range(rounds + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -110,7 +115,7 @@ def device_ms(work: Callable[[], object], rounds: int) -> float:
 
 
 def replayed_ms(work: Callable[[], object], rounds: int) -> float:
-    """As `device_ms`, of the work captured, so that Python does not count."""
+    """Return `device_ms` of the captured work, so that Python's time does not count."""
     work()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -119,7 +124,7 @@ def replayed_ms(work: Callable[[], object], rounds: int) -> float:
 
 
 def measure_machine() -> dict[str, object]:
-    """The two rates that all else is held against."""
+    """Measure the reference rates: memory copy and matrix product."""
     name = torch.cuda.get_device_name()
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
@@ -137,7 +142,7 @@ def measure_machine() -> dict[str, object]:
 
 
 def measure_lone(layers: Sequence[DeviceLayerWeights], copy_gb_per_s: float) -> list[dict[str, object]]:
-    """Each linear of a lone row, with each tile and through the library, over all layers in turn."""
+    """Measure each linear of a lone row, with each tile and through the library, over all layers in turn."""
     rows: list[dict[str, object]] = []
     for name, gated in (("qkv", False), ("out", False), ("gate_up", True), ("down", False)):
         weights = [getattr(layer, name) for layer in layers]
@@ -162,7 +167,7 @@ def _each(weights: Sequence[torch.Tensor], x: torch.Tensor, tile: Tile | None, *
 
 
 def measure_decode(stage: CudaStage, batch: int, floor_ms: float, num_steps: int) -> dict[str, object]:
-    """Steps from token ids to token ids, with all that the host does between them."""
+    """Measure steps from token ids to token ids, including the host's work between them."""
     decoding = Decoding(stage, batch, seed=batch)
     decoding.read()
     tokens = decoding.tokens(batch)
@@ -188,7 +193,7 @@ def measure_decode(stage: CudaStage, batch: int, floor_ms: float, num_steps: int
 
 
 def measure_prefill(stage: CudaStage, num_rows: int, length: int, tflop_per_s: float) -> dict[str, object]:
-    """Chunks of new sequences, to the first token of each."""
+    """Measure chunks of new sequences, to the first token of each."""
     blocks = -(-length // BLOCK_SIZE)
     decoding = Decoding(stage, 1, seed=length)
     stage.make_pools(num_rows * blocks)
@@ -214,7 +219,7 @@ def measure_prefill(stage: CudaStage, num_rows: int, length: int, tflop_per_s: f
 
 
 def weights_of(stage: CudaStage) -> StageWeights:
-    """Those of a model that runs on our own layers."""
+    """Return the weights of a model that runs on our own layers."""
     assert isinstance(stage.model, DeviceDecoder)
     return stage.model.weights
 
@@ -223,14 +228,14 @@ def _prefill_flop(stage: CudaStage, num_rows: int, length: int) -> float:
     layers = weights_of(stage).layers.values()
     matrices = sum(t.numel() for layer in layers for t in layer.matrices)
     width = next(iter(layers)).out.shape[1]
-    # causal: half of all pairs, twice over for scores and values
+    # Attention is causal: half of all pairs, once for the scores and once for the values.
     attention = 2 * length * length * width * len(layers)
     head = weights_of(stage).head
     return num_rows * (2.0 * matrices * length + attention + (0 if head is None else 2 * head.numel()))
 
 
 def run(model: str, findings: Findings, batches: Sequence[int], kernel: str = KERNEL) -> None:
-    """All parts, while there is time."""
+    """Run all parts, as far as time allows."""
     machine = measure_machine()
     findings.add("machine", machine)
     copy, matmul = float(str(machine["copy_gb_per_s"])), float(str(machine["matmul_tflop_per_s"]))
@@ -256,7 +261,8 @@ def run(model: str, findings: Findings, batches: Sequence[int], kernel: str = KE
             "floor_of_all_bytes_ms": round(stage.weight_bytes / copy / 1e6, 3),
         },
     )
-    if kernel == KERNEL:  # of rounded ones see `bench.cuda.rounded`
+    # `bench.cuda.rounded` measures the linears of rounded kernels.
+    if kernel == KERNEL:
         with torch.inference_mode():
             findings.add("lone_linears", measure_lone(list(weights_of(stage).layers.values()), copy))
     decoded: list[dict[str, object]] = []

@@ -1,1 +1,1 @@
-"""A coordinator's dispatcher over thousands of simulated providers, scenario by scenario."""
+"""Measure a coordinator's dispatcher with thousands of simulated providers, scenario by scenario."""

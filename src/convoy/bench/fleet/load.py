@@ -1,4 +1,4 @@
-"""The load of `convoy bench providers`: so many requests at once, each asked once, and what came back."""
+"""Send the load of `convoy bench providers`: so many requests at once, each once, and keep the answers."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ import httpx
 from convoy.bench.fleet.scenario import Scenario, SimulatedRequest
 from convoy.errors import PeerUnreachable
 
-CLIENT_S = 300.0  # how long a client waits for an answer's next byte
+# The seconds that a client waits for an answer's next byte.
+CLIENT_S = 300.0
 _TIMING = ": timing "
 
 
 @dataclass(slots=True)
 class LoadResult:
-    """What came back for a request. ``timing_us`` is the coordinator's own; ``total_s`` this client's."""
+    """Hold the answer to a request. ``timing_us`` is the coordinator's own; ``total_s`` is this client's."""
 
     asked: SimulatedRequest
     status: int = 0
-    error: str = ""  # of the client's connection, or what the answer says instead of one
+    # The connection's error, or the code of an error that came as the answer.
+    error: str = ""
     text: str = ""
     response_id: str = ""
     provider: str = ""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    ends: int = 0  # finish reasons seen: of a good answer 1
-    is_complete: bool = False  # a stream's [DONE], or a body read whole
+    # Finish reasons seen: exactly 1 in a good answer.
+    ends: int = 0
+    # True after a stream's [DONE], or a body that was read whole.
+    is_complete: bool = False
     timing_us: dict[str, int] = field(default_factory=dict)
     total_s: float = 0.0
 
@@ -43,17 +47,19 @@ class LoadResult:
 
 
 class FleetLoad:
-    """Asks all of a scenario's requests, each once, ``concurrency`` of them at any time."""
+    """Send all requests of a scenario, each once, ``concurrency`` of them at any time."""
 
     def __init__(self, scenario: Scenario, url: str, keys: Mapping[str, str]) -> None:
-        """``url``: the coordinator's, without /v1. ``keys``: by account."""
+        """Prepare the load for the coordinator at ``url``, without /v1. ``keys`` are by account."""
         self._scenario = scenario
         self._url = url
         self._keys = keys
         self._places = threading.Semaphore(scenario.concurrency)
 
     def run(self) -> tuple[list[LoadResult], float]:
-        """The answers in the order of the requests, and seconds from the first's start to the last's end."""
+        """Return the answers in the order of the requests, and the seconds from the first start to the last
+        end.
+        """
         asked = self._scenario.all_asked()
         limits = httpx.Limits(max_connections=None)
         with ExitStack() as stack:
@@ -114,7 +120,7 @@ def _read_stream(answer: LoadResult, response: httpx.Response) -> None:
 
 
 def _note(answer: LoadResult, found: dict[str, Any], said: str) -> None:
-    """What an event of a stream, or a whole answer, adds to what is known."""
+    """Add the contents of a stream's event, or of a whole answer, to ``answer``."""
     if "error" in found:
         answer.error = str(found["error"].get("code") or found["error"].get("type") or "error")
         return
@@ -128,8 +134,9 @@ def _note(answer: LoadResult, found: dict[str, Any], said: str) -> None:
 
 
 def ask_directly(url: str, scenario: Scenario, model: str) -> dict[int, str]:
-    """The model's own greedy answers to its requests of ``scenario``, by number: each asked once, at a head
-    itself, one after the other. Raises `PeerUnreachable`.
+    """Return the model's own greedy answers to its requests of ``scenario``, by number.
+
+    A head answers each request once, one after the other. Raises `PeerUnreachable`.
     """
     found = {}
     try:
@@ -140,5 +147,5 @@ def ask_directly(url: str, scenario: Scenario, model: str) -> dict[int, str]:
                     response.raise_for_status()
                     found[asked.number] = str(response.json()["choices"][0]["message"]["content"] or "")
     except (httpx.HTTPError, ValueError) as error:
-        raise PeerUnreachable(f"a head does not answer for itself: {type(error).__name__}") from None
+        raise PeerUnreachable(f"a head does not answer direct requests: {type(error).__name__}") from None
     return found

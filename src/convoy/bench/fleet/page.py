@@ -1,4 +1,4 @@
-"""The report of `convoy bench providers` as one page of HTML: tables, and a plot for each scenario."""
+"""Write the report of `convoy bench providers` as one HTML page: tables, and a plot for each scenario."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _PLOTTED = ("first_token", "queue_wait", "coordinator_to_provider")
 
 
 def waits(answers: Sequence[LoadResult]) -> dict[str, list[Point]]:
-    """How many of the served requests took at most so many milliseconds; counts double, as the plot does."""
+    """Return how many served requests took at most so many milliseconds.
+
+    Counts double, as the plot's scale does.
+    """
     served = [answer for answer in answers if answer.is_served]
     taken = {"total_e2e": [1000 * answer.total_s for answer in served]}
     for segment in _PLOTTED:
@@ -38,7 +41,7 @@ def _ranks(count: int) -> list[int]:
 
 
 def page(report: Report, lines: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """A whole document without scripts or anything from elsewhere. ``lines``: `waits` by scenario."""
+    """Return a whole document without scripts or external resources. ``lines`` holds `waits` by scenario."""
     machine = report.machine
     parts = [
         f"<h1>convoy bench {escape(report.bench)}</h1>",

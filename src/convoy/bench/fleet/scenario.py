@@ -1,4 +1,6 @@
-"""The scenarios of `convoy bench providers`: how many providers, accounts and requests, and what is asked."""
+"""Read the scenarios of `convoy bench providers`: numbers of providers, accounts and requests, and the
+questions.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,15 @@ from convoy.errors import UsageError
 from convoy.fleet.books.price import Price
 
 _FILE = Path(__file__).with_name("scenarios.toml")
-PRICE = Price(prompt_micro=1_000_000, completion_micro=2_000_000)  # 1 for a token read, 2 for one given
+# 1 for a token read, 2 for a token generated.
+PRICE = Price(prompt_micro=1_000_000, completion_micro=2_000_000)
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``providers`` counts them by model; ``prompt_bytes`` is what prompts are padded to, with spaces."""
+    """Describe one scenario.
+
+    ``providers`` counts them by model. Prompts are padded with spaces to ``prompt_bytes``.
+    """
 
     name: str
     providers: dict[str, int]
@@ -35,7 +41,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(self.providers.values())
 
     def asked(self, number: int) -> SimulatedRequest:
-        """The request of this number, from 0: accounts and models take turns."""
+        """Return the request of this number, from 0. Accounts and models take turns."""
         models = list(self.providers)
         prompt = f"What is {number}+{number + 1}? Answer with just the number."
         body: dict[str, Any] = {
@@ -47,13 +53,13 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return SimulatedRequest(number, account_name(number % self.users), body, str(2 * number + 1))
 
     def all_asked(self) -> list[SimulatedRequest]:
-        """In the order in which they begin."""
+        """Return all requests in the order in which they begin."""
         return [self.asked(number) for number in range(self.requests)]
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """``body`` says nothing of streams; ``total`` is what the sum really is."""
+    """Hold one request. ``body`` has no stream fields; ``total`` is the correct sum."""
 
     number: int
     account: str
@@ -70,23 +76,25 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def account_name(number: int) -> str:
-    """Of the user of this number, from 0."""
+    """Return the account of the user with this number, from 0."""
     return f"user-{number}"
 
 
 def load_scenarios() -> dict[str, Scenario]:
-    """All of them by name, in the file's order."""
+    """Return all scenarios by name, in the file's order."""
     found = msgspec.convert(tomllib.loads(_FILE.read_text(encoding="utf-8")), _File)
     return {one.name: one for one in found.scenario}
 
 
 def chosen_scenarios(text: str) -> list[Scenario]:
-    """``all``, or names between commas. Raises UsageError."""
+    """Return the scenarios named by ``text``: ``all``, or names between commas. Raises UsageError."""
     there = load_scenarios()
     if text == "all":
         return list(there.values())
     names = [name.strip() for name in text.split(",")]
     missing = [name for name in names if name not in there]
     if missing:
-        raise UsageError(f"there is no scenario {missing[0]!r}", hint=f"all, or of {', '.join(there)}")
+        raise UsageError(
+            f"there is no scenario {missing[0]!r}", hint=f"use all, or one or more of: {', '.join(there)}"
+        )
     return [there[name] for name in names]

@@ -1,7 +1,7 @@
-"""Thousands of simulated providers under the coordinator's own dispatcher, on a clock of their own.
+"""Simulate thousands of providers under the coordinator's own dispatcher, on a simulated clock.
 
-The registry of seats, the routing and the queues are those of `convoy coordinator`; what is simulated is how
-long a provider takes, from rates that were measured (`fleet/machines.toml`), and when requests come.
+The provider table, the routing and the queues are those of `convoy coordinator`. The simulated part is the
+time that a provider takes, from measured rates (`fleet/machines.toml`), and the arrival of requests.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from convoy.trust.evidence.level import Level
 MODEL = "simulated"
 FIRST_TO_FINISH = "first to finish"
 _HEARTBEAT_S = 5.0
-_SLOW_SHARE, _SLOW = 0.05, 3.0  # of a hundred providers five take three times as long as they say
-_REFUSING_SHARE = 0.01  # and one refuses all that it is sent
+# Of a hundred providers five take three times as long as they claim.
+_SLOW_SHARE, _SLOW = 0.05, 3.0
+# One in a hundred refuses every request.
+_REFUSING_SHARE = 0.01
 _CONTEXT = 32_768
-_LOOK_EVERY = 4096  # events
+# Events between two checks of the deadline.
+_LOOK_EVERY = 4096
 
 
 class AtRandom:
-    """Any seat that is free."""
+    """Choose any free provider at random."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)  # noqa: S311 - a simulation
@@ -50,13 +53,13 @@ class AtRandom:
         output_tokens: float,  # noqa: ARG002 - it does not look
         now_s: float,
     ) -> str | None:
-        """As `RoutingPolicy` says."""
+        """Choose a provider, as `RoutingPolicy` describes."""
         found = np.flatnonzero(seats.allowed(ask, now_s))
         return seats.name(int(self._random.choice(found))) if len(found) else None
 
 
 class LeastLoaded:
-    """The seat with the fewest requests."""
+    """Choose the provider with the fewest requests."""
 
     def choose(
         self,
@@ -65,7 +68,7 @@ class LeastLoaded:
         output_tokens: float,  # noqa: ARG002 - it does not look
         now_s: float,
     ) -> str | None:
-        """As `RoutingPolicy` says."""
+        """Choose a provider, as `RoutingPolicy` describes."""
         found = np.flatnonzero(seats.allowed(ask, now_s))
         if not len(found):
             return None
@@ -74,7 +77,10 @@ class LeastLoaded:
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """``load`` is the share of what all providers could serve that is asked for."""
+    """Hold the options.
+
+    ``load`` is the requested share of the work that all providers together could serve.
+    """
 
     num_providers: int = 1000
     num_requests: int = 50_000
@@ -85,14 +91,16 @@ class SimOptions:
 
 @dataclass(frozen=True, slots=True)
 class SimRow:
-    """What came of one policy; times in seconds, but for those of the decision."""
+    """Hold the results of one policy. Times are in seconds, but those of the decision in microseconds."""
 
     policy: str
     providers: int
     requests: int
     served: int
-    refused: int  # told to come again later
-    retried: int  # failed somewhere before they were served
+    # Told to come again later.
+    refused: int
+    # Failed at a provider before another one served them.
+    retried: int
     decide_p50_us: float
     decide_p95_us: float
     decide_p99_us: float
@@ -102,11 +110,12 @@ class SimRow:
     first_p95_s: float
     finish_mean_s: float
     finish_p95_s: float
-    unserved_accounts: int  # of those that asked for anything
+    # Of the accounts that asked for anything.
+    unserved_accounts: int
 
 
 def machines() -> list[tuple[float, Capacity]]:
-    """Kinds of machines and their shares."""
+    """Return the kinds of machines with their shares."""
     text = resources.files("convoy.bench").joinpath("fleet/machines.toml").read_text()
     return [
         (
@@ -118,13 +127,13 @@ def machines() -> list[tuple[float, Capacity]]:
 
 
 def policies(seed: int) -> dict[str, RoutingPolicy]:
-    """What is compared, by name."""
+    """Return the policies to compare, by name."""
     return {FIRST_TO_FINISH: FirstToFinish(), "least loaded": LeastLoaded(), "random": AtRandom(seed)}
 
 
 @dataclass(slots=True)
 class SimulationCounts:
-    """What a run saw, a number for each request."""
+    """Hold a run's observations, a number for each request."""
 
     decide_us: list[float] = field(default_factory=list)
     wait_s: list[float] = field(default_factory=list)
@@ -137,7 +146,7 @@ class SimulationCounts:
 
 
 class FleetSimulation:
-    """One run of one policy: the same requests and providers for the same options."""
+    """Simulate one run of one policy: the same requests and providers for the same options."""
 
     def __init__(self, options: SimOptions, policy: RoutingPolicy) -> None:
         self._options = options
@@ -151,7 +160,7 @@ class FleetSimulation:
         self._now_s = 0.0
 
     def run(self, deadline: Deadline) -> SimulationCounts:
-        """All requests, to the end. Raises ConvoyError at the deadline."""
+        """Run all requests to the end. Raises ConvoyError at the deadline."""
         for provider in self._providers.values():
             self._dispatcher.join(provider.name, {MODEL: provider.capacity}, Level.NONE, 0.0)
             self._at(self._random.uniform(0, _HEARTBEAT_S), "heartbeat", provider)
@@ -179,7 +188,7 @@ class FleetSimulation:
         return made
 
     def _schedule_requests(self) -> None:
-        """Poisson arrivals; a few accounts ask for most; lengths are log-normal."""
+        """Schedule all requests: Poisson arrivals, log-normal lengths, most requests from a few accounts."""
         options, rand = self._options, self._random
         weights = [1 / (rank + 1) for rank in range(options.num_accounts)]
         accounts = rand.choices(range(options.num_accounts), weights, k=options.num_requests)
@@ -214,7 +223,8 @@ class FleetSimulation:
             case "tick":
                 self._place(self._dispatcher.tick(self._now_s)[1])
             case _:
-                pass  # a provider's earlier guess of when something happens
+                # An outdated event: the provider has computed its next step anew since then.
+                pass
 
     def _submit(self, ask: RouteRequest) -> None:
         self._tally.asked.add(ask.account)
@@ -267,7 +277,7 @@ class FleetSimulation:
     def _refused(self, assignment: Assignment) -> None:
         self._tally.retried += 1
         ask, freed = self._dispatcher.failed(assignment.ask.number, self._now_s)
-        assert ask is not None, "what was sent is under way"
+        assert ask is not None, "an assigned request is under way"
         again = self._dispatcher.again(ask, self._now_s)
         self._place([*([again] if again is not None else []), *freed])
         if (next_s := self._dispatcher.next_tick_s(self._now_s)) is not None and math.isfinite(next_s):
@@ -302,7 +312,7 @@ def measure_fleet(options: SimOptions, policy: str, deadline: Deadline) -> SimRo
 
 
 def sim_ratios(rows: list[SimRow]) -> dict[str, float]:
-    """The mean time to finish of each other policy over that of `FirstToFinish`, by count of providers."""
+    """Return the mean time to finish of each policy over that of `FirstToFinish`, by number of providers."""
     ours = {row.providers: row.finish_mean_s for row in rows if row.policy == FIRST_TO_FINISH}
     return {
         f"{row.policy}_over_{FIRST_TO_FINISH}_{row.providers}".replace(" ", "_"): round(

@@ -1,4 +1,4 @@
-"""What a scenario's answers come to: where time went, and what has to hold."""
+"""Judge a scenario's answers: where the time went, and the conditions that must hold."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from convoy.bench.report.percentile import percentile
 from convoy.fleet.books.ledger import Ledger
 from convoy.fleet.timing import SEGMENTS
 
-# Most milliseconds, mean and p95, that the coordinator itself may take: the thresholds of the lineage.
+# The most milliseconds, mean and p95, that the coordinator itself may take: the thresholds of the lineage.
 THRESHOLDS_MS = {
     "parse": (1.0, 5.0),
     "reserve": (50.0, 200.0),
     "encrypt": (5.0, 50.0),
     "dispatch": (5.0, 50.0),
 }
-# A request goes on at once or waits; all else takes time for every one.
+# A request is routed at once or waits in the queue. Every other segment takes time for every request.
 _EITHER = ("route", "queue_wait")
 
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """What the coordinator's ledger says once the load is over."""
+    """Hold the totals of the coordinator's ledger after the load."""
 
-    charged: Mapping[str, int]  # requests that were settled, by account
+    # Settled requests, by account.
+    charged: Mapping[str, int]
     cost_micro: Mapping[str, int]
     balance_micro: Mapping[str, int]
-    torn: Sequence[str] = field(default=())  # accounts whose balance is not the sum of their entries
+    # Accounts with a balance that is not the sum of their entries.
+    torn: Sequence[str] = field(default=())
 
 
 def books_of(ledger: Ledger) -> Books:
-    """As they are now."""
+    """Return the ledger's present totals."""
     charged: Counter[str] = Counter()
     cost: Counter[str] = Counter()
     for row in ledger.usage():
@@ -45,7 +47,7 @@ def books_of(ledger: Ledger) -> Books:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRow:
-    """Of the requests in which the segment took any time, by nearest rank."""
+    """Hold the times of one segment over the requests in which it took any time, by nearest rank."""
 
     scenario: str
     segment: str
@@ -58,7 +60,7 @@ class SegmentRow:
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """Something that has to hold: what was found, and the most or the very number that may be."""
+    """Hold one condition: the value found, and its upper bound or its exact required value."""
 
     scenario: str
     check: str
@@ -69,7 +71,7 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class FailureRow:
-    """Requests that were not served, and what they got instead."""
+    """Count requests that were not served, by the status and error that they got instead."""
 
     scenario: str
     status: int
@@ -79,7 +81,11 @@ class FailureRow:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioRow:
-    """``right``: as the model itself answers; ``sums_right``: the sum, which a small model may miss."""
+    """Summarise one scenario.
+
+    ``right`` counts answers equal to the model's own. ``sums_right`` counts correct sums, which a small model
+    may miss.
+    """
 
     scenario: str
     providers: int
@@ -97,7 +103,7 @@ class ScenarioRow:
 
 
 def segment_rows(scenario: str, answers: Sequence[LoadResult]) -> list[SegmentRow]:
-    """A row for each segment that any served request spent time in."""
+    """Return a row for each segment that any served request spent time in."""
     rows = []
     for segment in SEGMENTS:
         taken = [ms for answer in answers if answer.is_served and (ms := _ms(answer, segment)) > 0]
@@ -109,7 +115,7 @@ def segment_rows(scenario: str, answers: Sequence[LoadResult]) -> list[SegmentRo
 
 
 def failure_rows(scenario: str, answers: Sequence[LoadResult]) -> list[FailureRow]:
-    """A row for each way in which requests failed; no rows where all were served."""
+    """Return a row for each way in which requests failed; no rows if all were served."""
     ways = Counter((one.status, one.error or "it ended early") for one in answers if not one.is_served)
     return [FailureRow(scenario, *way, count) for way, count in sorted(ways.items())]
 
@@ -117,7 +123,7 @@ def failure_rows(scenario: str, answers: Sequence[LoadResult]) -> list[FailureRo
 def check_rows(
     scenario: Scenario, answers: Sequence[LoadResult], own: Mapping[int, str], books: Books
 ) -> list[CheckRow]:
-    """Everything that has to hold. ``own``: the model's own answers, by request."""
+    """Return all conditions with their values. ``own`` holds the model's own answers, by request."""
     rows = [*_answers(scenario, answers, own), *_segments(scenario.name, answers)]
     return [*rows, *_ledger(scenario, answers, books)]
 
@@ -129,7 +135,7 @@ def scenario_row(
     seconds: float,
     checks: Sequence[CheckRow],
 ) -> ScenarioRow:
-    """The scenario in one line."""
+    """Return the scenario's summary."""
     served = [answer for answer in answers if answer.is_served]
     return ScenarioRow(
         scenario=scenario.name,
@@ -149,7 +155,8 @@ def scenario_row(
 
 
 def _ms(answer: LoadResult, segment: str) -> float:
-    if segment == "total_e2e":  # to the last byte, as whoever asked sees it
+    # The client's own time, to the last byte.
+    if segment == "total_e2e":
         return 1000 * answer.total_s
     return answer.timing_us.get(f"{segment}_us", 0) / 1000
 
@@ -161,6 +168,7 @@ def _is_right(answer: LoadResult, own: Mapping[int, str]) -> bool:
 def _answers(scenario: Scenario, answers: Sequence[LoadResult], own: Mapping[int, str]) -> list[CheckRow]:
     served = [answer for answer in answers if answer.is_served]
     names = Counter((answer.provider, answer.response_id) for answer in served)
+    # An answer given twice shows as a repeated response id, or as a second finish reason in one stream.
     twice = sum(count - 1 for count in names.values()) + sum(answer.ends > 1 for answer in answers)
     return [
         _exactly(scenario.name, "requests served", len(served), scenario.requests),

@@ -1,1 +1,1 @@
-"""A transfer between two processes of one machine: sealed twice, sealed once, or plain."""
+"""Measure a transfer between two processes of one machine: sealed twice, sealed once, or plain."""

@@ -1,7 +1,7 @@
-"""How a tensor crosses in the bench: the same three questions to a sealed link and to a bare pair of streams.
+"""Carry a tensor in the bench: the same three tasks over a sealed link and over a bare pair of streams.
 
-Each tensor says what the other end shall do with it. Over a link that stands where a hidden state's layer
-boundary stands; over streams in a header of 8 bytes.
+Each tensor tells the other end its task. Over a link the task takes the field of a hidden state's layer
+boundary; over streams it stands in a header of 8 bytes.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ _WAIT_S = 30.0
 
 
 class HopTask(enum.IntEnum):
-    """What the other end does with a tensor."""
+    """Tell the other end how to treat a tensor."""
 
-    RETURN = 0  # send it back
-    KEEP = 1  # nothing
-    CONFIRM = 2  # answer with a tensor of 4 bytes
+    # Send it back.
+    RETURN = 0
+    # Answer nothing.
+    KEEP = 1
+    # Answer with a tensor of 4 bytes.
+    CONFIRM = 2
 
 
 class Carrier(Protocol):
-    """One way between the two processes. For one thread."""
+    """Carry tensors between the two processes in one way. For use by one thread."""
 
     def send(self, tensor: WireTensor, ask: HopTask) -> None:
-        """Raises `LinkBroken`."""
+        """Send a tensor. Raises `LinkBroken`."""
 
     def receive(self) -> tuple[HopTask, memoryview | bytes]:
-        """The next tensor's bytes, valid until the next call. Raises `ConvoyError`."""
+        """Return the next tensor's task and bytes, valid until the next call. Raises `ConvoyError`."""
 
     def close(self) -> None:
-        """Ends both directions."""
+        """End both directions."""
 
 
 class LinkCarrier:
-    """A real link, used as members use it: the receiver thread hands each tensor to the thread that waits.
+    """Carry tensors over a real link as members do: the receiver thread hands each to the waiting thread.
 
-    ``wait_s``: how long ``receive`` waits; None for ever.
+    ``receive`` waits at most ``wait_s``; None means for ever.
     """
 
     def __init__(self, link: Link, wait_s: float | None = _WAIT_S) -> None:
@@ -84,11 +87,11 @@ class LinkCarrier:
 
 
 class StreamCarrier:
-    """Two streams, one per direction as in a link, each for blocking calls of the one thread that uses this.
+    """Carry tensors over two streams, one per direction as in a link, with blocking calls of one thread.
 
-    Deliberately as lean as blocking Python gets, so that what a link adds is not made to look smaller: a
-    small tensor is one write and one read, a large one is read to where it stays, in memory that is used
-    again.
+    This is deliberately as lean as blocking Python gets, so that the overhead of a link does not look smaller
+    than it is. A small tensor is one write and one read. A large one is read to its final place, in memory
+    that is reused.
     """
 
     def __init__(self, outgoing: Stream, incoming: Stream) -> None:

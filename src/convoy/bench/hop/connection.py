@@ -1,4 +1,4 @@
-"""The connections of the hop bench, two TCP connections per way as a link has, and the keys that it needs."""
+"""Open the connections of the hop bench, two TCP connections per way as in a link, and make their keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STALL_S = LinkOptions().stall_timeout_s
 
 
 def make_members(directory: Path) -> bytes:
-    """Two identities and a signed roster in ``directory``; the operator's public key."""
+    """Write two identities and a signed roster into ``directory``; return the operator's public key."""
     operator = OperatorKey.generate()
     members: list[Member] = []
     for name in (HOME, ECHO):
@@ -42,13 +42,13 @@ def make_members(directory: Path) -> bytes:
 
 
 def bench_member(directory: Path, name: str, operator_key: bytes) -> Membership:
-    """One of the two members, as its own process sees itself."""
+    """Open one of the two members, as its own process sees itself."""
     signed, identity = (directory / ROSTER).read_bytes(), Identity.load(directory / name)
     return open_membership(name, identity, signed, operator_key=operator_key).membership
 
 
 def dial_tls(port: int, me: LocalMember, timeout_s: float) -> tuple[TlsStream, TlsStream]:
-    """(outgoing, incoming) of the outer layer alone."""
+    """Dial (outgoing, incoming) streams with the outer layer alone."""
     deadline_s = time.monotonic() + timeout_s
     context = client_context(me)
     certificate = me.roster.member(HOME).certificate_der
@@ -62,7 +62,7 @@ def dial_tls(port: int, me: LocalMember, timeout_s: float) -> tuple[TlsStream, T
 
 
 def accept_tls(listener: socket.socket, me: LocalMember, timeout_s: float) -> tuple[TlsStream, TlsStream]:
-    """(outgoing, incoming): the dialler's first connection is our incoming one."""
+    """Accept (outgoing, incoming) streams. The dialler's first connection is our incoming one."""
     deadline_s = time.monotonic() + timeout_s
     context = server_context(me)
     certificate = me.roster.member(ECHO).certificate_der
@@ -76,13 +76,13 @@ def accept_tls(listener: socket.socket, me: LocalMember, timeout_s: float) -> tu
 
 
 def dial_plain(port: int, timeout_s: float) -> tuple[PlainStream, PlainStream]:
-    """(outgoing, incoming) without any sealing."""
+    """Dial (outgoing, incoming) streams without any sealing."""
     outgoing, incoming = (_plain(socket.create_connection((HOST, port), timeout_s)) for _ in range(2))
     return outgoing, incoming
 
 
 def accept_plain(listener: socket.socket, timeout_s: float) -> tuple[PlainStream, PlainStream]:
-    """(outgoing, incoming): the dialler's first connection is our incoming one."""
+    """Accept (outgoing, incoming) streams. The dialler's first connection is our incoming one."""
     incoming, outgoing = (_plain(_accept(listener, timeout_s)) for _ in range(2))
     return outgoing, incoming
 

@@ -1,7 +1,7 @@
-"""A TCP relay in front of a member that keeps every byte for a fixed time, both ways: a longer or a cut wire.
+"""Relay TCP to a member and hold every byte for a fixed time, both ways: a longer wire, or a cut one.
 
-It delays, and does not slow down: what arrives while earlier bytes wait is taken at once, with its own time.
-A link through it is sealed as ever, because the relay knows nothing of what it carries.
+The relay delays but does not slow down: it reads bytes at once while earlier ones wait, each with its own
+time. A link through it is sealed as usual, because the relay cannot read its contents.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import threading
 import time
 
 _PIECE_BYTES = 1 << 18
-_MAX_PIECES = 1 << 10  # that wait in one direction
+# Pieces that may wait in one direction.
+_MAX_PIECES = 1 << 10
 _CONNECT_S = 5.0
 
 
 class DelayRelay:
-    """Listens on a loopback ``address`` of its own and passes connections on to ``target``, until `close`.
+    """Listen on a loopback ``address``, and relay connections to ``target`` until `close`.
 
     A byte leaves ``delay_s`` after it came, or as soon after that as the system wakes a thread.
     """
@@ -43,7 +44,7 @@ class DelayRelay:
             _end(sock)
 
     def mend(self) -> None:
-        """New connections pass again."""
+        """Let new connections pass again."""
         with self._lock:
             self._is_cut = False
 
@@ -81,7 +82,7 @@ class DelayRelay:
                 self._open -= {near, far}
 
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        """One direction, until its end, which is passed on as late as everything else."""
+        """Relay one direction until its end, which is delayed like everything else."""
         pieces: queue.Queue[tuple[float, bytes]] = queue.Queue(_MAX_PIECES)
         taker = threading.Thread(target=self._take, args=(source, pieces), name="delay", daemon=True)
         taker.start()
@@ -94,7 +95,8 @@ class DelayRelay:
                 if is_open:
                     sink.sendall(piece)
             except OSError:
-                is_open = False  # nobody takes it any more
+                # The receiver has closed. Keep emptying the queue, so that the taker thread can end.
+                is_open = False
                 _end(source)
         taker.join()
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The second process of the hop bench: it dials the first, and does with each tensor what that asks for.
+"""Run the second process of the hop bench: dial the first, and treat each tensor by its task.
 
-Started as ``python -m convoy.bench.hop.echo DIRECTORY OPERATOR_KEY LINK_PORT TLS_PORT PLAIN_PORT``. It
-ends when the connections do, however the first process ends.
+Started as ``python -m convoy.bench.hop.echo DIRECTORY OPERATOR_KEY LINK_PORT TLS_PORT PLAIN_PORT``. It ends
+when the connections do, however the first process ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a hop costs between two processes of one machine, sealed twice, once and not at all, in one run.
+"""Measure a hop between two processes of one machine, sealed twice, once and not at all, in one run.
 
-bench/METHODOLOGY.md says what the figures mean and what they do not.
+bench/METHODOLOGY.md explains the figures and their limits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from convoy.wire.tensor import WireTensor
 
 SEALINGS = ("none", "outer", "both")
 KIB, MIB = 1024, 1024 * 1024
-WIDTH = 2048  # float32 of a row, which is 8 KiB
+# The float32 numbers of a row, which is 8 KiB.
+WIDTH = 2048
 
 _LARGE_SHARE = 40
 _MIN_LARGE = 5
@@ -31,8 +32,11 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class HopOptions:
-    """``rounds``: round trips per block and sealing of what is under 1 MiB. A MiB or more gets a fortieth of
-    them, but 5 at least. ``rows``: sizes, in rows of `WIDTH`: that of a decode, and of a prefill chunk.
+    """Hold the options.
+
+    ``rounds`` are the round trips per block and sealing for less than 1 MiB. Larger tensors get a fortieth of
+    them, but 5 at least. ``rows`` are the sizes, in rows of `WIDTH`: that of a decode, and of a prefill
+    chunk.
     """
 
     rounds: int = 400
@@ -44,13 +48,13 @@ class HopOptions:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each tensor."""
+        """Return the bytes of each tensor."""
         return tuple(4 * WIDTH * count for count in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class HopRow:
-    """Round trips of a tensor of ``bytes``, and one-way throughput; medians of the blocks."""
+    """Hold round trips of a tensor of ``bytes``, and one-way throughput; medians of the blocks."""
 
     bytes: int
     sealing: str
@@ -61,7 +65,7 @@ class HopRow:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Every row of a run, by size and then by sealing."""
+    """Hold every row of a run, by size and then by sealing."""
 
     cipher: str
     rows: tuple[HopRow, ...]
@@ -100,13 +104,13 @@ def measure_hop(options: HopOptions, deadline: Deadline, progress: Progress | No
 
 
 def settings_of(options: HopOptions, cipher: str) -> dict[str, int | float | str | bool]:
-    """What a report says beside the rows."""
+    """Return the settings that a report shows beside the rows."""
     rounds = {f"rounds_{size_name(size)}": options.rounds_of(size) for size in options.sizes}
     return {"cipher": cipher, "num_blocks": options.num_blocks, **rounds}
 
 
 def _check(carriers: Mapping[str, Carrier], tensor: WireTensor) -> None:
-    """Every way brings back what was sent; also the warm-up."""
+    """Check that every way returns the bytes that were sent. This also warms up the connections."""
     for sealing, carrier in carriers.items():
         for _ in range(3):
             carrier.send(tensor, HopTask.RETURN)
@@ -116,7 +120,10 @@ def _check(carriers: Mapping[str, Carrier], tensor: WireTensor) -> None:
 
 
 def _measure(carriers: Mapping[str, Carrier], tensor: WireTensor, options: HopOptions) -> dict[str, _Block]:
-    """One block: round trips taken in turns, so that what else the machine does hits every sealing alike."""
+    """Measure one block.
+
+    Round trips take turns, so that other work on the machine affects every sealing alike.
+    """
     num_rounds = options.rounds_of(tensor.nbytes)
     trips: dict[str, list[float]] = {sealing: [] for sealing in SEALINGS}
     for turn in range(num_rounds):
@@ -142,7 +149,7 @@ def _round_trip_s(carrier: Carrier, tensor: WireTensor) -> float:
 
 
 def _gb_per_s(carrier: Carrier, tensor: WireTensor, count: int) -> float:
-    """``count`` tensors one after the other; the clock stops when the other end says that it has the last."""
+    """Send ``count`` tensors one after the other. The clock stops when the other end confirms the last."""
     started_s = time.perf_counter()
     for _ in range(count - 1):
         carrier.send(tensor, HopTask.KEEP)
@@ -165,7 +172,7 @@ def _row(size: int, sealing: str, blocks: Sequence[_Block]) -> HopRow:
 
 
 def ratios_of(rows: Sequence[HopRow]) -> dict[str, float]:
-    """What sealing adds (microseconds) and leaves (a fraction), from the rows of one run."""
+    """Return what sealing adds (microseconds) and leaves (a fraction), from the rows of one run."""
     by_key = {(row.bytes, row.sealing): row for row in rows}
     ratios: dict[str, float] = {}
     for size in dict.fromkeys(row.bytes for row in rows):
@@ -179,5 +186,5 @@ def ratios_of(rows: Sequence[HopRow]) -> dict[str, float]:
 
 
 def size_name(num_bytes: int) -> str:
-    """8192 as "8KiB"."""
+    """Return a size as text: 8192 as "8KiB"."""
     return f"{num_bytes // MIB}MiB" if num_bytes >= MIB else f"{num_bytes // KIB}KiB"

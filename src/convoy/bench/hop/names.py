@@ -1,6 +1,7 @@
-"""What the two processes of the hop bench call themselves and each other."""
+"""Name the two processes of the hop bench and their files."""
 
 HOME = "home"
 ECHO = "echo"
-HOST = "127.0.0.1"  # and nowhere else: one of the three ways between them is not sealed
+# Loopback only, because one of the three ways between the processes is not sealed.
+HOST = "127.0.0.1"
 ROSTER = "roster.toml"

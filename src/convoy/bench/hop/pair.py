@@ -1,4 +1,4 @@
-"""The two processes of the hop bench, and the three ways between them: `both` layers, `outer` and `none`."""
+"""Connect the two processes of the hop bench in three ways: `both` layers, `outer` and `none`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _LOG = "echo.log"
 
 
 class HopPair(Started):
-    """Starts the second process; leaving the `with` ends it and removes every file, Ctrl-C included.
+    """Start the second process. Leaving the `with` ends it and removes every file, also on Ctrl-C.
 
-    ``carriers`` by sealing: "none", "outer", "both". Raises `PeerError` if the process does not connect.
+    ``carriers`` are by sealing: "none", "outer", "both". Raises `PeerError` if the process does not connect.
     """
 
     carriers: dict[str, Carrier]
@@ -41,6 +41,7 @@ class HopPair(Started):
         operator_key = make_members(directory)
         me = bench_member(directory, HOME, operator_key)
         links: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        # The listeners close once all three ways are connected; only the connections stay open.
         with ExitStack() as listening:
             listener = Listener((HOST, 0), me, links.put)
             listening.callback(listener.close)
@@ -66,14 +67,18 @@ class HopPair(Started):
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends the other
+            # Ctrl-C must reach only this process, which then ends the other one.
+            start_new_session=True,
         )
         self._stack.callback(end, process, _STOP_S)
         return process
 
 
 def first_link(links: queue.SimpleQueue[Link], process: subprocess.Popen[bytes], log: Path) -> Link:
-    """What a process dialled, that writes to ``log``. Raises `PeerError`, with its last words if it ended."""
+    """Return the link that a process dialled; ``log`` is its output.
+
+    Raises `PeerError`, with the last line of the log if the process ended.
+    """
     deadline_s = time.monotonic() + _START_S
     while time.monotonic() < deadline_s:
         try:

@@ -1,7 +1,7 @@
-"""TCP without any sealing: what the hop bench compares links with.
+"""Send over TCP without any sealing, as the reference for links in the hop bench.
 
 The product has no plaintext mode. This stream carries random bytes of the bench over loopback, and nothing
-outside this room imports it; a test holds everyone to that.
+outside this package imports it; a test enforces that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from convoy.errors import LinkBroken
 
 
 class PlainStream:
-    """A `Stream` over a bare TCP connection. One thread sends and one receives, at most."""
+    """Implement `Stream` over a bare TCP connection. One thread sends and one receives, at most."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

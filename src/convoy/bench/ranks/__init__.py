@@ -1,1 +1,1 @@
-"""All-reduces between two ranks, and the comparison of tensor parallelism with a pipeline."""
+"""Measure all-reduces between two ranks, and compare tensor parallelism with a pipeline."""

@@ -1,7 +1,7 @@
-"""What an all-reduce of two ranks costs on one machine, by size: sealed, over gloo, over nccl where it is.
+"""Measure an all-reduce of two ranks on one machine, by size: sealed, over gloo, and over nccl if available.
 
-Sealed ones are of two processes, as two members are. Those of one member's ranks are threads of this process,
-as in the product. bench/METHODOLOGY.md says what the figures mean and what they do not.
+Sealed ranks are two processes, as two members are. The ranks of one member are threads of this process, as in
+the product. bench/METHODOLOGY.md explains the figures and their limits.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _WARM_UP = 20
 
 @dataclass(frozen=True, slots=True)
 class AllReduceOptions:
-    """``sizes`` in bytes of float32. ``rounds``: of what is under 1 MiB; a MiB or more gets a fortieth."""
+    """Hold the options.
+
+    ``sizes`` are bytes of float32. ``rounds`` are for sizes under 1 MiB; larger ones get a fortieth.
+    """
 
     rounds: int = 1000
     sizes: tuple[int, ...] = SIZES
@@ -56,13 +59,16 @@ class AllReduceOptions:
 
     @property
     def schedule(self) -> list[tuple[int, int]]:
-        """(bytes, sums), the same for both ranks; the first sums of a size are not measured."""
+        """Return (bytes, sums), the same for both ranks. The first sums of a size are not measured."""
         return [(size, self.rounds_of(size) + min(_WARM_UP, self.rounds)) for size in self.sizes]
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceRow:
-    """Sums of two ranks, as rank 0 saw them. ``gb_per_s``: bytes of the tensor over the median time."""
+    """Hold sums of two ranks, as rank 0 measured them.
+
+    ``gb_per_s`` is the bytes of the tensor over the median time.
+    """
 
     through: str
     bytes: int
@@ -79,13 +85,14 @@ def measure_all_reduce(
     *,
     through: Sequence[str] | None = None,
 ) -> list[AllReduceRow]:
-    """Rows by way and size; ``through`` None: all ways that this machine has.
+    """Return rows by way and size. With ``through`` None these are all ways that this machine has.
 
     Raises `ConvoyError` if the second process does not connect, a rank is lost, or the time is over.
     """
     rows: list[AllReduceRow] = []
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a core for each rank
+    # One core for each rank.
+    torch.set_num_threads(1)
     try:
         for way in ways() if through is None else through:
             say(f"{way}: {len(options.sizes)} sizes")
@@ -100,13 +107,13 @@ def measure_all_reduce(
 
 
 def ways() -> tuple[str, ...]:
-    """What ranks on this machine can add through."""
+    """Return the collectives that ranks on this machine can use."""
     has_nccl = torch.distributed.is_nccl_available() and torch.cuda.device_count() > 1
     return (SEALED, GLOO, NCCL) if has_nccl else (SEALED, GLOO)
 
 
 class SealedRanks(Started):
-    """Starts rank 1 as a process of its own; leaving the `with` ends it and removes every file."""
+    """Start rank 1 as a process of its own. Leaving the `with` ends it and removes every file."""
 
     collective: SealedCollective
 
@@ -144,6 +151,7 @@ def _rows(
     rows = []
     for size, count in options.schedule:
         deadline.left_s()
+        # Leave out the first sums of a size, which warm up buffers and connections.
         times = sums(collective, size, count, device)[count - options.rounds_of(size) :]
         p50_us, p90_us, p99_us = (round(percentile(times, each) * 1e6, 1) for each in (50, 90, 99))
         rows.append(AllReduceRow(way, size, p50_us, p90_us, p99_us, round(size / p50_us / 1e3, 3)))
@@ -172,7 +180,7 @@ def _among_threads(way: str, options: AllReduceOptions, deadline: Deadline) -> l
 
 
 def all_reduce_ratios(rows: Sequence[AllReduceRow]) -> dict[str, float]:
-    """What sealing costs beside gloo, which is in clear, by size."""
+    """Return the time of sealed sums over gloo's, which are in clear text, by size."""
     by_key = {(row.through, row.bytes): row for row in rows}
     return {
         f"p50_{size}_bytes_sealed_over_gloo": round(by_key[SEALED, size].p50_us / row.p50_us, 3)

@@ -1,7 +1,7 @@
-"""One rank of the all-reduce bench, and the second process, which is rank 1.
+"""Run one rank of the all-reduce bench, and the second process, which is rank 1.
 
 Started as ``python -m convoy.bench.ranks.rank DIRECTORY OPERATOR_KEY PORT BYTESxSUMS,...``. It ends when it
-is done, or when the link ends, however the first process ends.
+is done or the link ends, however the first process ends.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _GENERATION = 1
 
 
 def sealed_rank(rank: int, link: Link, over: threading.Event | None = None) -> SealedCollective:
-    """One of two, with the link started; ``over`` is set at its end."""
+    """Return one of two ranks, with the link started. ``over`` is set at the link's end."""
     collective = SealedCollective(rank, 2, {1 - rank: link}, _GENERATION)
 
     def deliver(link: Link, received: Received) -> None:
         if not collective.deliver(link, received):
-            raise StepError("the other rank sent what is no part of a sum")
+            raise StepError("the other rank sent a message that is no part of a sum")
 
     def ended(link: Link, error: ConvoyError) -> None:
         collective.link_ended(link, error)
@@ -45,7 +45,7 @@ def sealed_rank(rank: int, link: Link, over: threading.Event | None = None) -> S
 
 
 def sums(collective: Collective, num_bytes: int, count: int, device: str = "cpu") -> list[float]:
-    """Seconds of each of so many. Raises `CollectiveError`."""
+    """Return the seconds of each of ``count`` sums. Raises `CollectiveError`."""
     x = torch.ones(num_bytes // 4, device=device)
     times = []
     for _ in range(count):
@@ -59,14 +59,15 @@ def sums(collective: Collective, num_bytes: int, count: int, device: str = "cpu"
 
 
 def main(arguments: list[str]) -> None:
-    """Connect, add as often as the schedule says, wait for the end of the link."""
+    """Connect, add as often as the schedule says, and wait for the end of the link."""
     directory, operator_key, port = Path(arguments[0]), bytes.fromhex(arguments[1]), int(arguments[2])
     torch.set_num_threads(1)
     me = bench_member(directory, ECHO, operator_key)
     link = dial((HOST, port), me=me, peer_name=HOME, timeout_s=_START_S)
     over = threading.Event()
     collective = sealed_rank(1, link, over)
-    with contextlib.suppress(ConvoyError):  # the first process says what was wrong
+    # The first process reports the error.
+    with contextlib.suppress(ConvoyError):
         for entry in arguments[3].split(","):
             size, count = map(int, entry.split("x"))
             sums(collective, size, count)

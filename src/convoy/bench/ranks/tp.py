@@ -1,6 +1,6 @@
-"""What `convoy bench tp` found: one member, a pipeline of two, and two ranks on every layer.
+"""Compare the modes of `convoy bench tp`: one member, a pipeline of two, and two ranks on every layer.
 
-bench/METHODOLOGY.md says what the figures mean and what they do not.
+bench/METHODOLOGY.md explains the figures and their limits.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from convoy.plan.speed import Speed
 SINGLE, PIPELINE, TENSOR = "single", "pipeline", "tensor"
 MODES = (SINGLE, PIPELINE, TENSOR)
 _ROOM = 1 << 62
-_INSTANT = 1e15  # bytes a second: what was measured has the sending in it
+# Bytes per second. The measured time of an all-reduce already includes sending.
+_INSTANT = 1e15
 
 
 @dataclass(frozen=True, slots=True)
 class ModeRow:
-    """``concurrent`` requests decode at once; the median of all windows. ``single`` has one member's cores.
+    """Hold the rate of ``concurrent`` requests that decode at once: the median of all windows.
 
-    ``predicted_tokens_per_s`` is what `convoy plan` would say, from this machine's speed and the all-reduce
-    that was measured.
+    ``single`` has one member's cores. ``predicted_tokens_per_s`` is the rate that `convoy plan` would show,
+    from this machine's speed and the measured all-reduce.
     """
 
     mode: str
@@ -40,7 +41,7 @@ class ModeRow:
 
 @dataclass(frozen=True, slots=True)
 class TpMachine:
-    """What rates are predicted from: a member's speed, and seconds of an all-reduce of one row."""
+    """Hold the inputs of a prediction: a member's speed, and the seconds of an all-reduce of one row."""
 
     spec: ModelSpec
     kernel: str
@@ -48,7 +49,7 @@ class TpMachine:
     all_reduce_s: float
 
     def predict(self, context: int, concurrent: int) -> Compared:
-        """Of one member, and of two that are alike."""
+        """Predict the rates of one member, and of two that are alike."""
         offers = [MemberOffer(name, _ROOM, name == "alpha", kernel=self.kernel) for name in ("alpha", "beta")]
         speeds = {offer.name: self.speed for offer in offers}
         links = Links(2 * self.all_reduce_s, _INSTANT)
@@ -57,7 +58,7 @@ class TpMachine:
 
 
 def mode_row(mode: str, row: DecodeRow, machine: TpMachine) -> ModeRow:
-    """A measured row with what was predicted for it."""
+    """Return a measured row with its prediction."""
     found = machine.predict(row.context_tokens, row.concurrent).rates[mode]
     rate = found.decode if row.concurrent == 1 else found.decode_batch
     return ModeRow(
@@ -71,10 +72,10 @@ def mode_row(mode: str, row: DecodeRow, machine: TpMachine) -> ModeRow:
 
 
 def ratios_of(rows: Sequence[ModeRow], machine: TpMachine) -> Mapping[str, float]:
-    """Tensor over the others, by count of requests; and the all-reduce below which it pays for one request.
+    """Return tensor's rate over the others', by number of requests, and the break-even time of an all-reduce.
 
-    ``crossover_us`` is predicted, ``crossover_measured_us`` from the difference between what was measured,
-    if that was. Other ratios are of what was measured too.
+    ``crossover_us`` is predicted for one request: tensor pays below it. ``crossover_measured_us`` follows
+    from the measured difference, if there is one. The other ratios are of measured rates too.
     """
     rate = {(row.mode, row.concurrent): row.tokens_per_s for row in rows}
     found = {
@@ -94,6 +95,7 @@ def ratios_of(rows: Sequence[ModeRow], machine: TpMachine) -> Mapping[str, float
     }
     if not {(PIPELINE, 1), (TENSOR, 1)} <= rate.keys():
         return found
+    # Tensor breaks even where its all-reduces take up all the time that it saves over a pipeline.
     saved_s = 1 / rate[PIPELINE, 1] - 1 / rate[TENSOR, 1]
     measured_s = machine.all_reduce_s + saved_s / tensor.num_all_reduces
     return {**found, "crossover_measured_us": round(measured_s * 1e6, 1)}

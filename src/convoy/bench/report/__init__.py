@@ -1,1 +1,1 @@
-"""The form of a result: machine, clock, percentiles, tables and plots."""
+"""Hold the form of a result: machine, clock, percentiles, tables and plots."""

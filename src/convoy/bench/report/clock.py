@@ -1,4 +1,4 @@
-"""A run's beginning: what others did on the machine since then, and when it must end."""
+"""Track a run's time: its deadline, and the load by other processes since its beginning."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from convoy.errors import ConvoyError
 
 
 class Deadline:
-    """The end of a whole run."""
+    """Hold the end of a whole run."""
 
     def __init__(self, max_s: float) -> None:
         self._max_s = max_s
         self._end_s = time.monotonic() + max_s
 
     def left_s(self) -> float:
-        """Raises ConvoyError where nothing is left."""
+        """Return the seconds left. Raises ConvoyError if none are left."""
         left = self._end_s - time.monotonic()
         if left <= 0:
             raise ConvoyError(
@@ -27,12 +27,12 @@ class Deadline:
 
 
 class Clock:
-    """Both of a run: its deadline and its watch over the machine."""
+    """Hold a run's deadline and its watch over the machine."""
 
     def __init__(self, max_s: float) -> None:
         self.deadline = Deadline(max_s)
         self._watch = Watch()
 
     def machine(self) -> Machine:
-        """As `Watch.machine`."""
+        """Return the machine as `Watch.machine` does."""
         return self._watch.machine()

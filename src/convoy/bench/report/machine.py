@@ -1,4 +1,4 @@
-"""What a figure needs beside it: the machine's kind and how busy it was. No host names, no paths."""
+"""Describe the machine beside its figures: its kind and how busy it was. No host names, no paths."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``load``: the 1-minute load average before the run.
+    """Describe a machine. ``load`` is the 1-minute load average before the run.
 
-    ``others``: which share of all cores' time other processes, or the hypervisor, took during the run. Where
-    it is not near 0, the figures are of a busy machine.
+    ``others`` is the share of all cores' time that other processes, or the hypervisor, took during the run.
+    If it is not near 0, the figures are those of a busy machine.
     """
 
     cpu: str
@@ -30,7 +30,10 @@ class Machine:
 
 
 class Watch:
-    """Begins when it is made; ``machine`` ends it. Children count as ours once they have been waited for."""
+    """Observe the machine from construction to ``machine``.
+
+    Children count as ours once they are waited for.
+    """
 
     def __init__(self) -> None:
         self._load = os.getloadavg()[0]
@@ -39,7 +42,9 @@ class Watch:
         self._own_s = _own_s()
 
     def machine(self) -> Machine:
-        """As the operating system describes it, and what others did on it meanwhile."""
+        """Return the machine as the operating system describes it, with the load by other processes
+        meanwhile.
+        """
         num_cores = os.cpu_count() or 1
         passed_s = (time.monotonic() - self._started_s) * num_cores
         others_s = (_busy_s() - self._busy_s) - (_own_s() - self._own_s)
@@ -55,8 +60,8 @@ class Watch:
 
 
 def _busy_s() -> float:
-    # Interrupt time counts, though much of it is for our own packets: others may look busier than they
-    # were, never idler.
+    # Interrupt time counts as others' time, though much of it is for our own packets. So others may look
+    # busier than they were, but never idler.
     times = psutil.cpu_times()
     optional = sum(getattr(times, name, 0.0) for name in ("nice", "irq", "softirq", "steal"))
     return float(times.user + times.system + optional)

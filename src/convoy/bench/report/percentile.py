@@ -1,4 +1,4 @@
-"""Percentiles by nearest rank: no value is made up."""
+"""Compute percentiles by nearest rank, so that each is a value that was measured."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that ``percent`` of all do not exceed."""
+    """Return the smallest value that at least ``percent`` of all values do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

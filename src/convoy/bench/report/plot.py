@@ -1,4 +1,4 @@
-"""Lines in a plane as SVG, written by hand: a plot needs no library, and a report no browser."""
+"""Draw lines in a plane as SVG by hand: a plot needs no library, and a report no browser."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from xml.sax.saxutils import escape
 
 _WIDTH, _HEIGHT = 640, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 620, 50, 345
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito: told apart by every eye
+# The palette of Okabe and Ito, which people with any colour vision can tell apart.
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 _STEPS = 5
 
 Point = tuple[float, float]
 
 
 def plot(title: str, x_name: str, y_name: str, lines: Mapping[str, Sequence[Point]]) -> str:
-    """An SVG document. x grows by doubling, as counts of requests do; y begins at 0."""
+    """Return an SVG document. The x axis doubles, as counts of requests do; the y axis begins at 0."""
     points = [point for line in lines.values() for point in line]
     low, high = (f(math.log2(x) for x, _ in points) for f in (min, max))
     top = _round_up(max(y for _, y in points))
@@ -60,6 +61,6 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _round_up(value: float) -> float:
-    """The next of 1, 2, 5 times a power of ten, so that the scale has short numbers."""
+    """Return the next of 1, 2 and 5 times a power of ten, so that the scale has short numbers."""
     power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
     return next((power * step for step in (1, 2, 5) if power * step >= value), power * 10)

@@ -1,4 +1,4 @@
-"""What a bench found, as JSON and as a table for other programs."""
+"""Write a bench's results as JSON, and as tables for other programs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ ENGINE, STAGE, STAGES, RING = "engine", "stage", "stages", "ring"
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """``concurrent`` requests decode at once on ``members``; the median of all windows.
+    """Hold the rate of ``concurrent`` requests that decode at once on ``members``: the median of all windows.
 
-    ``tokens_per_s`` is that of all requests together, ``ms_per_token`` that of one of them. ``through``:
-    `ENGINE` is the product, `STAGE` the whole model as one bare stage without an engine.
+    ``tokens_per_s`` is that of all requests together, ``ms_per_token`` that of one of them. ``through`` is
+    `ENGINE` for the product, and `STAGE` for the whole model as one bare stage without an engine.
     """
 
     members: int
     concurrent: int
-    context_tokens: int  # of the longest request at the end
+    # Of the longest request at the end.
+    context_tokens: int
     tokens_per_s: float
     ms_per_token: float
     through: str = ENGINE
@@ -32,8 +33,10 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """Steps of one decode without an engine. ``through``: `STAGE`; `STAGES`, those of two members one after
-    the other in one process; `RING`, the same two as members, with ``num_hops`` between them.
+    """Hold the steps of one decode without an engine.
+
+    ``through`` is `STAGE` for one stage, `STAGES` for two members' stages one after the other in one process,
+    and `RING` for the same two as members, with ``num_hops`` between them.
     """
 
     through: str
@@ -44,9 +47,9 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """One prompt, in chunks, from its submission to its first token; the median of all rounds.
+    """Hold one prompt in chunks, from its submission to its first token: the median of all rounds.
 
-    ``window``: how many of its chunks may be in flight.
+    ``window`` is the number of its chunks that may be in flight.
     """
 
     members: int
@@ -59,7 +62,7 @@ class PrefillRow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that a run found, in the order in which it is printed as JSON. Rows are frozen dataclasses."""
+    """Hold all results of a run, in the order in which JSON shows them. Rows are frozen dataclasses."""
 
     bench: str
     machine: Machine
@@ -69,11 +72,11 @@ class Report:
     ratios: Mapping[str, float]
 
     def tables(self) -> list[list[Any]]:
-        """The rows, those of one kind that follow each other together."""
+        """Return the rows in groups: consecutive rows of one kind together."""
         return [list(rows) for _, rows in itertools.groupby(self.rows, type)]
 
     def csv(self) -> str:
-        """The rows, a line each under a line of names; kinds of rows that follow each other get one each."""
+        """Return the rows as CSV: a line each, under a line of names for each group of `tables`."""
         text = io.StringIO()
         for rows in self.tables():
             writer = csv.DictWriter(text, list(asdict(rows[0])))
@@ -83,12 +86,12 @@ class Report:
 
 
 def decode_ratios(rows: list[DecodeRow]) -> dict[str, float]:
-    """Those whose rows are there; `bench/METHODOLOGY.md` says what they mean."""
+    """Return the ratios for which the rows exist. `bench/METHODOLOGY.md` explains them."""
     rate = {(row.members, row.concurrent, row.through): row.tokens_per_s for row in rows}
     wanted = {
         "batch_16_over_serial": ((2, 16, ENGINE), (2, 1, ENGINE)),
         "two_members_over_one_decode": ((2, 32, ENGINE), (1, 16, ENGINE)),
-        # of times per token, which are the rates' inverse
+        # Ratios of times per token, which are the inverse of rates, so these pairs are swapped.
         "loop_over_solo": ((1, 1, STAGE), (1, 1, ENGINE)),
         "alone_over_solo": ((1, 1, STAGE), (2, 1, ENGINE)),
     }
@@ -100,7 +103,7 @@ def decode_ratios(rows: list[DecodeRow]) -> dict[str, float]:
 
 
 def hop_ratios(decodes: list[DecodeRow], steps: list[StepRow]) -> dict[str, float]:
-    """What a hop costs beside the stages' compute, and what is left once the hops are told apart."""
+    """Return the cost of a hop beside the stages' compute, and the remaining overhead without the hops."""
     step = {row.through: row for row in steps}
     num_hops = step[RING].num_hops
     hop_ms = (step[RING].p50_ms - step[STAGES].p50_ms) / num_hops
@@ -113,7 +116,7 @@ def hop_ratios(decodes: list[DecodeRow], steps: list[StepRow]) -> dict[str, floa
 
 
 def prefill_ratios(rows: list[PrefillRow]) -> dict[str, float]:
-    """Two members at their best chunk and window over one at its best chunk."""
+    """Return the rate of two members at their best chunk and window over one member's at its best chunk."""
     best: dict[int, float] = {}
     for row in rows:
         best[row.members] = max(best.get(row.members, 0.0), row.tokens_per_s)
