@@ -55,7 +55,7 @@ def test_a_proxy_starts_from_its_file_and_ends_when_it_is_told_to(tmp_path: Path
     ("arguments", "reason"),
     [
         ([], "a coordinator and --api-key-file are needed"),
-        (["http://127.0.0.1:1", "--api-key-file", "key"], "trusts nobody"),
+        (["http://127.0.0.1:1", "--api-key-file", "key"], "trusts no key"),
         (["http://example.com", "--api-key-file", "key", "--trust-provider", KEY.hex()], "without TLS"),
         (["http://127.0.0.1:1", "--api-key-file", "key", "--trust-operator", "ab"], "is no key"),
     ],

@@ -395,7 +395,7 @@ def test_without_anybody_to_trust_nothing_is_sent_unless_that_is_allowed(blind: 
     assert refused.status_code == 503
     assert "trust the provider with key" in refused.json()["error"]["message"]
     assert found_in(blind.hostile.got, "52713391+19282736") == []
-    with pytest.raises(ConfigError, match="trusts nobody"):
+    with pytest.raises(ConfigError, match="trusts no key"):
         run_proxy(blind.fleet.url, "key", ProxyOptions(Trust()), ServeOptions(port=0))
     with pytest.raises(ConfigError, match="loopback alone"):
         run_proxy(blind.fleet.url, "key", ProxyOptions(nobody), ServeOptions("192.0.2.1", 0))
