@@ -292,9 +292,7 @@ class Coordinator:
         return is_here or self.approvals.has_called(identity)
 
     def _replace(self, name: str) -> None:
-        """End a provider's old socket once it has registered on a new one, whatever state the old
-        one is in.
-        """
+        """End a provider's old socket, in any state, once the provider has registered on a new one."""
         old = self._sockets.get(name)
         if old is not None:
             self._leave(name, old, "it came back on another socket")

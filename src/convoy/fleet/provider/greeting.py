@@ -25,8 +25,9 @@ from convoy.wire.fleet.messages import (
 
 
 class CoordinatorUnproved(PeerRefused):
-    """Signal that the other end is not proved to be the pinned coordinator at this address and
-    certificate.
+    """Signal that the other end fails to prove that it is the pinned coordinator.
+
+    The proof covers the coordinator's key, this address and the TLS certificate.
     """
 
 

@@ -190,9 +190,7 @@ class ProviderTable:
         return int(self._columns["running"][self._index[name]])
 
     def finish_s(self, ask: RouteRequest, output_tokens: float) -> Column:
-        """Return the seconds in which each seat would finish ``output_tokens`` for ``ask``, if it
-        were free.
-        """
+        """Return the seconds in which each seat would finish ``output_tokens`` for ``ask``, if free."""
         columns = self._columns
         running = columns["running"] + columns["foreign"]
         prompt = np.full(len(running), float(ask.prompt_tokens))
@@ -252,9 +250,7 @@ class ProviderTable:
         return float(later.min()) if len(later) else None
 
     def served_per_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Return the requests of this size that all seats together finish in a second, with every
-        slot taken.
-        """
+        """Return the requests of this size that all seats finish in a second, with every slot taken."""
         columns = self._columns
         taken = (columns["open"] > 0) & (columns["slots"] > 0)
         if not taken.any():
