@@ -201,6 +201,7 @@ class AuditLog:
         lines.append(self._line(action, subject, actor, origin, last))
         self._write(descriptor, size - len(torn), torn, b"".join(line + b"\n" for line in lines))
         if size == 0:
+            # A new file's name must reach the disk too.
             sync_directory(self.path.parent)
         return _entry(lines[-1])
 
@@ -339,6 +340,7 @@ def _entry(line: bytes) -> Entry:
             raise AuditError(f"its field {name} is not of type {kind.__name__}")
     if fields["version"] != VERSION:
         raise AuditError(f"it has version {fields['version']}, expected {VERSION}")
+    # Every entry has one spelling, so that the hash of the line is the hash of the fields.
     if _canonical(fields) != line:
         raise AuditError("it is not written as canonical JSON")
     return Entry(fields["sequence"], fields, hashlib.sha256(line).hexdigest())

@@ -67,6 +67,7 @@ class Token:
     @property
     def invitation(self) -> bytes:
         """Return the SHA-256 over everything but the secret. Both ends mix it into their transcript."""
+        # Both ends can compute it without telling the secret.
         return hashlib.sha256(prefixed(LABEL, b"invitation", self._head, self._tail)).digest()
 
     @property
@@ -115,6 +116,7 @@ def decode_token(text: str) -> Token:
 
     Raises `InviteError`.
     """
+    # Cut before it is split, so that a huge paste costs nothing.
     word = "".join(text[: MAX_TOKEN_CHARS + 1].split()).lower()
     if len(word) > MAX_TOKEN_CHARS:
         raise InviteError(f"the invitation is longer than {MAX_TOKEN_CHARS} characters", hint=_COPY)
@@ -126,6 +128,7 @@ def decode_token(text: str) -> Token:
     except (binascii.Error, UnicodeEncodeError):
         data = b""
     body, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    # The checksum catches a bad paste. It proves nothing: the secret and the keys do that.
     if not body or checksum != _checksum(body):
         raise InviteError("the invitation is damaged: a part is missing or was changed", hint=_COPY)
     token = _read(_Reader(body))

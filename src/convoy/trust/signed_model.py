@@ -76,6 +76,7 @@ def verify_signed_model(data: bytes, *, operator_key: bytes) -> SignedModel:
         verify(operator_key, signature, _text(signed.model, signed.hub, signed.digest))
     except (ValueError, HandshakeError):
         raise ModelError("the signature of the signed model does not hold: it was changed") from None
+    # The signature covers only the digest, so the manifest is compared with it.
     found = hashlib.sha256(manifest).hexdigest()
     if found != signed.digest:
         raise ModelError(

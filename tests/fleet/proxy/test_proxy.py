@@ -194,7 +194,7 @@ def test_after_a_whole_answer_the_same_idempotency_key_is_another_request(blind:
 
 
 def test_a_key_of_a_blind_request_is_no_key_to_larger_ones(blind: Blind) -> None:
-    """What is sealed may be another body each time, whatever its tag says."""
+    """Seal another body each time: the tag does not bind it."""
     before, key = at_rest(blind), blind.fleet.key
     lease = read_lease(lease_of(blind, key, "one key").content, Lease)
     wanted = read_wanted(msgspec.json.encode(question(20, 22, max_tokens=50)), "chat", "", {})

@@ -1,4 +1,4 @@
-"""Policy files: what is demanded is what was written, and what is not understood is refused."""
+"""Read policy files: the demands are those that were written, and unknown ones are refused."""
 
 from __future__ import annotations
 

@@ -111,7 +111,10 @@ class Clerk:
             try:
                 self._write_all(jobs)
             except BaseException:  # noqa: BLE001 - one of them, or the database: each is told its own
+                # One failing job has undone the transaction of all. Each one alone then gets its own result
+                # or error.
                 self._write_each(jobs)
+            # A charge is reported only once it is on the disk. Other changes need not wait for that.
             waits = [job for job in jobs if job.survives_power and job.error is None]
             _tell([job for job in jobs if not (job.survives_power and job.error is None)])
             if waits:
@@ -131,7 +134,7 @@ class Clerk:
             job.error = None
             try:
                 self._write_all([job])
-            except BaseException as error:  # noqa: BLE001 - told to whoever asked
+            except BaseException as error:  # noqa: BLE001 - told to the caller
                 job.error = error
 
     def _sync(self) -> None:

@@ -57,7 +57,7 @@ class Directory:
         ``key`` is one that `new_key` made before for this purpose.
         """
         if (account is None) == (scope is Scope.CONSUMER):
-            raise ConfigError("a consumer's key is of an account, and any other is of none")
+            raise ConfigError("a consumer's key belongs to an account, and no other key does")
         if len(label) > _MAX_LABEL or not label.isprintable():
             raise ConfigError(f"a label of {len(label)} characters, expected at most {_MAX_LABEL}")
         self._check_terms(scope, terms)

@@ -207,7 +207,8 @@ class Ledger:
         with self._store.write(survives_power=False) as db:
             self.release_in(db, request_id)
 
-    # The same within a transaction that others share: what these raise, they raise before they write.
+    # The methods that end in `_in` run within a transaction that other changes share. They raise before they
+    # write, so that a failing one undoes no other.
 
     def undelivered(self, request_id: str) -> None:
         """Note that the end of an answer that was settled did not reach its reader."""

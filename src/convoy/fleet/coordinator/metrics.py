@@ -78,7 +78,7 @@ class FleetCounts:
         yield self._tokens.family("convoy_fleet_billed_tokens", "Tokens that were settled for.")
         yield self._charged.family("convoy_fleet_charged_micro", "Millionths of a unit that were charged.")
         yield self._failures.family("convoy_fleet_provider_failures", "Requests that it failed.")
-        text = "Tokens that a provider said and that were not billed: beyond what was sent or seen."
+        text = "Tokens that a provider reported beyond the bytes sent or seen, and that were not billed."
         yield self._unbilled.family("convoy_fleet_unbilled_tokens", text)
         yield self._unproved.family("convoy_fleet_challenges_failed", "Challenges not answered rightly.")
         text = "Registrations that were refused."

@@ -401,7 +401,7 @@ def _why_not(error: BaseException) -> str:
     if isinstance(error, NotYet):
         return error.message
     text = error.message if isinstance(error, ConvoyError) else why_unreachable(error)
-    return f"the coordinator is not to be reached, and is tried again: {text}"
+    return f"the coordinator cannot be reached, and is tried again: {text}"
 
 
 def _offer(model: str, one: Capacity) -> Offer:

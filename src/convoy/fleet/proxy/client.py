@@ -152,7 +152,7 @@ class CoordinatorClient:
         try:
             response = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
-            raise suspect(f"the coordinator is not to be reached: {why_unreachable(error)}") from None
+            raise suspect(f"the coordinator cannot be reached: {why_unreachable(error)}") from None
         try:
             yield response
         finally:

@@ -111,6 +111,7 @@ def check_request(
 
 def challenge_for(request: Request) -> tuple[ActivationChallenge, PendingActivation]:
     """Return the member's challenge and the operator's own half. Call `check_request` before."""
+    # The credential names the attestation key, so the TPM opens it only beside that very key.
     attestation = parse_public(request.attestation)
     secret = secrets.token_bytes(SECRET_BYTES)
     blobs = make_credential(parse_public(request.endorsement), attestation.name, secret)
@@ -130,6 +131,7 @@ def accept(answer: ActivationReply, pending: PendingActivation, member: Member) 
     if not answer.member == pending.member == member.name or member.identity_key != pending.identity_key:
         raise AttestationError(f"the answer is not of the {pending.member} that was challenged")
     public = parse_public(pending.attestation)
+    # The proof covers the name and the identity key too, so it cannot serve for another member.
     check_proof(activation_proof(pending.secret, member.name, member.identity_key, public.name), answer.proof)
     return public.key_der
 
@@ -213,6 +215,7 @@ def _from_text(text: str, table: str, names: Iterable[str]) -> tuple[str, dict[s
     except (ValueError, RecursionError):
         raise AttestationError(f"the {what} is not TOML") from None
     fields = tables.get(table)
+    # An unknown field may change the meaning in a later version, so it is refused.
     if set(tables) != {table} or not isinstance(fields, dict) or set(fields) != {"member", *names}:
         raise AttestationError(f"this is no {what}: its fields are others")
     if not all(type(value) is str for value in fields.values()):

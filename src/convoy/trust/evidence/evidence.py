@@ -56,6 +56,7 @@ def provider_binding(provider: bytes) -> bytes:
     ``provider`` is the provider's identity key. A member takes it from the link that it was asked on and from
     its roster, so its evidence counts for no other provider.
     """
+    # Its own label keeps this apart from the binding of any real link.
     return hashlib.sha256(prefixed(PROVIDER_LABEL, b"member of", provider)).digest()
 
 

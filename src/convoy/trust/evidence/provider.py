@@ -162,6 +162,7 @@ def _roster(
     """Return the roster and its operator, if a believed operator signed it; otherwise the reason why not."""
     if not found.roster:
         return None, None, ()
+    # Handovers may lead from any trusted key to the signer, so each trusted key is tried.
     for operator in sorted(rules.operators):
         try:
             signed = verify_roster(found.roster, operator_key=operator)
@@ -183,6 +184,7 @@ def _check_listed(found: ProviderEvidence, claimant: Claimant, roster: Roster) -
             raise AttestationError(
                 f"the evidence of {one.name} is of no member that the provider's roster lists"
             )
+        # Only a head may serve requests, so the provider itself must be one.
         if one.identity == claimant.identity and not member.head:
             raise AttestationError(f"the provider's roster does not allow {one.name} as a head")
 

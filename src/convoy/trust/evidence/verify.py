@@ -79,11 +79,13 @@ class TpmQuote:
         public = parse_public(public_area)
         if public.key_der != context.attestation_key:
             raise AttestationError("the quote is by another key than the enrolled attestation key")
+        # The roster keeps the key without its attributes. The signer's name in the quote binds them.
         check_attestation_key(public)
         check_signature(public, signature, quoted)
         quote = parse_quote(quoted)
         if quote.signer != public.endorsement_name:
             raise AttestationError("the quote names another signer than the enrolled attestation key")
+        # The hardware signs this value with its registers, so a replayed quote or foreign claims fail here.
         if quote.extra != qualifying_data(context.occasion, evidence.claims):
             raise AttestationError("the quote is for another challenge, link, member or claims")
         registers = _registers(quote, values, context.registers)
@@ -107,6 +109,7 @@ def appraise(evidence: Evidence, policy: Policy, context: VerificationContext) -
         claims = decode_claims(evidence.claims)
     except (HandshakeError, FrameError) as error:
         return Verdict(context.member, Level.NONE, (error.message,))
+    # All drifts are reported together, so that the operator mends them at once.
     drifts = [reason for rule in policy.software if (reason := _drift(rule, claims, context))]
     if drifts:
         return Verdict(context.member, Level.NONE, tuple(drifts))
@@ -147,6 +150,7 @@ def _drift(rule: SoftwareRule, claims: Claims, context: VerificationContext) -> 
     allowed = rule.values or (claim_of(context.own, rule.claim),)
     if value in allowed:
         return None
+    # Three values are enough for a message.
     expected = " or ".join(_shown(one) for one in allowed[:3])
     return f"{context.member} says that its {rule.claim} is {_shown(value)}, expected {expected}"
 
@@ -159,6 +163,7 @@ def claim_of(claims: Claims, name: str) -> str:
 
 
 def _shown(text: str) -> str:
+    # The text comes from another machine and goes into logs and terminals.
     return "".join(c if c.isprintable() else "?" for c in text[:_MAX_SHOWN]) or "unknown"
 
 
@@ -174,6 +179,7 @@ def _hardware(evidence: Evidence, policy: Policy, context: VerificationContext) 
 
 
 def _registers(quote: Quote, values: Sequence[bytes], asked: Sequence[int]) -> dict[int, bytes]:
+    # A quote over other registers could leave out the one that changed.
     if quote.pcrs != tuple(asked):
         wanted, got = (",".join(map(str, some)) or "none" for some in (asked, quote.pcrs))
         raise AttestationError(f"the quote is over the registers {got}, expected {wanted}")
@@ -181,6 +187,7 @@ def _registers(quote: Quote, values: Sequence[bytes], asked: Sequence[int]) -> d
         raise AttestationError(
             f"{len(values)} register values came, expected {len(asked)} of {PCR_BYTES} bytes each"
         )
+    # The quote signs only a digest; the values come beside it and must give the same digest.
     if pcr_digest(values) != quote.pcr_digest:
         raise AttestationError("the register values that came are not those in the quote")
     return dict(zip(asked, values, strict=True))

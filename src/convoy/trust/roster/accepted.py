@@ -55,6 +55,7 @@ class AcceptedFile:
             return None
         except OSError as error:
             raise IdentityError(f"cannot read {self.path}: {_why(error)}") from error
+        # Checked on the open file, so that it cannot be exchanged in between.
         if status.st_mode & 0o022 or status.st_uid != os.getuid():
             raise IdentityError(
                 f"{self.path} can be changed by others",
@@ -90,6 +91,7 @@ class AcceptedFile:
                 with contextlib.suppress(OSError):
                     Path(name).unlink()
                 raise
+            # The rename itself must reach the disk too.
             _sync(directory)
         except OSError as error:
             raise IdentityError(f"cannot write {self.path}: {_why(error)}") from error

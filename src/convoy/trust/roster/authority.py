@@ -95,6 +95,7 @@ def open_membership(
         newest, notes = _newer(
             authority, signed, verify_roster(accepted.signed, operator_key=authority.trusted)
         )
+    # Checked only now: an expired file is no error if a newer roster was accepted before.
     newest.roster.require_valid(now())
     me = LocalMember(name, identity, newest.roster)
     if accepted is None or newest.raw != accepted.signed or operator_key != accepted.configured:
@@ -103,6 +104,7 @@ def open_membership(
 
 
 def _trusted(accepted: Accepted, operator_key: bytes) -> bytes:
+    # After a handover, convoy.toml may still name the old key. Any third key means another cluster.
     if operator_key not in (accepted.configured, accepted.trusted):
         raise ConfigError(
             f"convoy.toml names operator {operator_key.hex()[:16]}..., and this identity accepted rosters "
@@ -131,6 +133,7 @@ def _newer(
     if theirs.epoch < ours.epoch:
         note = f"roster epoch {ours.epoch} counts, which came later than epoch {theirs.epoch} of the file"
         return known, (note,)
+    # Two rosters of one epoch would split the cluster, so neither is chosen.
     if theirs.epoch == ours.epoch and offered.digest != known.digest:
         raise RosterError(
             f"the roster file is another roster of epoch {ours.epoch} than the one accepted before: digest "

@@ -40,6 +40,7 @@ def roster_with(roster: Roster, card: EnrolmentCard, now: datetime.datetime) -> 
 
 def why_not(roster: Roster, card: EnrolmentCard, now: datetime.datetime) -> Refusal | None:
     """Return why the card cannot come in, or None. A refusal does not use the invitation up."""
+    # A member that comes back may keep its name.
     known = any(member.identity_key == card.identity_key for member in roster.members)
     if not known and any(member.name == card.name for member in roster.members):
         return Refusal.NAME_TAKEN
@@ -62,6 +63,7 @@ def whose_address(roster: Roster, card: EnrolmentCard) -> Member | None:
 def _members(roster: Roster, card: EnrolmentCard) -> tuple[Member, ...]:
     for index, member in enumerate(roster.members):
         if member.identity_key == card.identity_key:
+            # It keeps its place in the list and its rights.
             back = replace(member, address=card.address, certificate_der=card.certificate_der)
             return (*roster.members[:index], back, *roster.members[index + 1 :])
     newcomer = Member(card.name, card.identity_key, card.certificate_der, card.address)

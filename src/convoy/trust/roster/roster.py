@@ -88,6 +88,7 @@ def make_roster(
     Raises `RosterError` for invalid facts.
     """
     start = (not_before or datetime.datetime.now(datetime.UTC)).astimezone(datetime.UTC)
+    # The file has whole seconds.
     start = start.replace(microsecond=0)
     try:
         end = start + lifetime
@@ -139,6 +140,7 @@ def verify_roster(data: bytes, *, operator_key: bytes) -> SignedRoster:
     Raises `RosterError`.
     """
     body, signature = _split(data)
+    # The body is parsed only after both the path to the signer and the signature hold.
     path = walk(operator_key, signature.operator, signature.handovers)
     try:
         verify(signature.operator, signature.ed25519, _signed_bytes(body, signature.handovers))
@@ -147,6 +149,7 @@ def verify_roster(data: bytes, *, operator_key: bytes) -> SignedRoster:
             "the roster was changed after it was signed", hint="fetch it again, or sign it again"
         ) from None
     roster = parse_body(body)
+    # The cluster and the epoch are in the body, so this check can come only now.
     check_path(path, roster.cluster_id, roster.epoch)
     return SignedRoster(roster, roster.digest, data, signature.operator, signature.handovers)
 

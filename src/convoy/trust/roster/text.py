@@ -96,6 +96,7 @@ def parse_body(body: bytes) -> Roster:
         epoch=get(table, "epoch", int),
         not_before=_time(table, "not_before"),
         expires=_time(table, "expires"),
+        # One more than allowed is read, so that `check_roster` refuses the number without reading the rest.
         members=tuple(_read_member(member) for member in members[: MAX_MEMBERS + 1]),
     )
     check_roster(roster)
