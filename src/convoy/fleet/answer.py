@@ -8,9 +8,9 @@ from convoy.api.keys.repeats import CONTEXT_ERROR
 
 # Names the two ends between which an answer was sealed, as far as the sender of the header knows.
 SEALED_HEADER = "x-convoy-sealed"
-# Of an answer that is not streamed.
+# The limit of an answer that is not streamed.
 MAX_WHOLE_BYTES = 64 * 1024 * 1024
-# Of an engine's body that is no answer.
+# The limit of an engine's refusal.
 MAX_REFUSAL_BYTES = 64 * 1024
 
 

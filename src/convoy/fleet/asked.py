@@ -21,18 +21,18 @@ from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS
 
 Kind = Literal["chat", "completion"]
 
-# Of one answer.
+# The limit of one answer.
 MAX_TOKENS = 1 << 20
 MAX_CHOICES = 128
-# Of the prompt's beginning.
+# The tag covers this much of the prompt's beginning.
 _TAGGED_BYTES = 2048
-# Of text, on average. Used for routing, and for clients that leave an answer.
+# The average of text. It is used for routing, and for clients that leave an answer.
 BYTES_PER_TOKEN = 4
 _MAX_MODEL_CHARS = 255
 # Other names of engines for max_tokens, which some engines prefer to that one. They are refused rather than
 # left out, because a shorter answer than was asked for is another answer.
 _OTHER_LIMITS = ("n_predict", "num_predict", "max_new_tokens", "max_output_tokens")
-# As a value of max_tokens: as if it was not given.
+# This value of max_tokens counts as if none was given.
 _NO_LIMIT = -1
 # The divisor of a prompt's price that is charged for tokenizing it.
 _REFUSED_SHARE = 16
@@ -44,7 +44,7 @@ class ModelOptions:
     """Hold the price of a model, and its defaults."""
 
     price: Price = field(default_factory=Price)
-    # Of a request that names none.
+    # The limit of a request that names none.
     default_max_tokens: int = 1024
 
 
@@ -59,9 +59,9 @@ class Wanted:
     kind: Kind
     model: str
     stream: bool
-    # Of all choices together.
+    # The limit of all choices together.
     max_tokens: int
-    # A guess.
+    # A guess from the body's bytes.
     prompt_tokens: int
     most_prompt_tokens: int
     body_bytes: int

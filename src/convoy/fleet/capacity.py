@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from convoy.errors import ProviderError
 
 MAX_SLOTS = 4096
-# Tokens a second.
+# The limits of a rate, in tokens a second.
 MIN_RATE, MAX_RATE = 1e-3, 1e9
 MAX_COUNT = 1 << 40
 MAX_TEMPLATE_TOKENS = 512
@@ -65,7 +65,7 @@ class Load:
     """Hold a heartbeat's account of one model."""
 
     free_slots: int
-    # Of prompts that wait or run there.
+    # The tokens of prompts that wait or run there.
     queued_tokens: int
     free_memory_bytes: int
     # Tokens a second that each stream got lately, as measured there; 0 if none ran.

@@ -19,7 +19,7 @@ class EventReader:
         self._stream = stream
         self._keep_usage = keep_usage
         self._rest = b""
-        # Seen so far.
+        # The tokens seen so far.
         self.tokens = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0

@@ -27,7 +27,7 @@ from convoy.wire.fleet.messages import (
     Signature,
 )
 
-# Of the request for a lease.
+# The limit of a request for a lease.
 MAX_LEASE_BYTES = 64 * 1024
 MAX_LEASED_BYTES = MAX_LEASE_BYTES + (MAX_EVIDENCE_BYTES + 2) // 3 * 4
 SEALED_TYPE = "application/vnd.convoy.sealed"
@@ -87,7 +87,7 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     lease: RequestId
     request_id: RequestId
-    # Of the sealed body, Unix time.
+    # The sealed body must be opened by then, in Unix time.
     expires_s: Count
     provider: Name
     identity: Bytes32

@@ -9,7 +9,7 @@ from collections import Counter
 from convoy.api.refusals import ClientGone
 from convoy.cluster.metrics.families import Metric, counter
 
-# Of one name. A provider that registers ever new models makes no more.
+# The limit of one metric's sets of labels. A provider that registers ever new models makes no more.
 _MAX_SERIES = 2000
 _OTHERS = "(other)"
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-# In the order in which a request meets them; each is there for every request, 0 where it does not apply.
+# Segments are in the order in which a request meets them. Every request has each, 0 where it does not apply.
 SEGMENTS = (
     "parse",
     "reserve",

@@ -50,7 +50,7 @@ _FIELDS: dict[str, type] = {
 }
 
 Clock = Callable[[], datetime.datetime]
-# Of JSON's values.
+# The values are those of JSON.
 Subject = Mapping[str, object]
 
 

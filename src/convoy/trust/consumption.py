@@ -43,7 +43,7 @@ class Consumption:
             write_private(self._file(USED), f"{who}\n".encode())
             sync_directory(self.directory)
         except OSError as error:
-            # For example a full disk: the file counts if it is there, and no newcomer gets in.
+            # The disk may be full. The file counts if it is there, and no newcomer gets in.
             raise IdentityError(f"cannot write to {self.directory}: {error.strerror}") from error
         except IdentityError as error:
             if not self.used:

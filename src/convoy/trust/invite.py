@@ -116,7 +116,7 @@ def decode_token(text: str) -> Token:
 
     Raises `InviteError`.
     """
-    # Cut before it is split, so that a huge paste costs nothing.
+    # The text is cut before it is split, so that a huge paste costs nothing.
     word = "".join(text[: MAX_TOKEN_CHARS + 1].split()).lower()
     if len(word) > MAX_TOKEN_CHARS:
         raise InviteError(f"the invitation is longer than {MAX_TOKEN_CHARS} characters", hint=_COPY)

@@ -23,7 +23,7 @@ from convoy.fleet.books.store import Store
 
 T = TypeVar("T")
 
-# In one transaction. Each of these jobs waits for all of them.
+# The most jobs in one transaction. Each of them waits for all of them.
 _MAX_TOGETHER = 128
 _END_S = 30.0
 
@@ -111,8 +111,8 @@ class Clerk:
             try:
                 self._write_all(jobs)
             except BaseException:  # noqa: BLE001 - one of them, or the database: each is told its own
-                # One failing job has undone the transaction of all. Each one alone then gets its own result
-                # or error.
+                # One failing job has undone the transaction of all.
+                # Each one alone then gets its own result or error.
                 self._write_each(jobs)
             # A charge is reported only once it is on the disk. Other changes need not wait for that.
             waits = [job for job in jobs if job.survives_power and job.error is None]

@@ -17,7 +17,7 @@ from convoy.fleet.books.price import MAX_MICRO
 from convoy.fleet.books.store import Store
 from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, PROVIDERS
 
-# Made once, because every request needs it.
+# The statement is made once, because every request needs it.
 _TERMS = tuple(API_KEYS.c[one.name] for one in fields(KeyTerms))
 _LOOK_UP = select(API_KEYS.c.account, API_KEYS.c.scope, API_KEYS.c.revoked_s, *_TERMS).where(
     API_KEYS.c.key_hash == bindparam("hash")

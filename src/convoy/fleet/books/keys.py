@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from convoy.api.keys.key_use import KeyLimits
 
 _PREFIX = "convoy-"
-# Of a key as a client sends it.
+# The most characters that are read of a key as a client sends it.
 _MAX_CHARS = 256
 HINT_CHARS = 4
 
@@ -19,7 +19,7 @@ class Scope(enum.Enum):
 
     CONSUMER = "consumer"
     ADMIN = "admin"
-    # For scrapers: it reads counts, and can do nothing else.
+    # A scraper's key reads counts, and can do nothing else.
     METRICS = "metrics"
 
 

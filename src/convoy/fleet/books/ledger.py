@@ -22,14 +22,14 @@ from convoy.fleet.books.store import Store
 from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, CHARGES, LEDGER
 
 RESERVED, SETTLED, RELEASED = "reserved", "settled", "released"
-# Of an Idempotency-Key.
+# The limit of an Idempotency-Key.
 MAX_KEY_CHARS = 128
-# Answers for one key, none of which was delivered completely.
+# The most answers for one key, none of which was delivered completely.
 MAX_SERVED = 4
-# How long a key and the HMAC of its body are kept.
+# A key and the HMAC of its body are kept this long.
 KEY_LIFE_S = 24 * 3600
 
-# Made once, because composing a statement costs more than SQLite takes for running it.
+# The statements are made once, because composing one costs more than SQLite takes for running it.
 _BALANCE = select(ACCOUNTS.c.balance_micro).where(ACCOUNTS.c.name == bindparam("of"))
 _ADD = (
     update(ACCOUNTS)

@@ -8,7 +8,7 @@ from convoy.errors import ConfigError
 
 # The limit of any amount: a JSON number holds it exactly.
 MAX_MICRO = 1 << 53
-# For a million tokens.
+# The limit of the price of a million tokens.
 _MAX_PRICE = 10**15
 _MILLION = 1_000_000
 

@@ -42,7 +42,7 @@ _NEW_DATABASE = (
     "name a new one with --database, or move the file away; its accounts, keys, ledger and approvals of "
     "providers are not taken over"
 )
-# As Alembic defines it.
+# Alembic defines this table.
 _VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
 _SCHEMES = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 
@@ -89,7 +89,7 @@ class Store:
         ):
             yield connection
         if survives_power:
-            # Outside the lock, so that the next writer need not wait for the disk.
+            # The lock is free by now, so that the next writer need not wait for the disk.
             self.sync()
 
     def sync(self) -> None:

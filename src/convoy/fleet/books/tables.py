@@ -41,7 +41,7 @@ API_KEYS = Table(
     "api_keys",
     METADATA,
     Column("key_hash", LargeBinary(32), primary_key=True),
-    # Null for an administrator's key.
+    # An administrator's key has no account.
     Column("account", String(64), ForeignKey("accounts.name"), nullable=True),
     Column("scope", String(16), nullable=False),
     Column("label", String(64), nullable=False),
@@ -66,14 +66,14 @@ CHARGES = Table(
     # The coordinator that holds it.
     Column("instance", String(64), nullable=False),
     Column("idempotency_key", String(128), nullable=True),
-    # Under a secret that the database does not have; kept for a day at most.
+    # The secret of the HMAC is not in the database. The HMAC is kept for a day at most.
     Column("body_mac", LargeBinary(32), nullable=True),
     Column("model", String(255), nullable=False),
     # One of reserved, settled, released.
     Column("state", String(16), nullable=False),
     Column("reserved_micro", BigInteger, nullable=False),
     Column("settled_micro", BigInteger, nullable=False),
-    # Under its key before, for answers that were incomplete.
+    # The cost of earlier, incomplete answers for the same Idempotency-Key.
     Column("paid_micro", BigInteger, nullable=False),
     # Delivered completely, as far as can be known.
     Column("delivered", Boolean, nullable=False),
@@ -84,14 +84,14 @@ CHARGES = Table(
     Column("served", Integer, nullable=False),
     Column("created_s", BigInteger, nullable=False),
     Column("ended_s", BigInteger, nullable=True),
-    # Of a key with a spend limit.
+    # The API key, if it has a spend limit.
     Column("key_hash", LargeBinary(32), nullable=True),
     UniqueConstraint("account", "idempotency_key", name="once"),
     CheckConstraint("settled_micro <= reserved_micro", name="never_more_than_held"),
 )
 Index("charges_by_account", CHARGES.c.account, CHARGES.c.created_s)
 Index("charges_by_state", CHARGES.c.state, CHARGES.c.instance)
-# For finding keys that are a day old.
+# The index finds keys that are a day old.
 Index("charges_by_key", CHARGES.c.idempotency_key)
 
 # Append-only: an account's balance is the sum of its entries.

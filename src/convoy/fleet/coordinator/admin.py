@@ -144,8 +144,8 @@ class _Admin:
     async def metrics(self, request: Request) -> Response:
         """Return the metrics. They need a key of their own kind, so that a scraper can do nothing else."""
         await self._admit(request, Scope.METRICS)
-        # Collect on the event loop's thread, so that all figures are of one moment. Only the formatting is
-        # slow.
+        # Collect on the event loop's thread, so that all figures
+        # are of one moment. Only the formatting is slow.
         families = list(self._coordinator.families())
         text = await asyncio.to_thread(text_of, [lambda: [*families, *self._served()]])
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST, "cache-control": "no-store"})
@@ -244,8 +244,8 @@ class _Admin:
         Raises `Unauthenticated`, `Forbidden` or `RateLimited`.
         """
         grant = await caller_of(self._coordinator.directory, Headers(scope=request.scope), scope)
-        # The call counts against the key's rate. No call here runs long enough to count against its
-        # concurrency.
+        # The call counts against the key's rate. No call here
+        # runs long enough to count against its concurrency.
         self._coordinator.key_uses.of(grant).begin()
 
     async def _do(

@@ -230,8 +230,8 @@ class Coordinator:
 
     def _is_crowded(self, address: str) -> bool:
         most, of_one = self.options.max_greeting, self.options.max_greeting_of_address
-        # A proxy that ends TLS on this machine dials for every provider, so loopback has no limit per
-        # address.
+        # A proxy that ends TLS on this machine dials for every
+        # provider, so loopback has no limit per address.
         alone = self._greeting[address] >= of_one and not is_loopback(address)
         return alone or self._greeting.total() >= most
 

@@ -30,7 +30,7 @@ class CoordinatorOptions:
     queue: QueueLimits = field(default_factory=QueueLimits)
     # Chunks of an answer that may be in flight.
     window: int = 32
-    # For a provider to gather its evidence and register.
+    # A provider has this long to gather its evidence and register.
     greeting_s: float = 20.0
     # A provider without a heartbeat for this long is gone.
     silence_s: float = 20.0
@@ -38,14 +38,14 @@ class CoordinatorOptions:
     max_failed_proofs: int = 3
     # What the evidence of providers must show.
     trust: ProviderRules = field(default_factory=ProviderRules)
-    # Added to the time that reading the prompt should take.
+    # This is added to the time that reading the prompt should take.
     first_token_s: float = 60.0
-    # Added for an answer that is not streamed, while its provider says that it is alive.
+    # This is added for an answer that is not streamed, while its provider says that it is alive.
     whole_s: float = 900.0
-    # Between two chunks.
+    # The longest wait between two chunks.
     chunk_s: float = 120.0
     max_attempts: int = 5
-    # For the sealed body of a lease to arrive.
+    # A lease waits this long for its sealed body.
     lease_use_s: float = 15.0
     # Leases of one account that wait for their bodies.
     max_leases: int = 256
@@ -56,7 +56,7 @@ class CoordinatorOptions:
     max_greeting_of_address: int = 32
     # How long a provider with a key that is not approved may wait on its socket.
     approval_s: float = 120.0
-    # Between two checks whether another coordinator has approved it.
+    # The wait between two checks whether another coordinator has approved the provider.
     approval_poll_s: float = 2.0
     # Sockets that wait for approval.
     max_unapproved: int = 64
@@ -65,9 +65,9 @@ class CoordinatorOptions:
     traces: Traces = NO_TRACES
     # Records what administrators do.
     audit: AuditLog | None = None
-    # For the cache salts of accounts.
+    # The key of the accounts' cache salts.
     cache_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    # For the MACs of bodies that come with an Idempotency-Key. The key is kept outside the database.
+    # The key of the MACs of bodies that come with an Idempotency-Key. It is kept outside the database.
     body_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     # How often keys and HMACs that are a day old are forgotten.
     forget_every_s: float = 600.0

@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 
 # How long a key for requests is offered. The socket is made anew with another key before that.
 _KEY_S = 20 * 3600
-# For the requests that run at that time.
+# The requests that run at that time have this long to end.
 _KEY_DRAIN_S = 600.0
 _OPEN_S, _GREETING_S = 10.0, 30.0
 # A coordinator that was refused need not answer the farewell.
@@ -137,7 +137,7 @@ class Provider:
         self._key_made_s = time.time()
         self._seen = SeenRequests()
         self._running: dict[str, tuple[Provided, asyncio.Task[None]]] = {}
-        # By request.
+        # The model of each running request.
         self._models: dict[str, str] = {}
         self._draining = asyncio.Event()
         # This socket takes no new requests.
@@ -168,8 +168,8 @@ class Provider:
             try:
                 await self._connected()
             except CoordinatorUnproved as error:
-                # Once the right coordinator was reached, a relay in between must not end the provider for
-                # good.
+                # A provider that once reached the right coordinator
+                # must not end because of a relay in between.
                 if not self._was_registered:
                     raise
                 self._say(f"refused: {error.message}")

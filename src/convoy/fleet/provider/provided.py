@@ -30,7 +30,7 @@ from convoy.fleet.provider.pace import StreamRates
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
 from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Serve
 
-# Between two signs of life while the engine is silent.
+# The time between two signs of life while the engine is silent.
 _STILL_HERE_S = 5.0
 # Request ids that are remembered until they expire.
 _MAX_SEEN = 1 << 17
@@ -225,8 +225,8 @@ class Provided:
                 for start in range(0, len(passed), MAX_CHUNK_BYTES):
                     await self._chunk(sealer, passed[start : start + MAX_CHUNK_BYTES])
                 if not reader.ended and reader.tokens > most_given(max_tokens):
-                    # The engine gives more than was asked. It is paid for no more than that, whatever it was
-                    # asked for.
+                    # The engine gives more than was asked. It is paid
+                    # for no more than that, whatever it was asked for.
                     await self._chunk(sealer, b"data: [DONE]\n\n")
                     await self._end(sealer, reader.prompt_tokens or self.prompt_tokens, max_tokens)
                     return

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 _PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _CONNECT_S, _READ_S = 10.0, 600.0
 _MAX_MODELS_BYTES = 1024 * 1024
-# Of each request that measures the rates.
+# The sizes of each request that measures the rates.
 _TRIAL_TOKENS, _TRIAL_PROMPT = 24, 512
 _TRIAL_WORD = "Count."
 

@@ -55,7 +55,7 @@ class AcceptedFile:
             return None
         except OSError as error:
             raise IdentityError(f"cannot read {self.path}: {_why(error)}") from error
-        # Checked on the open file, so that it cannot be exchanged in between.
+        # The open file is checked, so that it cannot be exchanged in between.
         if status.st_mode & 0o022 or status.st_uid != os.getuid():
             raise IdentityError(
                 f"{self.path} can be changed by others",
@@ -79,7 +79,7 @@ class AcceptedFile:
         directory = self.path.parent
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
-            # Made with mode 0600.
+            # `mkstemp` makes the file with mode 0600.
             descriptor, name = tempfile.mkstemp(dir=directory, prefix=f".{FILE}.")
             try:
                 with os.fdopen(descriptor, "wb") as file:

@@ -43,7 +43,7 @@ class OperatorAuthority:
         """Accept a roster: see `transport.membership.Authority`."""
         operator = verify_roster(signed, operator_key=self.trusted).operator
         if self._file is not None:
-            # Saved before it counts, so that a crash in between forgets no accepted roster.
+            # It is saved before it counts, so that a crash in between forgets no accepted roster.
             self._file.save(Accepted(self._configured, operator, signed))
         self.trusted = operator
         self._log(roster, source)
@@ -95,7 +95,7 @@ def open_membership(
         newest, notes = _newer(
             authority, signed, verify_roster(accepted.signed, operator_key=authority.trusted)
         )
-    # Checked only now: an expired file is no error if a newer roster was accepted before.
+    # This check comes last: an expired file is no error if a newer roster was accepted before.
     newest.roster.require_valid(now())
     me = LocalMember(name, identity, newest.roster)
     if accepted is None or newest.raw != accepted.signed or operator_key != accepted.configured:

@@ -80,8 +80,8 @@ def check_roster(roster: Roster) -> None:
         raise RosterError("the roster expires before it is valid")
     if not 1 <= len(roster.members) <= MAX_MEMBERS:
         raise RosterError(f"the roster lists {len(roster.members)} members, expected 1 to {MAX_MEMBERS}")
-    # Reading a certificate is the costly part. Each is read once, because members can send old rosters to be
-    # judged.
+    # Reading a certificate is the costly part. Each is read
+    # once, because members can send old rosters to be judged.
     tls_keys = [check_member(member) for member in roster.members]
     _check_distinct(roster, "name", [member.name for member in roster.members])
     _check_distinct(roster, "identity key", [member.identity_key for member in roster.members])

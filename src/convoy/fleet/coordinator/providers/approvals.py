@@ -23,7 +23,7 @@ class Approvals:
     def __init__(self, options: CoordinatorOptions, name_of: Callable[[bytes], str | None]) -> None:
         self._options = options
         self._name_of = name_of
-        # In order of their calls, the newest last.
+        # Keys are in the order of their calls, the newest last.
         self._called: dict[bytes, None] = {}
         self._waiting: dict[bytes, asyncio.Event] = {}
         self._of_address: Counter[str] = Counter()
@@ -73,8 +73,8 @@ class Approvals:
 
     def _check_room(self, identity: bytes, address: str) -> None:
         options = self._options
-        # A proxy that ends TLS on this machine dials for every provider, so loopback has no limit per
-        # address.
+        # A proxy that ends TLS on this machine dials for every
+        # provider, so loopback has no limit per address.
         alone = self._of_address[address] >= options.max_unapproved_of_address and not is_loopback(address)
         if alone or identity in self._waiting or len(self._waiting) >= options.max_unapproved:
             raise Unapproved(identity)

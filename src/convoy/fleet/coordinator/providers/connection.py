@@ -60,7 +60,7 @@ from convoy.wire.text import plain_text
 _log = logging.getLogger(__name__)
 
 _MAX_REQUEST_KEY_S = 24 * 3600
-# For the other side to take the last messages, before the connection is cut.
+# The other side has this long to take the last messages, before the connection is cut.
 _CLOSE_S = 5.0
 
 
@@ -353,7 +353,7 @@ class ProviderSocket:
 
     async def _prove_now_and_then(self) -> None:
         while True:
-            # Checked once after joining too: the provider may have been revoked meanwhile.
+            # The first check comes right after joining, because the provider may have been revoked meanwhile.
             await self._check_approved()
             await asyncio.sleep(self._options.prove_every_s)
             if self._proof is not None:

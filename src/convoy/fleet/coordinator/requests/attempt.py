@@ -25,11 +25,11 @@ from convoy.fleet.seen import SeenText
 from convoy.fleet.timing import Timing
 from convoy.wire.fleet.messages import Began, Chunk, Done, Serve
 
-# In which a sealed request may be opened.
+# A provider may open a sealed request within this time.
 LEASE_S = 600
 # The most that reading a prompt may take, whatever rate a provider offered.
 _MOST_READ_S = 600.0
-# Kept before a first token.
+# The most bytes that are kept before a first token.
 _MAX_EARLY_BYTES = 4 * 1024 * 1024
 _MAX_WHOLE_BYTES = MAX_WHOLE_BYTES + _MAX_EARLY_BYTES
 
@@ -148,12 +148,12 @@ class Attempt:
         # Whether the last chunk is here.
         self._said = False
         self._sent_s = 0.0
-        # From the send to the first token.
+        # The time from the send to the first token.
         self.first_s = 0.0
         self.outcome: BilledOutcome | None = None
-        # As far as it is not sealed.
+        # A sealed answer's own status stays unknown here.
         self.status = 200
-        # The body, for any other status.
+        # The body of an answer with any other status.
         self._refusal = bytearray()
 
     async def send(self, timing: Timing, trace: str = "") -> None:
@@ -167,7 +167,7 @@ class Attempt:
         with timing.measure("encrypt"):
             serve = self._seal.serve(registration, self._request_id)
         if trace:
-            # Random ids, which no seal covers.
+            # The trace has random ids only, and no seal covers it.
             serve = msgspec.structs.replace(serve, trace=trace)
         with timing.measure("dispatch"):
             self._answer = await self._socket.ask(serve)

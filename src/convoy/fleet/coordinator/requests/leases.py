@@ -221,8 +221,8 @@ class UseLease:
             raise RequestError(
                 f"a sealed body of {len(sealed)} bytes for at most {way.wanted.most_prompt_tokens} tokens"
             )
-        # A client that leaves pays for the prompt too, and for no fewer tokens than the sealed body must
-        # hold.
+        # A client that leaves pays for the prompt too, and
+        # for no fewer tokens than the sealed body must hold.
         least = least_prompt_tokens(len(sealed))
         way.wanted = replace(
             way.wanted,

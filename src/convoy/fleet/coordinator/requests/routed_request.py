@@ -95,7 +95,7 @@ class RoutedRequest:
     parent: str = ""
     span: TraceSpan = NO_SPAN
     sealed: str = "by-coordinator"
-    # Of the request's API key.
+    # The use of the request's API key.
     use: RequestUse | None = None
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -125,8 +125,8 @@ class RoutedRequest:
             try:
                 await asyncio.shield(reserving)
             except asyncio.CancelledError:
-                # The reservation completes whatever the client does. So wait for it, and give back what it
-                # held.
+                # The reservation completes whatever the client
+                # does. So wait for it, and give back what it held.
                 with contextlib.suppress(ConvoyError):
                     await reserving
                     await self.end(None)
@@ -204,8 +204,8 @@ class RoutedRequest:
         self.coordinator.counts.provider_failed(self.provider)
         assert self.ask is not None, "what failed was placed"
         is_full = isinstance(error, ProviderFailed) and error.full
-        # A full provider is no failure: the request waits for another slot as any other request does, and as
-        # long.
+        # A full provider is no failure: the request waits for
+        # another slot as any other request does, and as long.
         self.num_failures += not is_full or time.monotonic() >= self.ask.deadline_s
         self.ask = self.coordinator.failed(self.ask)
 

@@ -290,8 +290,8 @@ class Dispatcher:
                 f"account, and at most {queue.max_waiting} and {queue.max_per_account} may"
             )
         elif model.mean_output and model.seats.num_open() and now_s + wait_s > ask.deadline_s:
-            # Before a first answer, sizes are guesses from bytes, and far too inaccurate to refuse a request
-            # for them.
+            # Before a first answer, sizes are guesses from bytes,
+            # and far too inaccurate to refuse a request for them.
             why = (
                 f"it would be this request's turn in about {wait_s:.0f} s, and it may wait "
                 f"{ask.deadline_s - now_s:.0f} s"

@@ -27,7 +27,7 @@ class FairQueue:
         self.max_waiting = max_waiting
         self.max_per_account = max_per_account
         self._asks: dict[int, RouteRequest] = {}
-        # In the order of their turns.
+        # Accounts are in the order of their turns.
         self._accounts: OrderedDict[str, OrderedDict[int, RouteRequest]] = OrderedDict()
         self._deadlines: list[tuple[float, int]] = []
         # Worst-case tokens of the running requests, by account.
@@ -98,8 +98,8 @@ class FairQueue:
         not_placed: dict[Demands, int] = {}
         for account in self._turns():
             num_tried = 0
-            # A demand that keeps an account's oldest request waiting, such as a level, need not keep its
-            # others.
+            # A demand that keeps an account's oldest request
+            # waiting, such as a level, need not keep its others.
             for number, ask in self._accounts[account].items():
                 demands = ask.level, ask.trusted, ask.excluded
                 if num_tried >= _MAX_TRIED or ask.prompt_tokens >= not_placed.get(demands, math.inf):
