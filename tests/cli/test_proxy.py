@@ -44,7 +44,7 @@ def test_a_proxy_starts_from_its_file_and_ends_when_it_is_told_to(tmp_path: Path
         body = {"model": "m", "messages": []}
         answer = httpx.post(f"{ready['url']}/v1/chat/completions", json=body, trust_env=False)
         assert answer.status_code == 503
-        assert "not to be reached" in answer.json()["error"]["message"]
+        assert "cannot be reached" in answer.json()["error"]["message"]
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
@@ -55,7 +55,7 @@ def test_a_proxy_starts_from_its_file_and_ends_when_it_is_told_to(tmp_path: Path
     ("arguments", "reason"),
     [
         ([], "a coordinator and --api-key-file are needed"),
-        (["http://127.0.0.1:1", "--api-key-file", "key"], "trusts nobody"),
+        (["http://127.0.0.1:1", "--api-key-file", "key"], "trusts no key"),
         (["http://example.com", "--api-key-file", "key", "--trust-provider", KEY.hex()], "without TLS"),
         (["http://127.0.0.1:1", "--api-key-file", "key", "--trust-operator", "ab"], "is no key"),
     ],

@@ -12,7 +12,7 @@ from convoy.fleet.outward import why_unreachable
 
 async def refused() -> BaseException:
     with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))  # nobody listens there
+        one.bind(("127.0.0.1", 0))  # no process listens there
         async with httpx.AsyncClient(trust_env=False) as client:
             with pytest.raises(httpx.HTTPError) as caught:
                 await client.get(f"http://127.0.0.1:{one.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""The audit log: what is written holds, what is changed is found, and nothing happens that is not written."""
+"""Verify audit logs: entries hold, changes are found, and no action happens without its entry."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def changed(lines: list[bytes]) -> list[bytes]:
 
 
 def resigned(lines: list[bytes]) -> list[bytes]:
-    """Somebody without the key who signs with another one."""
+    """Sign with another key, as an attacker without the right one would."""
     fields = json.loads(lines[1])
     thief = OperatorKey.generate()
     fields.pop("signature")

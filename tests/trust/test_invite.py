@@ -1,4 +1,4 @@
-"""Tokens: what comes back, what is refused, and that time is told with both clocks."""
+"""Encode and decode tokens: the values that come back, the refusals, and errors with both clocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest under the operator's key: what was changed, or another signed, is refused."""
+"""Verify a manifest under the operator's key: changed ones, and those of another key, are refused."""
 
 from __future__ import annotations
 

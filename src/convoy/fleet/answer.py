@@ -1,4 +1,4 @@
-"""What coordinator, provider and proxy agree on of an answer, beside its bytes."""
+"""Define what coordinator, provider and proxy agree on about an answer, beside its bytes."""
 
 from __future__ import annotations
 
@@ -6,27 +6,33 @@ import msgspec
 
 from convoy.api.keys.repeats import CONTEXT_ERROR
 
-SEALED_HEADER = "x-convoy-sealed"  # between whom an answer was sealed, as whoever sends the header knows
-MAX_WHOLE_BYTES = 64 * 1024 * 1024  # of an answer that is no stream
-MAX_REFUSAL_BYTES = 64 * 1024  # of an engine's body that is no answer
+# Names the two ends between which an answer was sealed, as far as the sender of the header knows.
+SEALED_HEADER = "x-convoy-sealed"
+# The limit of an answer that is not streamed.
+MAX_WHOLE_BYTES = 64 * 1024 * 1024
+# The limit of an engine's refusal.
+MAX_REFUSAL_BYTES = 64 * 1024
 
 
 class AnswerHead(msgspec.Struct, frozen=True):
-    """The first sealed piece of every answer."""
+    """Hold the first sealed piece of every answer."""
 
     status: int
     content_type: str
 
 
 class AnswerCounts(msgspec.Struct, frozen=True):
-    """The last sealed piece of every answer: what its provider counts."""
+    """Hold the last sealed piece of every answer: the provider's counts."""
 
     prompt_tokens: int
     completion_tokens: int
 
 
 def is_of_engine(status: int) -> bool:
-    """Whether an engine that answers so refuses whoever asks, so that another may answer."""
+    """Return whether a status refuses the asker rather than the request.
+
+    Another engine may then answer the request.
+    """
     return status in {401, 403, 404, 408, 429} or status >= 500
 
 
@@ -40,6 +46,6 @@ def is_too_long(refusal: bytes) -> bool:
 
 
 def start(status: int, headers: dict[str, str]) -> dict[str, object]:
-    """ASGI's first message of an answer."""
+    """Return ASGI's first message of an answer."""
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     return {"type": "http.response.start", "status": status, "headers": encoded}

@@ -1,4 +1,4 @@
-"""A consumer's body, as far as the coordinator must know it: what it may cost and where it may go."""
+"""Read a consumer's body as far as the coordinator must know it: its possible cost and its routing."""
 
 from __future__ import annotations
 
@@ -21,54 +21,64 @@ from convoy.fleet.capacity import MAX_TEMPLATE_TOKENS
 
 Kind = Literal["chat", "completion"]
 
-MAX_TOKENS = 1 << 20  # of one answer
+# The limit of one answer.
+MAX_TOKENS = 1 << 20
 MAX_CHOICES = 128
-_TAGGED_BYTES = 2048  # of the prompt's beginning
-BYTES_PER_TOKEN = 4  # of text, on average: for routing, and for who leaves an answer
+# The tag covers this much of the prompt's beginning.
+_TAGGED_BYTES = 2048
+# The average of text. It is used for routing, and for clients that leave an answer.
+BYTES_PER_TOKEN = 4
 _MAX_MODEL_CHARS = 255
-# Other names of engines for max_tokens, which some believe before that one. They are refused rather than left
-# out, because a shorter answer than was asked for is another answer.
+# Other names of engines for max_tokens, which some engines prefer to that one. They are refused rather than
+# left out, because a shorter answer than was asked for is another answer.
 _OTHER_LIMITS = ("n_predict", "num_predict", "max_new_tokens", "max_output_tokens")
-_NO_LIMIT = -1  # of max_tokens: as if it was not given
-_REFUSED_SHARE = 16  # of a prompt's price, for making it into tokens
+# This value of max_tokens counts as if none was given.
+_NO_LIMIT = -1
+# The divisor of a prompt's price that is charged for tokenizing it.
+_REFUSED_SHARE = 16
 _SALT_LABEL = b"convoy cache salt v1"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """What consumers are told of a model, and what it costs them."""
+    """Hold the price of a model, and its defaults."""
 
     price: Price = field(default_factory=Price)
-    default_max_tokens: int = 1024  # of a request that names none
+    # The limit of a request that names none.
+    default_max_tokens: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """``body`` is what the provider gets; ``most_prompt_tokens`` is what is held for the prompt.
+    """Hold a request as the coordinator counts it.
 
-    ``body_bytes``: of the body as it came, or as it may be at most where it is sealed.
+    ``body`` is the body for the provider. ``most_prompt_tokens`` is held for the prompt. ``body_bytes`` is
+    the size of the body as it came, or the most that it may be if it is sealed.
     """
 
     kind: Kind
     model: str
     stream: bool
-    max_tokens: int  # of all choices together
-    prompt_tokens: int  # a guess
+    # The limit of all choices together.
+    max_tokens: int
+    # A guess from the body's bytes.
+    prompt_tokens: int
     most_prompt_tokens: int
     body_bytes: int
     tag: bytes
     body: bytes
 
-    def __repr__(self) -> str:  # no prompt, whoever formats this
+    # Every formatted form leaves the prompt out.
+    def __repr__(self) -> str:
         return f"Wanted({self.kind}, {len(self.body)} bytes)"
 
 
 def read_wanted(
     data: bytes, kind: Kind, account: str, models: Mapping[str, ModelOptions], cache_key: bytes = b""
 ) -> Wanted:
-    """Raises `RequestError` naming the field; all else in the body is the provider's to judge.
+    """Return the request. Raises `RequestError` naming the field; the provider judges all other fields.
 
-    ``cache_key``: a secret, from which ``account`` gets the salt under which an engine keeps its prefixes.
+    ``cache_key`` is a secret. From it ``account`` gets the salt under which an engine keeps its prefixes.
     """
     data = data.removeprefix(codecs.BOM_UTF8)
     check_shape(data)
@@ -99,7 +109,7 @@ def read_wanted(
         stream=stream,
         max_tokens=each * choices,
         prompt_tokens=max(1, len(data) // BYTES_PER_TOKEN),
-        # a token has a byte or more; what a chat template adds is bounded by the offer of each provider
+        # A token has a byte or more. Each provider's offer bounds the tokens that a chat template adds.
         most_prompt_tokens=len(data) + MAX_TEMPLATE_TOKENS,
         body_bytes=len(data),
         tag=hashlib.sha256(f"{account}\n{model}\n".encode() + beginning).digest(),
@@ -108,12 +118,12 @@ def read_wanted(
 
 
 def refused_prompt_tokens(prompt_tokens: int) -> int:
-    """Return what a prompt costs that an engine refused as too long: it was made into tokens, and no more."""
+    """Return the charge for a prompt that an engine refused as too long: the engine only tokenized it."""
     return max(1, prompt_tokens // _REFUSED_SHARE)
 
 
 def fields_of(data: bytes) -> dict[str, msgspec.Raw]:
-    """Of JSON that is an object, each value as it was written: written anew, a number may be far longer."""
+    """Return each value of a JSON object as it was written: re-encoded, a number may be far longer."""
     return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
 
 
@@ -125,7 +135,7 @@ def _bounded(body: bytes) -> bytes:
 
 
 def _salt(cache_key: bytes, account: str, own: object) -> str:
-    """Of an account, which others cannot know; with a salt of its own, accounts of its own."""
+    """Return an account's salt, which others cannot know. A client's own salt divides the account further."""
     said = b"" if own is None else msgspec.json.encode(own)
     return hmac.digest(cache_key, prefixed(_SALT_LABEL, account.encode(), said), "sha256").hex()
 

@@ -1,4 +1,4 @@
-"""What a provider says of itself: how many requests it runs at once, and how fast."""
+"""Describe a provider's capacity as it reports it: requests at once, and their speed."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from convoy.errors import ProviderError
 
 MAX_SLOTS = 4096
-MIN_RATE, MAX_RATE = 1e-3, 1e9  # tokens a second
+# The limits of a rate, in tokens a second.
+MIN_RATE, MAX_RATE = 1e-3, 1e9
 MAX_COUNT = 1 << 40
 MAX_TEMPLATE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """For one model. Rates are measured by the provider, in tokens a second.
+    """Hold a provider's capacity for one model. The provider measures the rates, in tokens a second.
 
     ``decode_rate`` is that of a lone stream, ``batch_rate`` that of ``slots`` streams together.
-    ``template_tokens``: what the model's chat template adds to a prompt.
+    ``template_tokens`` are the tokens that the model's chat template adds to a prompt.
     """
 
     slots: int
@@ -29,7 +30,7 @@ class Capacity:
     template_tokens: int = 0
 
     def check(self) -> None:
-        """Raises `ProviderError` for what no provider can be."""
+        """Check that the figures are possible. Raises `ProviderError`."""
         if not 1 <= self.slots <= MAX_SLOTS:
             raise ProviderError(f"a provider offers {self.slots} slots, expected 1 to {MAX_SLOTS}")
         for name in ("decode_rate", "batch_rate", "prefill_rate"):
@@ -50,7 +51,10 @@ class Capacity:
             )
 
     def token_s(self, running: int) -> float:
-        """Seconds a token takes in each of ``running`` streams: from a lone one to all slots, a line."""
+        """Return the seconds that a token takes in each of ``running`` streams.
+
+        The time grows linearly from a lone stream to all slots.
+        """
         alone = 1 / self.decode_rate
         full = max(alone, self.slots / self.batch_rate)
         return alone + (full - alone) * (max(1, running) - 1) / max(1, self.slots - 1)
@@ -58,16 +62,19 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A heartbeat's account of one model, now."""
+    """Hold a heartbeat's account of one model."""
 
     free_slots: int
-    queued_tokens: int  # of prompts that wait or run there
+    # The tokens of prompts that wait or run there.
+    queued_tokens: int
     free_memory_bytes: int
-    decode_rate: float  # tokens a second that each stream got lately, as measured there; 0: none ran
-    streams: float = 1.0  # so many at once, in the mean
+    # Tokens a second that each stream got lately, as measured there; 0 if none ran.
+    decode_rate: float
+    # Streams at once, in the mean.
+    streams: float = 1.0
 
     def check(self) -> None:
-        """Raises `ProviderError` for counts that cannot be."""
+        """Check that the counts are possible. Raises `ProviderError`."""
         for name in ("free_slots", "queued_tokens", "free_memory_bytes"):
             count = getattr(self, name)
             if not 0 <= count <= MAX_COUNT:

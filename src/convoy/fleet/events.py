@@ -1,4 +1,4 @@
-"""What an answer of an upstream says of itself: how many tokens it gave, and how many it read."""
+"""Read the token counts in an upstream's answer: the tokens that it gave, and those that it read."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ _DONE = b"[DONE]"
 
 
 class EventReader:
-    """Reads an answer as it passes. ``keep_usage``: whoever asked wants the event with the counts."""
+    """Read an answer as it passes. ``keep_usage``: the client wants the event with the counts."""
 
     def __init__(self, *, stream: bool, keep_usage: bool = True) -> None:
         self._stream = stream
         self._keep_usage = keep_usage
         self._rest = b""
-        self.tokens = 0  # seen so far
+        # The tokens seen so far.
+        self.tokens = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0
-        self.ended = False  # it said that it is complete
+        # The upstream said that the answer is complete.
+        self.ended = False
 
     def feed(self, data: bytes) -> bytes:
-        """The whole events in what came so far, as they are to be passed on. Raises `ProviderError`."""
+        """Return the complete events so far, as they are to be passed on. Raises `ProviderError`."""
         *events, self._rest = (self._rest + data).replace(b"\r\n", b"\n").split(b"\n\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             raise ProviderError(f"an event of the upstream has more than {MAX_EVENT_BYTES} bytes")
@@ -33,13 +35,13 @@ class EventReader:
         return b"".join(event + b"\n\n" for event in kept)
 
     def whole(self, data: bytes) -> None:
-        """An answer that is no stream."""
+        """Read an answer that is not streamed."""
         self._count(_object(data))
         self.tokens = max(1, self.completion_tokens)
         self.ended = True
 
     def _event(self, event: bytes) -> bool:
-        """Whether to pass it on."""
+        """Return whether to pass the event on."""
         lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
         if not lines:
             return bool(event.strip())
@@ -70,7 +72,8 @@ def _says_something(choice: object) -> bool:
     if not isinstance(choice, dict):
         return False
     delta = choice.get("delta")
-    if isinstance(delta, dict):  # tool calls, refusals, reasoning under whatever name: all are tokens
+    # Tool calls, refusals and reasoning under any name are all tokens.
+    if isinstance(delta, dict):
         return any(value for name, value in delta.items() if name != "role")
     return bool(choice.get("text"))
 

@@ -1,4 +1,4 @@
-"""What a proxy and a coordinator say to each other before a sealed body: JSON, bytes in it as base64."""
+"""Define the messages between a proxy and a coordinator before a sealed body: JSON, with bytes as base64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from convoy.wire.fleet.messages import (
     Signature,
 )
 
-MAX_LEASE_BYTES = 64 * 1024  # of what is asked
+# The limit of a request for a lease.
+MAX_LEASE_BYTES = 64 * 1024
 MAX_LEASED_BYTES = MAX_LEASE_BYTES + (MAX_EVIDENCE_BYTES + 2) // 3 * 4
 SEALED_TYPE = "application/vnd.convoy.sealed"
 ANSWER_TYPE = "application/vnd.convoy.answer"
@@ -37,11 +38,12 @@ _Keys = Annotated[list[Bytes32], msgspec.Meta(max_length=1000)]
 
 
 class LeaseAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Proxy to coordinator. Nothing in it is text of the request, nor a hash that text could be tried on.
+    """Hold a proxy's request for a lease. It has no text, and no hash against which text could be tried.
 
-    ``most_prompt_tokens``: at least as many as the sealed body has bytes. ``tag`` and ``body_tag`` are of the
-    beginning and of the whole, under a key of the proxy's. ``providers`` and ``operators``: whose it trusts.
-    ``level``: the least that evidence must prove; the proxy judges for itself what it is given.
+    ``most_prompt_tokens`` is at least the number of bytes of the sealed body. ``tag`` and ``body_tag`` name
+    the beginning and the whole, under a key of the proxy's. ``providers`` and ``operators`` are the keys that
+    it trusts. ``level`` is the least that evidence must prove; the proxy also verifies the evidence by
+    itself.
     """
 
     model: Name
@@ -58,12 +60,12 @@ class LeaseAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def said(self) -> bytes:
-        """What an Idempotency-Key is of: what a request may cost, and what its proxy calls its body."""
+        """Return the bytes that an Idempotency-Key stands for: the cost facts, and the proxy's body tag."""
         facts = self.model, self.kind, self.stream, self.most_prompt_tokens, self.max_tokens
         return "\n".join(map(str, facts)).encode() + b"\n" + self.body_tag
 
     def wanted(self, account: str) -> Wanted:
-        """As the coordinator counts it: without a body."""
+        """Return the request as the coordinator counts it, without a body."""
         return Wanted(
             kind=self.kind,
             model=self.model,
@@ -78,11 +80,15 @@ class LeaseAsked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Coordinator to proxy: seal to this provider, soon. The provider's own words are as it sent them."""
+    """Hold a coordinator's answer: seal to this provider, soon.
+
+    The provider's own fields are as it sent them.
+    """
 
     lease: RequestId
     request_id: RequestId
-    expires_s: Count  # of the sealed body, Unix time
+    # The sealed body must be opened by then, in Unix time.
+    expires_s: Count
     provider: Name
     identity: Bytes32
     request_key: PublicKey
@@ -93,19 +99,19 @@ class Lease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reseal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Coordinator to proxy, in answer to a sealed body: its provider failed, seal it to another."""
+    """Hold a coordinator's answer to a sealed body: its provider failed, so seal it to another one."""
 
     reseal: Lease
 
 
 def least_prompt_tokens(sealed_bytes: int) -> int:
-    """A guess, as for a body in clear, at the shortest body that is padded to so many sealed bytes."""
-    # each step of the padding is at most half as long again as the one before
+    """Return a guess, as for a body in clear, at the shortest body that is padded to so many sealed bytes."""
+    # Each step of the padding is at most half as long again as the one before.
     return max(1, (sealed_bytes - sealed_size(0)) * 2 // 3 // BYTES_PER_TOKEN)
 
 
 def read_lease_asked(data: bytes) -> LeaseAsked:
-    """Raises `RequestError`."""
+    """Return a proxy's request for a lease. Raises `RequestError`."""
     try:
         asked = msgspec.json.decode(data, type=LeaseAsked)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -119,7 +125,7 @@ L = TypeVar("L", Lease, Reseal)
 
 
 def read_lease(data: bytes, kind: type[L]) -> L:
-    """On the proxy. Raises `FrameError`, without quoting what came."""
+    """Return the coordinator's answer, on the proxy. Raises `FrameError`, without quoting the data."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -127,7 +133,10 @@ def read_lease(data: bytes, kind: type[L]) -> L:
 
 
 def facts_of(lease: Lease, wanted: Wanted) -> RequestFacts:
-    """What a body under this lease is bound to; the proxy and the coordinator both know all of it."""
+    """Return the facts that a body under this lease is bound to.
+
+    The proxy and the coordinator know them all.
+    """
     return RequestFacts(
         provider=lease.provider,
         key_id=key_id_of(lease.request_key),

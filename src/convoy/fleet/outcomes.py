@@ -1,4 +1,4 @@
-"""How a request ended: as a word for logs, as a label, and how many did."""
+"""Name how a request ended: as a word for logs, as a label, and as a count."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections import Counter
 from convoy.api.refusals import ClientGone
 from convoy.cluster.metrics.families import Metric, counter
 
-_MAX_SERIES = 2000  # of one name: who registers ever new models makes no more
+# The limit of one metric's sets of labels. A provider that registers ever new models makes no more.
+_MAX_SERIES = 2000
 _OTHERS = "(other)"
 
 
 class LabelSums:
-    """Sums by labels, of which there are at most ``_MAX_SERIES``; then the rest goes under one."""
+    """Sum amounts by labels. Beyond ``_MAX_SERIES`` sets of labels, all others share one."""
 
     def __init__(self, *labels: str) -> None:
         self._labels = labels
@@ -35,11 +36,11 @@ class LabelSums:
 
 
 def outcome_of(error: BaseException) -> str:
-    """A word for the log."""
+    """Return a word for the log."""
     gone = isinstance(error, asyncio.CancelledError | ClientGone)
     return "client gone" if gone else type(error).__name__
 
 
 def word_of(outcome: str) -> str:
-    """A label of what a log line says: `QueueFull` is queue_full, "client gone" is client_gone."""
+    """Return a log line's outcome as a label: `QueueFull` is queue_full, "client gone" is client_gone."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])|\s+", "_", outcome or "unknown").lower()

@@ -1,4 +1,4 @@
-"""Connections that leave this machine: verified, and as this says, whatever the environment says."""
+"""Verify the connections that leave this machine, whatever the environment says."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from convoy.errors import ConfigError
 
 
 def why_unreachable(error: BaseException) -> str:
-    """Of an exception of whatever library asked, in words."""
+    """Return the reason of a connection error in words, for the exceptions of any library."""
     causes = [error]
     while (deeper := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 10:
         causes.append(deeper)
-    for one in reversed(causes):  # the system's own word is the deepest
+    # The system's own error is the deepest.
+    for one in reversed(causes):
         if isinstance(one, TimeoutError):
             return "it did not answer in time"
         if isinstance(one, ssl.SSLError):
@@ -29,13 +30,14 @@ def why_unreachable(error: BaseException) -> str:
 
 
 def verified_tls() -> ssl.SSLContext:
-    """The system's authorities, and nothing of the environment, where the default one logs its secrets.
+    """Return a context with the system's authorities, and nothing of the environment.
 
-    Raises `ConfigError` where the system has none.
+    The default context writes its secrets to the file that SSLKEYLOGFILE names. Raises `ConfigError` if the
+    system has no authorities.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # not `load_default_certs`, which lets SSL_CERT_FILE replace them
+    # `load_default_certs` would let SSL_CERT_FILE replace them.
     paths = ssl.get_default_verify_paths()
     file, folder = Path(paths.openssl_cafile), Path(paths.openssl_capath)
     if not file.is_file() and not folder.is_dir():

@@ -1,25 +1,27 @@
-"""How much text an answer shows to whoever asked: what a provider may be paid for is bounded by it."""
+"""Count the text that an answer shows to the client. It bounds the provider's bill."""
 
 from __future__ import annotations
 
 import msgspec
 
-MAX_LINE_BYTES = 1024 * 1024  # a longer line of a stream counts for nothing
-# they are the same in every event, and no token of an answer
+# A longer line of a stream counts for nothing.
+MAX_LINE_BYTES = 1024 * 1024
+# These are the same in every event, and no token of an answer.
 _NO_TEXT = frozenset({"role", "id", "type", "index", "finish_reason"})
 
 
 class SeenText:
-    """Counts the bytes of text in an answer as it passes. What makes no sense counts for nothing."""
+    """Count the bytes of text in an answer as it passes. Invalid data counts for nothing."""
 
     def __init__(self) -> None:
-        self._line = bytearray()  # the last one, which has no end yet
+        # The last line, which has no end yet.
+        self._line = bytearray()
         self.bytes = 0
 
     def feed(self, data: bytes) -> None:
         """Take the next piece of a stream of events.
 
-        Each byte is looked at once, however small the pieces are: a provider chooses their size.
+        Each byte is read once, however small the pieces are, because a provider chooses their size.
         """
         *ended, rest = data.split(b"\n")
         for part in ended:
@@ -30,11 +32,11 @@ class SeenText:
         self._keep(rest)
 
     def _keep(self, part: bytes) -> None:
-        """Add to the line. Of one that is too long no more is kept than shows that it is."""
+        """Append to the line. A line that is too long is kept only up to one byte over the limit."""
         self._line += part[: MAX_LINE_BYTES + 1 - len(self._line)]
 
     def whole(self, data: bytes) -> None:
-        """Take an answer that is no stream, or one event of a stream."""
+        """Take an answer that is not streamed, or one event of a stream."""
         try:
             found = msgspec.json.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -46,7 +48,7 @@ class SeenText:
 
 
 def _text_bytes(said: object) -> int:
-    """Return the bytes of all text in there."""
+    """Return the bytes of all text inside ``said``."""
     count, left = 0, [said]
     while left:
         one = left.pop()

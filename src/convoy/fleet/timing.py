@@ -1,4 +1,4 @@
-"""How long a request spent in each part of its way, by one monotonic clock."""
+"""Measure how long a request spends in each part of its way, by one monotonic clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-# In the order in which a request meets them; each is there for every request, 0 where it does not apply.
+# Segments are in the order in which a request meets them. Every request has each, 0 where it does not apply.
 SEGMENTS = (
     "parse",
     "reserve",
@@ -23,10 +23,10 @@ SEGMENTS = (
 
 
 class Timing:
-    """Begins with the request's arrival. Tries after a failure add to what the first ones took."""
+    """Measure from the request's arrival. Tries after a failure add to the times of the earlier ones."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, *, parts: bool = False) -> None:
-        """``parts``: keep also when each was, for traces."""
+        """Start the clock. ``parts``: keep also when each segment ran, for traces."""
         self._clock = clock
         self._parts: list[tuple[str, float, float]] | None = [] if parts else None
         self.began_s = clock()
@@ -34,7 +34,7 @@ class Timing:
 
     @contextmanager
     def measure(self, segment: str) -> Iterator[None]:
-        """What happens inside belongs to ``segment``, also where it raises."""
+        """Count the time inside as ``segment``, also if it raises."""
         began = self._clock()
         try:
             yield
@@ -42,38 +42,41 @@ class Timing:
             self.add(segment, self._clock() - began)
 
     def add(self, segment: str, seconds: float) -> None:
-        """To what ``segment`` took so far. KeyError for one that is not in SEGMENTS."""
+        """Add seconds to ``segment``. Raises KeyError for one that is not in SEGMENTS."""
         self._spent_s[segment] = self._spent_s[segment] + max(0.0, seconds)
         if self._parts is not None:
             end_s = self.age_s
             self._parts.append((segment, max(0.0, end_s - seconds), end_s))
 
     def reach(self, segment: str) -> None:
-        """``segment`` is what passed since the request came: first_token and total_e2e."""
+        """Set ``segment`` to the time since the request came: for first_token and total_e2e."""
         self._spent_s[segment] = self.age_s
 
     @property
     def age_s(self) -> float:
-        """Since the request came."""
+        """Return the seconds since the request came."""
         return self._clock() - self.began_s
 
     def parts(self) -> list[tuple[str, float, float]]:
-        """Each segment that was spent, once per try: from and to when, in seconds since the request came."""
+        """Return each segment that took time, once per try: its name, start and end.
+
+        Times are in seconds since the request came.
+        """
         first_s = self._spent_s["first_token"]
         reached = [("first_token", 0.0, first_s)] if first_s else []
         return [*(self._parts or ()), *reached]
 
     def us(self) -> dict[str, int]:
-        """Whole microseconds by segment: at least 1 where anything was spent."""
+        """Return whole microseconds by segment: at least 1 if any time was spent."""
         return {
             f"{segment}_us": max(1, round(1e6 * seconds)) if seconds else 0
             for segment, seconds in self._spent_s.items()
         }
 
     def header(self) -> dict[str, str]:
-        """X-Timing with what is known by now."""
+        """Return X-Timing with the times so far."""
         return {"x-timing": msgspec.json.encode(self.us()).decode()}
 
     def seconds(self) -> dict[str, float]:
-        """By segment."""
+        """Return seconds by segment."""
         return dict(self._spent_s)

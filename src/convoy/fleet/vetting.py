@@ -1,4 +1,4 @@
-"""A coordinator's judgement of its providers' evidence, by its operator's rules."""
+"""Verify providers' evidence by the rules of the coordinator's or the proxy's operator."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ from convoy.wire.messages.claims import Claims
 
 
 class ProviderVetting:
-    """Threads may share it."""
+    """Verify evidence. Threads may share it."""
 
     def __init__(self, rules: ProviderRules, own: Claims | None = None) -> None:
-        """``own``: what this process would claim of its software, for rules that say "same"."""
+        """Set the rules.
+
+        ``own`` are the claims that this process would make of its software, for rules that say "same".
+        """
         self.rules = rules
         self._known = own
 
     @functools.cached_property
     def _own(self) -> Claims:
-        """Looked up only where a rule says "same": it reads every file of the package."""
+        """Return this process's claims.
+
+        Only a rule that says "same" needs them: they read every file of the package.
+        """
         if self._known is None and all(rule.values for rule in self.rules.policy.software):
             return Claims("", {}, "", "", [])
         return self._known or own_claims()
@@ -35,12 +41,12 @@ class ProviderVetting:
     def judge(
         self, evidence: bytes, claimant: Claimant, challenged: Challenged | None = None
     ) -> ProviderVerdict:
-        """A verdict that suffices. Raises `AttestationError` with the reason for one that does not."""
+        """Return a verdict that suffices. Raises `AttestationError` with the reason for one that does not."""
         now = datetime.datetime.now(datetime.UTC)
         verdict = appraise_provider(evidence, claimant, self.rules, self._own, challenged=challenged, now=now)
         self.rules.require(verdict)
         return verdict
 
     async def judged(self, evidence: bytes, claimant: Claimant, challenged: Challenged) -> ProviderVerdict:
-        """As `judge`, on a thread: a large cluster's signatures take milliseconds."""
+        """Judge on a thread, because a large cluster's signatures take milliseconds; otherwise as `judge`."""
         return await asyncio.to_thread(self.judge, evidence, claimant, challenged)

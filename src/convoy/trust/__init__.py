@@ -1,1 +1,4 @@
-"""Signed facts: rosters, evidence and policies, invitations, signed models and audit logs. No sockets."""
+"""Sign and check facts: rosters, evidence and policies, invitations, signed models and audit logs.
+
+No sockets.
+"""

@@ -1,8 +1,8 @@
-"""The audit log: what operators, administrators and members did, as a chain of signed entries in a file.
+"""Keep the audit log: the acts of operators, administrators and members, as a file of chained signed entries.
 
 A line is one entry: canonical JSON with a number, the SHA-256 of the line before and a signature by the key
-that acts. Layout: docs/protocol.md, "Audit log". An entry is on disk before its action is done: an action
-whose entry cannot be written is refused.
+that acts. Layout: docs/protocol.md, "Audit log". An entry is on disk before its action is done: an action is
+refused if its entry cannot be written.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ _FIELDS: dict[str, type] = {
 }
 
 Clock = Callable[[], datetime.datetime]
-Subject = Mapping[str, object]  # of JSON's values
+# The values are those of JSON.
+Subject = Mapping[str, object]
 
 
 class Signer(Protocol):
-    """A key that acts: an operator's, or a member's identity."""
+    """Sign as a key that acts: an operator's, or a member's identity."""
 
     public_key: bytes
 
@@ -64,7 +65,10 @@ class Signer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of a log. ``hash``: hex SHA-256 of the line without its end, which the next entry names."""
+    """Hold one line of a log.
+
+    ``hash`` is the hex SHA-256 of the line without its line break. The next entry names it.
+    """
 
     number: int
     fields: Mapping[str, Any]
@@ -73,9 +77,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedLog:
-    """A chain that holds. ``head``: the last entry's hash; ``num_torn_bytes``: of a last line without an end.
+    """Describe a chain that was verified.
 
-    ``num_after``: how many entries follow the expected one; None where none was expected.
+    ``head`` is the last entry's hash. ``num_torn_bytes`` is the length of a last line without a line break.
+    ``num_after`` counts the entries after the expected one; None if none was expected.
     """
 
     num_entries: int
@@ -102,7 +107,7 @@ def local_origin() -> str:
 
 
 class AuditLog:
-    """Appends to one file under one key. Several processes and threads may: a file lock orders them."""
+    """Append entries to one file under one key. A file lock orders several processes and threads."""
 
     def __init__(
         self,
@@ -122,10 +127,10 @@ class AuditLog:
     def append(
         self, action: str, subject: Subject, *, actor: str | None = None, origin: str | None = None
     ) -> Entry:
-        """Write one entry; it is on disk when this returns. Call it before the action.
+        """Write one entry, and return it once it is on disk. Call this before the action.
 
-        ``subject`` has names, ids and digests, never secrets. ``actor`` and ``origin``: in place of the log's
-        own and of this process's user. Raises `AuditError`: then the action must not be done.
+        ``subject`` has names, ids and digests, never secrets. ``actor`` and ``origin`` replace the log's own
+        actor and this process's user. Raises `AuditError`: then the action must not be done.
         """
         try:
             with self._locked() as descriptor:
@@ -139,7 +144,7 @@ class AuditLog:
 
     @contextlib.contextmanager
     def doing(self, action: str, subject: Subject) -> Iterator[None]:
-        """Append before the block; a block that fails gets an entry that says so. Raises `AuditError`."""
+        """Append an entry before the block, and another one if the block fails. Raises `AuditError`."""
         begun = self.append(action, subject)
         try:
             yield
@@ -159,7 +164,8 @@ class AuditLog:
             self._wait_for_lock(descriptor)
             yield descriptor
         finally:
-            os.close(descriptor)  # which gives the lock back, as the end of the process does
+            # Closing gives the lock back, as the end of the process does.
+            os.close(descriptor)
 
     def _wait_for_lock(self, descriptor: int) -> None:
         until_s = time.monotonic() + self._lock_timeout_s
@@ -178,6 +184,8 @@ class AuditLog:
         size = os.fstat(descriptor).st_size
         start = max(0, size - 2 * (MAX_ENTRY_BYTES + 1))
         tail = os.pread(descriptor, size - start, start)
+        # A crash may have left a last line without its line break. The tail holds two entries, so it has the
+        # last whole one too.
         whole, end, torn = tail.rpartition(b"\n")
         last = self._last(whole.rpartition(b"\n")[2]) if end else None
         if last is None and size > len(torn):
@@ -185,6 +193,7 @@ class AuditLog:
         if len(torn) > MAX_ENTRY_BYTES:
             raise AuditError(f"{self.path}: its torn last line is longer than {MAX_ENTRY_BYTES} bytes")
         lines = []
+        # A torn line may have been an action's entry, so its removal gets an entry of its own.
         if torn:
             found = {"num_bytes": len(torn), "sha256": hashlib.sha256(torn).hexdigest()}
             lines.append(self._line(TORN, found, self._actor, origin, last))
@@ -192,11 +201,15 @@ class AuditLog:
         lines.append(self._line(action, subject, actor, origin, last))
         self._write(descriptor, size - len(torn), torn, b"".join(line + b"\n" for line in lines))
         if size == 0:
+            # A new file's name must reach the disk too.
             sync_directory(self.path.parent)
         return _entry(lines[-1])
 
     def _last(self, line: bytes) -> Entry:
-        """The last entry, which must be ours: no entry is appended to a chain that is broken at its end."""
+        """Return the last entry, after checking it. Raises `AuditError`, also for an entry by another key.
+
+        No entry is appended to a chain that is broken at its end.
+        """
         try:
             entry = _entry(line)
             _check_signature(entry)
@@ -232,7 +245,10 @@ class AuditLog:
         return line
 
     def _write(self, descriptor: int, at: int, before: bytes, data: bytes) -> None:
-        """In place of a torn line ``before``, at its offset. A write that fails leaves the file as it was."""
+        """Write ``data`` at ``at``, in place of the torn line ``before``.
+
+        A failed write leaves the file as it was.
+        """
         try:
             written = os.pwrite(descriptor, data, at)
             if written != len(data):
@@ -275,7 +291,7 @@ def read_entries(path: Path) -> Iterator[Entry | int]:
 def verify_log(path: Path, *, expected: str | None = None, key: str | None = None) -> VerifiedLog:
     """Check every signature, number and link of a log.
 
-    ``expected``: a hash that was noted before, which must be in the chain. ``key``: that must have signed.
+    ``expected`` is a hash noted before, which must be in the chain. ``key`` must have signed every entry.
     Raises `AuditError` for an entry that was changed, moved, removed or made by another key, and for an end
     that was cut off before the expected hash.
     """
@@ -291,6 +307,7 @@ def verify_log(path: Path, *, expected: str | None = None, key: str | None = Non
             raise AuditError(f"{where} has number {entry.number}: an entry was moved, removed or added")
         if entry.fields["previous"] != head:
             raise AuditError(f"{where} does not follow the entry before it: one of the two was changed")
+        # Without a given key, the first entry's key must sign all others.
         key = key or entry.fields["key"]
         if entry.fields["key"] != key:
             raise AuditError(f"{where} is of key {entry.fields['key'][:16]}..., expected {key[:16]}...")
@@ -311,7 +328,7 @@ def verify_log(path: Path, *, expected: str | None = None, key: str | None = Non
 
 
 def _entry(line: bytes) -> Entry:
-    """Raises `AuditError` for a line that is no entry, or not written as we write it."""
+    """Return the entry of a line. Raises `AuditError` if it is no entry, or not written in canonical form."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -323,6 +340,7 @@ def _entry(line: bytes) -> Entry:
             raise AuditError(f"its field {name} is not of type {kind.__name__}")
     if fields["version"] != VERSION:
         raise AuditError(f"it has version {fields['version']}, expected {VERSION}")
+    # Every entry has one spelling, so that the hash of the line is the hash of the fields.
     if _canonical(fields) != line:
         raise AuditError("it is not written as canonical JSON")
     return Entry(fields["sequence"], fields, hashlib.sha256(line).hexdigest())
@@ -348,5 +366,5 @@ def _canonical(fields: Mapping[str, Any]) -> bytes:
 def _unwritable(path: Path, why: str) -> AuditError:
     return AuditError(
         f"cannot write the audit log {path}: {why}",
-        hint="nothing was done: what is not in the log is not allowed to happen",
+        hint="nothing was done: an action that is not in the log is not allowed",
     )

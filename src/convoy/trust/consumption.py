@@ -1,7 +1,7 @@
-"""That an invitation is used once is a fact on disk: a file whose creation is the use itself.
+"""Record on disk that an invitation was used once: a file is created, and its creation is the use itself.
 
-``<id>.used`` is created exclusively and reaches the disk before anybody is answered; ``<id>.ended`` says
-later what came of it. So after a crash at any point an invitation is either unused or used, never both.
+``<id>.used`` is created exclusively and reaches the disk before any newcomer is answered. ``<id>.ended``
+later records the outcome. So after a crash at any point an invitation is either unused or used, never both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Consumption:
-    """The durable state of one invitation, in a private directory of the operator's."""
+    """Hold the durable state of one invitation, in a private directory of the operator's."""
 
     directory: Path
     invitation_id: str
@@ -36,13 +36,14 @@ class Consumption:
     def consume(self, who: str) -> None:
         """Use the invitation up for ``who`` (text for people). Raises `InviteError` if it is used already.
 
-        Two processes that hold the same invitation cannot both get through.
+        Of two processes that hold the same invitation, only one can succeed.
         """
         make_private_directory(self.directory)
         try:
             write_private(self._file(USED), f"{who}\n".encode())
             sync_directory(self.directory)
-        except OSError as error:  # a full disk: the file counts if it is there, and nobody gets in
+        except OSError as error:
+            # The disk may be full. The file counts if it is there, and no newcomer gets in.
             raise IdentityError(f"cannot write to {self.directory}: {error.strerror}") from error
         except IdentityError as error:
             if not self.used:
@@ -52,7 +53,7 @@ class Consumption:
             ) from error
 
     def end(self, outcome: str) -> None:
-        """Write down what came of it: `ENROLLED`, `DECLINED` or `GONE`."""
+        """Record the outcome: `ENROLLED`, `DECLINED` or `GONE`."""
         write_private(self._file(ENDED), f"{outcome}\n".encode())
         sync_directory(self.directory)
 
@@ -61,7 +62,10 @@ class Consumption:
 
 
 def unfinished(directory: Path) -> list[str]:
-    """For whom invitations were used up without an outcome: their process ended in between."""
+    """Return the newcomers with invitations that were used up without an outcome.
+
+    The process of such an invitation ended in between.
+    """
     try:
         used = sorted(directory.glob(f"*{USED}"))
     except OSError:
@@ -74,7 +78,7 @@ def unfinished(directory: Path) -> list[str]:
 
 
 def forget(directory: Path) -> None:
-    """Give every invitation without an outcome the outcome ``interrupted``, once that has been said."""
+    """Give every invitation without an outcome the outcome ``interrupted``, after the operator was told."""
     for file in directory.glob(f"*{USED}"):
         if _ID.fullmatch(file.stem) and not file.with_suffix(ENDED).exists():
             Consumption(directory, file.stem).end("interrupted")

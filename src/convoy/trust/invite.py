@@ -1,4 +1,4 @@
-"""The token of an invitation: one word that a person pastes, with all that a newcomer must know.
+"""Encode the token of an invitation: one word that a person pastes, with all that a newcomer must know.
 
 ``convoy1`` and base32 in lower case: addresses, cluster id, the operator's public key, the fingerprint of the
 listener's certificate, expiry and the secret, with a checksum at the end. Layout: docs/protocol.md,
@@ -27,7 +27,8 @@ MAX_LIFETIME_S = 3600
 MAX_SKEW_S = 120
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")  # a wrong one leads nowhere: the fingerprint decides
+# A wrong host leads nowhere, because the fingerprint decides.
+_HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,253}")
 _CHECKSUM_BYTES = 4
 _KEY_BYTES = 32
 _COPY = "copy the whole line that `convoy invite` printed; it is one word that begins with convoy1"
@@ -35,7 +36,10 @@ _COPY = "copy the whole line that `convoy invite` printed; it is one word that b
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """An invitation. ``expires`` is in Unix seconds; ``addresses`` are (host, port), tried in their order."""
+    """Hold an invitation.
+
+    ``expires`` is in Unix seconds; ``addresses`` are (host, port), tried in their order.
+    """
 
     cluster_id: str
     operator_key: bytes
@@ -62,22 +66,26 @@ class Token:
 
     @property
     def invitation(self) -> bytes:
-        """SHA-256 over everything but the secret: what both ends mix into their transcript."""
+        """Return the SHA-256 over everything but the secret. Both ends mix it into their transcript."""
+        # Both ends can compute it without telling the secret.
         return hashlib.sha256(prefixed(LABEL, b"invitation", self._head, self._tail)).digest()
 
     @property
     def id(self) -> str:
-        """Names the invitation in files and logs, without its secret."""
+        """Return the invitation's name in files and logs, without its secret."""
         return invitation_id(self.secret, self.invitation)
 
     def encode(self) -> str:
-        """The word to paste."""
+        """Return the word to paste."""
         body = self._head + self.secret + self._tail
         text = base64.b32encode(body + _checksum(body)).decode().rstrip("=").lower()
         return PREFIX + text
 
     def require_usable(self, now: datetime.datetime) -> None:
-        """Raises `InviteError` once it expired, or before it can have been made: both times are named."""
+        """Raise `InviteError` once the invitation has expired, or before it can have been made.
+
+        Both errors name both times.
+        """
         seconds = now.timestamp()
         clock = f"and it is {_shown(seconds)} here"
         if seconds >= self.expires:
@@ -104,7 +112,11 @@ class Token:
 
 
 def decode_token(text: str) -> Token:
-    """Read a token; white space within it (a line that was wrapped) is no harm. Raises `InviteError`."""
+    """Return the token in a text; white space within it (a line that was wrapped) does no harm.
+
+    Raises `InviteError`.
+    """
+    # The text is cut before it is split, so that a huge paste costs nothing.
     word = "".join(text[: MAX_TOKEN_CHARS + 1].split()).lower()
     if len(word) > MAX_TOKEN_CHARS:
         raise InviteError(f"the invitation is longer than {MAX_TOKEN_CHARS} characters", hint=_COPY)
@@ -116,9 +128,11 @@ def decode_token(text: str) -> Token:
     except (binascii.Error, UnicodeEncodeError):
         data = b""
     body, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]
+    # The checksum catches a bad paste. It proves nothing: the secret and the keys do that.
     if not body or checksum != _checksum(body):
         raise InviteError("the invitation is damaged: a part is missing or was changed", hint=_COPY)
     token = _read(_Reader(body))
+    # Every token has one spelling, so that no second text means the same invitation.
     if token.encode() != word:
         raise InviteError("the invitation is damaged: it is not written as convoy writes it", hint=_COPY)
     return token
@@ -179,9 +193,8 @@ def _encode_address(address: tuple[str, int]) -> bytes:
         ip = ipaddress.ip_address(host)
     except ValueError:
         return b"\0" + _short(host) + port.to_bytes(2, "big")
-    if (
-        isinstance(ip, ipaddress.IPv6Address) and ip.scope_id is not None
-    ):  # which only names an interface here
+    # A scope names an interface of this machine only, so the address stays text.
+    if isinstance(ip, ipaddress.IPv6Address) and ip.scope_id is not None:
         return b"\0" + _short(host) + port.to_bytes(2, "big")
     return bytes([ip.version]) + ip.packed + port.to_bytes(2, "big")
 

@@ -1,10 +1,11 @@
-"""A model that the operator vouches for: the digest of its manifest, under the key that signs rosters.
+"""Sign a model as an operator: the digest of its manifest, under the key that signs rosters.
 
     {"digest": "...", "hub": "org/name@commit", "model": "...", "operator": "...", "signature": "..."}
     {"files": ..., "tensors": ..., "version": 1}
 
-Two lines: what is signed, and the manifest itself, whose SHA-256 is the digest. So whoever has the file can
-check every tensor without anybody having read all of them, and the file may come from anywhere.
+The first line is signed. The second one is the manifest itself, and its SHA-256 is the digest. So every
+holder of the file can check each tensor, although no machine has read all of them, and the file may come from
+anywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from convoy.crypto.identity import OperatorKey, verify
 from convoy.crypto.keys import prefixed
 from convoy.errors import HandshakeError, ModelError
 
-MAX_SIGNED_BYTES = (64 << 20) + 8192  # a manifest's limit, and the first line
+# A manifest's limit, and the first line.
+MAX_SIGNED_BYTES = (64 << 20) + 8192
 _MAX_LINE_BYTES = 8192
 _MAX_NAME = 512
 _LABEL = b"convoy signed model v1"
@@ -29,7 +31,10 @@ _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class SignedModel:
-    """``hub`` is ``org/name@commit``, or empty; ``manifest`` the encoding that has the ``digest``."""
+    """Hold a verified signed model.
+
+    ``hub`` is ``org/name@commit``, or empty; ``manifest`` is the encoding that has the ``digest``.
+    """
 
     model: str
     hub: str
@@ -39,7 +44,7 @@ class SignedModel:
 
 
 def sign_model(model: str, hub: str, manifest: bytes, key: OperatorKey) -> bytes:
-    """The file. ``manifest`` is a manifest's encoding, which has no line break."""
+    """Return the file. ``manifest`` is a manifest's encoding, which has no line break."""
     digest = hashlib.sha256(manifest).hexdigest()
     said = {
         "digest": digest,
@@ -52,7 +57,10 @@ def sign_model(model: str, hub: str, manifest: bytes, key: OperatorKey) -> bytes
 
 
 def verify_signed_model(data: bytes, *, operator_key: bytes) -> SignedModel:
-    """Raises ModelError for a file that this operator did not sign, or that was changed."""
+    """Return the signed model.
+
+    Raises ModelError for a file that this operator did not sign, or that was changed.
+    """
     line, _, rest = data.partition(b"\n")
     manifest = rest.removesuffix(b"\n")
     said = _parse(line)
@@ -68,6 +76,7 @@ def verify_signed_model(data: bytes, *, operator_key: bytes) -> SignedModel:
         verify(operator_key, signature, _text(signed.model, signed.hub, signed.digest))
     except (ValueError, HandshakeError):
         raise ModelError("the signature of the signed model does not hold: it was changed") from None
+    # The signature covers only the digest, so the manifest is compared with it.
     found = hashlib.sha256(manifest).hexdigest()
     if found != signed.digest:
         raise ModelError(

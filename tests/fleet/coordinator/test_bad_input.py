@@ -1,4 +1,4 @@
-"""What must not be, line by line: a proper status and message, and no effect on who is served meanwhile."""
+"""Send invalid input, line by line: a proper status and message, and no effect on other requests."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _bystanders(blind: Blind) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Line:
-    """What is sent, and what becomes of it."""
+    """Hold an invalid request, and the expected outcome."""
 
     ask: Callable[[Blind], httpx.Response]
     status: int
@@ -261,7 +261,7 @@ def test_an_answer_that_is_given_twice_is_read_and_paid_for_once(blind: Blind) -
         assert streamed(answer.text) == "4."
         assert answer.text.count("[DONE]") == 1
         raw.send(Heartbeat([]))
-        asked = pool.submit(ask, blind)  # what came twice is nobody's, and the next request is served
+        asked = pool.submit(ask, blind)  # the double belongs to no request, and the next one is served
         mine = raw.next_request()
         for message in whole(mine, opened(raw, mine, "twice")):
             raw.send(message)

@@ -67,7 +67,7 @@ def charged(
     answer: Answer = greedy,
     status: int = 200,
 ) -> int:
-    """Return what an answer costs, by default of one character, whose provider says so many tokens."""
+    """Return the cost of an answer, by default of one character, for the tokens that its provider reports."""
     offer = Offer(MODEL, 4, 10.0, 20.0, 100.0, 4096, template_tokens)
     before = fleet.ledger.balance("ann")
 

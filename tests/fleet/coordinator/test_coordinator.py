@@ -79,7 +79,7 @@ def test_a_stream_comes_through_and_ends_with_the_rest_of_its_times(served: Flee
     comment = answer.text.strip().rpartition("\n\n")[2]
     times = msgspec.json.decode(comment.removeprefix(": timing "))
     assert times["total_e2e_us"] >= times["first_token_us"] > 0
-    assert "usage" not in answer.text  # nobody asked for it
+    assert "usage" not in answer.text  # it was not asked for
     assert "usage" in ask(served, 1, 1, stream=True, stream_options={"include_usage": True}).text
 
 

@@ -1,4 +1,4 @@
-"""Sockets of providers that read nothing, come twice, or never say who they are, and no network."""
+"""Test sockets of providers that read nothing, come twice, or never name themselves, without a network."""
 
 from __future__ import annotations
 

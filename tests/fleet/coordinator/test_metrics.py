@@ -1,4 +1,4 @@
-"""What a coordinator says to whoever scrapes it, after requests that went well and others that did not."""
+"""Scrape a coordinator after requests that went well and others that did not."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_after_a_whole_answer_the_same_idempotency_key_is_another_request(blind:
 
 
 def test_a_key_of_a_blind_request_is_no_key_to_larger_ones(blind: Blind) -> None:
-    """What is sealed may be another body each time, whatever its tag says."""
+    """Seal another body each time: the tag does not bind it."""
     before, key = at_rest(blind), blind.fleet.key
     lease = read_lease(lease_of(blind, key, "one key").content, Lease)
     wanted = read_wanted(msgspec.json.encode(question(20, 22, max_tokens=50)), "chat", "", {})
@@ -395,7 +395,7 @@ def test_without_anybody_to_trust_nothing_is_sent_unless_that_is_allowed(blind: 
     assert refused.status_code == 503
     assert "trust the provider with key" in refused.json()["error"]["message"]
     assert found_in(blind.hostile.got, "52713391+19282736") == []
-    with pytest.raises(ConfigError, match="trusts nobody"):
+    with pytest.raises(ConfigError, match="trusts no key"):
         run_proxy(blind.fleet.url, "key", ProxyOptions(Trust()), ServeOptions(port=0))
     with pytest.raises(ConfigError, match="loopback alone"):
         run_proxy(blind.fleet.url, "key", ProxyOptions(nobody), ServeOptions("192.0.2.1", 0))

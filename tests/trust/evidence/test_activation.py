@@ -1,4 +1,4 @@
-"""Enrolment by files: who may ask, what the operator checks, and what an answer proves."""
+"""Enrol by files: the members that may ask, the operator's checks, and the proof in an answer."""
 
 from __future__ import annotations
 

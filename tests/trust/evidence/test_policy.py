@@ -1,4 +1,4 @@
-"""Policy files: what is demanded is what was written, and what is not understood is refused."""
+"""Read policy files: the demands are those that were written, and unknown ones are refused."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_an_empty_file_demands_nothing() -> None:
         ("[[attestation.pcr]]\nindex = 24\nvalues = []", "not 0 to 23"),
         ("[[attestation.pcr]]\nindex = 7\nvalues = []", "not a list of SHA-256 digests"),
         ("[[attestation.pcr]]\nindex = 7\nvalues = ['AB']", "not a list of SHA-256 digests"),
-        ("[[attestation.pcr]]\nindex = 7\nvalues = ['" + "a" * 64 + "']\nmembers = []", "names nobody"),
+        ("[[attestation.pcr]]\nindex = 7\nvalues = ['" + "a" * 64 + "']\nmembers = []", "names no member"),
         ("[[attestation.pcr]]\nindex = 7\nvalues = ['" + "a" * 64 + "']\nbank = 'sha1'", "bank is unknown"),
         ("[[placement]]\nkeep = ['embedding']\non = 'self_signed'", "keeps nothing where it belongs"),
         ("[[placement]]\nkeep = ['embedding']\non = 'none'", "keeps nothing where it belongs"),
@@ -113,7 +113,7 @@ def test_an_empty_file_demands_nothing() -> None:
         ("[[offer]]\nmax_memory_gb = nan", "max_memory_gb is nan"),
         ("[[offer]]\nmax_memory_gb = 1e9", "max_memory_gb is 1e+09"),
         ("[[offer]]\nmax_memory_gb = '8'", "is a str, expected float"),
-        ("[[offer]]\nmax_memory_gb = 8\nmembers = []", "names nobody"),
+        ("[[offer]]\nmax_memory_gb = 8\nmembers = []", "names no member"),
         ("[[offer]]\nmax_memory_gb = 8\nkeep = 1", "keep is unknown"),
         ("placement = 3", "is a int, expected list"),
         ("attestation = 3", "attestation is no table"),

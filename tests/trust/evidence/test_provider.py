@@ -211,7 +211,7 @@ def test_a_provider_must_show_its_own_evidence_and_nobodys_twice(shown: Shown) -
 
 def test_whom_the_roster_does_not_list_is_refused(shown: Shown) -> None:
     shown.roster = shown.make_roster(("alpha", "gamma"))
-    with pytest.raises(AttestationError, match="beta is by nobody whom the provider's roster lists"):
+    with pytest.raises(AttestationError, match="beta is of no member that the provider's roster lists"):
         shown.judge(HARDWARE)
     shown.roster = shown.make_roster(NAMES, head="beta")
     with pytest.raises(AttestationError, match="does not allow alpha as a head"):

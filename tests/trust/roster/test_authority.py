@@ -85,7 +85,7 @@ def test_s7_a_key_that_a_roster_pins_changes_only_with_a_newer_roster_and_the_ol
     fresh = Identity.generate()
     changed = (MEMBERS[0], member_of("beta", fresh, MEMBERS[1].address))
     membership = start(tmp_path, sign_roster(at(2), OLD)).membership
-    for epoch in (1, 2):  # no other key under the same epoch or an older one, whoever lists it
+    for epoch in (1, 2):  # no other key under the same or an older epoch, whichever roster lists it
         with pytest.raises(RosterError):
             membership.offer(sign_roster(replace(at(epoch), members=changed), OLD), "beta")
         assert membership.roster.member("beta").identity_key == BETA.public_key

@@ -1,1 +1,1 @@
-"""The coordinator's database: accounts, prices, API keys, approved providers and charges."""
+"""Keep the coordinator's database: accounts, prices, API keys, approved providers and charges."""

@@ -1,8 +1,9 @@
-"""The ledger for an event loop: what is asked of it at once is one transaction, and one wait for the disk.
+"""Write the ledger for an event loop: simultaneous changes share one transaction, and one wait for the disk.
 
-SQLite has one writer at a time. So one thread writes here for all requests: whatever came while it wrote is
-its next transaction. Another thread waits for the disk, for all that settled while it waited last, and
-meanwhile the first one writes on. PostgreSQL has writers beside each other, and there each is on its own.
+SQLite has one writer at a time. So one thread writes here for all requests: the jobs that came while it wrote
+are its next transaction. Another thread waits for the disk, for all jobs that settled while it waited last,
+and meanwhile the first one writes on. PostgreSQL has writers beside each other, and there each job is on its
+own.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from convoy.fleet.books.store import Store
 
 T = TypeVar("T")
 
-_MAX_TOGETHER = 128  # in one transaction: who waits for it waits for all of it
+# The most jobs in one transaction. Each of them waits for all of them.
+_MAX_TOGETHER = 128
 _END_S = 30.0
 
 
 @dataclass(slots=True)
 class _Job:
-    """``work`` raises `ConvoyError` before it writes anything, or not at all."""
+    """Hold one change. ``work`` raises `ConvoyError` before it writes anything, or not at all."""
 
     work: Callable[[Connection], Any]
     survives_power: bool
@@ -38,8 +40,9 @@ class _Job:
     error: BaseException | None = None
 
     def tell(self) -> None:
-        """On the loop's thread."""
-        if self.done.done():  # whoever asked is gone
+        """Set the future's result, on the loop's thread."""
+        # The caller was cancelled.
+        if self.done.done():
             return
         if self.error is not None:
             self.done.set_exception(self.error)
@@ -48,7 +51,10 @@ class _Job:
 
 
 class Clerk:
-    """What was asked is done, also where whoever asked is gone before it is. `close` ends the threads."""
+    """Write changes for many requests. A change is made also if its caller is gone before.
+
+    `close` ends the threads.
+    """
 
     def __init__(self, store: Store, ledger: Ledger) -> None:
         self._store = store
@@ -58,23 +64,23 @@ class Clerk:
         self._threads: list[threading.Thread] = []
 
     async def reserve(self, hold: Hold) -> None:
-        """As `Ledger.reserve`."""
+        """Reserve as `Ledger.reserve`."""
         await self._do(lambda db: self._ledger.reserve_in(db, hold), survives_power=False)
 
     async def settle(self, request_id: str, bill: Bill) -> int:
-        """As `Ledger.settle`: what is charged outlives this process and a loss of power."""
+        """Settle as `Ledger.settle`: the charge outlives this process and a loss of power."""
         return await self._do(lambda db: self._ledger.settle_in(db, request_id, bill), survives_power=True)
 
     async def release(self, request_id: str) -> None:
-        """As `Ledger.release`."""
+        """Release as `Ledger.release`."""
         await self._do(lambda db: self._ledger.release_in(db, request_id), survives_power=False)
 
     async def undelivered(self, request_id: str) -> None:
-        """As `Ledger.undelivered`."""
+        """Note as `Ledger.undelivered`."""
         await self._do(lambda db: self._ledger.undelivered_in(db, request_id), survives_power=False)
 
     def close(self) -> None:
-        """Once what was asked is done."""
+        """End the threads once all jobs are done."""
         if self._threads:
             self._to_write.put(None)
             for thread in self._threads:
@@ -105,7 +111,10 @@ class Clerk:
             try:
                 self._write_all(jobs)
             except BaseException:  # noqa: BLE001 - one of them, or the database: each is told its own
+                # One failing job has undone the transaction of all.
+                # Each one alone then gets its own result or error.
                 self._write_each(jobs)
+            # A charge is reported only once it is on the disk. Other changes need not wait for that.
             waits = [job for job in jobs if job.survives_power and job.error is None]
             _tell([job for job in jobs if not (job.survives_power and job.error is None)])
             if waits:
@@ -125,7 +134,7 @@ class Clerk:
             job.error = None
             try:
                 self._write_all([job])
-            except BaseException as error:  # noqa: BLE001 - told to whoever asked
+            except BaseException as error:  # noqa: BLE001 - told to the caller
                 job.error = error
 
     def _sync(self) -> None:
@@ -140,7 +149,7 @@ class Clerk:
 
 
 def _together(queue: SimpleQueue[Any]) -> list[Any] | None:
-    """All that is there, once something is; None at the end."""
+    """Return all queued items, once there is one; None at the end."""
     found = queue.get()
     if found is None:
         return None
@@ -151,7 +160,8 @@ def _together(queue: SimpleQueue[Any]) -> list[Any] | None:
         except Empty:
             break
         if found is None:
-            queue.put(None)  # the end is after these
+            # Put the end back behind the items that came before it.
+            queue.put(None)
             break
         together.append(found)
     return together
@@ -165,7 +175,8 @@ def _tell(jobs: list[_Job]) -> None:
         try:
             loop.call_soon_threadsafe(_tell_all, told)
         except RuntimeError:
-            continue  # the loop is closed, and whoever asked is gone; what was asked is done
+            # The loop is closed and the caller gone, but the change is made.
+            continue
 
 
 def _tell_all(jobs: list[_Job]) -> None:

@@ -1,4 +1,4 @@
-"""Who may ask and who may serve: API keys and approved providers, as the database has them."""
+"""Look up API keys and approved providers, as the database has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from convoy.fleet.books.price import MAX_MICRO
 from convoy.fleet.books.store import Store
 from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, PROVIDERS
 
-# made once: it is asked for every request
+# The statement is made once, because every request needs it.
 _TERMS = tuple(API_KEYS.c[one.name] for one in fields(KeyTerms))
 _LOOK_UP = select(API_KEYS.c.account, API_KEYS.c.scope, API_KEYS.c.revoked_s, *_TERMS).where(
     API_KEYS.c.key_hash == bindparam("hash")
@@ -29,7 +29,7 @@ _OF_ALL_SCOPES = frozenset({"expires_s", "requests_per_minute"})
 
 @dataclass(frozen=True, slots=True)
 class Approved:
-    """A provider that an administrator let in."""
+    """Describe a provider that an administrator approved."""
 
     identity: bytes
     name: str
@@ -38,7 +38,7 @@ class Approved:
 
 
 class Directory:
-    """Threads may share it."""
+    """Read and write API keys and providers. Threads may share it."""
 
     def __init__(self, store: Store, now: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -52,12 +52,12 @@ class Directory:
         terms: KeyTerms = NO_TERMS,
         key: str | None = None,
     ) -> str:
-        """Return a new key, which is shown here and never again. Raises `ConfigError` for no such account.
+        """Return a new key, which is shown here and never again. Raises `ConfigError` for an unknown account.
 
-        ``key``: one that `new_key` made for this before.
+        ``key`` is one that `new_key` made before for this purpose.
         """
         if (account is None) == (scope is Scope.CONSUMER):
-            raise ConfigError("a consumer's key is of an account, and any other is of none")
+            raise ConfigError("a consumer's key belongs to an account, and no other key does")
         if len(label) > _MAX_LABEL or not label.isprintable():
             raise ConfigError(f"a label of {len(label)} characters, expected at most {_MAX_LABEL}")
         self._check_terms(scope, terms)
@@ -92,28 +92,31 @@ class Directory:
             raise ConfigError("the key would have expired already")
 
     def look_up(self, key: str, scope: Scope) -> str | None:
-        """The account of a consumer's key, None for an administrator's. Raises as `grant`."""
+        """Return the account of a consumer's key, or None for an administrator's. Raises as `grant`."""
         return self.grant(key, scope).account
 
     def grant(self, key: str, scope: Scope) -> Grant:
-        """Return what a key is good for. Raises `Unauthenticated` or `Forbidden`."""
+        """Return the rights of a key. Raises `Unauthenticated` or `Forbidden`."""
         digest = hash_key(key)
         with self._store.read() as db:
             found = db.execute(_LOOK_UP, {"hash": digest}).one_or_none()
         if found is None or found.revoked_s is not None:
             raise WrongKey(
                 "the API key is not known here" if found is None else "the API key was revoked",
-                hint="whoever runs this coordinator makes one: `convoy coordinator keys --add ACCOUNT`",
+                hint="the coordinator's operator makes one: `convoy coordinator keys --add ACCOUNT`",
             )
         if found.scope != scope.value:
             raise Forbidden(f"the API key has scope {found.scope}, and this wants {scope.value}")
         terms = KeyTerms(*found[-len(_TERMS) :])
         if terms.expires_s is not None and self._now() >= terms.expires_s:
-            raise WrongKey("the API key has expired", hint="whoever runs this coordinator makes another one")
+            raise WrongKey("the API key has expired", hint="the coordinator's operator makes another one")
         return Grant(found.account, digest, terms)
 
     def revoke_key(self, account: str | None, hint: str) -> int:
-        """Of an account's keys (administrators' for None) those that begin so; how many were not before."""
+        """Revoke the keys of an account that begin with ``hint``; return how many were valid before.
+
+        ``account`` None means the administrators' keys.
+        """
         columns = API_KEYS.c
         of_account = columns.account.is_(None) if account is None else columns.account == account
         with self._store.write() as db:
@@ -125,7 +128,7 @@ class Directory:
         return int(done.rowcount)
 
     def keys(self) -> list[KeyFacts]:
-        """All, the oldest first."""
+        """Return all keys, the oldest first."""
         columns = API_KEYS.c
         wanted = select(
             *(columns.account, columns.scope, columns.label, columns.hint),
@@ -139,9 +142,9 @@ class Directory:
         ]
 
     def approve(self, identity: bytes, name: str) -> None:
-        """Let a provider in under a name, or in again; that of one that was put out is free.
+        """Approve a provider under a name, or approve it again. A revoked provider's name is free.
 
-        Raises `ConfigError` for a name that another has.
+        Raises `ConfigError` for a name that another provider has.
         """
         if len(identity) != _IDENTITY_BYTES or not (1 <= len(name) <= 255 and name.isprintable()):
             raise ConfigError(f"a provider's key of {len(identity)} bytes and name of {len(name)} characters")
@@ -161,7 +164,7 @@ class Directory:
             ) from None
 
     def revoke_provider(self, name: str) -> bool:
-        """Whether there was one to put out."""
+        """Revoke a provider, and return whether there was one."""
         with self._store.write() as db:
             done = db.execute(
                 update(PROVIDERS)
@@ -171,7 +174,7 @@ class Directory:
         return bool(done.rowcount)
 
     def provider_name(self, identity: bytes) -> str | None:
-        """Under which it was approved; None for one that was not, or not any more."""
+        """Return the name under which a key was approved; None for one that was not, or is not any more."""
         columns = PROVIDERS.c
         wanted = select(columns.name).where(columns.identity == identity, columns.revoked_s.is_(None))
         with self._store.read() as db:
@@ -179,7 +182,7 @@ class Directory:
         return name
 
     def providers(self) -> list[Approved]:
-        """All that ever were, by name."""
+        """Return all providers that were ever approved, by name."""
         columns = PROVIDERS.c
         wanted = select(columns.identity, columns.name, columns.approved_s, columns.revoked_s)
         with self._store.read() as db:

@@ -1,4 +1,4 @@
-"""API keys: 256 random bits that are shown once; the coordinator keeps a hash."""
+"""Make and hash API keys: 256 random bits that are shown once. The coordinator keeps a hash."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from dataclasses import asdict, dataclass
 from convoy.api.keys.key_use import KeyLimits
 
 _PREFIX = "convoy-"
-_MAX_CHARS = 256  # of what a client sends as one
+# The most characters that are read of a key as a client sends it.
+_MAX_CHARS = 256
 HINT_CHARS = 4
 
 
 class Scope(enum.Enum):
-    """What a key is for. None of them does another's work."""
+    """Name the use of a key. No scope includes another."""
 
     CONSUMER = "consumer"
     ADMIN = "admin"
-    METRICS = "metrics"  # what whoever scrapes has: it reads counts, and can do nothing
+    # A scraper's key reads counts, and can do nothing else.
+    METRICS = "metrics"
 
 
 @dataclass(frozen=True, slots=True)
 class KeyTerms:
-    """Until when a key is good, and how much it may use. None means: no limit.
+    """Hold a key's expiry and limits. None means no limit.
 
-    ``spend_limit_micro`` is of what its requests cost in all, those under way included.
+    ``spend_limit_micro`` limits the total cost of its requests, those in flight included.
     """
 
     expires_s: int | None = None
@@ -36,7 +38,7 @@ class KeyTerms:
 
     @property
     def limits(self) -> KeyLimits:
-        """Its rates, as a server counts them."""
+        """Return the key's rates, as a server counts them."""
         return KeyLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
 
 
@@ -45,7 +47,7 @@ NO_TERMS = KeyTerms()
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a key that was sent is good for. ``account`` is None for all but a consumer's."""
+    """Hold the rights of a key that was sent. ``account`` is None for every key but a consumer's."""
 
     account: str | None
     key_hash: bytes
@@ -53,13 +55,13 @@ class Grant:
 
     @property
     def spends(self) -> bytes | None:
-        """The key whose spend limit a charge counts against, None without one."""
+        """Return the hash of the key if it has a spend limit that charges count against, else None."""
         return None if self.terms.spend_limit_micro is None else self.key_hash
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFacts:
-    """A key as it is listed."""
+    """Describe a key as it is listed."""
 
     account: str | None
     scope: Scope
@@ -72,18 +74,21 @@ class KeyFacts:
 
 
 def hash_key(key: str) -> bytes:
-    """SHA-256: with 256 random bits there is nothing to guess, so a slow hash would only cost time."""
+    """Return the SHA-256.
+
+    With 256 random bits there is nothing to guess, so a slow hash would only cost time.
+    """
     return hashlib.sha256(key[:_MAX_CHARS].encode()).digest()
 
 
 def hint_of(key: str) -> str:
-    """Enough of it to tell it from others."""
+    """Return enough of the key to tell it from others."""
     return key.removeprefix(_PREFIX)[:HINT_CHARS]
 
 
 def subject_of_key(
     key: str, scope: Scope, account: str | None, label: str, terms: KeyTerms = NO_TERMS
 ) -> dict[str, object]:
-    """Return what an audit entry says of a new key: its hint, whose it is, and what it may use."""
+    """Return the facts of a new key for an audit entry: its hint, its account, and its limits."""
     given = {name: value for name, value in asdict(terms).items() if value is not None}
     return {"hint": hint_of(key), "account": account, "scope": scope.value, "label": label, **given}

@@ -1,9 +1,9 @@
-"""What accounts have, what is held for requests under way, and what they came to.
+"""Keep the accounts' balances, the amounts held for requests in flight, and the final charges.
 
-A request's worst-case cost is taken from its account's balance before it is sent anywhere, and once it is
-over all but its real cost is given back. Every change of a balance is an entry, and both are one transaction,
-so whenever the coordinator dies each amount is held or settled. What it held is given back when it starts
-again.
+A request's worst-case cost is taken from its account's balance before the request is sent anywhere. Once it
+is over, all but its real cost is given back. Every change of a balance is an entry, and both are one
+transaction. So at whatever moment the coordinator dies, each amount is held or settled. The amounts that it
+held are given back when it starts again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from convoy.fleet.books.store import Store
 from convoy.fleet.books.tables import ACCOUNTS, API_KEYS, CHARGES, LEDGER
 
 RESERVED, SETTLED, RELEASED = "reserved", "settled", "released"
-MAX_KEY_CHARS = 128  # of an Idempotency-Key
-MAX_SERVED = 4  # answers for one key, none of which was delivered whole
-KEY_LIFE_S = 24 * 3600  # that a key and the HMAC of its body are kept
+# The limit of an Idempotency-Key.
+MAX_KEY_CHARS = 128
+# The most answers for one key, none of which was delivered completely.
+MAX_SERVED = 4
+# A key and the HMAC of its body are kept this long.
+KEY_LIFE_S = 24 * 3600
 
-# Made once: to put a statement together costs more than SQLite takes for it.
+# The statements are made once, because composing one costs more than SQLite takes for running it.
 _BALANCE = select(ACCOUNTS.c.balance_micro).where(ACCOUNTS.c.name == bindparam("of"))
 _ADD = (
     update(ACCOUNTS)
@@ -77,8 +80,10 @@ _END = (
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What is to be held for a request. ``body_mac``: a key means one body alone; none without a key.
-    ``spends``: the hash of the API key whose spend limit it counts against.
+    """Describe an amount to hold for a request.
+
+    ``body_mac``: a key means one body alone; None without a key. ``spends`` is the hash of the API key with
+    the spend limit that the amount counts against.
     """
 
     request_id: str
@@ -92,9 +97,9 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What a request came to; ``cost_micro`` is never more than what was held.
+    """Hold the final counts of a request. ``cost_micro`` is never more than the amount held.
 
-    ``delivered``: it was answered whole, so that the same key asks for another answer.
+    ``delivered``: it was answered completely, so that the same key asks for another answer.
     """
 
     provider: str
@@ -106,7 +111,7 @@ class Bill:
 
 @dataclass(frozen=True, slots=True)
 class _Earlier:
-    """What a key was used for: how often it was answered in part, and what those answers cost together."""
+    """Hold the earlier use of a key: the number of partial answers, and their total cost."""
 
     request_id: str | None = None
     served: int = 0
@@ -115,7 +120,7 @@ class _Earlier:
 
 @dataclass(frozen=True, slots=True)
 class AccountUsage:
-    """Of an account and a model, all that was settled."""
+    """Sum the settled requests of an account and a model."""
 
     account: str
     model: str
@@ -126,7 +131,10 @@ class AccountUsage:
 
 
 class Ledger:
-    """Threads may share it: the database is what keeps them apart. ``instance`` names this coordinator."""
+    """Change balances. Threads may share it: the database isolates them.
+
+    ``instance`` names this coordinator.
+    """
 
     def __init__(self, store: Store, instance: str, now: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -134,7 +142,7 @@ class Ledger:
         self._now = now
 
     def open_account(self, name: str) -> None:
-        """With nothing in it. Raises `ConfigError` for a name that is taken, or is none."""
+        """Open an empty account. Raises `ConfigError` for a name that is taken or invalid."""
         if not (1 <= len(name) <= 64 and name.isascii() and name.isprintable()):
             raise ConfigError(
                 f"an account's name of {len(name)} characters, expected 1 to 64 that are printed"
@@ -146,7 +154,10 @@ class Ledger:
             raise ConfigError(f"there is an account {name} already") from None
 
     def credit(self, account: str, amount_micro: int) -> int:
-        """Add to a balance; the new one. Raises `ConfigError` for no such account, or no sensible amount."""
+        """Add to a balance, and return the new one.
+
+        Raises `ConfigError` for an unknown account or an invalid amount.
+        """
         if not 0 < amount_micro <= MAX_MICRO:
             raise ConfigError(f"a credit of {amount_micro}, expected 1 to {MAX_MICRO}")
         with self._store.write() as db:
@@ -159,12 +170,12 @@ class Ledger:
             return balance + amount_micro
 
     def balance(self, account: str) -> int:
-        """What may still be held. Raises `ConfigError` for no such account."""
+        """Return the amount that may still be held. Raises `ConfigError` for an unknown account."""
         with self._store.read() as db:
             return self._balance(db, account)
 
     def balances(self) -> dict[str, int]:
-        """Of every account, by name."""
+        """Return the balance of every account, by name."""
         wanted = select(ACCOUNTS.c.name, ACCOUNTS.c.balance_micro).order_by(ACCOUNTS.c.name)
         with self._store.read() as db:
             return {name: int(balance) for name, balance in db.execute(wanted)}
@@ -172,26 +183,32 @@ class Ledger:
     def reserve(self, hold: Hold) -> None:
         """Hold the amount.
 
-        Where an earlier answer for the same key was not delivered whole, what it cost is taken off: all of
-        its tries cost together what the dearest would. After one that was, the key asks for a new answer, at
-        its full price. Raises `NoBalance`, and `Conflict` for a key whose request is under way still, had
-        another body, or was served too often.
+        If an earlier answer for the same key was not delivered completely, its cost is taken off: all tries
+        together cost as much as the dearest one. After a complete answer, the key asks for a new answer at
+        its full price.
+
+        Raises `NoBalance`. Raises `Conflict` for a key with a request that is still in flight, that had
+        another body, or that was served too often.
         """
-        # one that is lost with the power was never held, so only what settles waits for the disk
+        # A reservation that a power loss removes was never held, so only settling waits for the disk.
         with self._store.write(survives_power=False) as db:
             self.reserve_in(db, hold)
 
     def settle(self, request_id: str, bill: Bill) -> int:
-        """Give back all but the cost; what was charged, never more than was held. 0 if nothing is."""
+        """Give back all but the cost, and return the charge.
+
+        The charge is never more than was held, and 0 if nothing is.
+        """
         with self._store.write() as db:
             return self.settle_in(db, request_id, bill)
 
     def release(self, request_id: str) -> None:
-        """Give back all: it was not served. Nothing if nothing is held for it."""
+        """Give back all, because the request was not served. Does nothing if nothing is held for it."""
         with self._store.write(survives_power=False) as db:
             self.release_in(db, request_id)
 
-    # The same within a transaction that others share: what these raise, they raise before they write.
+    # The methods that end in `_in` run within a transaction that other changes share. They raise before they
+    # write, so that a failing one undoes no other.
 
     def undelivered(self, request_id: str) -> None:
         """Note that the end of an answer that was settled did not reach its reader."""
@@ -211,7 +228,7 @@ class Ledger:
         return int(done.rowcount)
 
     def reserve_in(self, db: Connection, hold: Hold) -> None:
-        """As `reserve`."""
+        """Reserve within a transaction, as `reserve`."""
         if not 0 <= hold.amount_micro <= MAX_MICRO:
             raise RequestError(f"a request would hold {hold.amount_micro}, and the limit is {MAX_MICRO}")
         earlier = self._earlier(db, hold)
@@ -219,7 +236,8 @@ class Ledger:
         self._check_spend(db, hold.spends, amount_micro)
         self._take(db, replace(hold, amount_micro=amount_micro))
         self._spend(db, hold.spends, amount_micro)
-        if earlier.request_id is not None:  # its key is this one's from here on
+        # The Idempotency-Key belongs to the new request from here on.
+        if earlier.request_id is not None:
             wanted = update(CHARGES).where(CHARGES.c.request_id == earlier.request_id)
             db.execute(wanted.values(idempotency_key=None, body_mac=None))
         held = {
@@ -243,16 +261,17 @@ class Ledger:
         db.execute(_HOLD, held)
 
     def undelivered_in(self, db: Connection, request_id: str) -> None:
-        """As `undelivered`."""
+        """Note within a transaction, as `undelivered`."""
         wanted = update(CHARGES).where(CHARGES.c.request_id == request_id, CHARGES.c.state == SETTLED)
         db.execute(wanted.values(delivered=False))
 
     def settle_in(self, db: Connection, request_id: str, bill: Bill) -> int:
-        """As `settle`."""
+        """Settle within a transaction, as `settle`."""
         charge = self._held(db, request_id)
         if charge is None:
             return 0
         account, held, paid, spends = charge
+        # Earlier partial answers for the same key are paid already.
         cost = max(0, min(bill.cost_micro - paid, held))
         self._end(db, request_id, SETTLED, replace(bill, cost_micro=cost))
         self._add(db, account, held - cost, "release", request_id)
@@ -260,7 +279,7 @@ class Ledger:
         return cost
 
     def release_in(self, db: Connection, request_id: str) -> None:
-        """As `release`."""
+        """Release within a transaction, as `release`."""
         charge = self._held(db, request_id)
         if charge is not None:
             self._end(db, request_id, RELEASED, None)
@@ -269,7 +288,7 @@ class Ledger:
             self._unspend(db, spends, held)
 
     def recover(self) -> int:
-        """Give back what this coordinator held when it ended; how many requests that were."""
+        """Give back the amounts that this coordinator held when it ended; return the number of requests."""
         with self._store.write() as db:
             broken = db.scalars(
                 select(CHARGES.c.request_id).where(
@@ -281,7 +300,7 @@ class Ledger:
         return len(broken)
 
     def usage(self, account: str | None = None) -> list[AccountUsage]:
-        """By account and model, of what was answered; of one account where it is named."""
+        """Return the usage of answered requests by account and model, for all accounts or for ``account``."""
         columns = CHARGES.c
         sums = [
             func.count(),
@@ -292,7 +311,8 @@ class Ledger:
         query = (
             select(columns.account, columns.model, *sums)
             .where(columns.state == SETTLED)
-            .where(columns.prompt_tokens + columns.completion_tokens > 0)  # else an engine refused it
+            # A request without tokens was refused by an engine.
+            .where(columns.prompt_tokens + columns.completion_tokens > 0)
             .group_by(columns.account, columns.model)
             .order_by(columns.account, columns.model)
         )
@@ -305,7 +325,10 @@ class Ledger:
             ]
 
     def check(self) -> list[str]:
-        """Accounts whose balance is not the sum of their entries: there are none."""
+        """Return the accounts with a balance that is not the sum of their entries.
+
+        A sound ledger has none.
+        """
         sums = select(LEDGER.c.account, func.sum(LEDGER.c.amount_micro)).group_by(LEDGER.c.account)
         with self._store.read() as db:
             entries: dict[str, int] = {name: int(total) for name, total in db.execute(sums)}
@@ -313,7 +336,7 @@ class Ledger:
         return sorted(name for name, balance in balances if balance != entries.get(name, 0))
 
     def _take(self, db: Connection, hold: Hold) -> None:
-        # one statement decides and takes, so that two requests cannot have the same money
+        # One statement decides and takes, so that two requests cannot have the same money.
         taken = db.execute(_TAKE, {"of": hold.account, "amount": hold.amount_micro})
         if taken.rowcount != 1:
             raise NoBalance(
@@ -324,7 +347,7 @@ class Ledger:
         self._enter(db, hold.account, -hold.amount_micro, "reserve", hold.request_id)
 
     def _check_spend(self, db: Connection, key: bytes | None, amount_micro: int) -> None:
-        """Before anything is written. Raises `NoBalance`."""
+        """Check the spend limit before anything is written. Raises `NoBalance`."""
         if key is None:
             return
         spent, limit = db.execute(_SPENT, {"key": key}).one()
@@ -336,7 +359,10 @@ class Ledger:
             )
 
     def _spend(self, db: Connection, key: bytes | None, amount_micro: int) -> None:
-        """With PostgreSQL another request may have spent it meanwhile: then all of this one is undone."""
+        """Add to the key's spending. Raises `NoBalance`, which undoes the whole transaction.
+
+        With PostgreSQL another request may have spent the rest meanwhile.
+        """
         if key is not None:
             within = db.execute(_SPEND_WITHIN, {"key": key, "amount": amount_micro})
             if within.rowcount != 1:
@@ -347,10 +373,10 @@ class Ledger:
             db.execute(_SPEND, {"key": key, "amount": -amount_micro})
 
     def _earlier(self, db: Connection, hold: Hold) -> _Earlier:
-        """With the same key. Raises `Conflict`."""
+        """Return the earlier use of the request's key. Raises `Conflict`."""
         if hold.idempotency_key is None:
             return _Earlier()
-        # who asks with the same key at once waits here, and then sees what the first one wrote
+        # A simultaneous request with the same key waits for this lock, and then sees the first one's entry.
         db.execute(_LOCK, {"of": hold.account})
         found = db.execute(_KEYED, {"of": hold.account, "key": hold.idempotency_key}).one_or_none()
         if found is None:
@@ -359,9 +385,10 @@ class Ledger:
             raise Conflict("a request with this Idempotency-Key is under way")
         served = int(found.served) - (found.state == RELEASED)
         is_old = found.created_s <= self._second() - KEY_LIFE_S
-        if is_old or not served:  # where nothing was given for it, it may be for any body
+        # A key without an answer may be used for any body.
+        if is_old or not served:
             return _Earlier(found.request_id)
-        # another coordinator of this database has another secret, so its HMACs say nothing here
+        # Another coordinator of this database has another secret, so its HMACs cannot be compared here.
         if found.instance == self._instance and found.body_mac != hold.body_mac:
             raise Conflict("this Idempotency-Key was used with another body")
         if found.delivered:
@@ -372,7 +399,7 @@ class Ledger:
         return _Earlier(found.request_id, served, paid)
 
     def _held(self, db: Connection, request_id: str) -> tuple[str, int, int, bytes | None] | None:
-        """Its account, what is held, what was paid under its key before, and the API key that spends it."""
+        """Return the request's account, held amount, earlier payment under its key, and spending API key."""
         found = db.execute(_HELD, {"request": request_id}).one_or_none()
         return None if found is None else (found[0], found[1], found[2], found[3])
 

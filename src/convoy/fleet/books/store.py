@@ -1,4 +1,4 @@
-"""Where the coordinator keeps what must outlive it: SQLite with no set-up, or PostgreSQL by a URL."""
+"""Open the coordinator's database: SQLite with no set-up, or PostgreSQL by a URL."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, OperationalError
 from convoy.errors import ConfigError
 from convoy.fleet.books.tables import METADATA
 
-_WRITES = "convoy_writes"  # of a connection that is about to
-_BUSY_S = 10  # that a writer waits for another process's
+# Marks a connection that is about to write.
+_WRITES = "convoy_writes"
+# How long a writer waits for another process's.
+_BUSY_S = 10
 _MIGRATIONS = resources.files("convoy.fleet.books") / "migrations"
 _NEW_DATABASE = (
     "name a new one with --database, or move the file away; its accounts, keys, ledger and approvals of "
     "providers are not taken over"
 )
-# as the library of migrations has it
+# Alembic defines this table.
 _VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
 _SCHEMES = {"sqlite": "sqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 
 
 class Store:
-    """A database whose tables are as `tables` says. Threads may share it."""
+    """Hold a database with the tables of `tables`. Threads may share it."""
 
     def __init__(self, url: str) -> None:
-        """Opens it and brings its tables up to date.
+        """Open the database and bring its tables up to date.
 
-        Raises `ConfigError` for a URL that is none, for a database that cannot be reached, and for one of a
-        version that cannot be brought up to date; a password in the URL is in no message.
+        Raises `ConfigError` for an invalid URL, for a database that cannot be reached, and for one of a
+        version that cannot be brought up to date. No message shows a password of the URL.
         """
         self._engine = _open(url)
         _make_private(self._engine)
@@ -75,11 +77,11 @@ class Store:
 
     @contextmanager
     def write(self, *, survives_power: bool = True) -> Iterator[Connection]:
-        """A transaction: all of it, or where something is raised none of it.
+        """Yield a transaction: all of it is written, or none of it if something is raised.
 
         Once it is over it outlives this process, and, unless ``survives_power`` is False, a loss of power.
         """
-        # SQLite has one writer at a time, and who finds it busy looks again only after a pause
+        # SQLite has one writer at a time, and a writer that finds it busy looks again only after a pause.
         with (
             nullcontext() if self.is_postgres else self._writing,
             self._engine.connect().execution_options(**{_WRITES: True}) as connection,
@@ -87,23 +89,24 @@ class Store:
         ):
             yield connection
         if survives_power:
-            self.sync()  # after the next writer has its turn, which need not wait for the disk
+            # The lock is free by now, so that the next writer need not wait for the disk.
+            self.sync()
 
     def sync(self) -> None:
-        """What was written outlives a loss of power from here on. PostgreSQL sees to that by itself."""
+        """Make the writes so far outlive a loss of power. PostgreSQL sees to that by itself."""
         if self._log_file is not None:
             _sync(self._log_file)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """For looking only."""
+        """Yield a connection for reading only."""
         with self._engine.connect() as connection:
             yield connection
 
     def claim(self, instance: str) -> None:
-        """Be the one coordinator of that name on this database, until `close` or the end of this process.
+        """Be the only coordinator of that name on this database, until `close` or the end of this process.
 
-        Raises `ConfigError` where another one runs: what that holds would look like a dead one's.
+        Raises `ConfigError` if another one runs: its held amounts would look like those of a dead one.
         """
         digest = hashlib.sha256(b"convoy coordinator " + instance.encode()).digest()
         file = self._engine.url.database
@@ -132,12 +135,12 @@ class Store:
         return True
 
     def close(self) -> None:
-        """Every connection."""
+        """Close every connection."""
         self._claims.close()
         self._engine.dispose()
 
     def _make_tables(self, shown: str) -> None:
-        """Make the tables of a new database; bring those of an older version up to date.
+        """Make the tables of a new database, or bring those of an older version up to date.
 
         Raises `ConfigError`, which names the database as ``shown``, and then has changed nothing.
         """
@@ -163,7 +166,7 @@ class Store:
 
 
 def _check_columns(connection: Connection, shown: str) -> None:
-    """Raise `ConfigError` where a column is missing: the first version of the tables was another one once."""
+    """Raise `ConfigError` if a column is missing: the first version of the tables once was another one."""
     found = inspect(connection)
     names = found.get_table_names()
     for table in METADATA.sorted_tables:
@@ -185,8 +188,8 @@ def newest_version() -> str:
 def _versions() -> set[str]:
     """Return every version of the tables, by the names of the files that lead there.
 
-    Raises `ConfigError` for a file whose revision is another one than its name says: a new database would
-    be marked with a version that the migrations do not know.
+    Raises `ConfigError` for a file with a revision that differs from its name: a new database would be marked
+    with a version that the migrations do not know.
     """
     found = set()
     for file in (_MIGRATIONS / "versions").iterdir():
@@ -204,7 +207,10 @@ def _versions() -> set[str]:
 
 
 def migrate(connection: Connection) -> None:
-    """Run the versions that are missing. Its library takes 0.4 s and 10 MB, so only where there are some."""
+    """Run the versions that are missing.
+
+    Alembic takes 0.4 s and 10 MB, so call this only if there are some.
+    """
     from alembic import command
     from alembic.config import Config
 
@@ -221,7 +227,7 @@ def _open(url: str) -> Engine:
         engine = create_engine(parsed.set(drivername=driver), pool_pre_ping=driver != "sqlite")
     except (ArgumentError, KeyError):
         raise ConfigError(
-            "the database URL is none that is known",
+            "the database URL is of no known kind",
             hint="sqlite:///path/to/file.db, or postgresql://user:password@host/database",
         ) from None
     except (NoSuchModuleError, ModuleNotFoundError):
@@ -237,8 +243,8 @@ def _open(url: str) -> Engine:
 def _make_private(engine: Engine) -> None:
     """Create SQLite's file for its owner alone, or make it so; SQLite gives its log the same mode.
 
-    Raises `ConfigError` for a file that stays readable by others. SQLite says what is wrong with
-    one that cannot be opened.
+    Raises `ConfigError` for a file that stays readable by others. Another file that cannot be opened gets
+    SQLite's own error later.
     """
     name = engine.url.database
     if engine.dialect.name != "sqlite" or not name or name == ":memory:" or name.startswith("file:"):
@@ -262,10 +268,12 @@ def _make_private(engine: Engine) -> None:
 
 
 def _set_up_sqlite(connection: Any, _record: object) -> None:
-    connection.isolation_level = None  # SQLAlchemy says when a transaction begins, see below
+    # `_begin` starts the transactions instead.
+    connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute("PRAGMA journal_mode=WAL")
-    cursor.execute("PRAGMA synchronous=NORMAL")  # `Store.write` syncs what has to outlive a loss of power
+    # `Store.write` syncs the changes that must outlive a loss of power.
+    cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.execute(f"PRAGMA busy_timeout={_BUSY_S * 1000}")
     cursor.close()
@@ -273,14 +281,18 @@ def _set_up_sqlite(connection: Any, _record: object) -> None:
 
 def _begin(connection: Connection) -> None:
     if _WRITES not in connection.get_execution_options():
-        connection.exec_driver_sql("BEGIN")  # who only reads waits for nobody
+        # A reader waits for no writer.
+        connection.exec_driver_sql("BEGIN")
         return
     # A transaction that reads first and then writes could fail for another's write in between.
     connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 def _log_file(engine: Engine) -> Path | None:
-    """Where SQLite writes what was committed; what it has moved from there on it has synced itself."""
+    """Return SQLite's log of committed changes, or None.
+
+    SQLite itself syncs the changes that it moves from there.
+    """
     name = engine.url.database
     return Path(f"{name}-wal") if engine.dialect.name == "sqlite" and name else None
 
@@ -288,7 +300,8 @@ def _log_file(engine: Engine) -> Path | None:
 def _sync(file: Path) -> None:
     try:
         number = os.open(file, os.O_RDWR)
-    except FileNotFoundError:  # moved and removed, by the last one to close it
+    except FileNotFoundError:
+        # The last connection that closed it has moved its content and removed it.
         return
     try:
         os.fsync(number)

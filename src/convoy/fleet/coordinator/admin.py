@@ -1,4 +1,4 @@
-"""What administrators may ask and do: on a listener of its own, on loopback, with keys of their own."""
+"""Serve the administrators' requests, on a listener of its own, on loopback, with keys of their own."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ Limit = Annotated[int, msgspec.Meta(ge=1, le=MAX_MICRO)] | None
 
 
 class NewAccount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /accounts."""
+    """Describe the body of POST /accounts."""
 
     name: Name
     credit_micro: Annotated[int, msgspec.Meta(ge=0, le=MAX_MICRO)] = 0
 
 
 class NewCredit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /credits."""
+    """Describe the body of POST /credits."""
 
     account: Name
     amount_micro: Annotated[int, msgspec.Meta(ge=1, le=MAX_MICRO)]
 
 
 class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /keys. ``account`` is null for all but a consumer's."""
+    """Describe the body of POST /keys. ``account`` is null for every scope but a consumer's."""
 
     scope: Literal["consumer", "admin", "metrics"]
     account: Name | None = None
@@ -69,21 +69,21 @@ class NewKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OldKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /keys/revoke: those of an account that begin so."""
+    """Describe the body of POST /keys/revoke: it revokes the account's keys that begin with ``hint``."""
 
     hint: Annotated[str, msgspec.Meta(min_length=4, max_length=4)]
     account: Name | None = None
 
 
 class NewProvider(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /providers."""
+    """Describe the body of POST /providers."""
 
     identity: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     name: Name
 
 
 class OldProvider(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /providers/revoke."""
+    """Describe the body of POST /providers/revoke."""
 
     name: Name
 
@@ -91,9 +91,9 @@ class OldProvider(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def make_admin_app(
     coordinator: Coordinator, options: ServeOptions, served: Source = tuple, failed: FailedKeys | None = None
 ) -> ASGIApp:
-    """The ASGI application; every path but /metrics wants an administrator's key.
+    """Return the ASGI application. Every path but /metrics needs an administrator's key.
 
-    ``served``: what the consumers' door counts. ``failed``: where wrong keys are counted.
+    ``served`` yields the metrics that the consumers' listener counts. ``failed`` counts wrong keys.
     """
     admin = _Admin(coordinator, served)
     routes = [
@@ -114,7 +114,7 @@ def make_admin_app(
 
 
 class _Admin:
-    """Each method is one path's."""
+    """Handle the paths of the administrators' listener, one method a path."""
 
     def __init__(self, coordinator: Coordinator, served: Source) -> None:
         self._coordinator = coordinator
@@ -142,9 +142,11 @@ class _Admin:
         )
 
     async def metrics(self, request: Request) -> Response:
-        """With a key of its own kind, so that whoever scrapes can do nothing else."""
+        """Return the metrics. They need a key of their own kind, so that a scraper can do nothing else."""
         await self._admit(request, Scope.METRICS)
-        families = list(self._coordinator.families())  # of one moment, on this thread
+        # Collect on the event loop's thread, so that all figures
+        # are of one moment. Only the formatting is slow.
+        families = list(self._coordinator.families())
         text = await asyncio.to_thread(text_of, [lambda: [*families, *self._served()]])
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST, "cache-control": "no-store"})
 
@@ -217,7 +219,7 @@ class _Admin:
         body = await self._body(request, NewProvider)
         if bytes.fromhex(body.identity) == self._coordinator.proof.public_key:
             raise RequestError(
-                "this is the coordinator's own key: who trusts it would trust the coordinator",
+                "this is the coordinator's own key: a proxy that trusts it would trust the coordinator",
                 hint="give the provider a folder of keys of its own",
             )
         about: Subject = {"name": body.name, "identity": body.identity}
@@ -237,9 +239,13 @@ class _Admin:
         return _json({"revoked": known, "was_connected": connected})
 
     async def _admit(self, request: Request, scope: Scope = Scope.ADMIN) -> None:
-        """Raises `Unauthenticated`, `Forbidden` or `RateLimited`."""
+        """Check the request's key and count the call.
+
+        Raises `Unauthenticated`, `Forbidden` or `RateLimited`.
+        """
         grant = await caller_of(self._coordinator.directory, Headers(scope=request.scope), scope)
-        # It counts against the key's rate. Nothing here runs long enough to be counted at once.
+        # The call counts against the key's rate. No call here
+        # runs long enough to count against its concurrency.
         self._coordinator.key_uses.of(grant).begin()
 
     async def _do(
@@ -251,7 +257,10 @@ class _Admin:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Do it on a thread, once it stands in the audit log; `Unavailable` if that cannot be written."""
+        """Write the action to the audit log, then run ``work`` on a thread and return its result.
+
+        Raises `Unavailable` if the log cannot be written; then ``work`` does not run.
+        """
         await self._record(request, action, subject)
         try:
             return await _sensible(work, *args, **kwargs)
@@ -287,7 +296,7 @@ class _Admin:
 
 
 async def _sensible(work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """On a thread; what the database refuses is the administrator's mistake, and said."""
+    """Run ``work`` on a thread, and turn the `ConfigError` of the database into a `RequestError`."""
     try:
         return await asyncio.to_thread(work, *args, **kwargs)
     except ConfigError as error:

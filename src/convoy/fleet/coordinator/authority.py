@@ -1,4 +1,4 @@
-"""By which host:port a provider may have dialled this coordinator: its registration is signed for that."""
+"""Decide for which host:port a provider may sign its registration at this coordinator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 def authorities_of(
     stated: tuple[str, ...], names: tuple[str, ...], host: str, *, tls: bool
 ) -> tuple[str, ...]:
-    """What a registration may be signed for: what was ``stated``, else what the provider's ``host`` header
-    says where its name is one of ``names``, which are ours.
+    """Return the addresses for which a registration may be signed.
 
-    The header alone proves nothing: whoever stands in between chooses it. A name may begin with "*.", for one
-    label. Without a port the scheme's own is meant.
+    These are the ``stated`` ones. Without them, it is the provider's ``host`` header, if its name is one of
+    ``names``, the coordinator's own. The header alone proves nothing, because a man in the middle chooses it.
+    A name may begin with "*." for one label. A header without a port means the scheme's own port.
     """
     if stated:
         return stated

@@ -1,4 +1,4 @@
-"""What a provider may bill at most: no more of a prompt than was sent, no more of an answer than was seen."""
+"""Limit the tokens that a provider may bill: the prompt to the bytes sent, the answer to the text seen."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from convoy.fleet.answer import is_too_long
 from convoy.fleet.asked import Wanted, refused_prompt_tokens
 
-_FREE_TOKENS = 64  # that show no text: ends of turns, tokens that are parts of a character
+# Tokens that show no text: ends of turns, and tokens that are parts of a character.
+_FREE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class BilledOutcome:
-    """What an answer came to, as its provider says, or as it is billed."""
+    """Count the tokens of an answer, as its provider reports them or as they are billed."""
 
     prompt_tokens: int
     completion_tokens: int
 
     def bounded(self, most: BilledOutcome) -> BilledOutcome:
-        """Return this, but no more than ``most`` of each."""
+        """Return this outcome with each count limited to that of ``most``."""
         return BilledOutcome(
             min(self.prompt_tokens, most.prompt_tokens), min(self.completion_tokens, most.completion_tokens)
         )
@@ -27,10 +28,10 @@ class BilledOutcome:
 def most_billed(
     wanted: Wanted, *, template_tokens: int, text_bytes: int, refusal: bytes | None
 ) -> BilledOutcome:
-    """Return the bounds for one answer.
+    """Return the largest outcome that may be billed for one answer.
 
-    ``template_tokens``: of the provider's offer. ``text_bytes``: that passed, or that may have passed where
-    they are sealed. ``refusal``: the body that passed, where it is no answer; None for an answer.
+    ``template_tokens`` is the provider's offer. ``text_bytes`` counts the text that passed; for sealed
+    answers it is the most that may have passed. ``refusal`` is the body of a refusal, or None for an answer.
     """
     prompt = min(wanted.most_prompt_tokens, wanted.body_bytes + template_tokens)
     if refusal is not None:

@@ -1,4 +1,4 @@
-"""Who calls a coordinator: the key of a request, and what that key may use here."""
+"""Authenticate a coordinator's callers: the key of a request, and the use that the key may make."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _MAX_KEYS = 10_000
 
 
 class KeyUses:
-    """The rates of keys, at this coordinator alone. On the event loop's thread.
+    """Count the rates of keys, at this coordinator alone, on the event loop's thread.
 
-    ``max_keys`` bounds the table: a key that has not called for longest is forgotten, unless it has requests.
+    ``max_keys`` bounds the table. The key that has been idle for longest is forgotten, unless it has
+    requests.
     """
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
@@ -41,7 +42,7 @@ class KeyUses:
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """Who sent a request for an answer. ``at_end`` ends the ``use`` of its key."""
+    """Hold the account and the key of a request for an answer. ``at_end`` ends the ``use`` of the key."""
 
     account: str
     grant: Grant

@@ -1,6 +1,7 @@
-"""The coordinator: providers that are connected, and requests on their way to them.
+"""Hold the connected providers, and the requests on their way to them.
 
-`dispatch.Dispatcher` decides; this gives it the time, sends what it decided, and wakes whoever waited.
+`dispatch.Dispatcher` decides. `Coordinator` tells it the time, sends what it decides, and wakes the requests
+that wait.
 """
 
 from __future__ import annotations
@@ -46,31 +47,41 @@ from convoy.wire.fleet.messages import Refused
 
 _log = logging.getLogger(__name__)
 
-_POLICY_VIOLATION, _TRY_AGAIN = 1008, 1013  # of WebSocket's reasons to close
+# Close codes of WebSocket.
+_POLICY_VIOLATION, _TRY_AGAIN = 1008, 1013
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectedProvider:
-    """A provider as it is listed."""
+    """Describe a connected provider, as it is listed."""
 
     name: str
     identity: str
     software: str
     level: str
-    why: str  # it is not a higher one
-    members: dict[str, str]  # the level of each that sent evidence
-    absent: tuple[str, ...]  # of its roster, and sent none
-    models: dict[str, int]  # and how many requests of each run there
+    # Why the level is not a higher one.
+    why: str
+    # The level of each member that sent evidence.
+    members: dict[str, str]
+    # The members of its roster that sent no evidence.
+    absent: tuple[str, ...]
+    # Running requests, by model.
+    models: dict[str, int]
     draining: bool
-    template_tokens: dict[str, int]  # that it offers to add to a prompt, by model
-    unbilled_tokens: int  # that it said beyond what was sent or seen, and that nobody paid
+    # Tokens that the provider offers to add to a prompt, by model.
+    template_tokens: dict[str, int]
+    # Tokens that it reported beyond the bytes sent or seen. They were not billed.
+    unbilled_tokens: int
 
 
 class Coordinator:
-    """Lives on the event loop's thread; only the database is used on others."""
+    """Place requests with providers.
+
+    Lives on the event loop's thread; other threads only use the database.
+    """
 
     def __init__(self, options: CoordinatorOptions, store: Store, proof: CoordinatorProof) -> None:
-        """``proof``: what it proves to providers that dial."""
+        """Make a coordinator without providers. ``proof`` is what it proves to providers that dial."""
         self.options = options
         self.directory = Directory(store)
         self.key_uses = KeyUses()
@@ -86,25 +97,26 @@ class Coordinator:
         self._drained: set[str] = set()
         self._waiting: dict[int, asyncio.Future[str]] = {}
         self._numbers = itertools.count()
-        self._greeting: Counter[str] = Counter()  # sockets that have not registered yet, by address
+        # Sockets that have not registered yet, by address.
+        self._greeting: Counter[str] = Counter()
         self._closing: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
 
     # Requests.
 
     def next_number(self) -> int:
-        """Of a request, for routing."""
+        """Return a new request number for routing."""
         return next(self._numbers)
 
     async def place(self, ask: RouteRequest) -> str:
-        """The provider that ``ask`` goes to, as soon as there is one.
+        """Wait for a provider that can take ``ask``, and return its name.
 
-        Raises `QueueFull`, also where its deadline passes while it waits, and `NotReady`.
+        Raises `QueueFull`, also if the deadline passes while the request waits, and `NotReady`.
         """
         return await self._wait(ask, self._dispatcher.submit(ask, time.monotonic()))
 
     async def place_again(self, ask: RouteRequest) -> str:
-        """As `place`, for one that a provider failed."""
+        """Place a request that a provider failed; otherwise as `place`."""
         return await self._wait(ask, self._dispatcher.again(ask, time.monotonic()))
 
     async def _wait(self, ask: RouteRequest, assignment: Assignment | None) -> str:
@@ -125,25 +137,25 @@ class Coordinator:
             self._waiting.pop(ask.number, None)
 
     def drain(self) -> None:
-        """Who waits for a provider is told that there will be none; what runs goes on."""
+        """Refuse all requests that wait for a provider. Running requests continue."""
         for number, future in list(self._waiting.items()):
             if not future.done():
                 self.abandon(number)
                 future.set_exception(_draining())
 
     def socket(self, provider: str) -> ProviderSocket:
-        """Of a provider that was assigned. Raises `ProviderError` where it went meanwhile."""
+        """Return the socket of an assigned provider. Raises `ProviderError` if it has left meanwhile."""
         socket = self._sockets.get(provider)
         if socket is None:
             raise ProviderError(f"{provider} is gone")
         return socket
 
     def first_token(self, ask: RouteRequest) -> None:
-        """It has read the prompt."""
+        """Note that the provider has read the prompt of ``ask``."""
         self._dispatcher.first_token(ask.number)
 
     def finished(self, ask: RouteRequest, *, first_s: float, output_tokens: int, decode_s: float) -> None:
-        """It was answered whole."""
+        """Note that ``ask`` was answered completely, and place the next requests."""
         self._go_on(
             self._dispatcher.finished(
                 *(ask.number, time.monotonic()),
@@ -154,39 +166,39 @@ class Coordinator:
         )
 
     def failed(self, ask: RouteRequest) -> RouteRequest:
-        """Its provider failed it: as it may be placed again."""
+        """Note that its provider failed ``ask``, and return the request as it may be placed again."""
         again, placed = self._dispatcher.failed(ask.number, time.monotonic())
         self._go_on(placed)
         return ask if again is None else again
 
     def abandon(self, number: int) -> None:
-        """Nobody wants it any more."""
+        """Forget a request that has no reader any more, and place the next ones."""
         self._go_on(self._dispatcher.abandon(number, time.monotonic()))
 
     def models(self) -> list[str]:
-        """Those that are served now, and those that have a price."""
+        """Return the models that are served now, and those that have a price."""
         return sorted({*self._dispatcher.models(), *self.options.models})
 
     def is_known(self, model: str) -> bool:
-        """Whether anybody serves it now or is known to, later."""
+        """Return whether a provider serves ``model`` now, or it is configured and may be served later."""
         return model in self.options.models or model in self._dispatcher.models()
 
     def waiting(self, model: str) -> int:
-        """How many wait for it."""
+        """Return how many requests wait for ``model``."""
         return self._dispatcher.waiting(model)
 
     def free_slots(self, model: str) -> int:
-        """Of all its providers."""
+        """Return the free slots of all providers of ``model``."""
         seats = self._dispatcher.seats(model)
         return 0 if seats is None else seats.free_slots()
 
     def num_providers(self, model: str) -> int:
-        """Connected ones that serve it."""
+        """Return the number of connected providers that serve ``model``."""
         seats = self._dispatcher.seats(model)
         return 0 if seats is None else len(seats)
 
     def levels(self, model: str) -> dict[str, int]:
-        """How many of its providers proved which level."""
+        """Return how many providers of ``model`` proved each level."""
         seats = self._dispatcher.seats(model)
         found = [self._sockets[name].verdict.level for name in (() if seats is None else seats.names())]
         return {level.text: found.count(level) for level in sorted(set(found))}
@@ -194,7 +206,7 @@ class Coordinator:
     # Providers.
 
     async def take_provider(self, websocket: WebSocket) -> None:
-        """A provider's socket, from its first byte to its last."""
+        """Run a provider's socket, from its first byte to its last."""
         address = websocket.client.host if websocket.client else ""
         if self._is_crowded(address) or len(self._sockets) >= self.options.max_providers:
             await websocket.close(_TRY_AGAIN)
@@ -218,7 +230,8 @@ class Coordinator:
 
     def _is_crowded(self, address: str) -> bool:
         most, of_one = self.options.max_greeting, self.options.max_greeting_of_address
-        # whoever ends TLS beside this one dials in everybody's name
+        # A proxy that ends TLS on this machine dials for every
+        # provider, so loopback has no limit per address.
         alone = self._greeting[address] >= of_one and not is_loopback(address)
         return alone or self._greeting.total() >= most
 
@@ -229,10 +242,11 @@ class Coordinator:
             yield
         finally:
             self._greeting[address] -= 1
-            self._greeting += Counter()  # forgets those of whom none is left
+            # Adding an empty counter drops the addresses that have no socket left.
+            self._greeting += Counter()
 
     async def _live(self, registration: Registration, socket: ProviderSocket) -> None:
-        """From when it has its name until its socket ends."""
+        """Run a provider's socket from the moment it has a name until it ends."""
         name, reason, code = registration.name, "its socket ended", 0
         try:
             self._join(registration, socket)
@@ -245,7 +259,7 @@ class Coordinator:
         except (WebSocketDisconnect, KeyError, RuntimeError) as error:
             _log.debug("provider's socket ended name=%s class=%s", name, type(error).__name__)
         finally:
-            # first of all: who reads nothing must not be waited for
+            # Leave before the socket is closed: a provider that reads nothing would hold the close up.
             if self._sockets.get(name) is socket:
                 self._leave(name, socket, reason)
         if code:
@@ -267,24 +281,25 @@ class Coordinator:
             unapproved = isinstance(error, Unapproved)
             await socket.send(Refused(reason[:500], not isinstance(error, FrameError), unapproved))
         except (WebSocketDisconnect, RuntimeError, ProviderError):
-            pass  # nobody is left to tell
+            # The provider is gone already.
+            pass
         await socket.close(_POLICY_VIOLATION)
 
     def has_called(self, identity: bytes) -> bool:
-        """Whether a provider with that key has dialled, approved or not, as far as that is remembered."""
+        """Return whether a provider with that key has dialled, approved or not, as far as is remembered."""
         connected = (one.registration for one in self._sockets.values())
         is_here = any(one and one.identity == identity for one in connected)
         return is_here or self.approvals.has_called(identity)
 
     def _replace(self, name: str) -> None:
-        """The same provider on a new socket: the old one is over, whatever it still believes."""
+        """End a provider's old socket, in any state, once the provider has registered on a new one."""
         old = self._sockets.get(name)
         if old is not None:
             self._leave(name, old, "it came back on another socket")
             self._close_soon(old, _TRY_AGAIN)
 
     def _close_soon(self, socket: ProviderSocket, code: int) -> None:
-        """Nobody waits for it: that takes as long as the other side likes."""
+        """Close a socket in a task of its own, because that takes as long as the other side likes."""
         task = asyncio.ensure_future(socket.close(code))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -292,10 +307,12 @@ class Coordinator:
     def _leave(self, name: str, socket: ProviderSocket, reason: str) -> None:
         del self._sockets[name]
         self._drained.discard(name)
-        # answers are told first: who reads one asks for another provider while this one's seats are gone
+        # The dispatcher forgets the provider before its answers fail: a reader that hears of a failure asks
+        # for another provider at once, and must not get this one's slots.
         self._dispatcher.leave(name)
         socket.end(f"{name}: {reason}")
-        self._wake.set()  # what it failed may have nobody else now
+        # Requests that it failed may have no provider left, so their deadlines are looked at again.
+        self._wake.set()
         _log.info("provider left name=%s: %s", name, reason)
 
     def _heard(self, name: str, socket: ProviderSocket, heard: Heard) -> None:
@@ -311,7 +328,7 @@ class Coordinator:
         self._go_on(self._dispatcher.note_load(name, heard.loads, time.monotonic()))
 
     async def put_out(self, name: str) -> bool:
-        """End a provider's socket, because an administrator says so; whether there was one."""
+        """End a provider's socket on an administrator's request; return whether there was one."""
         socket = self._sockets.get(name)
         if socket is None:
             return False
@@ -320,7 +337,7 @@ class Coordinator:
         return True
 
     def providers(self) -> list[ConnectedProvider]:
-        """Those that are connected, by name."""
+        """Return the connected providers, by name."""
         found = []
         for name, socket in sorted(self._sockets.items()):
             registration = socket.registration
@@ -342,7 +359,7 @@ class Coordinator:
         return found
 
     def families(self) -> Iterator[Metric]:
-        """For a scrape: what it counted, and what is true of it now."""
+        """Return the metrics for a scrape: the counts so far, and the present state."""
         models = []
         for name in self.models():
             state = self.num_providers(name), self.free_slots(name), self._dispatcher.running(name)
@@ -353,7 +370,7 @@ class Coordinator:
     # Time.
 
     async def run(self) -> None:
-        """Whatever time brings: deadlines, and providers that may be tried again. Until it is cancelled."""
+        """Handle deadlines, and providers that may be tried again, until the task is cancelled."""
         while True:
             now_s = time.monotonic()
             expired, placed = self._dispatcher.tick(now_s)
@@ -384,7 +401,8 @@ class Coordinator:
     def _go_on(self, placed: Iterable[Assignment]) -> None:
         for assignment in placed:
             future = self._waiting.get(assignment.ask.number)
-            if future is None or future.done():  # whoever waited went in this very moment
+            # The request was cancelled at this very moment: give the slot back.
+            if future is None or future.done():
                 self.abandon(assignment.ask.number)
             else:
                 future.set_result(assignment.provider)

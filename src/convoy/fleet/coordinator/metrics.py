@@ -1,6 +1,6 @@
-"""What a coordinator counts and is, for Prometheus. Labels are few: known models, approved providers.
+"""Count what a coordinator does, for Prometheus. Labels are few: known models and approved providers.
 
-None of them is an account, a key, or anything else that a client may make many of.
+No label is an account, a key, or anything else that a client may make many of.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SEGMENT_S = (
 
 
 class FleetCounts:
-    """Lives on the event loop's thread."""
+    """Count requests, tokens and failures. Lives on the event loop's thread."""
 
     def __init__(self) -> None:
         self._segments = {name: Histogram(_SEGMENT_S) for name in SEGMENTS}
@@ -35,41 +35,41 @@ class FleetCounts:
         self._refused = 0
 
     def request(self, model: str, outcome: str, timing: Timing) -> None:
-        """It is over. Every segment is counted, 0 where it did not apply."""
+        """Count a request that is over. Every segment is counted, with 0 where it did not apply."""
         self._requests.add(model, word_of(outcome))
         for name, seconds in timing.seconds().items():
             self._segments[name].observe(seconds)
 
     def billed(self, model: str, *, prompt_tokens: int, completion_tokens: int, cost_micro: int) -> None:
-        """It was settled, for what it really cost."""
+        """Count the tokens and the cost of a request that was settled."""
         self._tokens.add(model, "prompt", amount=prompt_tokens)
         self._tokens.add(model, "completion", amount=completion_tokens)
         self._charged.add(model, amount=cost_micro)
 
     def claimed(self, provider: str, said: BilledOutcome, billed: BilledOutcome) -> None:
-        """It said more than could be: what is beyond the bounds was not billed."""
+        """Count the tokens that a provider reported beyond the bounds, and that were therefore not billed."""
         for kind in ("prompt", "completion"):
             beyond = getattr(said, f"{kind}_tokens") - getattr(billed, f"{kind}_tokens")
             if beyond > 0:
                 self._unbilled.add(provider, kind, amount=beyond)
 
     def unbilled(self, provider: str) -> int:
-        """Return how many tokens a provider said beyond its bounds, since this started."""
+        """Return how many tokens a provider has reported beyond its bounds since this process started."""
         return sum(self._unbilled.get(provider, kind) for kind in ("prompt", "completion"))
 
     def provider_failed(self, provider: str) -> None:
-        """It refused a request, failed it or fell silent."""
+        """Count a provider that refused a request, failed it or fell silent."""
         self._failures.add(provider)
 
     def challenge_failed(self, provider: str) -> None:
-        """Not answered, or not rightly."""
+        """Count a challenge that was not answered, or answered wrongly."""
         self._unproved.add(provider)
 
     def registration_refused(self) -> None:
         self._refused += 1
 
     def families(self) -> Iterator[Metric]:
-        """Up to now."""
+        """Yield the metrics up to now."""
         yield self._requests.family("convoy_fleet_requests", "Requests that are over, and how.")
         segments: list[tuple[dict[str, str], HistogramCounts]] = [
             ({"segment": name}, one.snapshot()) for name, one in self._segments.items()
@@ -78,7 +78,7 @@ class FleetCounts:
         yield self._tokens.family("convoy_fleet_billed_tokens", "Tokens that were settled for.")
         yield self._charged.family("convoy_fleet_charged_micro", "Millionths of a unit that were charged.")
         yield self._failures.family("convoy_fleet_provider_failures", "Requests that it failed.")
-        text = "Tokens that a provider said and that were not billed: beyond what was sent or seen."
+        text = "Tokens that a provider reported beyond the bytes sent or seen, and that were not billed."
         yield self._unbilled.family("convoy_fleet_unbilled_tokens", text)
         yield self._unproved.family("convoy_fleet_challenges_failed", "Challenges not answered rightly.")
         text = "Registrations that were refused."
@@ -87,7 +87,7 @@ class FleetCounts:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Of one model, now."""
+    """Hold the present state of one model."""
 
     name: str
     providers: int
@@ -98,7 +98,7 @@ class ModelState:
 
 @dataclass(frozen=True, slots=True)
 class ProviderState:
-    """Of one that is connected, now."""
+    """Hold the present state of one connected provider."""
 
     name: str
     level: str
@@ -112,7 +112,7 @@ def fleet_families(
     *,
     draining: bool,
 ) -> Iterator[Metric]:
-    """Of a coordinator at this moment."""
+    """Yield the metrics of a coordinator at this moment."""
     yield build_info("coordinator")
     yield gauge("convoy_draining", "1 once no more requests are taken.", [({}, int(draining))])
     listed = list(models)

@@ -1,4 +1,4 @@
-"""How a coordinator and a provider behave; resolved once, by the command line."""
+"""Hold the options of a coordinator; the command line resolves them once."""
 
 from __future__ import annotations
 
@@ -16,38 +16,58 @@ from convoy.trust.evidence.provider import ProviderRules
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorOptions:
-    """``models``: those that are known by name; a provider may offer others, which are free."""
+    """Hold a coordinator's options.
+
+    ``models`` are the models known by name. A provider may offer others, which are free.
+    """
 
     instance: str = "coordinator"
-    authorities: tuple[str, ...] = ()  # host:port by which providers may have dialled
-    names: tuple[str, ...] = LOOPBACK_NAMES  # else under these names, at any port: its certificate's
+    # The host:port addresses by which providers may have dialled.
+    authorities: tuple[str, ...] = ()
+    # Without ``authorities``, providers may dial these names at any port: those of the certificate.
+    names: tuple[str, ...] = LOOPBACK_NAMES
     models: Mapping[str, ModelOptions] = field(default_factory=dict)
     queue: QueueLimits = field(default_factory=QueueLimits)
-    window: int = 32  # chunks of an answer that may be under way
-    greeting_s: float = 20.0  # for a provider to gather its evidence and register
-    silence_s: float = 20.0  # without a heartbeat, and a provider is gone
+    # Chunks of an answer that may be in flight.
+    window: int = 32
+    # A provider has this long to gather its evidence and register.
+    greeting_s: float = 20.0
+    # A provider without a heartbeat for this long is gone.
+    silence_s: float = 20.0
     prove_every_s: float = 300.0
     max_failed_proofs: int = 3
-    trust: ProviderRules = field(default_factory=ProviderRules)  # what evidence of providers must show
-    first_token_s: float = 60.0  # beside what reading the prompt should take
-    whole_s: float = 900.0  # more for one that is no stream, while its provider says it is there
-    chunk_s: float = 120.0  # between two chunks
+    # What the evidence of providers must show.
+    trust: ProviderRules = field(default_factory=ProviderRules)
+    # This is added to the time that reading the prompt should take.
+    first_token_s: float = 60.0
+    # This is added for an answer that is not streamed, while its provider says that it is alive.
+    whole_s: float = 900.0
+    # The longest wait between two chunks.
+    chunk_s: float = 120.0
     max_attempts: int = 5
-    lease_use_s: float = 15.0  # for a sealed body to come
-    max_leases: int = 256  # of one account, whose bodies are awaited
+    # A lease waits this long for its sealed body.
+    lease_use_s: float = 15.0
+    # Leases of one account that wait for their bodies.
+    max_leases: int = 256
     max_providers: int = 100_000
-    max_greeting: int = 256  # sockets at once that have not registered yet
-    max_greeting_of_address: int = 32  # of them, of one address that is not this machine's
-    approval_s: float = 120.0  # that a provider whose key nobody let in yet may wait on its socket
-    approval_poll_s: float = 2.0  # between two looks at whether another coordinator let it in
-    max_unapproved: int = 64  # sockets that wait so
-    max_unapproved_of_address: int = 8  # of them, of one address that is not this machine's
+    # Sockets at once that have not registered yet.
+    max_greeting: int = 256
+    # The part of them that one address may have. This machine's own addresses have no such limit.
+    max_greeting_of_address: int = 32
+    # How long a provider with a key that is not approved may wait on its socket.
+    approval_s: float = 120.0
+    # The wait between two checks whether another coordinator has approved the provider.
+    approval_poll_s: float = 2.0
+    # Sockets that wait for approval.
+    max_unapproved: int = 64
+    # The part of them that one address may have. This machine's own addresses have no such limit.
+    max_unapproved_of_address: int = 8
     traces: Traces = NO_TRACES
-    audit: AuditLog | None = None  # of what administrators do
-    cache_key: bytes = field(
-        default_factory=lambda: secrets.token_bytes(32), repr=False
-    )  # of accounts' salts
-    body_key: bytes = field(
-        default_factory=lambda: secrets.token_bytes(32), repr=False
-    )  # of bodies that come with an Idempotency-Key: it is kept, but not in the database
-    forget_every_s: float = 600.0  # keys and HMACs that are a day old
+    # Records what administrators do.
+    audit: AuditLog | None = None
+    # The key of the accounts' cache salts.
+    cache_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    # The key of the MACs of bodies that come with an Idempotency-Key. It is kept outside the database.
+    body_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    # How often keys and HMACs that are a day old are forgotten.
+    forget_every_s: float = 600.0

@@ -1,4 +1,4 @@
-"""A coordinator that listens: consumers and providers at one door, administrators at another."""
+"""Serve a coordinator: consumers and providers on one listener, administrators on another."""
 
 from __future__ import annotations
 
@@ -48,15 +48,16 @@ PUBLIC_PATHS = (
     *("/v1/leases", "/v1/leases/{lease}", "/v1/chat/completions", "/v1/completions", "/v1/models", "/health"),
 )
 
-# Few are administrators, and their connections come out of the descriptors that the public door spares.
+# Administrators are few, and their connections use the descriptors that the public listener leaves free.
 _ADMIN_LIMITS = HttpLimits(max_unproven=32, max_unproven_per_address=32, max_kept=32)
 
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Where it listens. ``tls``: certificate and key files; ``behind_tls_proxy``: somebody else has them.
+    """Hold the addresses where a coordinator listens.
 
-    ``public_certificate``: PEM file of the certificate that a TLS proxy in front serves with.
+    ``tls`` are certificate and key files. ``behind_tls_proxy``: a proxy in front has them instead.
+    ``public_certificate`` is the PEM file of the certificate that such a proxy serves with.
     """
 
     public: ServeOptions
@@ -66,7 +67,10 @@ class Doors:
     public_certificate: Path | None = None
 
     def check(self) -> None:
-        """Raises `ConfigError`: keys and prompts cross no network in clear text, and TLS wants its files."""
+        """Check that no key or prompt crosses a network in clear text, and that TLS has its files.
+
+        Raises `ConfigError`.
+        """
         if self.tls is not None:
             check_certificate(self.tls)
         if not is_loopback(self.admin.host):
@@ -87,7 +91,7 @@ class Doors:
 def make_public_app(
     coordinator: Coordinator, options: ServeOptions, lifecycle: Lifecycle, failed: FailedKeys | None = None
 ) -> ASGIApp:
-    """Consumers' HTTP and providers' WebSockets. ``failed``: where wrong keys are counted."""
+    """Return the app for consumers' HTTP and providers' WebSockets. ``failed`` counts wrong keys."""
     about = _About(coordinator, lifecycle)
     shared = (coordinator, options, lifecycle, Intake(options), Repeats())
     chat, completion = Consume(*shared, "chat"), Consume(*shared, "completion")
@@ -108,7 +112,7 @@ def make_public_app(
             await consumers(scope, receive, send)
             return
         websocket = WebSocket(scope, receive, send)
-        # browsers alone send an Origin: a page of any site can open a WebSocket to this machine
+        # Only browsers send an Origin: a page of any site can open a WebSocket to this machine.
         if scope["path"] != "/provider" or lifecycle.draining or "origin" in websocket.headers:
             await websocket.close()
             return
@@ -118,12 +122,14 @@ def make_public_app(
 
 
 class _About:
+    """Answer the questions about the coordinator itself."""
+
     def __init__(self, coordinator: Coordinator, lifecycle: Lifecycle) -> None:
         self._coordinator = coordinator
         self._lifecycle = lifecycle
 
     async def models(self, request: Request) -> Response:
-        """With what a consumer chooses by: whether anybody serves it now, and its price."""
+        """List the models with the facts by which a consumer chooses: present providers, and the price."""
         await account_of(self._coordinator, Headers(scope=request.scope))
         coordinator = self._coordinator
         listed = []
@@ -160,16 +166,18 @@ def run_coordinator(
     on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
     stop: Stop | None = None,
 ) -> int:
-    """Serve until a signal or `Stop.request`, then drain. Returns how many answers were cut off.
+    """Serve until a signal or `Stop.request`, then drain, and return how many answers were cut off.
 
-    ``on_ready`` hears both base URLs and how many broken requests were given their money back, ``on_drain``
-    how many answers are under way once no more are taken, and the seconds they have. Raises
-    `ConfigError` before anything is served, also where another one runs under its name on this database.
+    ``on_ready`` gets both base URLs and the number of broken requests that got their money back. ``on_drain``
+    gets the number of answers in flight once no more are taken, and the seconds that they have. Raises
+    `ConfigError` before anything is served, also if another coordinator runs under this name on this
+    database.
     """
     doors.check()
     stop = stop or Stop()
     with (
-        bind(doors.public, step=10) as public,  # the next one is the administrators' door
+        # The next port is the administrators' listener.
+        bind(doors.public, step=10) as public,
         bind(doors.admin, option="--admin-port", step=10) as admin,
         signals(stop),
     ):
@@ -233,7 +241,8 @@ async def _serve(
             on_drain=drain,
         )
         if ticking.done():
-            ticking.result()  # without it nobody's deadline would pass: that is an end, and a loud one
+            # Without the ticking task no deadline would pass, so its error must end the process loudly.
+            ticking.result()
         return cut
     finally:
         ticking.cancel()

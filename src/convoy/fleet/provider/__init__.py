@@ -1,1 +1,1 @@
-"""A provider: dials its coordinator, proves itself, and answers with the engine behind it."""
+"""Be a provider: dial a coordinator, prove oneself, and answer with the engine behind."""

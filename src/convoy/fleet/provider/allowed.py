@@ -1,4 +1,4 @@
-"""The request that a provider's engine gets: rebuilt from the fields of this list, each with its type.
+"""Rebuild a request for the provider's engine from the fields of a list, each with its type.
 
 Engines take fields that reach beyond an answer: addresses to fetch from, slots and priorities of other
 requests, switches of their caches, templates that they run. None of them is in the list.
@@ -15,7 +15,8 @@ from convoy.api.body.fields import HARMLESS, HARMLESS_OF
 from convoy.errors import RequestError
 from convoy.fleet.asked import Kind, Wanted, fields_of
 
-_MAX_TEXT = 256  # characters of a name or an id
+# Characters of a name or an id.
+_MAX_TEXT = 256
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Short = Annotated[str, msgspec.Meta(max_length=_MAX_TEXT)]
 Ids = Annotated[list[Int], msgspec.Meta(max_length=100_000)]
@@ -23,11 +24,11 @@ Words = Annotated[list[str], msgspec.Meta(max_length=1000)]
 
 
 class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of what stands inside a field."""
+    """Be the base of the values inside a field."""
 
 
 class TextPart(Strict, frozen=True):
-    """A part of a message. Other types name addresses that an engine would fetch."""
+    """Hold a part of a message. Other types name addresses that an engine would fetch."""
 
     type: Literal["text"]
     text: str
@@ -46,7 +47,10 @@ class ToolCall(Strict, frozen=True):
 
 
 class AllowedMessage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One turn. What else clients send back of an answer (refusals, annotations) is left out."""
+    """Hold one turn.
+
+    Other fields that clients send back of an answer (refusals, annotations) are left out.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
@@ -95,7 +99,7 @@ class AllowedStreamOptions(Strict, frozen=True):
 
 
 class TemplateSwitches(Strict, frozen=True):
-    """Of a chat template's variables those that say whether to think, and no others."""
+    """Hold the variables of a chat template that switch thinking, and no others."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
@@ -119,7 +123,8 @@ _BOTH: dict[str, Any] = {
     **dict.fromkeys(_NUMBERS, float),
     **dict.fromkeys(_WHOLE, Int),
     **dict.fromkeys(_SWITCHES, bool),
-    "seed": int,  # its range is wider than a type can say
+    # Its range is wider than a type can express; `for_engine` checks it.
+    "seed": int,
     "logprobs": bool | Int,
     "stop": str | Words,
     "stop_token_ids": Ids,
@@ -140,17 +145,17 @@ _OF_KIND: dict[str, dict[str, Any]] = {
     },
     "completion": {"prompt": str | list[str | Int | Ids], "suffix": str},
 }
-# they change nothing of what an answer says, and are the business of nobody behind the coordinator
+# These change nothing in an answer, and concern only the coordinator.
 _LEFT_OUT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention", "request_id", "session_id"),
-        # they add to the answer what a head never adds
+        # These add to the answer what a head never adds.
         *("verbose", "timings_per_token", "return_progress", "return_tokens", "return_token_ids"),
         *("return_token_offsets", "return_prompt_text", "return_weight_versions", "return_mm_kwargs"),
     }
 )
-# Their values that ask a head for nothing change the answer of some engines.
+# Values of theirs that change nothing at a head change the answer of some engines.
 _MEANT_ELSEWHERE = frozenset({"lora", "reasoning_format"})
 _MIN_SEED, _MAX_SEED = -(1 << 63), (1 << 64) - 1
 _AT = re.compile(r" - at `(?:key in )?\$?(.*?)`$")
@@ -195,7 +200,7 @@ def wants_usage(wanted: Wanted) -> bool:
 
 
 def _asks_for_nothing(name: str, raw: msgspec.Raw, kind: Kind) -> bool:
-    """Return whether an answer without the field is the answer that was asked for, as at a head."""
+    """Return whether the answer would be the same without the field, as at a head."""
     values = HARMLESS_OF[kind].get(name, HARMLESS.get(name, ()))
     return bool(values) and name not in _MEANT_ELSEWHERE and msgspec.json.decode(raw) in values
 
@@ -216,7 +221,10 @@ def _read(name: str, raw: msgspec.Raw, kind: Any) -> object:
 
 
 def _check_references(fields: dict[str, Any]) -> None:
-    """Raises `RequestError` for a schema that refers to anything outside itself, which engines may fetch."""
+    """Check that no schema refers to anything outside itself, because engines may fetch that.
+
+    Raises `RequestError`.
+    """
     schemas = [("tools", tool.function.parameters) for tool in fields.get("tools", ())]
     if (form := fields.get("response_format")) is not None and form.json_schema is not None:
         schemas.append(("response_format", form.json_schema.schema))

@@ -1,4 +1,4 @@
-"""What a provider shows of itself and its members, anew for each challenge of its coordinator."""
+"""Show evidence of a provider and its members, anew for each challenge of its coordinator."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 
 
 class EvidenceSource(Protocol):
-    """`cluster.head.provider_evidence` has those that there are."""
+    """Gather the members' evidence. `cluster.head.provider_evidence` has the implementations."""
 
     def gather(self, purpose: bytes, registers: Sequence[int]) -> GatheredEvidence: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EvidencePresenter:
-    """Whose evidence, and the key for requests that it is shown for."""
+    """Sign the gathered evidence with the provider's identity, for its present key for requests."""
 
     witness: EvidenceSource
     identity: Identity
@@ -33,7 +33,10 @@ class EvidencePresenter:
     expires_s: int
 
     async def show(self, coordinator: bytes, nonce: bytes, registers: Sequence[int]) -> bytes:
-        """The bytes for the coordinator; none where nothing can be shown. Takes as long as the members do."""
+        """Return the bytes for the coordinator, or none if nothing can be shown.
+
+        Takes as long as the members do.
+        """
         try:
             return await asyncio.to_thread(self._show, coordinator, nonce, registers)
         except ConvoyError as error:

@@ -1,4 +1,4 @@
-"""A provider's first words with a coordinator: which one it is, before anything else is sent."""
+"""Exchange a provider's first messages with a coordinator, and verify it before anything else is sent."""
 
 from __future__ import annotations
 
@@ -25,16 +25,22 @@ from convoy.wire.fleet.messages import (
 
 
 class CoordinatorUnproved(PeerRefused):
-    """The other end does not prove that it is the pinned coordinator, at this address and certificate."""
+    """Signal that the other end fails to prove that it is the pinned coordinator.
+
+    The proof covers the coordinator's key, this address and the TLS certificate.
+    """
 
 
 class NotYet(ProviderError):  # noqa: N818
-    """The coordinator was reached and says no; it may say yes later."""
+    """Signal that the coordinator was reached and refuses; it may accept later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """``authority``: host:port as dialled. ``pinned``: the one key that a coordinator may have, or None."""
+    """Verify one coordinator.
+
+    ``authority`` is host:port as dialled. ``pinned`` is the one key that a coordinator may have, or None.
+    """
 
     authority: str
     pinned: bytes | None
@@ -49,7 +55,7 @@ class Greeting:
         await connection.send(encode_fleet(hello))
         answer = decode_from_coordinator(binary(await connection.recv()), MAX_GREETING_BYTES)
         if isinstance(answer, Refused):
-            # without its signature this is a word of anybody on the way, so it is never the last one
+            # The refusal is not signed, so anybody on the way may have sent it. It must never be final.
             raise NotYet(f"the coordinator says: {answer.reason}")
         if not isinstance(answer, Challenge) or answer.protocol != PROTOCOL:
             raise ProviderError(f"the coordinator does not speak version {PROTOCOL} of this protocol")
@@ -70,7 +76,7 @@ class Greeting:
 
 
 async def after_approval(connection: ClientConnection, wait_s: float, draining: asyncio.Event) -> bytes:
-    """Return the message that ends a wait for approval. Raises TimeoutError, also for one that drains."""
+    """Return the message that ends a wait for approval. Raises TimeoutError, also if this provider drains."""
     hearing = asyncio.ensure_future(connection.recv())
     leaving = asyncio.ensure_future(draining.wait())
     try:
@@ -97,7 +103,7 @@ def _other_certificate(signed: bytes, seen: bytes) -> CoordinatorUnproved:
 
 
 def _certificate_hash(connection: ClientConnection) -> bytes:
-    """Return the SHA-256 of the TLS certificate of the other end; empty in clear."""
+    """Return the SHA-256 of the other end's TLS certificate; empty without TLS."""
     tls = connection.transport.get_extra_info("ssl_object")
     if tls is None:
         return b""

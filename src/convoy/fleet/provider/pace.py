@@ -1,4 +1,4 @@
-"""What an engine gives its streams, measured where their tokens pass: for heartbeats, and so for routing."""
+"""Measure the rate of an engine's streams as their tokens pass, for heartbeats and so for routing."""
 
 from __future__ import annotations
 
@@ -6,38 +6,43 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_KEPT = 0.5  # of what was counted, at each heartbeat: the last few count
-_LEAST_TOKENS, _LEAST_S = 4.0, 0.05  # fewer say nothing
+# The share of the counts that is kept at each heartbeat, so that the last few heartbeats count.
+_KEPT = 0.5
+# Fewer tokens or seconds give no usable rate.
+_LEAST_TOKENS, _LEAST_S = 4.0, 0.05
 
 
 class StreamRates:
-    """Of one model's streams, on one event loop's thread."""
+    """Measure the streams of one model, on one event loop's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._streams = 0  # that decode now
+        # Streams that decode now.
+        self._streams = 0
         self._at_s = clock()
         self._tokens = 0.0
-        self._stream_s = 0.0  # of all streams together
-        self._busy_s = 0.0  # with one stream or more
+        # Seconds of all streams together.
+        self._stream_s = 0.0
+        # Seconds with at least one stream.
+        self._busy_s = 0.0
 
     def begin(self) -> None:
-        """A stream has its first token: from here on it decodes."""
+        """Count a stream as decoding: it has its first token."""
         self._pass()
         self._streams += 1
 
     def given(self, tokens: int) -> None:
-        """More of a stream that decodes."""
+        """Count more tokens of a decoding stream."""
         self._tokens += tokens
 
     def end(self) -> None:
-        """A stream that decoded does not, any more."""
+        """Count a stream as no longer decoding."""
         self._pass()
         self._streams -= 1
 
     @contextmanager
     def held_up(self) -> Iterator[None]:
-        """A stream that decodes waits for its reader, which says nothing of its engine."""
+        """Leave out the time in which a stream waits for its reader: it tells nothing of the engine."""
         self.end()
         try:
             yield
@@ -45,8 +50,9 @@ class StreamRates:
             self.begin()
 
     def beat(self) -> tuple[float, float]:
-        """Tokens a second that each stream got over the last heartbeats, and how many there were at once in
-        the mean; 0 and 0 where too few came to say.
+        """Return the tokens a second of each stream over the last heartbeats, and the mean count of streams.
+
+        Returns 0 and 0 if too few tokens came.
         """
         self._pass()
         found = (0.0, 0.0)

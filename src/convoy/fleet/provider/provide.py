@@ -1,4 +1,4 @@
-"""A provider: it dials its coordinator, registers, answers what comes, and dials again when that ends."""
+"""Dial the coordinator, register, answer the requests that come, and dial again when the connection ends."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ from convoy.wire.fleet.messages import (
 
 _log = logging.getLogger(__name__)
 
-_KEY_S = 20 * 3600  # that a key for requests is offered; the socket is made anew with another before that
-_KEY_DRAIN_S = 600.0  # for what runs then
+# How long a key for requests is offered. The socket is made anew with another key before that.
+_KEY_S = 20 * 3600
+# The requests that run at that time have this long to end.
+_KEY_DRAIN_S = 600.0
 _OPEN_S, _GREETING_S = 10.0, 30.0
 # A coordinator that was refused need not answer the farewell.
 _CLOSE_S = 2.0
@@ -68,8 +70,10 @@ _SOFTWARE = "convoy"
 
 @dataclass(frozen=True, slots=True)
 class ProvideOptions:
-    """``coordinator_key``: if given, no other coordinator is registered with. ``certificate``: an operator's,
-    of `wire.fleet.certified`, for proxies that trust that operator.
+    """Hold a provider's options.
+
+    ``coordinator_key``: if given, the provider registers with no other coordinator. ``certificate`` is an
+    operator's, of `wire.fleet.certified`, for proxies that trust that operator.
     """
 
     url: str
@@ -78,15 +82,19 @@ class ProvideOptions:
     drain_s: float = 60.0
     coordinator_key: bytes | None = None
     certificate: bytes = b""
-    witness: EvidenceSource | None = None  # who shows evidence; None: nobody
-    authorities: str | None = None  # instead of the URL's own, where a proxy has another
+    # The source of the evidence; None: no evidence is shown.
+    witness: EvidenceSource | None = None
+    # Instead of the URL's own authority, if a proxy in front has another one.
+    authorities: str | None = None
     events: Callable[[str], None] = field(default=lambda _text: None)
     traces: Traces = NO_TRACES
-    shares_cache: bool = False  # the engine's prefixes, between accounts: declared, never so by itself
-    tls: Callable[[], ssl.SSLContext] = verified_tls  # by which coordinators are verified
+    # Share the engine's prefixes between accounts. This must be declared; it is never the default.
+    shares_cache: bool = False
+    # Verifies coordinators.
+    tls: Callable[[], ssl.SSLContext] = verified_tls
 
     def check(self) -> None:
-        """Raises `ConfigError`: in clear text only to this machine itself."""
+        """Check the URL: only this machine itself may be dialled in clear text. Raises `ConfigError`."""
         parts = urlsplit(self.url)
         if parts.scheme not in {"ws", "wss"} or not parts.hostname:
             raise ConfigError(
@@ -99,7 +107,7 @@ class ProvideOptions:
 
     @property
     def authority(self) -> str:
-        """host:port as dialled, which the registration is signed for."""
+        """Return host:port as dialled. The registration is signed for it."""
         parts = urlsplit(self.url)
         assert parts.hostname is not None, "checked"
         port = parts.port or (443 if parts.scheme == "wss" else 80)
@@ -108,14 +116,17 @@ class ProvideOptions:
 
     @property
     def caveat(self) -> str:
-        """Return what a pinned coordinator does not prove on this connection; empty for TLS."""
+        """Return a note on what a pinned coordinator does not prove on this connection; empty for TLS."""
         if self.coordinator_key is None or not self.url.startswith("ws:"):
             return ""
         return " (over ws:// the coordinator signs its address alone: a program on this machine may relay)"
 
 
 class Provider:
-    """Lives on one event loop. `run` until `drain`, or until the coordinator refuses it for good."""
+    """Serve one coordinator, on one event loop.
+
+    `run` lasts until `drain`, or until the coordinator refuses the provider for good.
+    """
 
     def __init__(self, identity: Identity, upstream: Upstream, options: ProvideOptions) -> None:
         options.check()
@@ -126,25 +137,30 @@ class Provider:
         self._key_made_s = time.time()
         self._seen = SeenRequests()
         self._running: dict[str, tuple[Provided, asyncio.Task[None]]] = {}
-        self._models: dict[str, str] = {}  # by request
+        # The model of each running request.
+        self._models: dict[str, str] = {}
         self._draining = asyncio.Event()
-        self._leaving = False  # this socket: it takes nothing new
+        # This socket takes no new requests.
+        self._leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._sending = asyncio.Lock()
         self._connection: ClientConnection | None = None
         self._proving: asyncio.Task[None] | None = None
         self._paces = {model: StreamRates() for model in options.offers}
-        self._said = ""  # why the last try failed
+        # Why the last try failed.
+        self._said = ""
         self._was_registered = False
 
     def drain(self) -> None:
-        """Finish what runs, take nothing new, and end. On the loop's thread."""
+        """Finish running requests, take no new ones, and end. Runs on the event loop's thread."""
         self._draining.set()
 
     async def run(self) -> None:
-        """Raises `PeerRefused` where the coordinator says that another try is of no use, and
-        `CoordinatorUnproved` where the first one that answers is not the pinned one.
+        """Serve until drained.
+
+        Raises `PeerRefused` if the coordinator says that another try is of no use. Raises
+        `CoordinatorUnproved` if the first coordinator that answers is not the pinned one.
         """
         wait_s = _FIRST_WAIT_S
         while not self._draining.is_set():
@@ -152,7 +168,8 @@ class Provider:
             try:
                 await self._connected()
             except CoordinatorUnproved as error:
-                # once the right one was there, a relay in between must not end this for good
+                # A provider that once reached the right coordinator
+                # must not end because of a relay in between.
                 if not self._was_registered:
                     raise
                 self._say(f"refused: {error.message}")
@@ -165,7 +182,7 @@ class Provider:
             if time.monotonic() - began > _MOST_WAIT_S:
                 wait_s = _FIRST_WAIT_S
             if not self._draining.is_set():
-                # many providers lose a coordinator at once, and must not all come back at once
+                # Many providers lose a coordinator at once, and must not all come back at once.
                 pause_s = wait_s * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
                 wait_s = min(_MOST_WAIT_S, wait_s * 2)
                 await _first(self._draining.wait(), asyncio.sleep(pause_s))
@@ -215,7 +232,7 @@ class Provider:
         return answer, challenge.coordinator
 
     async def _accepted(self, connection: ClientConnection, answer: FromCoordinator) -> tuple[str, int]:
-        """Name and window, once an administrator let this provider in."""
+        """Return the provider's name and window, once an administrator has approved it."""
         key = self._identity.public_key.hex()
         command = f"convoy coordinator providers --approve {key} NAME"
         waiting = f"waiting for approval: on the coordinator's machine, {command}"
@@ -236,7 +253,7 @@ class Provider:
         return answer.name, answer.window
 
     def _say(self, text: str) -> None:
-        """Why there is no socket: each try that fails as the last one did says nothing new."""
+        """Report why there is no socket, unless the last try failed for the same reason."""
         if text != self._said:
             self._options.events(text)
         self._said = text
@@ -267,13 +284,14 @@ class Provider:
                     self._running[request_id][0].window.grant(chunks)
             case Prove():
                 if self._proving is not None:
-                    self._proving.cancel()  # the newest counts
+                    # Only the newest challenge counts.
+                    self._proving.cancel()
                 self._proving = asyncio.ensure_future(self._prove(message, coordinator))
             case _:
                 raise FrameError(f"a {type(message).__name__} came where requests come")
 
     async def _prove(self, prove: Prove, coordinator: bytes) -> None:
-        """Beside what runs: members may take seconds."""
+        """Answer a challenge beside the running requests, because the members may take seconds."""
         signature = self._identity.sign(proof_bytes(coordinator, prove.nonce))
         evidence = await self._evidence(coordinator, prove)
         try:
@@ -289,7 +307,8 @@ class Provider:
         return await shower.show(coordinator, asked.nonce, asked.registers)
 
     def _serve(self, serve: Serve, name: str, window: int) -> None:
-        if serve.request_id in self._running:  # the first one goes on
+        # The first one continues.
+        if serve.request_id in self._running:
             _log.warning("a request came twice, while it runs")
             return
         span = self._span_of(serve)
@@ -351,7 +370,7 @@ class Provider:
             await asyncio.sleep(self._options.heartbeat_s)
 
     async def _end_when_due(self, connection: ClientConnection) -> None:
-        """Once it drains, or its key is old; either way what runs is ended first."""
+        """Close the socket once the provider drains or its key is old; running requests end first."""
         await _first(self._draining.wait(), self._key_is_old())
         self._leaving = True
         await self._send(DrainNotice())
@@ -382,11 +401,11 @@ def _why_not(error: BaseException) -> str:
     if isinstance(error, NotYet):
         return error.message
     text = error.message if isinstance(error, ConvoyError) else why_unreachable(error)
-    return f"the coordinator is not to be reached, and is tried again: {text}"
+    return f"the coordinator cannot be reached, and is tried again: {text}"
 
 
 def _offer(model: str, one: Capacity) -> Offer:
-    # whoever checks the signature encodes what it read, where a rate is a float
+    # The other side checks the signature over the decoded message, and encodes these rates as floats.
     decode, batch, prefill = (float(rate) for rate in (one.decode_rate, one.batch_rate, one.prefill_rate))
     return Offer(model, one.slots, decode, batch, prefill, one.max_context, one.template_tokens)
 

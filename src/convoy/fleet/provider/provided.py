@@ -1,4 +1,4 @@
-"""One request at a provider: opened, asked of the engine behind it, and its answer sealed piece by piece."""
+"""Answer one request at a provider: open it, ask the engine, and seal the answer piece by piece."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ from convoy.fleet.provider.pace import StreamRates
 from convoy.fleet.provider.upstream import Upstream, UpstreamAnswer
 from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage, Serve
 
-_STILL_HERE_S = 5.0  # between two signs of life while the engine says nothing
-_MAX_SEEN = 1 << 17  # request ids that are remembered until they expire
+# The time between two signs of life while the engine is silent.
+_STILL_HERE_S = 5.0
+# Request ids that are remembered until they expire.
+_MAX_SEEN = 1 << 17
 _LONG_BYTES = 256 * 1024
 _BAD_REQUEST = 400, "application/json"
 _RATE_LIMITED = 429
@@ -42,13 +44,16 @@ Send = Callable[[FleetMessage], Awaitable[None]]
 
 
 class SeenRequests:
-    """No request is answered twice while its seal would open."""
+    """Remember request ids, so that no request is answered twice while its seal would still open."""
 
     def __init__(self) -> None:
         self._expires_s: dict[str, int] = {}
 
     def add(self, request_id: str, expires_s: int, now_s: float) -> None:
-        """Raises `ProviderError` for one that was seen, has expired, or is one too many."""
+        """Remember a request.
+
+        Raises `ProviderError` for one that was seen, has expired, or is one too many.
+        """
         if expires_s <= now_s:
             raise ProviderError("a sealed request has expired")
         if request_id in self._expires_s:
@@ -61,24 +66,24 @@ class SeenRequests:
 
 
 class SendWindow:
-    """How many chunks may be sent before whoever reads them took some."""
+    """Count the chunks that may be sent before the reader takes some."""
 
     def __init__(self, size: int) -> None:
         self._left = size
         self._granted = asyncio.Event()
 
     def grant(self, count: int) -> None:
-        """So many more."""
+        """Allow ``count`` more chunks."""
         self._left += count
         self._granted.set()
 
     @property
     def is_shut(self) -> bool:
-        """Whether `take` waits."""
+        """Return whether `take` waits."""
         return self._left <= 0
 
     async def take(self) -> None:
-        """Wait for leave to send one."""
+        """Wait until one chunk may be sent."""
         while self._left <= 0:
             self._granted.clear()
             await self._granted.wait()
@@ -86,22 +91,32 @@ class SendWindow:
 
 
 class Provided:
-    """Answers one `Serve`. ``window``: chunks of it that may be under way; ``trace``: for the engine."""
+    """Answer one `Serve`.
+
+    ``window`` counts the chunks in flight; ``trace`` is a traceparent for the engine.
+    """
 
     def __init__(self, serve: Serve, send: Send, window: int, trace: str = "") -> None:
         self._serve = serve
         self._trace = trace
         self._send = send
         self.window = SendWindow(window)
-        self.prompt_tokens = 0  # a guess, for the provider's own account of its load
-        self.pace = StreamRates()  # a provider has one for all that it answers for a model
-        self.shares_cache = False  # the engine's prefixes, between accounts
+        # A guess, for the provider's own account of its load.
+        self.prompt_tokens = 0
+        # The provider replaces it by one that all answers of a model share.
+        self.pace = StreamRates()
+        # Whether accounts share the engine's prefixes.
+        self.shares_cache = False
         self._decodes = False
         self._tokens = 0
         self._begun = False
 
     async def open(self, key: RequestKey, name: str, seen: SeenRequests) -> tuple[Wanted, AnswerSealer]:
-        """Raises `SealError` or `ProviderError` for a body that was not sealed for here, now and this."""
+        """Open the sealed body, and return the request and the sealer of its answer.
+
+        Raises `SealError` or `ProviderError` for a body that was not sealed for this provider, time and
+        request.
+        """
         serve = self._serve
         facts = RequestFacts(
             provider=name,
@@ -114,22 +129,23 @@ class Provided:
             kind=serve.kind,
         )
         opened = key.open(facts, serve.sealed)
-        seen.add(serve.request_id, serve.expires_s, time.time())  # once it opened: anybody may name an id
+        # Only after it opened: anybody may name an id.
+        seen.add(serve.request_id, serve.expires_s, time.time())
         try:
             wanted = await _read(opened.body, serve.kind)
         except RequestError as error:
             raise ProviderError(f"a sealed body is no request: {error.param or 'not JSON'}") from None
         if (wanted.model, wanted.max_tokens) != (serve.model, serve.max_tokens):
-            raise ProviderError("what is said beside a sealed body is not what it asks for")
+            raise ProviderError("the fields beside a sealed body do not match the body")
         self.prompt_tokens = wanted.prompt_tokens
         return wanted, AnswerSealer(opened.answer_secret, request_hash(facts, serve.sealed))
 
     async def refuse(self, reason: str, *, full: bool = False, refused: bool = False) -> None:
-        """No answer: see `Failed`."""
+        """Send a `Failed` instead of an answer."""
         await self._send(Failed(self._serve.request_id, reason[:500], full=full, refused=refused))
 
     async def run(self, wanted: Wanted, sealer: AnswerSealer, upstream: Upstream) -> None:
-        """To the end, or to a `Failed` that says why not."""
+        """Ask the engine and send the answer to its end, or a `Failed` with the reason."""
         try:
             body = for_engine(wanted, shares_cache=self.shares_cache)
             async with AsyncExitStack() as stack:
@@ -150,17 +166,20 @@ class Provided:
             await self.refuse(error.message)
 
     async def _not_asked(self, sealer: AnswerSealer, error: RequestError) -> None:
-        """Answer a request that this provider does not pass on, with the field."""
+        """Answer a request that this provider does not pass on, and name the field."""
         await self._head(sealer, AnswerHead(*_BAD_REQUEST))
         await self._chunk(sealer, msgspec.json.encode(body_for(error)))
         await self._end(sealer, 0, 0)
 
     async def _refused(self, sealer: AnswerSealer, answer: UpstreamAnswer) -> None:
-        """The engine says no: to this request, which whoever asked may read, or to any."""
+        """Pass on the engine's refusal, which is either about this request, or about any request.
+
+        The client may read only a refusal of its own request.
+        """
         is_rate = answer.status == _RATE_LIMITED
         body = await _start_of(answer.body) if is_rate or not is_of_engine(answer.status) else b""
         if is_rate and is_too_long(body):
-            # A head counts identical requests. It refuses this one, and not its provider.
+            # A head counts identical requests. It refuses this request, and not its provider.
             raise RequestError("the prompt does not fit the context", code=CONTEXT_ERROR)
         if is_of_engine(answer.status):
             await self.refuse(f"its engine answers {answer.status}", full=answer.status in {429, 503})
@@ -169,12 +188,12 @@ class Provided:
             raise ProviderError(f"a refusal of the engine has more than {MAX_REFUSAL_BYTES} bytes")
         await self._head(sealer, answer.head)
         await self._chunk(sealer, body)
-        # one that is too long was made into tokens before it was refused
+        # A prompt that is too long was tokenized before it was refused.
         prompt = refused_prompt_tokens(self.prompt_tokens) if is_too_long(body) else 0
         await self._end(sealer, prompt, 0)
 
     async def _alive(self, sealer: AnswerSealer, awaited: Awaitable[T]) -> T:
-        """What is awaited of the engine; while that is silent, an empty chunk now and then."""
+        """Return the engine's result. While the engine is silent, send an empty chunk every 5 s."""
         task = asyncio.ensure_future(awaited)
         try:
             while not (await asyncio.wait({task}, timeout=_STILL_HERE_S))[0]:
@@ -184,7 +203,8 @@ class Provided:
         finally:
             if not task.done():
                 task.cancel()
-                await asyncio.wait({task})  # what it opened is closed after it
+                # The resources that it opened are closed after it, so it must have ended.
+                await asyncio.wait({task})
 
     async def _begin(self, sealer: AnswerSealer) -> None:
         if not self._begun:
@@ -205,7 +225,8 @@ class Provided:
                 for start in range(0, len(passed), MAX_CHUNK_BYTES):
                     await self._chunk(sealer, passed[start : start + MAX_CHUNK_BYTES])
                 if not reader.ended and reader.tokens > most_given(max_tokens):
-                    # it gives more than was asked and is paid for, however that was asked of it
+                    # The engine gives more than was asked. It is paid
+                    # for no more than that, whatever it was asked for.
                     await self._chunk(sealer, b"data: [DONE]\n\n")
                     await self._end(sealer, reader.prompt_tokens or self.prompt_tokens, max_tokens)
                     return
@@ -218,7 +239,7 @@ class Provided:
         await self._end(sealer, reader.prompt_tokens, reader.completion_tokens or reader.tokens)
 
     def _count(self, tokens: int) -> None:
-        """So many were given so far: with the first the prompt is read, and its pace is of those after."""
+        """Count the tokens given so far. The first one ends the prompt, so the rate counts those after it."""
         given, self._tokens = tokens - self._tokens, tokens
         if given and not self._decodes:
             self.pace.begin()
@@ -244,7 +265,7 @@ class Provided:
         await self._send(Chunk(self._serve.request_id, sealed, self._tokens, last))
 
     async def _end(self, sealer: AnswerSealer, prompt_tokens: int, completion_tokens: int) -> None:
-        """The counts once more under the seal, so that whoever pays can compare."""
+        """Send the counts once more under the seal, so that the payer can compare them."""
         counts = AnswerCounts(prompt_tokens, completion_tokens)
         await self._chunk(sealer, msgspec.json.encode(counts), last=True)
         await self._send(Done(self._serve.request_id, prompt_tokens, completion_tokens))
@@ -261,7 +282,7 @@ async def _start_of(pieces: AsyncIterator[bytes]) -> bytes:
 
 
 async def _read(body: bytes, kind: Kind) -> Wanted:
-    """Return what is asked for. A long body is read on a thread, so that it holds up no other answer."""
+    """Return the request. A long body is parsed on a thread, so that it holds up no other answer."""
     if len(body) <= _LONG_BYTES:
         return read_wanted(body, kind, "", {})
     return await asyncio.to_thread(read_wanted, body, kind, "", {})
@@ -277,5 +298,5 @@ async def _join(pieces: AsyncIterator[bytes]) -> bytes:
 
 
 def most_given(max_tokens: int) -> int:
-    """Events with text that so many tokens come in at most: some engines make two of one."""
+    """Return the most events with text for ``max_tokens``: some engines make two events of one token."""
     return max_tokens + max_tokens // 8 + 16

@@ -1,4 +1,4 @@
-"""A provider's span of one answer, read from what it sends of it: when, how much, and how it ended."""
+"""Trace one answer of a provider from the messages that it sends: when, how much, and how it ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from convoy.wire.fleet.messages import Began, Chunk, Done, Failed, FleetMessage,
 
 
 class AnswerSpan:
-    """Between an answer and its socket. ``is_offered``: the model's name is one of this provider's."""
+    """Note an answer's messages on their way to the socket.
+
+    ``is_offered``: the model's name is one that this provider offers.
+    """
 
     def __init__(self, traces: Traces, serve: Serve, send: Send, *, is_offered: bool) -> None:
         self._send = send
@@ -22,12 +25,12 @@ class AnswerSpan:
         self.traceparent = self._span.traceparent
 
     async def send(self, message: FleetMessage) -> None:
-        """On, and noted."""
+        """Note the message, and send it on."""
         self._note(message)
         await self._send(message)
 
     def end(self) -> None:
-        """Of one that was not ended by what it sent."""
+        """End the span of an answer that ended without a last message."""
         self._span.end("client gone")
 
     def _note(self, message: FleetMessage) -> None:

@@ -1,4 +1,4 @@
-"""A provider from its engine's models to its last answer, on the main thread or beside a head."""
+"""Run a provider from measuring its engine to its last answer, on the main thread or beside a head."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ async def run_provider(
     say: Say,
     started: Callable[[Provider], None] | None = None,
 ) -> None:
-    """Measure what the engine reaches, register, and serve until it is drained.
+    """Measure the engine's rates, register, and serve until drained.
 
-    ``started`` hears of the provider; without it, SIGTERM and SIGINT drain, and
-    the second one ends the process within `ending.END_S`. Raises `ProviderError` where the
-    engine does not answer, `UsageError` for a model that it does not have, and what `Provider.run` raises.
+    ``started`` gets the provider. Without it, SIGTERM and SIGINT drain, and the second one ends the process
+    within `ending.END_S`. Raises `ProviderError` if the engine does not answer, `UsageError` for a model that
+    it does not have, and the errors of `Provider.run`.
     """
     try:
         offers = await _measure(upstream, models, slots, say)
@@ -59,12 +59,12 @@ def provide_until_drained(
     slots: int,
     say: Say,
 ) -> None:
-    """`run_provider` on this thread, which is the main one: SIGTERM and SIGINT drain it."""
+    """Call `run_provider` on the main thread: SIGTERM and SIGINT drain it."""
     asyncio.run(run_provider(identity, upstream, options, models=models, slots=slots, say=say))
 
 
 class ProviderBeside:
-    """A provider on a thread of its own, for a head in the same process."""
+    """Run a provider on a thread of its own, for a head in the same process."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ProviderBeside:
         slots: int,
         say: Say,
     ) -> None:
-        """``upstream``: the head, which answers already."""
+        """Start the thread. ``upstream`` is the head, which answers already."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._provider: Provider | None = None
         self._stopped = False
@@ -95,7 +95,8 @@ class ProviderBeside:
                 )
             except ConvoyError as error:
                 say("refused", error.message)
-            except Exception as error:  # noqa: BLE001 - the head goes on; its text may hold a prompt
+            except Exception as error:  # noqa: BLE001 - the head goes on
+                # Only the class is logged, because the error's text may hold a prompt.
                 _log.error("the provider ended with %s", type(error).__name__)
 
         self._thread = threading.Thread(target=run, name="provider", daemon=True)
@@ -108,7 +109,7 @@ class ProviderBeside:
                 provider.drain()
 
     def drain(self, wait_s: float) -> None:
-        """Take nothing new, end what runs, and leave; at most ``wait_s``."""
+        """Take no new requests, end the running ones, and leave; wait at most ``wait_s``."""
         with self._lock:
             self._stopped = True
             if self._provider is not None and self._loop is not None and not self._loop.is_closed():

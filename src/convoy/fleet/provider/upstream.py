@@ -1,4 +1,4 @@
-"""The engine behind a provider: any server that speaks OpenAI's HTTP, the head of a cluster among them."""
+"""Ask the engine behind a provider: any server that speaks OpenAI's HTTP, also the head of a cluster."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _log = logging.getLogger(__name__)
 _PATHS: dict[str, str] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _CONNECT_S, _READ_S = 10.0, 600.0
 _MAX_MODELS_BYTES = 1024 * 1024
-_TRIAL_TOKENS, _TRIAL_PROMPT = 24, 512  # of each request by which rates are measured
+# The sizes of each request that measures the rates.
+_TRIAL_TOKENS, _TRIAL_PROMPT = 24, 512
 _TRIAL_WORD = "Count."
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamAnswer:
-    """Headers are here; `body` is read as it comes."""
+    """Hold an answer with its headers; `body` is read as it comes."""
 
     status: int
     content_type: str
@@ -41,17 +42,18 @@ class UpstreamAnswer:
 
     @property
     def head(self) -> AnswerHead:
-        """Return what is said of it before its body."""
+        """Return the status and the content type."""
         return AnswerHead(self.status, self.content_type)
 
 
 class Upstream:
-    """``url`` without /v1, or with it."""
+    """Be the client of one engine. ``url`` may end with /v1."""
 
     def __init__(self, url: str, api_key: str | None = None, certificate: str | None = None) -> None:
-        """``certificate``: a file whose first one alone the engine may show, whatever name is in it.
+        """Make the client. ``certificate`` is a file with the only certificate that the engine may show.
 
-        Raises `IdentityError` for a file without one.
+        The first certificate of the file counts, whatever name is in it. Raises `IdentityError` for a file
+        without one.
         """
         base = url.rstrip("/").removesuffix("/v1")
         if not base.startswith(("http://", "https://")):
@@ -64,11 +66,15 @@ class Upstream:
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=None),
             verify=True if self._pin is None else self._pin.context,
-            trust_env=False,  # proxies and keys of the environment are not for this
+            # Proxies and keys of the environment are not meant for the engine.
+            trust_env=False,
         )
 
     async def models(self) -> dict[str, int]:
-        """Names and contexts. Raises `ProviderError` where it does not answer, or with something else."""
+        """Return the models with their context lengths.
+
+        Raises `ProviderError` for no answer, or an invalid one.
+        """
         self._look()
         try:
             response = await self._client.get("/v1/models")
@@ -86,9 +92,9 @@ class Upstream:
 
     @asynccontextmanager
     async def ask(self, kind: Kind, body: bytes, trace: str = "") -> AsyncIterator[UpstreamAnswer]:
-        """An answer, whose connection ends with the context. ``trace``: a traceparent for the engine.
+        """Yield an answer. Its connection ends with the context. ``trace`` is a traceparent for the engine.
 
-        Raises `ProviderError` where none comes.
+        Raises `ProviderError` if no answer comes.
         """
         self._look()
         headers = {"content-type": "application/json"} | ({"traceparent": trace} if trace else {})
@@ -104,7 +110,10 @@ class Upstream:
             await response.aclose()
 
     async def measure(self, model: str, max_context: int, slots: int) -> Capacity:
-        """Its rates, by a few requests. Raises `ProviderError` where one of them is not answered."""
+        """Measure the rates of ``model`` by a few requests.
+
+        Raises `ProviderError` if one of them is not answered.
+        """
         prompt = " ".join(["word"] * min(_TRIAL_PROMPT, max(1, max_context // 4)))
         read_s, read = await self._trial(model, prompt, 1)
         prefill_rate = max(1.0, max(1, read.prompt_tokens) / read_s)
@@ -119,7 +128,7 @@ class Upstream:
             batch_rate=max(0.01, sum(max(1, one.completion_tokens) for _, one in together) / all_s),
             prefill_rate=prefill_rate,
             max_context=max_context,
-            # of a prompt of one word, all is the template's but for that word
+            # The trial prompt is one word, so all other tokens are the template's.
             template_tokens=min(MAX_TEMPLATE_TOKENS, max(0, alone.prompt_tokens - 1)),
         )
 
@@ -146,7 +155,7 @@ class Upstream:
             self._pin.look()
 
     async def close(self) -> None:
-        """Every connection."""
+        """Close every connection."""
         await self._client.aclose()
 
 
@@ -159,9 +168,9 @@ async def _body(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 class _Pin:
-    """A context that trusts the certificate in ``file``, and a renewed one beside it once the file has that.
+    """Trust the certificate in ``file``, and beside it a renewed one once the file has that.
 
-    An older one is trusted until it expires: a head shows it until it reads its files again.
+    The older one is trusted until it expires, because a head shows it until it reads its files again.
     """
 
     def __init__(self, file: str) -> None:
@@ -193,6 +202,6 @@ def _pinned(certificate: str, known: ssl.SSLContext | None = None) -> ssl.SSLCon
     context = known or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    # what follows in the file are authorities, and to trust these is to trust all that they sign
+    # The other certificates of the file are authorities. Trusting them would trust all that they sign.
     context.load_verify_locations(cadata=from_pem(Path(certificate).read_bytes()))
     return context

@@ -1,1 +1,1 @@
-"""The local proxy: seals a user's requests to providers that the user trusts."""
+"""Seal a user's requests, on the user's machine, to providers that the user trusts: the local proxy."""

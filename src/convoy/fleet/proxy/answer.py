@@ -1,4 +1,4 @@
-"""A sealed answer at the proxy: opened chunk by chunk, and whole only if its seal says so."""
+"""Open a sealed answer at the proxy, chunk by chunk. It is complete only if its seal says so."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from convoy.wire.fleet.records import Record, RecordReader, Timed
 
 
 class AnswerReader:
-    """For one reader: `head`, then `pieces` to the end. Both raise `ProviderError`."""
+    """Read an answer for one reader: `head`, then `pieces` to the end. Both raise `ProviderError`."""
 
     def __init__(self, body: AsyncIterator[bytes], secret: bytes, request_hash: bytes) -> None:
         self._records = _records(body)
         self._secret = secret
         self._hash = request_hash
         self._opener: AnswerOpener | None = None
-        self.counts: AnswerCounts | None = None  # by the provider, under its seal
-        self.billed: AnswerCounts | None = None  # by the coordinator
+        # The provider's counts, under its seal.
+        self.counts: AnswerCounts | None = None
+        # The coordinator's counts.
+        self.billed: AnswerCounts | None = None
         self.us: dict[str, int] = {}
 
     async def head(self) -> AnswerHead:
-        """The first chunk."""
+        """Return the head, which is the first chunk with bytes."""
         record = await anext(self._records, None)
         if isinstance(record, Failed):
             raise suspect("the provider failed before it began")
@@ -35,18 +37,19 @@ class AnswerReader:
             raise suspect("the coordinator relays an answer that does not begin")
         self._opener = AnswerOpener(self._secret, self._hash, record.nonce)
         while not (first := await self._next_chunk()) and not self._opener.ended:
-            pass  # its engine says nothing yet
+            # The provider's engine is silent so far.
+            pass
         try:
             head = msgspec.json.decode(first, type=AnswerHead)
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise suspect("the provider's answer has no head") from None
         kind = head.content_type
         if not (200 <= head.status <= 599 and kind.isascii() and kind.isprintable() and len(kind) <= 200):
-            raise suspect("the provider's answer has a head that is none")
+            raise suspect("the provider's answer has an invalid head")
         return head
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body; then `counts`, and what else the coordinator says."""
+        """Yield the body; then read `counts`, and the coordinator's records."""
         assert self._opener is not None, "the head comes first"
         while self.counts is None:
             piece = await self._next_chunk()
@@ -63,7 +66,10 @@ class AnswerReader:
                 raise suspect("the coordinator relays more than the answer")
 
     async def whole(self) -> bytes:
-        """All that is left, of an answer that is no stream. Raises as `pieces`, and for one without end."""
+        """Return the rest of an answer that is not streamed.
+
+        Raises as `pieces`, and for one that is too long.
+        """
         joined = bytearray()
         async for piece in self.pieces():
             joined += piece
@@ -73,7 +79,7 @@ class AnswerReader:
 
     @property
     def difference(self) -> str:
-        """Between what was billed and what the provider counts; empty if there is none."""
+        """Return the difference between the bill and the provider's counts; empty if there is none."""
         assert self.counts is not None, "after the last piece"
         sealed = f"{self.counts.prompt_tokens}+{self.counts.completion_tokens}"
         if self.billed is None:

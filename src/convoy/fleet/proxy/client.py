@@ -1,4 +1,4 @@
-"""A proxy's connections to its coordinator, every byte of whose answers is suspect."""
+"""Connect a proxy to its coordinator. Every byte of the coordinator's answers is suspect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _MAX_MODELS_BYTES = 16 * 1024 * 1024
 
 
 class ProxyRefusal(Exception):  # noqa: N818 - an answer, not a fault
-    """The coordinator says no, in words that were made harmless; ``retry_after``: its seconds, or empty."""
+    """Signal that the coordinator refuses. Its words were made harmless.
+
+    ``retry_after`` are its seconds, or empty.
+    """
 
     def __init__(self, status: int, body: ErrorBody, retry_after: str) -> None:
         super().__init__(f"the coordinator answers {status}")
@@ -44,14 +47,15 @@ class ProxyRefusal(Exception):  # noqa: N818 - an answer, not a fault
 
 @dataclass(frozen=True, slots=True)
 class SealedAnswer:
-    """It has begun; ``body`` is read as it comes."""
+    """Hold an answer that has begun; ``body`` is read as it comes."""
 
     body: AsyncIterator[bytes]
-    timing: dict[str, int]  # microseconds, as far as they are known
+    # Microseconds, as far as they are known.
+    timing: dict[str, int]
 
 
 def check_url(url: str) -> None:
-    """Raises `ConfigError`: in clear text only to this machine itself."""
+    """Check that only this machine itself is dialled in clear text. Raises `ConfigError`."""
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ConfigError(f"the coordinator {url[:200]!r} is no URL of HTTP", hint="https://HOST")
@@ -62,7 +66,7 @@ def check_url(url: str) -> None:
 
 
 class CoordinatorClient:
-    """``api_key``: of an account there."""
+    """Ask a coordinator. ``api_key`` is the key of an account there."""
 
     def __init__(self, url: str, api_key: str) -> None:
         check_url(url)
@@ -72,13 +76,18 @@ class CoordinatorClient:
             headers={"authorization": f"Bearer {api_key}", "accept-encoding": "identity"},
             timeout=httpx.Timeout(_READ_S, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=None),
-            verify=verified_tls() if base.startswith("https") else False,  # http is for loopback
-            trust_env=False,  # proxies and keys of the environment are not for this
+            # `check_url` allows http only for loopback.
+            verify=verified_tls() if base.startswith("https") else False,
+            # Proxies and keys of the environment are not meant for the coordinator.
+            trust_env=False,
             follow_redirects=False,
         )
 
     async def lease(self, asked: LeaseAsked, idempotency_key: str | None, trace: str = "") -> Lease:
-        """``trace``: a traceparent. Raises `ProxyRefusal`, and `ProviderError` for what is no answer."""
+        """Return a lease. ``trace`` is a traceparent.
+
+        Raises `ProxyRefusal`, and `ProviderError` for an invalid answer.
+        """
         headers = {"content-type": "application/json"} | ({"traceparent": trace} if trace else {})
         if idempotency_key is not None:
             headers["idempotency-key"] = idempotency_key
@@ -90,7 +99,7 @@ class CoordinatorClient:
 
     @asynccontextmanager
     async def use(self, lease: Lease, sealed: bytes) -> AsyncIterator[SealedAnswer | Lease]:
-        """The answer, or another lease to seal for. Raises as `lease`."""
+        """Yield the answer to a sealed body, or another lease to seal for. Raises as `lease`."""
         path, headers = f"/v1/leases/{lease.lease}", {"content-type": SEALED_TYPE}
         async with self._ask("POST", path, sealed, headers) as response:
             kind = response.headers.get("content-type", "")
@@ -106,11 +115,12 @@ class CoordinatorClient:
             raise _refusal(response, data)
 
     async def release(self, lease: Lease) -> None:
-        """Not needed; its time would be over soon."""
+        """Give a lease back early; it would run out soon anyway."""
         try:
             request = self._client.build_request("DELETE", f"/v1/leases/{lease.lease}", timeout=_CONNECT_S)
             response = await self._client.send(request, stream=True)
-            await response.aclose()  # unread: whatever it says, and however much
+            # Left unread: the answer may be of any length, and does not matter.
+            await response.aclose()
         except httpx.HTTPError:
             return
 
@@ -118,7 +128,7 @@ class CoordinatorClient:
     async def plain(
         self, kind: Kind, body: bytes, idempotency_key: str | None
     ) -> AsyncIterator[httpx.Response]:
-        """The text itself, for those who allow that."""
+        """Send the text itself, for users that allow that, and yield the response."""
         headers = {"content-type": "application/json"}
         if idempotency_key is not None:
             headers["idempotency-key"] = idempotency_key
@@ -126,12 +136,12 @@ class CoordinatorClient:
             yield response
 
     async def models(self) -> tuple[int, bytes]:
-        """Status and JSON, as they come."""
+        """Return the status and the JSON of the coordinator's models, as they come."""
         async with self._ask("GET", "/v1/models", b"", {}) as response:
             return response.status_code, await _bounded(response, _MAX_MODELS_BYTES)
 
     async def close(self) -> None:
-        """Every connection."""
+        """Close every connection."""
         await self._client.aclose()
 
     @asynccontextmanager
@@ -142,7 +152,7 @@ class CoordinatorClient:
         try:
             response = await self._client.send(request, stream=True)
         except httpx.HTTPError as error:
-            raise suspect(f"the coordinator is not to be reached: {why_unreachable(error)}") from None
+            raise suspect(f"the coordinator cannot be reached: {why_unreachable(error)}") from None
         try:
             yield response
         finally:
@@ -150,12 +160,12 @@ class CoordinatorClient:
 
 
 def suspect(text: str) -> ProviderError:
-    """What a coordinator did that it should not; the user's tool may read it."""
+    """Return the error for a coordinator's misbehaviour. The user's tool may read its text."""
     return ProviderError(text, public=text)
 
 
 async def pieces(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Raises `ProviderError` where it breaks off."""
+    """Yield the pieces of a response. Raises `ProviderError` if it breaks off."""
     try:
         async for piece in response.aiter_raw():
             yield piece
@@ -194,7 +204,7 @@ def _refusal(response: httpx.Response, data: bytes) -> ProxyRefusal:
     status = response.status_code if 400 <= response.status_code <= 599 else 502
     try:
         said = msgspec.json.decode(data, type=ErrorBody).error
-        # the tool's own key is never looked at
+        # The proxy never looks at the tool's own key, so a refused key is always the proxy's.
         whose = " (the key of this proxy's --api-key-file)" if status in {401, 403} else ""
         detail = ErrorDetail(
             plain_text(said.message, 500) + whose,

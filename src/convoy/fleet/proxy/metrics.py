@@ -1,4 +1,4 @@
-"""What a proxy counts. It names no model: what its tools send as one is their text."""
+"""Count a proxy's requests. No label is a model, because the model that a tool names is the tool's text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from convoy.fleet.outcomes import LabelSums, word_of
 
 
 class ProxyCounts:
-    """Lives on the event loop's thread."""
+    """Count requests. Lives on the event loop's thread."""
 
     def __init__(self) -> None:
         self._requests = LabelSums("outcome")
@@ -20,7 +20,7 @@ class ProxyCounts:
 
     @contextmanager
     def answering(self, exchange: Exchange) -> Iterator[None]:
-        """Around one request that was understood."""
+        """Count one request that was understood, with its outcome."""
         outcome = "complete"
         try:
             yield
@@ -35,12 +35,12 @@ class ProxyCounts:
             self._requests.add(word_of(outcome))
 
     def families(self) -> Iterator[Metric]:
-        """Up to now."""
+        """Yield the metrics up to now."""
         yield build_info("proxy")
         yield self._requests.family("convoy_proxy_requests", "Requests that are over, and how.")
         for name, text, value in (
             ("convoy_proxy_plain", "Requests that were sent in plain, as it was allowed.", self.plain),
             ("convoy_proxy_resealed", "Bodies that were sealed anew, to another provider.", self.resealed),
-            ("convoy_proxy_usage_differs", "Bills other than what was sealed.", self.usage_differs),
+            ("convoy_proxy_usage_differs", "Bills that differ from the sealed counts.", self.usage_differs),
         ):
             yield counter(name, text, [({}, value)])

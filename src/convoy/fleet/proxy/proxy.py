@@ -1,7 +1,7 @@
-"""A local endpoint beside a user's tools: what they ask is sealed here, to a provider that is trusted here.
+"""Seal the requests of a user's tools, on the user's machine, to a provider that the user trusts.
 
-The coordinator learns the model, sizes, times and whose account it is. Where nobody is trusted, nothing is
-sent, unless plain requests are allowed.
+The coordinator learns the model, sizes, times and the account. If no trusted provider is connected, nothing
+is sent, unless plain requests are allowed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,17 @@ from convoy.fleet.proxy.trust import LeaseCheck, Trust, Untrusted
 
 _log = logging.getLogger(__name__)
 _KEY_S = 24 * 3600
-_Who = dict[str, str]  # headers that say who answers, and what it proved
+# Headers that name the provider that answers, and the level that it proved.
+_Who = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
-    """``default_max_tokens``: of a request that names none; the coordinator's own is not asked for."""
+    """Hold a proxy's options.
+
+    ``default_max_tokens`` is for a request that names none. The proxy does not ask the coordinator for its
+    default.
+    """
 
     trust: Trust
     allow_plain: bool = False
@@ -51,21 +56,24 @@ class ProxyOptions:
 
 
 class Tags:
-    """Names for beginnings of prompts that nobody else can make or try: under a key that lives a day."""
+    """Name the beginnings of prompts under a key that lives a day.
+
+    No other machine can make or try a name.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._key, self._made_s = secrets.token_bytes(32), now()
 
     def of(self, label: str, data: bytes) -> bytes:
-        """32 bytes."""
+        """Return a name of 32 bytes."""
         if self._now() - self._made_s > _KEY_S:
             self._key, self._made_s = secrets.token_bytes(32), self._now()
         return hmac.digest(self._key, label.encode() + b"\n" + data, hashlib.sha256)
 
 
 class Proxy:
-    """Lives on one event loop."""
+    """Answer the requests of tools. Lives on one event loop."""
 
     def __init__(self, client: CoordinatorClient, options: ProxyOptions) -> None:
         self.client = client
@@ -78,9 +86,11 @@ class Proxy:
     async def answer(
         self, data: bytes, kind: Kind, idempotency_key: str | None, exchange: Exchange, parent: str = ""
     ) -> None:
-        """Sealed, or not at all; plain where that is allowed and nobody is trusted.
+        """Answer a request sealed, or not at all.
 
-        ``parent``: a traceparent of the tool.
+        It is sent plain only if that is allowed and no provider is trusted.
+
+        ``parent`` is a traceparent of the tool.
         """
         wanted = self._wanted(data, kind)
         traces = self.options.traces
@@ -108,7 +118,8 @@ class Proxy:
                 raise
             _log.warning("sent in plain request=%s: %s", exchange.id, error.message)
             self.counts.plain += 1
-            if idempotency_key is not None:  # in clear it is another request than what was sealed
+            # In clear it is another request than the sealed one, so it gets another key.
+            if idempotency_key is not None:
                 hidden = self._tags.of("idempotency in plain", idempotency_key.encode()).hex()
             await self._plain(data, wanted, hidden, exchange)
         except ProxyRefusal as refusal:
@@ -137,7 +148,7 @@ class Proxy:
         )
 
     async def _try(self, lease: Lease, wanted: Wanted, exchange: Exchange, span: ProxySpan) -> Lease | None:
-        """None once it is answered, or the lease for another try."""
+        """Return None once the request is answered, or the lease for another try."""
         try:
             verdict = self._leases.check(lease)
         except Untrusted:
@@ -205,7 +216,7 @@ class Proxy:
 
 
 class _Always(dict[str, ModelOptions]):
-    """Every model has the same."""
+    """Map every model to the same options."""
 
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
@@ -216,7 +227,10 @@ class _Always(dict[str, ModelOptions]):
 
 
 def _headers(head: AnswerHead, who: _Who, timing: dict[str, int]) -> dict[str, str]:
-    """None of the coordinator's: that it was blind is said here, by who made it so."""
+    """Return the headers, none of them the coordinator's.
+
+    Only the proxy may say that the coordinator was blind, because the proxy made it so.
+    """
     return {
         "content-type": head.content_type,
         "cache-control": "no-store",
@@ -228,14 +242,14 @@ def _headers(head: AnswerHead, who: _Who, timing: dict[str, int]) -> dict[str, s
 
 
 def _coarse(count: int) -> int:
-    """Its two highest bits: enough to route by."""
+    """Return ``count`` with only its two highest bits: enough to route by."""
     shift = max(0, count.bit_length() - 2)
     return max(1, count >> shift << shift)
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyAsked:
-    """An ASGI endpoint for one kind of request."""
+    """Be the ASGI endpoint for one kind of request."""
 
     proxy: Proxy
     options: ServeOptions
@@ -253,7 +267,7 @@ class ProxyAsked:
 
 @dataclass(frozen=True, slots=True)
 class ProxyModels:
-    """The coordinator's list, as it says."""
+    """Pass on the coordinator's list of models."""
 
     proxy: Proxy
 

@@ -1,4 +1,4 @@
-"""A proxy that listens on this machine, until it is told to stop."""
+"""Run a proxy that listens on this machine, until it is told to stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROXY_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health
 
 
 def make_proxy_app(proxy: Proxy, options: ServeOptions, lifecycle: Lifecycle) -> ASGIApp:
-    """OpenAI's paths, behind the same door as a head's."""
+    """Return the app with OpenAI's paths, behind the same guard as a head's."""
 
     async def health(_: Request) -> Response:
         if lifecycle.draining:
@@ -53,10 +53,11 @@ def run_proxy(
     on_drain: Callable[[int, float], None] = lambda _answers, _drain_s: None,
     stop: Stop | None = None,
 ) -> int:
-    """Serve until a signal or `Stop.request`; how many answers were cut off. ``on_drain``: as `run_server`'s.
+    """Serve until a signal or `Stop.request`, and return how many answers were cut off.
 
-    Raises `ConfigError` before anything is served: text is in clear between the tools and here, so off
-    loopback there is no listener, and without anybody to trust there is nothing to do.
+    ``on_drain`` is as that of `run_server`. Raises `ConfigError` before anything is served: the text is in
+    clear between the tools and the proxy, so it listens on loopback only; and without a trusted key it could
+    do nothing.
     """
     check_url(coordinator)
     trust = proxy_options.trust
@@ -64,7 +65,7 @@ def run_proxy(
         raise ConfigError(f"a proxy listens on loopback alone, and not on {options.host}")
     if not (trust.providers or trust.operators or proxy_options.allow_plain):
         raise ConfigError(
-            "this proxy trusts nobody, and would refuse every request",
+            "this proxy trusts no key, and would refuse every request",
             hint="name a key: --trust-provider HEX or --trust-operator HEX",
         )
     stop = stop or Stop()

@@ -1,4 +1,4 @@
-"""A proxy's span of one request. Its model is named once the coordinator knows it: until then nothing is."""
+"""Trace a proxy's work on one request. The span names the model only once the coordinator knows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from convoy.fleet.outcomes import outcome_of
 
 
 class ProxySpan:
-    """Lease, first token, and the rest."""
+    """Note the times of the lease, of the first token and of the rest."""
 
     def __init__(self, span: TraceSpan) -> None:
         self._span = span
@@ -22,19 +22,19 @@ class ProxySpan:
         self.traceparent = span.traceparent
 
     def leased(self, wanted: Wanted) -> None:
-        """A provider is free for it."""
+        """Note that a provider is free for the request."""
         self._leased_s = self._now_s()
         self._span.note({MODEL: wanted.model, MAX_TOKENS: wanted.max_tokens, STREAM: wanted.stream})
         self._span.part("lease", 0.0, self._leased_s)
 
     def first_token(self) -> None:
-        """Its answer begins, under the seal."""
+        """Note that the answer begins, under the seal."""
         self._first_s = self._now_s()
         self._span.note({FIRST_S: self._first_s})
         self._span.part("first_token", self._leased_s, self._first_s)
 
     def end(self, exchange: Exchange, outcome: str) -> None:
-        """``exchange``: with the tool."""
+        """End the span. ``exchange`` is the one with the tool."""
         if self._first_s:
             self._span.part("answer", self._first_s, self._now_s())
         self._span.note({"convoy.request.id": exchange.id})
@@ -46,7 +46,7 @@ class ProxySpan:
 
 @contextmanager
 def proxied(traces: Traces, kind: str, parent: str, exchange: Exchange) -> Iterator[ProxySpan]:
-    """The span of what is done inside."""
+    """Yield the span of the work inside."""
     span = ProxySpan(traces.begin(kind, "", parent))
     try:
         yield span

@@ -1,4 +1,7 @@
-"""Whom a proxy seals to: providers and operators whose keys it was given, and nobody a coordinator names."""
+"""Decide to which providers a proxy seals: those with keys that it was given, or with operators' keys.
+
+A key that only the coordinator names is never trusted.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,12 @@ from convoy.wire.fleet.messages import request_key_bytes
 
 _MAX_KEY_S = 24 * 3600 + 60
 _MAX_LEASE_S = 3600
-_JUDGED_S, _MAX_JUDGED = 60.0, 256  # how long a verdict on the same evidence stands, and of how many
+# How long a verdict on the same evidence stands, and how many verdicts are kept.
+_JUDGED_S, _MAX_JUDGED = 60.0, 256
 
 
 class Untrusted(Unavailable):
-    """A lease that nothing is sealed under, and why."""
+    """Signal a lease that nothing is sealed under, with the reason."""
 
     def __init__(self, message: str, hint: str) -> None:
         super().__init__(message, hint=hint, public=f"{message} ({hint})")
@@ -30,7 +34,7 @@ class Untrusted(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Ed25519 keys of providers, and of operators that certify providers; and what evidence must show."""
+    """Hold the trusted Ed25519 keys of providers and of operators, and the rules for evidence."""
 
     providers: frozenset[bytes] = frozenset()
     operators: frozenset[bytes] = frozenset()
@@ -39,7 +43,7 @@ class Trust:
 
 @dataclass(slots=True)
 class LeaseCheck:
-    """Remembers the leases that it saw, as long as they might be used."""
+    """Check leases, and remember those that it saw as long as they might be used."""
 
     trust: Trust
     now: Callable[[], float] = time.time
@@ -51,7 +55,7 @@ class LeaseCheck:
         self._vetting = ProviderVetting(self.trust.rules)
 
     def check(self, lease: Lease) -> ProviderVerdict:
-        """What its provider's evidence proves here. Raises `Untrusted`."""
+        """Return the verdict on the provider's evidence. Raises `Untrusted`."""
         now_s = self.now()
         self._check_provider(lease, now_s)
         try:
@@ -70,9 +74,13 @@ class LeaseCheck:
         return self._judge(lease)
 
     def _judge(self, lease: Lease) -> ProviderVerdict:
-        """By no challenge of its own: evidence is as old as the key for requests, at most."""
+        """Verify the evidence without a challenge of its own.
+
+        So the evidence may be as old as the key for requests, and no older.
+        """
         claimant, now_s = Claimant(lease.identity, lease.request_key, lease.request_key_expires_s), self.now()
-        said = (lease.identity, lease.key_signature, lease.evidence)  # the signature is over key and expiry
+        # The signature covers the key and its expiry.
+        said = (lease.identity, lease.key_signature, lease.evidence)
         name = hashlib.sha256(prefixed(*said)).digest()
         if name in self._judged and now_s - self._judged[name][0] < _JUDGED_S:
             return self._judged[name][1]
@@ -96,10 +104,10 @@ class LeaseCheck:
             if found.identity == lease.identity and found.operator in self.trust.operators:
                 return
         raise Untrusted(
-            "no provider that this proxy trusts is to be had",
+            "no provider that this proxy trusts is available",
             f"if it is yours, trust the provider with key {lease.identity.hex()}, or its operator",
         )
 
 
 def _odd(message: str) -> Untrusted:
-    return Untrusted(message, "nothing was sent; ask who runs the coordinator or the provider")
+    return Untrusted(message, "nothing was sent; ask the operator of the coordinator or the provider")

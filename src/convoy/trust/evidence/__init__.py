@@ -1,1 +1,1 @@
-"""Evidence of members and providers, the policy that verifies it, and the verdict."""
+"""Make and verify evidence of members and providers, by a policy, with a verdict."""

@@ -1,11 +1,11 @@
-"""Enrolment of an attestation key: the four steps between a member and its operator, as small text files.
+"""Enrol an attestation key: the four steps between a member and its operator, as small text files.
 
     member    request     EK certificate, both public areas, signed by the identity key
     operator  challenge   a secret that only that TPM opens, and only for that attestation key
     member    answer      a proof of the secret
     operator  (accepts)   the key goes into the roster
 
-`PendingActivation` is what the operator keeps between challenge and acceptance; it is secret.
+The operator keeps a `PendingActivation` between challenge and acceptance; it is secret.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _REQUEST, _CHALLENGE, _ANSWER, _PENDING = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A member asks for its key to be enrolled. Nothing in it is believed before `check_request`."""
+    """Ask for a member's key to be enrolled. Nothing in it is believed before `check_request`."""
 
     member: str
     identity_key: bytes
@@ -51,19 +51,19 @@ class Request:
     signature: bytes = b""
 
     def signed_bytes(self) -> bytes:
-        """What the identity key signs: so the attestation key is this member's, as it says itself."""
+        """Return the bytes that the identity key signs, to claim the attestation key as this member's."""
         parts = (self.certificate, self.endorsement, self.attestation)
         return prefixed(_LABEL, self.member.encode(), self.identity_key, *parts)
 
     def signed(self, sign: Callable[[bytes], bytes]) -> Request:
-        """The same, signed."""
+        """Return the same request, signed."""
         rest = (self.certificate, self.endorsement, self.attestation)
         return Request(self.member, self.identity_key, *rest, sign(self.signed_bytes()))
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationChallenge:
-    """The credential; ``algorithm`` tells the member which of its keys it is for."""
+    """Hold the credential; ``algorithm`` tells the member which of its keys it is for."""
 
     member: str
     algorithm: str
@@ -73,7 +73,7 @@ class ActivationChallenge:
 
 @dataclass(frozen=True, slots=True)
 class ActivationReply:
-    """The proof that the credential was opened."""
+    """Hold the proof that the credential was opened."""
 
     member: str
     proof: bytes
@@ -81,7 +81,7 @@ class ActivationReply:
 
 @dataclass(frozen=True, slots=True)
 class PendingActivation:
-    """The operator's own half: whose key it is, and the secret that shows it."""
+    """Hold the operator's own half: the member, its keys, and the secret that the proof must show."""
 
     member: str
     identity_key: bytes
@@ -92,7 +92,7 @@ class PendingActivation:
 def check_request(
     request: Request, member: Member, authorities: Iterable[bytes], now: datetime.datetime | None = None
 ) -> str:
-    """Everything that can be checked without the TPM's answer. Returns the authority's name.
+    """Check everything that needs no answer of the TPM, and return the authority's name.
 
     Raises `AttestationError` for another identity, an unsigned or changed request, a key that may leave its
     TPM or sign anything, and a certificate that is of no authority or for another key.
@@ -110,7 +110,8 @@ def check_request(
 
 
 def challenge_for(request: Request) -> tuple[ActivationChallenge, PendingActivation]:
-    """After `check_request`: what the member gets, and what the operator keeps."""
+    """Return the member's challenge and the operator's own half. Call `check_request` before."""
+    # The credential names the attestation key, so the TPM opens it only beside that very key.
     attestation = parse_public(request.attestation)
     secret = secrets.token_bytes(SECRET_BYTES)
     blobs = make_credential(parse_public(request.endorsement), attestation.name, secret)
@@ -119,17 +120,18 @@ def challenge_for(request: Request) -> tuple[ActivationChallenge, PendingActivat
 
 
 def answer_for(member: str, identity_key: bytes, attestation: bytes, secret: bytes) -> ActivationReply:
-    """What the member sends back, with the secret that its TPM gave out."""
+    """Return the member's answer, with the secret that its TPM gave out."""
     return ActivationReply(
         member, activation_proof(secret, member, identity_key, parse_public(attestation).name)
     )
 
 
 def accept(answer: ActivationReply, pending: PendingActivation, member: Member) -> bytes:
-    """The key (DER) to enroll for ``member``. Raises `AttestationError` for a proof that does not hold."""
+    """Return the key (DER) to enrol for ``member``. Raises `AttestationError` for an invalid proof."""
     if not answer.member == pending.member == member.name or member.identity_key != pending.identity_key:
         raise AttestationError(f"the answer is not of the {pending.member} that was challenged")
     public = parse_public(pending.attestation)
+    # The proof covers the name and the identity key too, so it cannot serve for another member.
     check_proof(activation_proof(pending.secret, member.name, member.identity_key, public.name), answer.proof)
     return public.key_der
 
@@ -148,7 +150,7 @@ def request_to_text(request: Request) -> str:
 
 
 def request_from_text(text: str) -> Request:
-    """Raises `AttestationError`."""
+    """Return the request in a file. Raises `AttestationError`."""
     names = ("identity_key", "certificate", "endorsement", "attestation", "signature")
     member, fields = _from_text(text, _REQUEST, names)
     return Request(member, *(fields[name] for name in names))
@@ -166,7 +168,7 @@ def challenge_to_text(challenge: ActivationChallenge) -> str:
 
 
 def challenge_from_text(text: str) -> ActivationChallenge:
-    """Raises `AttestationError`."""
+    """Return the challenge in a file. Raises `AttestationError`."""
     member, fields = _from_text(text, _CHALLENGE, ("algorithm", "id_object", "encrypted_secret"))
     algorithm = fields["algorithm"].decode(errors="replace")
     return ActivationChallenge(member, algorithm, fields["id_object"], fields["encrypted_secret"])
@@ -177,7 +179,7 @@ def answer_to_text(answer: ActivationReply) -> str:
 
 
 def answer_from_text(text: str) -> ActivationReply:
-    """Raises `AttestationError`."""
+    """Return the answer in a file. Raises `AttestationError`."""
     member, fields = _from_text(text, _ANSWER, ("proof",))
     return ActivationReply(member, fields["proof"])
 
@@ -194,7 +196,7 @@ def pending_to_text(pending: PendingActivation) -> str:
 
 
 def pending_from_text(text: str) -> PendingActivation:
-    """Raises `AttestationError`."""
+    """Return the operator's own half in a file. Raises `AttestationError`."""
     member, fields = _from_text(text, _PENDING, ("identity_key", "attestation", "secret"))
     return PendingActivation(member, fields["identity_key"], fields["attestation"], fields["secret"])
 
@@ -213,6 +215,7 @@ def _from_text(text: str, table: str, names: Iterable[str]) -> tuple[str, dict[s
     except (ValueError, RecursionError):
         raise AttestationError(f"the {what} is not TOML") from None
     fields = tables.get(table)
+    # An unknown field may change the meaning in a later version, so it is refused.
     if set(tables) != {table} or not isinstance(fields, dict) or set(fields) != {"member", *names}:
         raise AttestationError(f"this is no {what}: its fields are others")
     if not all(type(value) is str for value in fields.values()):

@@ -1,7 +1,7 @@
-"""Evidence: what a member signs about itself when it is challenged, and what its hardware signs with it.
+"""Sign evidence: a member signs its claims when it is challenged, and its hardware signs with it.
 
 Both signatures cover the binding of the link's handshake, the verifier's nonce and the attester's identity
-key, so evidence is good for one challenge on one link of one member, and for nothing else.
+key. So evidence is good for one challenge on one link of one member, and for nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sign = Callable[[bytes], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Occasion:
-    """What evidence is good for: one challenge (``nonce``) on one link (``binding``) to one member."""
+    """Name the use of evidence: one challenge (``nonce``) on one link (``binding``) to one member."""
 
     binding: bytes = field(repr=False)
     nonce: bytes
@@ -30,37 +30,41 @@ class Occasion:
 
 
 def qualifying_data(occasion: Occasion, claims: bytes) -> bytes:
-    """The 32 bytes that hardware signs beside its own measurements."""
+    """Return the 32 bytes that hardware signs beside its own measurements."""
     return hashlib.sha256(_prefixed(b"quote", occasion, claims)).digest()
 
 
 def evidence_bytes(occasion: Occasion, claims: bytes, kind: str, parts: Sequence[bytes]) -> bytes:
-    """What the identity key signs."""
+    """Return the bytes that the identity key signs."""
     return _prefixed(b"evidence", occasion, claims, kind.encode(), *parts)
 
 
 def make_evidence(
     sign: Sign, occasion: Occasion, claims: bytes, hardware: tuple[str, Sequence[bytes]] = ("", ())
 ) -> Evidence:
-    """Sign claims and a hardware statement. ``hardware``: its kind and its parts, empty without any."""
+    """Return signed claims with a hardware statement.
+
+    ``hardware`` is its kind and its parts, empty without any.
+    """
     kind, parts = hardware
     return Evidence(claims, sign(evidence_bytes(occasion, claims, kind, parts)), kind, list(parts))
 
 
 def provider_binding(provider: bytes) -> bytes:
-    """In the place of a link's binding, where a member proves itself for the provider with this identity key.
+    """Return the stand-in for a link's binding, for a member that proves itself for this provider.
 
-    A member takes the key from the link that it was asked on and from its roster, so it says nothing for
-    others.
+    ``provider`` is the provider's identity key. A member takes it from the link that it was asked on and from
+    its roster, so its evidence counts for no other provider.
     """
+    # Its own label keeps this apart from the binding of any real link.
     return hashlib.sha256(prefixed(PROVIDER_LABEL, b"member of", provider)).digest()
 
 
 def provider_purpose(coordinator: bytes, nonce: bytes, request_key: bytes, expires_s: int) -> bytes:
-    """In the place of a nonce: for whom and when (a coordinator's key and challenge), and for which key.
+    """Return the stand-in for a nonce: the coordinator's key and challenge, and the key for requests.
 
-    Who knows the challenge to be its own knows the evidence to be fresh; for whoever else has the key for
-    requests and its expiry, the evidence is at most as old as that key.
+    A verifier that made the challenge knows the evidence to be fresh. For any other verifier that has the key
+    for requests and its expiry, the evidence is at most as old as that key.
     """
     said = (coordinator, nonce, request_key, expires_s.to_bytes(8, "big"))
     return hashlib.sha256(prefixed(PROVIDER_LABEL, b"purpose", *said)).digest()

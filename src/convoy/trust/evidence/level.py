@@ -1,4 +1,4 @@
-"""How much is known of a member beyond its identity: an ordered scale. A cluster has its weakest member's."""
+"""Order the knowledge about a member beyond its identity. A cluster has its weakest member's level."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Level(enum.IntEnum):
-    """``none < self_signed < hardware``: unproved, says itself what it runs, a measured machine."""
+    """Order ``none < self_signed < hardware``: unproved, says itself what it runs, a measured machine."""
 
     NONE = 0
     SELF_SIGNED = 1
@@ -15,12 +15,12 @@ class Level(enum.IntEnum):
 
     @property
     def text(self) -> str:
-        """The word in policy files, status and messages."""
+        """Return the word in policy files, status and messages."""
         return self.name.lower()
 
     @classmethod
     def from_text(cls, text: str) -> Level:
-        """The level of a word. Raises `ValueError` for any other, which is never taken for a level."""
+        """Return the level of a word. Raises `ValueError` for any other, which is never taken for a level."""
         for level in cls:
             if level.text == text:
                 return level
@@ -28,5 +28,5 @@ class Level(enum.IntEnum):
 
 
 def weakest(levels: Iterable[Level]) -> Level:
-    """The level of a cluster: the lowest of its members', none without any."""
+    """Return the level of a cluster: the lowest of its members', or none without members."""
     return min(levels, default=Level.NONE)

@@ -1,4 +1,4 @@
-"""A policy: what a verifier demands of the members that it works with, from a TOML file.
+"""Read a policy, which is a verifier's demands on the members that it works with, from a TOML file.
 
     [attestation]
     minimum = "hardware"            # none, self_signed or hardware; a member below it gets no stage
@@ -58,7 +58,7 @@ _MAX_TEXT = 255
 
 @dataclass(frozen=True, slots=True)
 class SoftwareRule:
-    """What a claim must be. ``values`` empty means: the same as the verifier's own."""
+    """Hold the values that a claim may have. Empty ``values`` mean the verifier's own."""
 
     claim: str
     values: tuple[str, ...]
@@ -66,7 +66,10 @@ class SoftwareRule:
 
 @dataclass(frozen=True, slots=True)
 class PcrRule:
-    """The values (32 bytes each) that one register of the SHA-256 bank may have. No members: all of them."""
+    """Hold the values (32 bytes each) that one register of the SHA-256 bank may have.
+
+    No members means all.
+    """
 
     index: int
     values: tuple[bytes, ...]
@@ -75,9 +78,9 @@ class PcrRule:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRule:
-    """Which parts of a model stay where: on members of ``level`` or above, or on the named ones.
+    """Keep parts of a model on members of ``level`` or above, or on the named ones.
 
-    Exactly one of ``level`` and ``members`` says where.
+    Exactly one of ``level`` and ``members`` is set.
     """
 
     embedding: bool
@@ -90,7 +93,7 @@ class PlacementRule:
 
 @dataclass(frozen=True, slots=True)
 class OfferRule:
-    """How much of a member's offer of memory counts. No members: of every member but the head."""
+    """Limit the memory that a member's offer counts for. No members means every member but the head."""
 
     max_memory_bytes: int
     members: tuple[str, ...] = ()
@@ -98,7 +101,7 @@ class OfferRule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The whole file. The defaults are those of no file: levels are reported and nothing is demanded."""
+    """Hold the whole file. The defaults are those of no file: levels are reported and nothing is demanded."""
 
     minimum: Level = Level.NONE
     interval_s: float = 300.0
@@ -111,7 +114,7 @@ class Policy:
     offers: tuple[OfferRule, ...] = ()
 
     def capped(self, member: str, memory_bytes: int, *, head: bool) -> int:
-        """How much of ``memory_bytes`` that ``member`` offers counts: the least of its rules."""
+        """Return how much of the ``memory_bytes`` that ``member`` offers counts: the least of its rules."""
         limits = [
             rule.max_memory_bytes
             for rule in self.offers
@@ -120,7 +123,7 @@ class Policy:
         return min([memory_bytes, *limits])
 
     def check_members(self, names: Collection[str]) -> None:
-        """Raise `ConfigError` where a rule names a member that is not one of ``names``."""
+        """Raise `ConfigError` if a rule names a member that is not one of ``names``."""
         tables: dict[str, tuple[PcrRule | PlacementRule | OfferRule, ...]]
         tables = {"attestation.pcr": self.pcrs, "placement": self.placement, "offer": self.offers}
         for table, rules in tables.items():
@@ -133,7 +136,7 @@ class Policy:
                         )
 
     def pcrs_of(self, member: str) -> tuple[PcrRule, ...]:
-        """The rules that one member must meet."""
+        """Return the rules that one member must meet."""
         return tuple(rule for rule in self.pcrs if not rule.members or member in rule.members)
 
 
@@ -143,7 +146,8 @@ def parse_policy(data: bytes, what: str = "the policy") -> Policy:
         raise ConfigError(f"{what} has {len(data)} bytes, and the limit is {MAX_POLICY_BYTES}")
     try:
         tables = tomllib.loads(data.decode())
-    except (ValueError, RecursionError):  # not only TOMLDecodeError: int() refuses a number of 4,301 digits
+    except (ValueError, RecursionError):
+        # ValueError includes TOMLDecodeError, and the error of int() for a number of 4,301 digits.
         raise ConfigError(f"{what} is not TOML") from None
     try:
         return _policy(_Table(tables, ""))
@@ -152,7 +156,7 @@ def parse_policy(data: bytes, what: str = "the policy") -> Policy:
 
 
 class _Table:
-    """A table whose fields are taken one by one; `end` refuses what is left."""
+    """Take a table's fields one by one; `end` refuses those that are left."""
 
     def __init__(self, table: object, name: str) -> None:
         if not isinstance(table, Mapping):
@@ -164,7 +168,8 @@ class _Table:
         value = self._left.pop(key, default)
         if kind is float and type(value) is int and abs(value) < 2**53:
             value = float(value)
-        if type(value) is not kind:  # bool is an int to isinstance
+        # A bool is an int to isinstance.
+        if type(value) is not kind:
             raise ConfigError(f"{self.path(key)} is a {type(value).__name__}, expected {kind.__name__}")
         return value
 
@@ -178,7 +183,7 @@ class _Table:
         given = key in self._left
         names = self.texts(key)
         if given and not names:
-            raise ConfigError(f"{self.path(key)} names nobody")
+            raise ConfigError(f"{self.path(key)} names no member")
         for name in names:
             if not _NAME.fullmatch(name):
                 raise ConfigError(f"{self.path(key)}: {name[:63]!r} cannot name a member")
@@ -232,7 +237,8 @@ def _level(table: _Table, key: str, default: str) -> Level:
 
 def _seconds(table: _Table, key: str, default: float) -> float:
     value: float = table.take(key, float, default)
-    if not _MIN_INTERVAL_S <= value <= _MAX_INTERVAL_S:  # false for NaN too
+    # The comparison is false for NaN too.
+    if not _MIN_INTERVAL_S <= value <= _MAX_INTERVAL_S:
         raise ConfigError(
             f"{table.path(key)} is {value:g}, expected {_MIN_INTERVAL_S:g} to {_MAX_INTERVAL_S:g} seconds"
         )
@@ -270,7 +276,8 @@ def _pcr(row: _Table) -> PcrRule:
 
 def _offer(row: _Table) -> OfferRule:
     gigabytes: float = row.take("max_memory_gb", float, 0.0)
-    if not 0 < gigabytes <= MAX_OFFER_BYTES / 1e9:  # false for NaN too
+    # The comparison is false for NaN too.
+    if not 0 < gigabytes <= MAX_OFFER_BYTES / 1e9:
         raise ConfigError(
             f"{row.path('max_memory_gb')} is {gigabytes:g}, expected more than 0 and at most "
             f"{MAX_OFFER_BYTES / 1e9:.0f}"

@@ -1,7 +1,7 @@
-"""Appraisal of a provider: its members' evidence, its operator's roster and a policy give a level. Pure.
+"""Appraise a provider: its members' evidence, its operator's roster and a policy give a level. No sockets.
 
-A provider's level is its weakest member's. Whoever verifies decides by its own rules: whose rosters say which
-TPM is whose, what evidence must show, and whose keys count for nothing.
+A provider's level is its weakest member's. Every verifier decides by its own rules: the operators that it
+believes about the members' TPMs, the demands on evidence, and the revoked keys.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ NUM_BOOT_REGISTERS = 8
 
 @dataclass(frozen=True, slots=True)
 class ProviderRules:
-    """``operators``: whose rosters are believed. ``revoked``: identity keys of providers and members.
+    """Hold a verifier's rules for providers.
 
-    ``every_member``: whoever the roster lists must have sent evidence.
+    Rosters of ``operators`` are believed. ``revoked`` are identity keys of providers and members.
+    ``every_member``: all members that the roster lists must have sent evidence.
     """
 
     minimum: Level = Level.NONE
@@ -38,11 +39,14 @@ class ProviderRules:
 
     @property
     def registers(self) -> list[int]:
-        """Of TPMs, to ask for: those of the boot and those of the policy; others verify by them too."""
+        """Return the TPM registers to ask for: those of the boot and of the policy.
+
+        The boot's are always included, because other verifiers judge the same evidence by them.
+        """
         return sorted({*range(NUM_BOOT_REGISTERS), *(rule.index for rule in self.policy.pcrs)})
 
     def require(self, verdict: ProviderVerdict) -> None:
-        """Raises `AttestationError` naming the member, its level and the least."""
+        """Check a verdict's level. Raises `AttestationError` naming the member, its level and the least."""
         if verdict.level < self.minimum:
             raise AttestationError(
                 f"{verdict.weakest} has level {verdict.level.text}, and the least that is taken here is "
@@ -50,14 +54,14 @@ class ProviderRules:
             )
 
     def check_revoked(self, identity: bytes, who: str) -> None:
-        """Raises `AttestationError`."""
+        """Check that a key was not revoked. Raises `AttestationError`."""
         if identity in self.revoked:
             raise AttestationError(f"the key of {who} was revoked here: {identity.hex()}")
 
 
 @dataclass(frozen=True, slots=True)
 class Claimant:
-    """Who shows evidence: the key that it was reached by, and its key for requests with its expiry."""
+    """Name the sender of evidence: the key that it was reached by, and its present key for requests."""
 
     identity: bytes
     request_key: bytes
@@ -66,7 +70,7 @@ class Claimant:
 
 @dataclass(frozen=True, slots=True)
 class Challenged:
-    """The coordinator's key and nonce that evidence must answer."""
+    """Hold the coordinator's key and nonce that evidence must answer."""
 
     coordinator: bytes
     nonce: bytes
@@ -74,7 +78,11 @@ class Challenged:
 
 @dataclass(frozen=True, slots=True)
 class ProviderVerdict:
-    """``absent``: whom a roster that is believed lists and who sent nothing. ``roster_of``: its operator."""
+    """Hold a provider's level with its reasons.
+
+    ``absent`` are members that a believed roster lists and that sent nothing. ``roster_of`` is the operator
+    of that roster.
+    """
 
     level: Level
     members: tuple[Verdict, ...] = ()
@@ -84,13 +92,13 @@ class ProviderVerdict:
 
     @property
     def weakest(self) -> str:
-        """The member that the level is of."""
+        """Return the member that the level is of."""
         found = [one.member for one in self.members if one.level is self.level]
         return found[0] if found else (self.absent[0] if self.absent else "the provider")
 
     @property
     def why(self) -> str:
-        """Why it is not a higher one, in one line."""
+        """Return why the level is not a higher one, in one line."""
         reasons = [reason for one in self.members if one.level is self.level for reason in one.reasons]
         return "; ".join([*reasons, *self.reasons]) or "everything that was asked for was proved"
 
@@ -107,11 +115,11 @@ def appraise_provider(
     challenged: Challenged | None,
     now: datetime.datetime,
 ) -> ProviderVerdict:
-    """The level that a provider has here. ``own``: what the verifier would claim, for rules that say "same".
+    """Return the level that a provider has here.
 
-    Without ``challenged`` the evidence is believed to be no older than the key for requests. Raises
-    `AttestationError` for what is no evidence of this provider at all; a member's that does not hold is a
-    verdict.
+    ``own`` are the claims that the verifier would make, for rules that say "same". Without ``challenged`` the
+    evidence is believed to be no older than the key for requests. Raises `AttestationError` for data that is
+    no evidence of this provider at all. A member's invalid evidence gives a verdict instead.
     """
     rules.check_revoked(claimant.identity, "the provider")
     if not data:
@@ -132,7 +140,7 @@ def appraise_provider(
     absent = () if roster is None else tuple(one.name for one in roster.members if one.name not in names)
     level, reasons = weakest(one.level for one in verdicts), list(untrusted)
     if rules.every_member and (absent or roster is None):
-        who = ", ".join(absent) if absent else "whoever else belongs to it"
+        who = ", ".join(absent) if absent else "its other members"
         level = Level.NONE
         reasons.append(f"no evidence came of {who}, and every member of the roster must send it")
     return ProviderVerdict(level, verdicts, absent, operator, tuple(reasons))
@@ -151,9 +159,10 @@ def _check_members(found: ProviderEvidence, claimant: Claimant, rules: ProviderR
 def _roster(
     found: ProviderEvidence, rules: ProviderRules, now: datetime.datetime
 ) -> tuple[Roster | None, bytes | None, tuple[str, ...]]:
-    """The roster and its operator, if one that is believed signed it, or why not."""
+    """Return the roster and its operator, if a believed operator signed it; otherwise the reason why not."""
     if not found.roster:
         return None, None, ()
+    # Handovers may lead from any trusted key to the signer, so each trusted key is tried.
     for operator in sorted(rules.operators):
         try:
             signed = verify_roster(found.roster, operator_key=operator)
@@ -173,15 +182,16 @@ def _check_listed(found: ProviderEvidence, claimant: Claimant, roster: Roster) -
         member = listed.get(one.name)
         if member is None or member.identity_key != one.identity:
             raise AttestationError(
-                f"the evidence of {one.name} is by nobody whom the provider's roster lists"
+                f"the evidence of {one.name} is of no member that the provider's roster lists"
             )
+        # Only a head may serve requests, so the provider itself must be one.
         if one.identity == claimant.identity and not member.head:
             raise AttestationError(f"the provider's roster does not allow {one.name} as a head")
 
 
 @dataclass(frozen=True, slots=True)
 class _Judge:
-    """What is the same for all members."""
+    """Hold the facts that are the same for all members."""
 
     found: ProviderEvidence
     claimant: Claimant
@@ -198,6 +208,7 @@ class _Judge:
             occasion=Occasion(provider_binding(claimant.identity), purpose, one.identity),
             registers=found.registers,
             own=self.own,
-            holds_stage=one.identity == claimant.identity,  # a standby holds none until it takes over
+            # A standby holds no stage until it takes over.
+            holds_stage=one.identity == claimant.identity,
         )
         return appraise(one.evidence, self.rules.policy, context)

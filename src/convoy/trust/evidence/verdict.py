@@ -1,4 +1,4 @@
-"""A verdict: the level that a verifier gives to a member, and why it is not a higher one."""
+"""Hold a verdict: the level that a verifier gives to a member, and why it is not a higher one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from convoy.trust.evidence.level import Level
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``reasons`` say what kept the member from the next level; ``facts`` what its hardware reported."""
+    """Hold a member's level.
+
+    ``reasons`` kept the member from the next level; ``facts`` are its hardware's report.
+    """
 
     member: str
     level: Level
@@ -18,10 +21,10 @@ class Verdict:
 
     @property
     def why(self) -> str:
-        """The reasons in one line."""
+        """Return the reasons in one line."""
         return "; ".join(self.reasons) or "everything that was asked for was proved"
 
 
 def no_evidence(member: str, reason: str) -> Verdict:
-    """The verdict on a member that did not answer, or not in time."""
+    """Return the verdict on a member that did not answer, or not in time."""
     return Verdict(member, Level.NONE, (reason,))

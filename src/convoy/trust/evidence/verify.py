@@ -36,10 +36,12 @@ _MAX_SHOWN = 100
 
 @dataclass(frozen=True, slots=True)
 class VerificationContext:
-    """What the verifier knows by itself. ``attestation_key``: the enrolled one, empty for none.
+    """Hold the facts that the verifier knows by itself.
 
-    ``registers`` are those that the challenge asked for; ``own`` is what the verifier would claim;
-    ``holds_stage``: the member runs a part of a model, so it must say which.
+    ``attestation_key`` is the enrolled one, empty for none.
+
+    ``registers`` are those that the challenge asked for. ``own`` are the claims that the verifier would make.
+    ``holds_stage``: the member runs a part of a model, so it must name the model.
     """
 
     member: str
@@ -51,10 +53,10 @@ class VerificationContext:
 
 
 class HardwareKind(Protocol):
-    """How another kind of hardware is added: an entry in `KINDS`, and an `evidence_maker`."""
+    """Appraise the statements of one kind of hardware: an entry in `KINDS`, with an `evidence_maker`."""
 
     def appraise(self, evidence: Evidence, policy: Policy, context: VerificationContext) -> dict[str, str]:
-        """What the statement says, as text for people.
+        """Return the statement's content, as text for people.
 
         The statement must hold the `qualifying_data` of the context, be signed under
         ``context.attestation_key`` and meet the policy. Raises `AttestationError` with the reason otherwise.
@@ -62,7 +64,11 @@ class HardwareKind(Protocol):
 
 
 class TpmQuote:
-    """Parts: the attestation key's public area, the quote, its signature, then the value of each register."""
+    """Appraise a TPM's quote.
+
+    Its parts are the attestation key's public area, the quote, its signature, then the value of each
+    register.
+    """
 
     def appraise(self, evidence: Evidence, policy: Policy, context: VerificationContext) -> dict[str, str]:
         if len(evidence.parts) < 3:
@@ -73,11 +79,13 @@ class TpmQuote:
         public = parse_public(public_area)
         if public.key_der != context.attestation_key:
             raise AttestationError("the quote is by another key than the enrolled attestation key")
+        # The roster keeps the key without its attributes. The signer's name in the quote binds them.
         check_attestation_key(public)
         check_signature(public, signature, quoted)
         quote = parse_quote(quoted)
         if quote.signer != public.endorsement_name:
             raise AttestationError("the quote names another signer than the enrolled attestation key")
+        # The hardware signs this value with its registers, so a replayed quote or foreign claims fail here.
         if quote.extra != qualifying_data(context.occasion, evidence.claims):
             raise AttestationError("the quote is for another challenge, link, member or claims")
         registers = _registers(quote, values, context.registers)
@@ -95,12 +103,13 @@ KINDS: dict[str, HardwareKind] = {TPM2: TpmQuote()}
 
 
 def appraise(evidence: Evidence, policy: Policy, context: VerificationContext) -> Verdict:
-    """The level that this evidence earns under this policy. Never raises for anything in the evidence."""
+    """Return the verdict on this evidence under this policy. Never raises for anything in the evidence."""
     try:
         _check_identity(evidence, context)
         claims = decode_claims(evidence.claims)
     except (HandshakeError, FrameError) as error:
         return Verdict(context.member, Level.NONE, (error.message,))
+    # All drifts are reported together, so that the operator mends them at once.
     drifts = [reason for rule in policy.software if (reason := _drift(rule, claims, context))]
     if drifts:
         return Verdict(context.member, Level.NONE, tuple(drifts))
@@ -112,7 +121,10 @@ def appraise(evidence: Evidence, policy: Policy, context: VerificationContext) -
 
 
 def asked_registers(policy: Policy, member: str) -> list[int]:
-    """What a challenge to ``member`` asks to be quoted: the registers of its rules, or of the boot (0-7)."""
+    """Return the registers that a challenge asks ``member`` to quote.
+
+    They are those of its rules, or without rules those of the boot (0-7).
+    """
     return sorted({rule.index for rule in policy.pcrs_of(member)}) or list(range(8))
 
 
@@ -127,28 +139,31 @@ def _check_identity(evidence: Evidence, context: VerificationContext) -> None:
 
 
 def _drift(rule: SoftwareRule, claims: Claims, context: VerificationContext) -> str | None:
-    """Why a claim breaks its rule, or None."""
+    """Return why a claim breaks its rule, or None."""
     if rule.claim == "model":
         nothing_there = not claims.model and not context.holds_stage
         nothing_to_compare = not rule.values and not context.own.model
         if nothing_there or nothing_to_compare:
-            return None  # nothing is loaded at one of both, so there is nothing to be wrong about
+            # One of the two has loaded no model, so there is nothing to compare.
+            return None
     value = claim_of(claims, rule.claim)
     allowed = rule.values or (claim_of(context.own, rule.claim),)
     if value in allowed:
         return None
+    # Three values are enough for a message.
     expected = " or ".join(_shown(one) for one in allowed[:3])
     return f"{context.member} says that its {rule.claim} is {_shown(value)}, expected {expected}"
 
 
 def claim_of(claims: Claims, name: str) -> str:
-    """One claim by the name that policies use; empty if it is not there."""
+    """Return one claim by the name that policies use; empty if it is not there."""
     if name in {"package", "platform", "model"}:
         return str(getattr(claims, name))
     return claims.versions.get(name, "")
 
 
 def _shown(text: str) -> str:
+    # The text comes from another machine and goes into logs and terminals.
     return "".join(c if c.isprintable() else "?" for c in text[:_MAX_SHOWN]) or "unknown"
 
 
@@ -164,6 +179,7 @@ def _hardware(evidence: Evidence, policy: Policy, context: VerificationContext) 
 
 
 def _registers(quote: Quote, values: Sequence[bytes], asked: Sequence[int]) -> dict[int, bytes]:
+    # A quote over other registers could leave out the one that changed.
     if quote.pcrs != tuple(asked):
         wanted, got = (",".join(map(str, some)) or "none" for some in (asked, quote.pcrs))
         raise AttestationError(f"the quote is over the registers {got}, expected {wanted}")
@@ -171,6 +187,7 @@ def _registers(quote: Quote, values: Sequence[bytes], asked: Sequence[int]) -> d
         raise AttestationError(
             f"{len(values)} register values came, expected {len(asked)} of {PCR_BYTES} bytes each"
         )
+    # The quote signs only a digest; the values come beside it and must give the same digest.
     if pcr_digest(values) != quote.pcr_digest:
         raise AttestationError("the register values that came are not those in the quote")
     return dict(zip(asked, values, strict=True))

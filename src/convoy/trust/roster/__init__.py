@@ -1,1 +1,1 @@
-"""The signed list of members: text, checks, acceptance, and the change of operators."""
+"""Sign and check the list of members: text, checks, acceptance, and the change of operators."""

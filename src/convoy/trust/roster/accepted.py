@@ -1,7 +1,7 @@
-"""What a member has accepted, on its own disk: the newest roster and the operator key that it trusts now.
+"""Keep a member's accepted state on its own disk: the newest roster and the operator key that it trusts now.
 
-One file, replaced as a whole, so that a crash leaves the old state or the new one. With it a restart does not
-make a member forget: an older roster, or one by an operator who handed over, is refused as before.
+It is one file, replaced as a whole, so that a crash leaves the old state or the new one. So a member
+remembers over a restart: it refuses an older roster, or one by an operator that handed over, as before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _MAX_BYTES = MAX_ROSTER_BYTES + 1024
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """``configured``: the operator key that convoy.toml named then; ``trusted``: the one that counts now."""
+    """Hold the state.
+
+    ``configured`` is the operator key of convoy.toml then; ``trusted`` is the one that counts now.
+    """
 
     configured: bytes
     trusted: bytes
@@ -33,14 +36,17 @@ class Accepted:
 
 
 class AcceptedFile:
-    """``<identity>/accepted/newest``, mode 0600."""
+    """Read and write ``<identity>/accepted/newest``, mode 0600."""
 
     def __init__(self, identity: Path) -> None:
         self.identity = identity
         self.path = identity / DIRECTORY / FILE
 
     def load(self) -> Accepted | None:
-        """None if nothing was accepted yet. Raises `IdentityError` for a file that is not ours to trust."""
+        """Return the state, or None if nothing was accepted yet.
+
+        Raises `IdentityError` for a file that others may have changed.
+        """
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -49,14 +55,16 @@ class AcceptedFile:
             return None
         except OSError as error:
             raise IdentityError(f"cannot read {self.path}: {_why(error)}") from error
+        # The open file is checked, so that it cannot be exchanged in between.
         if status.st_mode & 0o022 or status.st_uid != os.getuid():
             raise IdentityError(
-                f"{self.path} can be changed by others", hint=f"look who did, then chmod 600 {self.path}"
+                f"{self.path} can be changed by others",
+                hint=f"find out which user changed it, then chmod 600 {self.path}",
             )
         match = _FIRST_LINE.match(data)
         if match is None or len(data) > _MAX_BYTES:
             raise IdentityError(
-                f"{self.path} is not what this member wrote",
+                f"{self.path} has another form than this member writes",
                 hint="restore it from a backup; without it this member would take older rosters again",
             )
         return Accepted(
@@ -64,14 +72,15 @@ class AcceptedFile:
         )
 
     def save(self, accepted: Accepted) -> None:
-        """On disk when this returns. Raises `IdentityError`."""
+        """Write the state; it is on disk when this returns. Raises `IdentityError`."""
         first = (
             f"# convoy accepted v1 configured={accepted.configured.hex()} trusted={accepted.trusted.hex()}\n"
         )
         directory = self.path.parent
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=directory, prefix=f".{FILE}.")  # made with mode 0600
+            # `mkstemp` makes the file with mode 0600.
+            descriptor, name = tempfile.mkstemp(dir=directory, prefix=f".{FILE}.")
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(first.encode() + accepted.signed)
@@ -82,6 +91,7 @@ class AcceptedFile:
                 with contextlib.suppress(OSError):
                     Path(name).unlink()
                 raise
+            # The rename itself must reach the disk too.
             _sync(directory)
         except OSError as error:
             raise IdentityError(f"cannot write {self.path}: {_why(error)}") from error

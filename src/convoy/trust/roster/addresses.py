@@ -1,6 +1,7 @@
-"""Whether every member of a roster can be reached at an address of its own.
+"""Check that every member of a roster can be reached at an address of its own.
 
-Asked by who signs, and not of a roster that was signed before: that must still be read, and mended.
+Signers check this before they sign. A roster that was signed before is not checked: members must still be
+able to read it, and operators to mend it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from convoy.trust.roster.text import format_address
 
 
 def check_own_addresses(members: Iterable[Member]) -> None:
-    """Raises `RosterError` if two members are to be reached at one host and port."""
+    """Raise `RosterError` if two members are to be reached at one host and port."""
     for first, other in sharing_address(members):
         raise RosterError(
             f"{first.name} and {other.name} both have the address {format_address(other.address)}",
@@ -24,14 +25,14 @@ def check_own_addresses(members: Iterable[Member]) -> None:
 
 
 def sharing_address(members: Iterable[Member]) -> list[tuple[Member, Member]]:
-    """Each member whose host and port are an earlier one's, behind that one."""
+    """Return each member with the host and port of an earlier one, behind that one."""
     seen: dict[tuple[str, int], Member] = {}
     pairs = [(seen.setdefault(_place(member), member), member) for member in members]
     return [(first, member) for first, member in pairs if first.name != member.name]
 
 
 def _place(member: Member) -> tuple[str, int]:
-    """One spelling of an address: names of hosts have no case, and IPv6 has short forms."""
+    """Return one spelling of an address: host names have no case, and IPv6 has short forms."""
     host, port = member.address
     try:
         return str(ipaddress.ip_address(host)), port

@@ -1,4 +1,4 @@
-"""The judge of rosters at one member: which operator key it trusts, and what it has accepted under it."""
+"""Judge rosters at one member: the operator key that it trusts, and the rosters accepted under it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _log = logging.getLogger(__name__)
 
 
 class OperatorAuthority:
-    """Trusts one operator key; with a roster that a handed-over key signed, that key from then on.
+    """Trust one operator key; after a roster that a handed-over key signed, trust that key instead.
 
-    ``file`` keeps what was accepted; without one nothing outlives this process.
+    ``file`` keeps the accepted state; without it nothing outlives this process.
     """
 
     def __init__(
@@ -36,21 +36,22 @@ class OperatorAuthority:
         self._audit = audit
 
     def verify(self, signed: bytes) -> Roster:
-        """See `transport.membership.Authority`."""
+        """Verify a roster: see `transport.membership.Authority`."""
         return verify_roster(signed, operator_key=self.trusted).roster
 
     def accept(self, signed: bytes, roster: Roster, source: str) -> None:
-        """See `transport.membership.Authority`."""
+        """Accept a roster: see `transport.membership.Authority`."""
         operator = verify_roster(signed, operator_key=self.trusted).operator
         if self._file is not None:
+            # It is saved before it counts, so that a crash in between forgets no accepted roster.
             self._file.save(Accepted(self._configured, operator, signed))
         self.trusted = operator
         self._log(roster, source)
 
     def _log(self, roster: Roster, source: str) -> None:
-        """Write down that the roster was accepted.
+        """Log that the roster was accepted.
 
-        One that cannot be written down counts all the same: it may be the one that puts a thief out.
+        A roster that cannot be logged counts all the same: it may be the one that removes a thief.
         """
         if self._audit is None:
             return
@@ -63,7 +64,7 @@ class OperatorAuthority:
 
 @dataclass(frozen=True, slots=True)
 class OpenedRoster:
-    """A membership at a start, and what a person should be told about it."""
+    """Hold a membership at a start, and the notes for the operator about it."""
 
     membership: Membership
     notes: tuple[str, ...]
@@ -78,7 +79,7 @@ def open_membership(
     file: AcceptedFile | None = None,
     now: Clock = utc_now,
 ) -> OpenedRoster:
-    """This member under the newest roster it knows: ``signed``, or one that it accepted before.
+    """Return this member under the newest roster it knows: ``signed``, or one that it accepted before.
 
     Raises `RosterError` or `IdentityError`.
     """
@@ -94,6 +95,7 @@ def open_membership(
         newest, notes = _newer(
             authority, signed, verify_roster(accepted.signed, operator_key=authority.trusted)
         )
+    # This check comes last: an expired file is no error if a newer roster was accepted before.
     newest.roster.require_valid(now())
     me = LocalMember(name, identity, newest.roster)
     if accepted is None or newest.raw != accepted.signed or operator_key != accepted.configured:
@@ -102,6 +104,7 @@ def open_membership(
 
 
 def _trusted(accepted: Accepted, operator_key: bytes) -> bytes:
+    # After a handover, convoy.toml may still name the old key. Any third key means another cluster.
     if operator_key not in (accepted.configured, accepted.trusted):
         raise ConfigError(
             f"convoy.toml names operator {operator_key.hex()[:16]}..., and this identity accepted rosters "
@@ -114,7 +117,7 @@ def _trusted(accepted: Accepted, operator_key: bytes) -> bytes:
 def _newer(
     authority: OperatorAuthority, signed: bytes, known: SignedRoster
 ) -> tuple[SignedRoster, tuple[str, ...]]:
-    """The file's roster if it is newer than the one accepted before, otherwise that, and why."""
+    """Return the file's roster if it is newer than the accepted one; otherwise the accepted one, and why."""
     ours = known.roster
     try:
         offered = verify_roster(signed, operator_key=authority.trusted)
@@ -130,6 +133,7 @@ def _newer(
     if theirs.epoch < ours.epoch:
         note = f"roster epoch {ours.epoch} counts, which came later than epoch {theirs.epoch} of the file"
         return known, (note,)
+    # Two rosters of one epoch would split the cluster, so neither is chosen.
     if theirs.epoch == ours.epoch and offered.digest != known.digest:
         raise RosterError(
             f"the roster file is another roster of epoch {ours.epoch} than the one accepted before: digest "

@@ -1,4 +1,4 @@
-"""A member card: the public facts of an identity as TOML, for the operator to put into the roster."""
+"""Write and read a member card: the public facts of an identity as TOML, for the operator's roster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TABLE = "member"
 
 
 def member_of(name: str, identity: Identity, address: tuple[str, int], *, head: bool = False) -> Member:
-    """The public facts of an identity under a name and an address.
+    """Return the public facts of an identity under a name and an address.
 
     Raises `RosterError` for an impossible one.
     """
@@ -25,12 +25,12 @@ def member_of(name: str, identity: Identity, address: tuple[str, int], *, head: 
 
 
 def write_card(member: Member) -> str:
-    """The card as text. It holds nothing secret, but must reach the operator unchanged."""
+    """Return the card as text. It holds nothing secret, but must reach the operator unchanged."""
     return f"# Convoy member card: public facts, for `convoy roster`.\n[{_TABLE}]\n{member_to_toml(member)}"
 
 
 def read_card(text: str, *, head: bool | None = None) -> Member:
-    """The member on a card; ``head`` overrides what the card asks for. Raises `RosterError`."""
+    """Return the member on a card; ``head`` overrides the card's own. Raises `RosterError`."""
     if len(text) > MAX_CARD_BYTES:
         raise RosterError(f"a member card has {len(text)} characters, and the limit is {MAX_CARD_BYTES}")
     try:

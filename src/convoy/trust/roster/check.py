@@ -1,4 +1,4 @@
-"""What can be right in a roster, whoever signed it: names, addresses, keys, times, and nothing twice."""
+"""Check the facts of a roster, whichever key signed it: names, addresses, keys, times, and nothing twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIRST_TIME = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 def check_member(member: Member) -> bytes:
-    """Raises `RosterError` if a member's facts cannot be right. Returns its TLS key."""
+    """Check that a member's facts can be right, and return its TLS key. Raises `RosterError`."""
     if not _NAME.fullmatch(member.name):
         raise RosterError(
             f"{member.name!r} cannot name a member: 1 to 63 letters, digits, dots, dashes or underscores"
@@ -51,7 +51,10 @@ def check_member(member: Member) -> bytes:
 
 
 def _is_host(host: str) -> bool:
-    """An IPv6 address, or labels of 1 to 63 characters: what sockets take without a `UnicodeError`."""
+    """Return whether sockets take ``host`` without a `UnicodeError`.
+
+    It is an IPv6 address, or labels of 1 to 63 characters.
+    """
     if ":" not in host:
         return len(host) <= MAX_HOST and _LABELS.fullmatch(host) is not None
     address, percent, scope = host.partition("%")
@@ -63,7 +66,7 @@ def _is_host(host: str) -> bool:
 
 
 def check_roster(roster: Roster) -> None:
-    """Raises `RosterError` if the facts of a roster cannot be right."""
+    """Check that the facts of a roster can be right. Raises `RosterError`."""
     if not _NAME.fullmatch(roster.cluster_id):
         raise RosterError(
             f"{roster.cluster_id!r} cannot name a cluster: 1 to 63 letters, digits, dots, dashes, underscores"
@@ -77,7 +80,8 @@ def check_roster(roster: Roster) -> None:
         raise RosterError("the roster expires before it is valid")
     if not 1 <= len(roster.members) <= MAX_MEMBERS:
         raise RosterError(f"the roster lists {len(roster.members)} members, expected 1 to {MAX_MEMBERS}")
-    # Reading a certificate is what costs: once each, because members can send old rosters to be judged.
+    # Reading a certificate is the costly part. Each is read
+    # once, because members can send old rosters to be judged.
     tls_keys = [check_member(member) for member in roster.members]
     _check_distinct(roster, "name", [member.name for member in roster.members])
     _check_distinct(roster, "identity key", [member.identity_key for member in roster.members])

@@ -1,4 +1,4 @@
-"""What a newcomer's card makes of a roster: one more member, or a known one at a new address."""
+"""Put a newcomer's card into a roster: one more member, or a known one at a new address."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SLACK = datetime.timedelta(minutes=10)
 
 
 def roster_with(roster: Roster, card: EnrolmentCard, now: datetime.datetime) -> Roster:
-    """The next epoch, with the newcomer in it. Raises `RosterError` for a card that no roster can hold, and
-    for one with another member's address.
+    """Return the next epoch, with the newcomer in it.
 
-    A member that comes back with its identity keeps its name, its place and what it may do; its address and
+    Raises `RosterError` for a card that no roster can hold, and for one with another member's address. A
+    member that comes back with its identity keeps its name, its place and its rights; its address and
     certificate become those of the card.
     """
     other = whose_address(roster, card)
@@ -39,7 +39,8 @@ def roster_with(roster: Roster, card: EnrolmentCard, now: datetime.datetime) -> 
 
 
 def why_not(roster: Roster, card: EnrolmentCard, now: datetime.datetime) -> Refusal | None:
-    """Why the card cannot come in, if it cannot; the invitation is not used up by that."""
+    """Return why the card cannot come in, or None. A refusal does not use the invitation up."""
+    # A member that comes back may keep its name.
     known = any(member.identity_key == card.identity_key for member in roster.members)
     if not known and any(member.name == card.name for member in roster.members):
         return Refusal.NAME_TAKEN
@@ -53,7 +54,7 @@ def why_not(roster: Roster, card: EnrolmentCard, now: datetime.datetime) -> Refu
 
 
 def whose_address(roster: Roster, card: EnrolmentCard) -> Member | None:
-    """The other member at the card's host and port, None where nobody is."""
+    """Return the other member at the card's host and port, or None."""
     others = (member for member in roster.members if member.identity_key != card.identity_key)
     asked = Member(card.name, card.identity_key, card.certificate_der, card.address)
     return next((other for other in others if sharing_address((other, asked))), None)
@@ -62,6 +63,7 @@ def whose_address(roster: Roster, card: EnrolmentCard) -> Member | None:
 def _members(roster: Roster, card: EnrolmentCard) -> tuple[Member, ...]:
     for index, member in enumerate(roster.members):
         if member.identity_key == card.identity_key:
+            # It keeps its place in the list and its rights.
             back = replace(member, address=card.address, certificate_der=card.certificate_der)
             return (*roster.members[:index], back, *roster.members[index + 1 :])
     newcomer = Member(card.name, card.identity_key, card.certificate_der, card.address)

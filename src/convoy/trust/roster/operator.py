@@ -1,4 +1,4 @@
-"""How one operator key takes over from another: statements that both sign, and the walk along them.
+"""Hand a cluster over from one operator key to another: statements that both sign, and the walk along them.
 
 A member trusts one key. A roster signed by another is believed only if handovers lead there from the trusted
 one, each signed by the old key and by the new. They stand beside the roster's signature, because they are
@@ -26,7 +26,7 @@ _EPOCH_LIMIT = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """From the roster of ``epoch`` on, ``new`` signs for the cluster in place of ``old`` (32 bytes each)."""
+    """State that from ``epoch`` on, ``new`` signs for the cluster in place of ``old`` (32 bytes each)."""
 
     cluster_id: str
     epoch: int
@@ -36,7 +36,7 @@ class Handover:
     by_new: bytes = field(repr=False)
 
     def check(self) -> None:
-        """Raises `RosterError` if one of the two signatures does not hold."""
+        """Check both signatures. Raises `RosterError`."""
         text = _text(self.cluster_id, self.epoch, self.old, self.new)
         for key, signature in ((self.old, self.by_old), (self.new, self.by_new)):
             try:
@@ -47,13 +47,13 @@ class Handover:
                 ) from None
 
     def encode(self) -> bytes:
-        """All of it, for the signature of a roster that brings it."""
+        """Return all fields as bytes, for the signature of a roster that brings the handover."""
         text = _text(self.cluster_id, self.epoch, self.old, self.new)
         return prefixed(text, self.by_old, self.by_new)
 
 
 def make_handover(cluster_id: str, epoch: int, old: OperatorKey, new: OperatorKey) -> Handover:
-    """Both keys sign. Raises `RosterError` if they are one."""
+    """Return a handover that both keys signed. Raises `RosterError` if they are the same key."""
     if old.public_key == new.public_key:
         raise RosterError("the new operator key is the old one")
     text = _text(cluster_id, epoch, old.public_key, new.public_key)
@@ -61,7 +61,7 @@ def make_handover(cluster_id: str, epoch: int, old: OperatorKey, new: OperatorKe
 
 
 def walk(trusted: bytes, signer: bytes, handovers: Sequence[Handover]) -> tuple[Handover, ...]:
-    """The handovers that lead from ``trusted`` to ``signer``, each checked; none if they are one key.
+    """Return the handovers that lead from ``trusted`` to ``signer``, each checked; none if they are one key.
 
     Raises `RosterError` if they do not lead there.
     """
@@ -75,6 +75,7 @@ def walk(trusted: bytes, signer: bytes, handovers: Sequence[Handover]) -> tuple[
                 hint="compare the operator's public key in convoy.toml with the roster's last lines",
             )
         step.check()
+        # Each handover serves once, so that a cycle ends.
         left.remove(step)
         path.append(step)
         key = step.new
@@ -82,7 +83,10 @@ def walk(trusted: bytes, signer: bytes, handovers: Sequence[Handover]) -> tuple[
 
 
 def check_path(path: Sequence[Handover], cluster_id: str, epoch: int) -> None:
-    """Handovers count for their own cluster, and for rosters from their epoch on. Raises `RosterError`."""
+    """Check that each handover is of this cluster, and for rosters from its epoch on.
+
+    Raises `RosterError`.
+    """
     before = 0
     for step in path:
         if step.cluster_id != cluster_id:
@@ -95,7 +99,7 @@ def check_path(path: Sequence[Handover], cluster_id: str, epoch: int) -> None:
 
 
 def handover_to_toml(handover: Handover) -> str:
-    """One table for the end of a roster file."""
+    """Return one table for the end of a roster file."""
     return (
         "\n[[signature.handovers]]\n"
         f'cluster_id = "{handover.cluster_id}"\n'
@@ -108,7 +112,7 @@ def handover_to_toml(handover: Handover) -> str:
 
 
 def handovers_from(value: object) -> tuple[Handover, ...]:
-    """What a roster file brings; nothing of it is verified by that. Raises `RosterError`."""
+    """Return the handovers of a roster file; reading verifies none of them. Raises `RosterError`."""
     if not isinstance(value, list) or len(value) > MAX_HANDOVERS:
         raise RosterError(f"the handovers are not a list of at most {MAX_HANDOVERS}")
     return tuple(_handover(table) for table in value)

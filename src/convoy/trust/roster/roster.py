@@ -1,8 +1,8 @@
-"""The signed list of members: TOML that a person can read, and the operator's Ed25519 signature at its end.
+"""Make and sign the list of members: readable TOML, and the operator's Ed25519 signature at its end.
 
 In order: `make_roster` -> `sign_roster` -> a file -> `open_roster` at every member. The signature covers the
-exact bytes in front of the `[signature]` table, behind a label, so nobody can move a signature to another
-kind of text.
+exact bytes in front of the `[signature]` table, behind a label, so no signature can be moved to another kind
+of text.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _SEPARATOR = b"\n[signature]\n"
 
 @dataclass(frozen=True, slots=True)
 class SignedRoster:
-    """A roster whose signature was checked, and the file that it came from.
+    """Hold a roster after its signature was checked, and the file that it came from.
 
     ``operator`` signed it, with ``handovers``; those from the trusted key to ``operator`` were checked.
     """
@@ -83,11 +83,12 @@ def make_roster(
     not_before: datetime.datetime | None = None,
     lifetime: datetime.timedelta = DEFAULT_LIFETIME,
 ) -> Roster:
-    """A roster that is valid from ``not_before`` (now) for ``lifetime``.
+    """Return a roster that is valid from ``not_before`` (now) for ``lifetime``.
 
-    Raises `RosterError` for what makes no sense.
+    Raises `RosterError` for invalid facts.
     """
     start = (not_before or datetime.datetime.now(datetime.UTC)).astimezone(datetime.UTC)
+    # The file has whole seconds.
     start = start.replace(microsecond=0)
     try:
         end = start + lifetime
@@ -99,9 +100,9 @@ def make_roster(
 
 
 def sign_roster(roster: Roster, operator: OperatorKey, handovers: Sequence[Handover] = ()) -> bytes:
-    """The file to hand to every member, with the handovers that led to ``operator``.
+    """Return the file to hand to every member, with the handovers that led to ``operator``.
 
-    Raises `RosterError` if the roster makes no sense.
+    Raises `RosterError` for invalid facts.
     """
     check_roster(roster)
     if len(handovers) > MAX_HANDOVERS:
@@ -122,9 +123,9 @@ def open_roster(
 ) -> SignedRoster:
     """Check and read a roster file; nothing in it is looked at before the signature holds.
 
-    ``operator_key`` is the trusted one; the signer's may be another that handovers lead to from there.
-    Raises `RosterError`: too long, unsigned, signed by another key, changed, malformed, of another cluster
-    (where ``cluster_id`` is given), not valid yet, or expired.
+    ``operator_key`` is the trusted one; the signer's may be another that handovers lead to from there. Raises
+    `RosterError`: too long, unsigned, signed by another key, changed, malformed, of another cluster (if
+    ``cluster_id`` is given), not valid yet, or expired.
     """
     signed = verify_roster(data, operator_key=operator_key)
     if cluster_id is not None and signed.roster.cluster_id != cluster_id:
@@ -134,8 +135,12 @@ def open_roster(
 
 
 def verify_roster(data: bytes, *, operator_key: bytes) -> SignedRoster:
-    """As `open_roster`, at any time: to look at a roster, never to trust one. Raises `RosterError`."""
+    """Check and read a roster as `open_roster`, whatever the time: to look at it, never to trust it.
+
+    Raises `RosterError`.
+    """
     body, signature = _split(data)
+    # The body is parsed only after both the path to the signer and the signature hold.
     path = walk(operator_key, signature.operator, signature.handovers)
     try:
         verify(signature.operator, signature.ed25519, _signed_bytes(body, signature.handovers))
@@ -144,13 +149,16 @@ def verify_roster(data: bytes, *, operator_key: bytes) -> SignedRoster:
             "the roster was changed after it was signed", hint="fetch it again, or sign it again"
         ) from None
     roster = parse_body(body)
+    # The cluster and the epoch are in the body, so this check can come only now.
     check_path(path, roster.cluster_id, roster.epoch)
     return SignedRoster(roster, roster.digest, data, signature.operator, signature.handovers)
 
 
 def _signed_bytes(body: bytes, handovers: Sequence[Handover]) -> bytes:
-    """The handovers too: whoever passes a roster on could strip or pad them, and what a member adopts, it
-    keeps and passes on in turn.
+    """Return the bytes that the signature covers, with the handovers.
+
+    Any member that passes a roster on could otherwise strip or pad them, and the next member would keep them
+    and pass them on in turn.
     """
     if not handovers:
         return _LABEL + body
@@ -159,14 +167,14 @@ def _signed_bytes(body: bytes, handovers: Sequence[Handover]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Signature:
-    """What stands behind the body; nothing of it is verified yet."""
+    """Hold the part behind the body; nothing of it is verified yet."""
 
     operator: bytes
     ed25519: bytes
     handovers: tuple[Handover, ...]
 
     def tail(self) -> bytes:
-        """As it stands in the file."""
+        """Return the part as it stands in the file."""
         lines = f'operator = "{self.operator.hex()}"\ned25519 = "{base64.b64encode(self.ed25519).decode()}"\n'
         return (lines + "".join(map(handover_to_toml, self.handovers))).encode()
 
@@ -192,7 +200,8 @@ def _split(data: bytes) -> tuple[bytes, _Signature]:
     except ValueError:
         raise RosterError("the operator's key in the roster is not hex") from None
     found = _Signature(operator, signature, handovers_from(table.get("handovers", [])))
-    if found.tail() != tail:  # base64 and hex have several spellings: one roster is one file
+    # Base64 and hex have several spellings, but one roster is one file.
+    if found.tail() != tail:
         raise RosterError(
             "the roster's signature is spelled otherwise than Convoy writes it",
             hint="fetch it again, or sign it again",

@@ -1,4 +1,4 @@
-"""A roster's body as TOML and back: text that a person can read and a member reads strictly.
+"""Write a roster's body as TOML, and read it back: text that a person can read and a member reads strictly.
 
 Unknown and missing fields are refused, so that two versions never read one signed text in two ways.
 """
@@ -25,7 +25,7 @@ _ROSTER_KEYS = frozenset({"format", "cluster_id", "epoch", "not_before", "expire
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """``host:port``, an IPv6 host in brackets. Raises `RosterError`."""
+    """Return the host and port of ``host:port``, with an IPv6 host in brackets. Raises `RosterError`."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -40,13 +40,13 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def format_address(address: tuple[str, int]) -> str:
-    """The text that `parse_address` reads."""
+    """Return the text that `parse_address` reads."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def member_to_toml(member: Member) -> str:
-    """The lines of one member, without a table header. Every value is of a set that needs no escaping."""
+    """Return the lines of one member, without a table header. No value needs escaping."""
     lines = (
         f'name = "{member.name}"\n'
         f'address = "{format_address(member.address)}"\n'
@@ -60,7 +60,7 @@ def member_to_toml(member: Member) -> str:
 
 
 def member_from_table(table: object) -> Member:
-    """A member from parsed TOML. Raises `RosterError` naming the field."""
+    """Return a member from parsed TOML. Raises `RosterError` naming the field."""
     member = _read_member(table)
     check_member(member)
     return member
@@ -85,7 +85,7 @@ def _read_member(table: object) -> Member:
 
 
 def parse_body(body: bytes) -> Roster:
-    """The roster in a body whose signature was checked. Raises `RosterError`."""
+    """Return the roster in a body, after its signature was checked. Raises `RosterError`."""
     table = parse_toml(body)
     check_keys(table, _ROSTER_KEYS, "the roster")
     if get(table, "format", int) != FORMAT:
@@ -96,6 +96,7 @@ def parse_body(body: bytes) -> Roster:
         epoch=get(table, "epoch", int),
         not_before=_time(table, "not_before"),
         expires=_time(table, "expires"),
+        # One more than allowed is read, so that `check_roster` refuses the number without reading the rest.
         members=tuple(_read_member(member) for member in members[: MAX_MEMBERS + 1]),
     )
     check_roster(roster)
@@ -103,7 +104,7 @@ def parse_body(body: bytes) -> Roster:
 
 
 def format_body(roster: Roster) -> bytes:
-    """The bytes that are signed."""
+    """Return the bytes that are signed."""
     lines = (
         "# Convoy roster. Signed: a change by hand breaks the signature; use `convoy roster`.\n"
         f"format = {FORMAT}\n"
@@ -116,17 +117,21 @@ def format_body(roster: Roster) -> bytes:
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
-    """Raises `RosterError` for what is no TOML."""
+    """Return the parsed TOML. Raises `RosterError` for any other data."""
     try:
         return tomllib.loads(data.decode())
-    except (ValueError, RecursionError):  # not only TOMLDecodeError: int() refuses a number of 4,301 digits
+    except (ValueError, RecursionError):
+        # ValueError includes TOMLDecodeError, and the error of int() for a number of 4,301 digits.
         raise RosterError("the roster is not TOML") from None
 
 
 def check_keys(
     table: Mapping[str, Any], expected: frozenset[str], what: str, extras: frozenset[str] = frozenset()
 ) -> None:
-    """Each of ``expected``, perhaps some of ``extras``, and nothing else. Raises `RosterError`."""
+    """Check that a table has each of ``expected``, perhaps some of ``extras``, and nothing else.
+
+    Raises `RosterError`.
+    """
     for key in sorted(expected - table.keys()):
         raise RosterError(f"{what} has no {key}")
     for key in sorted(table.keys() - expected - extras):
@@ -134,13 +139,13 @@ def check_keys(
 
 
 def get(table: Mapping[str, Any], key: str, kind: type) -> Any:
-    """A field of exactly this type. Raises `RosterError`."""
+    """Return a field of exactly this type. Raises `RosterError`."""
     value = table[key]
-    if type(value) is not kind:  # bool is an int to isinstance
+    # A bool is an int to isinstance.
+    if type(value) is not kind:
         raise RosterError(f"{key} in the roster is a {type(value).__name__}, expected {kind.__name__}")
-    if (
-        kind is int and isinstance(value, int) and not -(2**63) <= value < 2**63
-    ):  # a longer one cannot even be printed
+    # A longer one cannot even be printed.
+    if kind is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise RosterError(f"{key} in the roster does not fit 64 bits")
     return value
 

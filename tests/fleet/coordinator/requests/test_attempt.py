@@ -1,4 +1,4 @@
-"""One try at one provider, whose messages are all here before they are read: nothing is waited for."""
+"""Try one provider with all its messages queued before they are read, so that no test waits."""
 
 from __future__ import annotations
 

@@ -316,7 +316,7 @@ def test_whom_a_proxy_trusts_gets_its_requests_and_who_comes_later_too() -> None
     dispatcher.leave("ann")
     dispatcher.leave("certified")
     dispatcher.finished(2, 2.0, first_s=1, output_tokens=2, decode_s=1)
-    # whom it trusts is not here: whoever asked judges what it is given, and says why not
+    # No trusted provider is here: the client judges the one that it is given, and tells why not.
     assert provider_of(dispatcher.submit(ask(3, trusted=only), 2.0)) == "stranger"
 
 
@@ -432,7 +432,7 @@ class Fleet:
     def tick(self, _: int) -> None:
         self.now_s += 100.0
         self.place(self.dispatcher.tick(self.now_s)[1])
-        if self.waiting:  # nobody is shut for a failure any more, but who failed has one at a time
+        if self.waiting:  # no provider is shut any more; a failed one gets one request at a time
             assert self.here <= set(self.running.values())
 
     def check(self) -> None:

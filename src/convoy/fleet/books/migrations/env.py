@@ -1,4 +1,4 @@
-"""Alembic's entry: it runs the versions over the connection that `store.Store` gives."""
+"""Run the versions over the connection that `store.Store` gives: Alembic's entry point."""
 
 from __future__ import annotations
 

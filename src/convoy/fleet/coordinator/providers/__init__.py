@@ -1,1 +1,1 @@
-"""The coordinator's end of a provider: approval, proof of identity, connection and answers."""
+"""Hold the coordinator's end of a provider: approval, proof of identity, connection and answers."""

@@ -1,4 +1,4 @@
-"""An answer on its way from a provider: its messages in order, with room for as many as its reader takes."""
+"""Queue an answer's messages, on their way from a provider, within the window that its reader grants."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ AnswerMessage = Began | Chunk | Done | Failed
 
 
 class ProviderFailed(ProviderError):  # noqa: N818
-    """No answer, or no more of it. ``full``: the provider had no slot, and nothing is wrong with it.
+    """Signal that a provider gives no answer, or no more of it.
 
-    ``refused``: it does not take the sealed body, and another would not either.
+    ``full``: the provider had no slot, and nothing is wrong with it. ``refused``: it does not take the sealed
+    body, and another provider would not either.
     """
 
     def __init__(self, message: str, *, full: bool = False, refused: bool = False) -> None:
@@ -25,22 +26,31 @@ class ProviderFailed(ProviderError):  # noqa: N818
 
 
 class Answering:
-    """Filled by a provider's socket, read by whoever serves the request; both on the loop's thread."""
+    """Hold the messages of one answer. A provider's socket fills it, and the request's handler reads it.
+
+    Both run on the event loop's thread.
+    """
 
     def __init__(self, request_id: str, window: int, grant: Callable[[int], None]) -> None:
-        """``grant`` sends the provider leave for so many chunks more."""
+        """Make an empty queue. ``grant`` allows the provider to send that many more chunks."""
         self.request_id = request_id
         self._window = window
         self._grant = grant
         self._messages: deque[AnswerMessage] = deque()
         self._filled = asyncio.Event()
-        self._num_chunks = 0  # that wait here
-        self._taken = 0  # since the last leave
+        # Chunks that wait here.
+        self._num_chunks = 0
+        # Chunks that were read since the last grant.
+        self._taken = 0
         self._stage = "new"
-        self.tokens = 0  # given so far, as the provider says
+        # Tokens given so far, as the provider reports them.
+        self.tokens = 0
 
     def put(self, message: AnswerMessage) -> None:
-        """The next message. Raises `ProviderError` for one that cannot come now, or too many chunks."""
+        """Append the next message.
+
+        Raises `ProviderError` for a message out of order, or for too many chunks.
+        """
         match message:
             case Began() if self._stage == "new":
                 self._stage = "begun"
@@ -62,8 +72,12 @@ class Answering:
         self._filled.set()
 
     async def get(self, timeout_s: float) -> AnswerMessage:
-        """The next message. Raises `ProviderFailed` where it does not come in time, or says so."""
-        if not self._messages:  # a timer for each that is here already would cost more than opening it
+        """Return the next message.
+
+        Raises `ProviderFailed` if it does not come in time, or if the provider reports a failure.
+        """
+        # A timer for each message that is here already would cost more than opening the message.
+        if not self._messages:
             await self._wait(timeout_s)
         message = self._messages.popleft()
         if isinstance(message, Failed):
@@ -88,5 +102,5 @@ class Answering:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more may come."""
+        """Return whether the answer is over, so that no more messages may come."""
         return self._stage == "over"

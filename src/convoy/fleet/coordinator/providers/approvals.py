@@ -1,4 +1,4 @@
-"""Providers whose keys no administrator let in yet: they are remembered, and a few wait on their sockets."""
+"""Remember providers with keys that are not approved yet, and let a few of them wait on their sockets."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from convoy.api.listen.options import is_loopback
 from convoy.fleet.coordinator.options import CoordinatorOptions
 from convoy.fleet.coordinator.providers.connection import ProviderSocket, Unapproved
 
-_MAX_CALLED = 1000  # keys that are remembered
+# Keys that are remembered.
+_MAX_CALLED = 1000
 
 
 class Approvals:
-    """Lives on the event loop's thread. ``name_of`` gives the name of an approved key, from any thread."""
+    """Hold the providers that wait for approval, on the event loop's thread.
+
+    ``name_of`` returns the name of an approved key. Any thread may call it.
+    """
 
     def __init__(self, options: CoordinatorOptions, name_of: Callable[[bytes], str | None]) -> None:
         self._options = options
         self._name_of = name_of
-        self._called: dict[bytes, None] = {}  # the newest last
+        # Keys are in the order of their calls, the newest last.
+        self._called: dict[bytes, None] = {}
         self._waiting: dict[bytes, asyncio.Event] = {}
         self._of_address: Counter[str] = Counter()
 
     def has_called(self, identity: bytes) -> bool:
-        """Return whether a provider with that key dialled before it was let in, as far as is remembered."""
+        """Return whether a provider with that key dialled before it was approved, as far as is remembered."""
         return identity in self._called
 
     def approve(self, identity: bytes) -> None:
@@ -33,9 +38,9 @@ class Approvals:
             event.set()
 
     async def name(self, socket: ProviderSocket, identity: bytes, address: str) -> str:
-        """Return the name under which a key is let in, once it is.
+        """Wait until a key is approved, and return its name.
 
-        Raises `Unapproved` where too many wait, and for one that waited its time.
+        Raises `Unapproved` if too many wait, or if the time is over.
         """
         if (name := await asyncio.to_thread(self._name_of, identity)) is not None:
             return name
@@ -51,7 +56,8 @@ class Approvals:
         finally:
             del self._waiting[identity]
             self._of_address[address] -= 1
-            self._of_address += Counter()  # forgets those of whom none is left
+            # Adding an empty counter drops the addresses that have no socket left.
+            self._of_address += Counter()
 
     async def _approved(self, identity: bytes, event: asyncio.Event) -> str:
         while True:
@@ -59,14 +65,16 @@ class Approvals:
                 async with asyncio.timeout(self._options.approval_poll_s):
                     await event.wait()
             except TimeoutError:
-                pass  # another coordinator of this database may have let it in
+                # Another coordinator of this database may have approved it.
+                pass
             event.clear()
             if (name := await asyncio.to_thread(self._name_of, identity)) is not None:
                 return name
 
     def _check_room(self, identity: bytes, address: str) -> None:
         options = self._options
-        # a proxy that ends TLS on this machine dials in everybody's name
+        # A proxy that ends TLS on this machine dials for every
+        # provider, so loopback has no limit per address.
         alone = self._of_address[address] >= options.max_unapproved_of_address and not is_loopback(address)
         if alone or identity in self._waiting or len(self._waiting) >= options.max_unapproved:
             raise Unapproved(identity)

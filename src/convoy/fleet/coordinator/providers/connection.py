@@ -1,4 +1,4 @@
-"""The coordinator's end of one provider: who it is, what it runs, and the answers on their way from it."""
+"""Run the coordinator's end of one provider: its identity, its offers, and its answers in flight."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ from convoy.wire.text import plain_text
 _log = logging.getLogger(__name__)
 
 _MAX_REQUEST_KEY_S = 24 * 3600
-_CLOSE_S = 5.0  # for what was sent to be taken, before the connection is cut
+# The other side has this long to take the last messages, before the connection is cut.
+_CLOSE_S = 5.0
 
 
 class Unapproved(ProviderError):  # noqa: N818
-    """Nobody let it in yet, under the key that it showed and signed with."""
+    """Signal that no administrator has approved the key that a provider showed and signed with."""
 
     def __init__(self, identity: bytes) -> None:
         super().__init__(
@@ -76,7 +77,7 @@ class Unapproved(ProviderError):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a provider proved of itself."""
+    """Hold what a provider has proved of itself."""
 
     identity: bytes
     name: str
@@ -84,24 +85,25 @@ class Registration:
     request_key_expires_s: int
     key_signature: bytes
     certificate: bytes
-    operator: bytes | None  # of its certificate, if it has one that holds
+    # The operator of its certificate, if it has a valid one.
+    operator: bytes | None
     software: str
     offers: dict[str, Capacity]
 
     @property
     def claimant(self) -> Claimant:
-        """Whose evidence must be."""
+        """Return the keys that the provider's evidence must name."""
         return Claimant(self.identity, self.request_key, self.request_key_expires_s)
 
     @property
     def key_id(self) -> bytes:
-        """Of the key to which requests are sealed."""
+        """Return the id of the key to which requests are sealed."""
         return key_id_of(self.request_key)
 
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What a socket tells the coordinator of: loads by model, that the provider drains, or its new level."""
+    """Report to the coordinator what a socket said: loads by model, a drain notice, or a new level."""
 
     loads: dict[str, Load]
     drains: bool = False
@@ -109,7 +111,7 @@ class Heard:
 
 
 class ProviderSocket:
-    """Lives on the event loop's thread."""
+    """Serve one provider's WebSocket, on the event loop's thread."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class ProviderSocket:
         proof: CoordinatorProof,
         vetting: ProviderVetting,
     ) -> None:
-        """``proof``: what this coordinator proves to a provider that dials."""
+        """Wrap ``socket``. ``proof`` is what this coordinator proves to a provider that dials."""
         self._vetting = vetting
         self._socket = socket
         self._options = options
@@ -126,19 +128,23 @@ class ProviderSocket:
         self._coordinator = proof.public_key
         self._answers: dict[str, Answering] = {}
         self._sending = asyncio.Lock()
-        self._ended = ""  # why nothing is sent any more
-        self._proof: bytes | None = None  # the challenge that is to be answered
+        # Why nothing is sent any more; empty while the socket stands.
+        self._ended = ""
+        # The challenge that is not answered yet.
+        self._proof: bytes | None = None
         self._failed_proofs = 0
         self._name_of: Callable[[bytes], str | None] = lambda _: None
         self.on_failed_proof: Callable[[], None] = lambda: None
         self.registration: Registration | None = None
-        self.evidence = b""  # the newest that suffices, as it came
+        # The newest sufficient evidence, as it came.
+        self.evidence = b""
         self.verdict = NO_EVIDENCE
 
     async def greet(self) -> tuple[Register, bytes]:
-        """Take a hello, challenge, and return the answer with the challenge's nonce.
+        """Read the hello, send the challenge, and return the registration with the challenge's nonce.
 
-        Raises `ProviderError`, `FrameError` or `HandshakeError`; the socket is open still, to say so.
+        Raises `ProviderError`, `FrameError` or `HandshakeError`. The socket stays open, so that the caller
+        can tell the provider.
         """
         async with asyncio.timeout(self._options.greeting_s):
             hello = await self._hello()
@@ -151,9 +157,9 @@ class ProviderSocket:
         return message, challenge.nonce
 
     async def while_silent(self, work: Coroutine[Any, Any, str], wait_s: float) -> str:
-        """Tell the provider to wait, and return what ``work`` comes to while its socket stands.
+        """Tell the provider to wait, and return the result of ``work``, as long as its socket stands.
 
-        Raises `ProviderError` for one that speaks meanwhile, and what a socket raises that ends.
+        Raises `ProviderError` if the provider speaks meanwhile, and the socket's own error if it ends.
         """
         await self.send(AwaitApproval(wait_s))
         working = asyncio.ensure_future(work)
@@ -171,9 +177,10 @@ class ProviderSocket:
     async def register(
         self, message: Register, nonce: bytes, name: str, name_of: Callable[[bytes], str | None]
     ) -> Registration:
-        """Take a provider whose key is let in under ``name``. ``name_of`` says later whether it still is.
+        """Register a provider that is approved under ``name``. ``name_of`` tells later whether it still is.
 
-        Raises `ProviderError` or `AttestationError`; the socket is open still, to say so.
+        Raises `ProviderError` or `AttestationError`. The socket stays open, so that the caller can tell the
+        provider.
         """
         self._name_of = name_of
         now_s = time.time()
@@ -199,7 +206,7 @@ class ProviderSocket:
         return registration
 
     async def _vet(self, evidence: bytes, registration: Registration, nonce: bytes) -> None:
-        """Raises `AttestationError` for evidence that does not suffice."""
+        """Verify evidence and keep it. Raises `AttestationError` if it does not suffice."""
         challenged = Challenged(self._coordinator, nonce)
         self.verdict = await self._vetting.judged(evidence, registration.claimant, challenged)
         self.evidence = evidence
@@ -231,10 +238,10 @@ class ProviderSocket:
             raise ProviderError(text) from None
 
     async def run(self, heard: Callable[[Heard], None]) -> None:
-        """Until the socket ends, which is what it raises: what it says goes to ``heard`` and to the answers.
+        """Read messages until the socket ends, and pass them to ``heard`` and to the answers.
 
-        Raises `ProviderError`, `AttestationError` or `FrameError` for nonsense, TimeoutError after too long a
-        silence.
+        Always ends with an exception: the socket's own, `ProviderError`, `AttestationError` or `FrameError`
+        for an invalid message, or TimeoutError after too long a silence.
         """
         proving = asyncio.create_task(self._prove_now_and_then())
         try:
@@ -277,13 +284,17 @@ class ProviderSocket:
     def _pass_on(self, message: Began | Chunk | Done | Failed) -> None:
         answer = self._answers.get(message.request_id)
         if answer is None:
-            return  # of a request that was given up: what was on its way still comes
+            # The request was given up, and its last messages were still in flight.
+            return
         answer.put(message)
         if answer.is_over:
             del self._answers[message.request_id]
 
     async def ask(self, serve: Serve) -> Answering:
-        """Send a request there; its answer. Raises what the socket raises where it is gone."""
+        """Send a request to the provider, and return its answer.
+
+        Raises the socket's error if that is gone.
+        """
         request_id = serve.request_id
 
         def grant(count: int) -> None:
@@ -293,24 +304,25 @@ class ProviderSocket:
         try:
             await self.send(serve)
         except BaseException:
-            self._answers.pop(request_id, None)  # it is not there where the socket ended meanwhile
+            # `end` has removed the entry already if the socket ended meanwhile.
+            self._answers.pop(request_id, None)
             raise
         return answer
 
     def give_up(self, request_id: str) -> None:
-        """Nobody reads this answer any more."""
+        """Cancel an answer that has no reader any more."""
         if self._answers.pop(request_id, None) is not None:
             self._send_soon(Cancel(request_id))
 
     def end(self, reason: str) -> None:
-        """The socket is over: so is every answer."""
+        """Fail every answer, because the socket is over."""
         self._ended = self._ended or reason
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             answer.put(Failed(answer.request_id, reason, full=False))
 
     async def close(self, code: int) -> None:
-        """End the socket, whether or not the other side reads; one that is over already stays so."""
+        """Close the socket, whether or not the other side reads. A closed socket stays closed."""
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await self._socket.close(code)
@@ -320,8 +332,10 @@ class ProviderSocket:
             return
 
     async def send(self, message: FleetMessage) -> None:
-        """One message at a time. Raises `WebSocketDisconnect` or RuntimeError where the socket is gone, and
-        `ProviderFailed` where what was sent before is not taken: then nothing more is, and `run` ends.
+        """Send one message at a time.
+
+        Raises `WebSocketDisconnect` or RuntimeError if the socket is gone. Raises `ProviderFailed` if the
+        provider does not read earlier messages; then nothing more is sent, and `run` ends.
         """
         async with self._sending:
             if self._ended:
@@ -339,7 +353,8 @@ class ProviderSocket:
 
     async def _prove_now_and_then(self) -> None:
         while True:
-            await self._check_approved()  # also once it joined: it may have been put out meanwhile
+            # The first check comes right after joining, because the provider may have been revoked meanwhile.
+            await self._check_approved()
             await asyncio.sleep(self._options.prove_every_s)
             if self._proof is not None:
                 self._count_failed_proof()
@@ -347,18 +362,26 @@ class ProviderSocket:
             await self.send(Prove(self._proof, self._vetting.rules.registers))
 
     async def _check_approved(self) -> None:
-        """Raises `ProviderError`: another coordinator of this database may have put it out."""
+        """Raise `ProviderError` if the provider is not approved any more.
+
+        Another coordinator of this database may have revoked it.
+        """
         assert self.registration is not None, "a socket runs once it registered"
         try:
             name = await asyncio.to_thread(self._name_of, self.registration.identity)
         except SQLAlchemyError as error:
-            _log.warning("nobody can say who is approved class=%s", type(error).__name__)
+            _log.warning(
+                "the database cannot say which providers are approved class=%s", type(error).__name__
+            )
             return
         if name != self.registration.name:
             raise ProviderError("it is not approved any more")
 
     async def _check_proof(self, proof: Proof) -> Level | None:
-        """The level that its evidence proves now. Raises `AttestationError` where that does not suffice."""
+        """Return the level that a proof's evidence shows, or None if the proof is wrong.
+
+        Raises `AttestationError` if the evidence does not suffice.
+        """
         expected, self._proof = self._proof, None
         assert self.registration is not None, "a socket runs once it registered"
         try:
@@ -388,7 +411,10 @@ def _operator_of(message: Register) -> bytes | None:
 
 
 def _forget_disconnect(task: asyncio.Task[None]) -> None:
-    """Whoever reads the socket hears that it is gone; nobody waits for this message."""
+    """Ignore the error of a message to a provider that is gone.
+
+    The socket's reader hears of that by itself.
+    """
     if not task.cancelled():
         error = task.exception()
         if error is not None and not isinstance(

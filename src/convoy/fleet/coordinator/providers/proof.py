@@ -1,4 +1,4 @@
-"""What a coordinator proves to a provider that dials: its key, its address and its TLS certificate."""
+"""Prove a coordinator to a provider that dials: its key, its address and its TLS certificate."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _Stamp = tuple[int, int, int]
 
 
 class PublicCertificate:
-    """The SHA-256 of the first certificate in a PEM file, which is read again when the file changes."""
+    """Hold the SHA-256 of the first certificate in a PEM file, and read the file again when it changes."""
 
     def __init__(self, file: Path) -> None:
-        """Raise `ConfigError` for a file that cannot be read, or holds no certificate."""
+        """Read the file. Raises `ConfigError` for a file that cannot be read, or holds no certificate."""
         self._file = file
         self._stamp = self._stamp_now()
         self._hash = self._read()
 
     @property
     def hash(self) -> bytes:
-        """Return the newest hash; a file that cannot be read keeps the one before."""
+        """Return the newest hash. If the file cannot be read, the hash before stays."""
         try:
             stamp = self._stamp_now()
             if stamp != self._stamp:
@@ -55,9 +55,9 @@ class PublicCertificate:
 
 
 class CoordinatorProof:
-    """Signs challenges. ``served``: the hash of the certificate that this process serves with, or empty.
+    """Sign challenges. ``served`` is the hash of the certificate that this process serves with, or empty.
 
-    ``public``: that of a TLS proxy in front, which providers see instead.
+    ``public`` is the certificate of a TLS proxy in front, which providers see instead.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CoordinatorProof:
         return self._identity.public_key
 
     def challenge(self, hello: Hello, registers: Sequence[int]) -> Challenge:
-        """Return the signed answer to ``hello``, whose authority is one of this coordinator's."""
+        """Return the signed answer to ``hello``, after its authority was checked to be this coordinator's."""
         certificate = self._served
         if hello.tls and self._public is not None:
             certificate = self._public.hash

@@ -1,1 +1,1 @@
-"""A request on its way: lease, attempts, blind mode, and what is charged."""
+"""Follow a request on its way: lease, attempts, blind mode, and the charge."""

@@ -1,6 +1,6 @@
-"""One try at a request with one provider: sent, and its answer passed on piece by piece.
+"""Try a request with one provider: send it, and pass its answer on piece by piece.
 
-The `Seal` is the coordinator's own, or it passes on what others sealed.
+The `Seal` is the coordinator's own, or it passes on what a proxy sealed.
 """
 
 from __future__ import annotations
@@ -25,44 +25,47 @@ from convoy.fleet.seen import SeenText
 from convoy.fleet.timing import Timing
 from convoy.wire.fleet.messages import Began, Chunk, Done, Serve
 
-LEASE_S = 600  # in which a sealed request may be opened
-_MOST_READ_S = 600.0  # that reading a prompt may take, whatever rate a provider offered
-_MAX_EARLY_BYTES = 4 * 1024 * 1024  # that are kept before a first token
+# A provider may open a sealed request within this time.
+LEASE_S = 600
+# The most that reading a prompt may take, whatever rate a provider offered.
+_MOST_READ_S = 600.0
+# The most bytes that are kept before a first token.
+_MAX_EARLY_BYTES = 4 * 1024 * 1024
 _MAX_WHOLE_BYTES = MAX_WHOLE_BYTES + _MAX_EARLY_BYTES
 
 
 class Seal(Protocol):
-    """Between whoever asked and the provider: for one try."""
+    """Seal a request to a provider and open its answer, for one try."""
 
     @property
     def wanted(self) -> Wanted:
-        """What is asked."""
+        """Return the request."""
         ...
 
     def serve(self, registration: Registration, request_id: str) -> Serve:
-        """What is sent to the provider."""
+        """Return the message for the provider."""
         ...
 
     def begun(self, began: Began) -> AnswerHead | None:
-        """An answer begins. Its head, if it is not in the first chunk."""
+        """Take the beginning of an answer, and return its head, or None if the head is in the first chunk."""
         ...
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """What the reader gets of it. Raises `SealError` for one that does not open."""
+        """Return the bytes of a chunk for the reader. Raises `SealError` for a chunk that does not open."""
         ...
 
     @property
     def text_bytes(self) -> int:
-        """Return the bytes of text that passed; where they are sealed, as many as there may be."""
+        """Return the bytes of text that passed. For sealed answers it is the most that there may be."""
         ...
 
     def read(self, body: bytes) -> None:
-        """Take all of an answer that is no stream."""
+        """Take the complete body of an answer that is not streamed."""
         ...
 
 
 class OwnSeal:
-    """The coordinator's own, for those who sent it their text."""
+    """Seal with the coordinator's own keys, for consumers that sent it their text."""
 
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
@@ -78,11 +81,11 @@ class OwnSeal:
         return self._seen.bytes
 
     def read(self, body: bytes) -> None:
-        """Count the text in all of an answer that is no stream."""
+        """Count the text in the complete body of an answer that is not streamed."""
         self._seen.whole(body)
 
     def serve(self, registration: Registration, request_id: str) -> Serve:
-        """Sealed to the provider's key."""
+        """Return the request, sealed to the provider's key."""
         wanted = self.wanted
         facts = RequestFacts(
             provider=registration.name,
@@ -99,11 +102,11 @@ class OwnSeal:
         return serve_of(facts, wanted, sealed)
 
     def begun(self, began: Began) -> None:
-        """Its keys."""
+        """Derive the answer's keys."""
         self._opener = AnswerOpener(self._secret, self._hash, began.nonce)
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """Opened; the counts in the last one are no part of the body."""
+        """Open a chunk. The last one holds the counts, which are no part of the body."""
         assert self._opener is not None, "chunks come after the beginning"
         opened = self._opener.open(chunk.sealed, last=chunk.last)
         if chunk.last:
@@ -115,7 +118,7 @@ class OwnSeal:
 
 
 def serve_of(facts: RequestFacts, wanted: Wanted, sealed: bytes) -> Serve:
-    """A sealed body, and beside it what it is bound to."""
+    """Return a message with a sealed body, and beside it the facts that it is bound to."""
     return Serve(
         request_id=facts.request_id,
         key_id=facts.key_id,
@@ -129,7 +132,7 @@ def serve_of(facts: RequestFacts, wanted: Wanted, sealed: bytes) -> Serve:
 
 
 class Attempt:
-    """For one reader. `head`, then `pieces` to the end, then `outcome`."""
+    """Pass one answer to one reader: `head`, then `pieces` to the end, then `outcome`."""
 
     def __init__(
         self, socket: ProviderSocket, seal: Seal, request_id: str, options: CoordinatorOptions
@@ -139,30 +142,42 @@ class Attempt:
         self._request_id = request_id
         self._options = options
         self._answer: Answering | None = None
-        self._held: list[bytes] = []  # pieces that came before the first token
+        # Pieces that came before the first token.
+        self._held: list[bytes] = []
         self._silence_s, self._first_s = options.first_token_s, options.first_token_s
-        self._said = False  # the last chunk is there
+        # Whether the last chunk is here.
+        self._said = False
         self._sent_s = 0.0
-        self.first_s = 0.0  # from being sent to its first token
+        # The time from the send to the first token.
+        self.first_s = 0.0
         self.outcome: BilledOutcome | None = None
-        self.status = 200  # as far as it is not sealed
-        self._refusal = bytearray()  # the body, where the status is another one
+        # A sealed answer's own status stays unknown here.
+        self.status = 200
+        # The body of an answer with any other status.
+        self._refusal = bytearray()
 
     async def send(self, timing: Timing, trace: str = "") -> None:
-        """Seal and send. ``trace``: a traceparent. Raises what the socket raises where it is gone."""
+        """Seal and send the request. ``trace`` is a traceparent.
+
+        Raises the socket's error if that is gone.
+        """
         registration = self._socket.registration
         assert registration is not None, "requests go to providers that registered"
         self._expect(registration)
         with timing.measure("encrypt"):
             serve = self._seal.serve(registration, self._request_id)
         if trace:
-            serve = msgspec.structs.replace(serve, trace=trace)  # random ids, which no seal covers
+            # The trace has random ids only, and no seal covers it.
+            serve = msgspec.structs.replace(serve, trace=trace)
         with timing.measure("dispatch"):
             self._answer = await self._socket.ask(serve)
         self._sent_s = time.perf_counter()
 
     async def head(self, timing: Timing) -> AnswerHead:
-        """Once the first token is there, or it is sure that none comes. Raises `ProviderError`."""
+        """Wait for the first token, or until it is certain that none comes, and return the answer's head.
+
+        Raises `ProviderError`.
+        """
         try:
             return await self._read_head()
         finally:
@@ -170,10 +185,11 @@ class Attempt:
             timing.add("coordinator_to_provider", self.first_s)
 
     def _expect(self, registration: Registration) -> None:
-        """How long a provider may be silent before its first token, and how long that may take it."""
+        """Set how long a provider may be silent before its first token, and how long that token may take."""
         wanted, options = self._seal.wanted, self._options
         offer = registration.offers.get(wanted.model)
-        # every byte a token: some four times what a text has, so as much again for those before it
+        # Counts every byte as a token. That is about four times what a text has, so it leaves as much again
+        # for the prompts before this one.
         read_s = 0.0 if offer is None else wanted.most_prompt_tokens / offer.prefill_rate
         self._silence_s = options.first_token_s + min(_MOST_READ_S, read_s)
         self._first_s = self._silence_s if wanted.stream else self._silence_s + options.whole_s
@@ -182,7 +198,8 @@ class Attempt:
         try:
             async with asyncio.timeout(self._first_s):
                 return await self._to_first_token()
-        except TimeoutError:  # it said that it is there, and no more
+        except TimeoutError:
+            # The provider kept saying that it is alive, and said nothing else.
             raise ProviderFailed(f"a provider gave no token for {self._first_s:g} s") from None
 
     async def _to_first_token(self) -> AnswerHead:
@@ -203,13 +220,19 @@ class Attempt:
         return head
 
     async def _first_said(self) -> AnswerHead:
-        """Before it there may be empty chunks, of a provider whose engine says nothing yet."""
+        """Return the head in the first chunk with bytes.
+
+        A provider sends empty chunks while its engine is silent.
+        """
         while (piece := await self._next(self._silence_s)) == (b"",):
             pass
         return _head_in(piece)
 
     async def whole(self) -> bytes:
-        """All that is left, of an answer that is no stream. Raises as `pieces`, and for one without end."""
+        """Return the rest of an answer that is not streamed.
+
+        Raises as `pieces`, and for one that is too long.
+        """
         joined = bytearray()
         async for piece in self.pieces():
             joined += piece
@@ -220,7 +243,7 @@ class Attempt:
         return body
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """What is left of the body. Raises `ProviderError`; then what came so far is no whole answer."""
+        """Yield the rest of the body. Raises `ProviderError`; then the answer so far is incomplete."""
         for piece in self._held:
             yield piece
         self._held.clear()
@@ -232,7 +255,7 @@ class Attempt:
                 yield found[0]
 
     async def _next(self, wait_s: float) -> tuple[bytes] | None:
-        """The next piece, or None at the end."""
+        """Return the next piece, or None at the end."""
         assert self._answer is not None, "nothing was sent yet"
         if self.outcome is not None:
             return None
@@ -247,7 +270,7 @@ class Attempt:
         return None
 
     def most_billed(self) -> BilledOutcome:
-        """Return what may be billed for what passed so far."""
+        """Return the most that may be billed for the answer so far."""
         registration, wanted = self._socket.registration, self._seal.wanted
         offer = None if registration is None else registration.offers.get(wanted.model)
         return most_billed(
@@ -259,11 +282,11 @@ class Attempt:
 
     @property
     def tokens(self) -> int:
-        """Given so far, as the provider says."""
+        """Return the tokens given so far, as the provider reports them."""
         return 0 if self._answer is None else self._answer.tokens
 
     def close(self) -> None:
-        """Nobody reads it any more; the provider is told, if it is not over."""
+        """Give the answer up, and tell the provider unless the answer is over."""
         self._socket.give_up(self._request_id)
 
 
@@ -273,10 +296,10 @@ def _head_in(first: tuple[bytes] | None) -> AnswerHead:
     try:
         head = msgspec.json.decode(first[0], type=AnswerHead)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise ProviderError("an answer's head is none") from None
+        raise ProviderError("an answer's head cannot be read") from None
     if not 200 <= head.status <= 599:
         raise ProviderError(f"an answer has status {head.status}")
     kind = head.content_type
     if not (kind.isascii() and kind.isprintable() and len(kind) <= 200):
-        raise ProviderError("an answer has a content type that is none")
+        raise ProviderError("an answer has an invalid content type")
     return head

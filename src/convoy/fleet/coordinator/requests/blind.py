@@ -1,4 +1,4 @@
-"""Requests and answers that pass through the coordinator sealed: it has no key to them."""
+"""Pass requests and answers through sealed: the coordinator has no key to them."""
 
 from __future__ import annotations
 
@@ -15,45 +15,52 @@ from convoy.wire.fleet.records import Timed, encode_record
 
 
 class PassedOn:
-    """A `Seal` of somebody else's."""
+    """Be the `Seal` of a request that a proxy sealed."""
 
     def __init__(self, lease: Lease, wanted: Wanted, sealed: bytes) -> None:
         self._lease = lease
         self.wanted = wanted
         self._sealed = sealed
         self._began: bytes | None = None
-        self.text_bytes = 0  # at most: what is padded may be text, and so may be the head and the counts
+        # An upper bound: padding may be text, and so may the head and the counts.
+        self.text_bytes = 0
 
     def serve(self, registration: Registration, request_id: str) -> Serve:
-        """As it came. Raises `SealError` where the provider has another key by now: it would not open."""
+        """Return the request as it came.
+
+        Raises `SealError` if the provider has another key by now, because the request would not open.
+        """
         if registration.request_key != self._lease.request_key or request_id != self._lease.request_id:
             raise SealError("the provider came back with another key")
         facts = facts_of(self._lease, self.wanted)
         return serve_of(facts, self.wanted, self._sealed)
 
     def begun(self, began: Began) -> AnswerHead:
-        """The answer's own head is sealed: to whoever passes it on, all are alike."""
+        """Keep the beginning.
+
+        The answer's own head is sealed, so every sealed answer gets the same head here.
+        """
         self._began = encode_record(began)
         return AnswerHead(200, ANSWER_TYPE)
 
     def chunk(self, chunk: Chunk) -> bytes:
-        """A record; before the first one, that of the beginning."""
+        """Return a record of the chunk, and before the first one the record of the beginning."""
         self.text_bytes += most_chunk_bytes(len(chunk.sealed))
         before, self._began = self._began or b"", None
         return before + encode_record(chunk)
 
     def read(self, body: bytes) -> None:
-        """Nothing: it is sealed, and counted chunk by chunk."""
+        """Do nothing: the body is sealed, and counted chunk by chunk."""
 
 
 class AsRecords:
-    """A `Form` for proxies. That it is blind is said by the proxy alone."""
+    """Write an answer as records for proxies: a `BodyForm`. Only the proxy tells that it is blind."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
     def headers(self, way: RoutedRequest, head: AnswerHead) -> dict[str, str]:
-        """Of every sealed answer."""
+        """Return the headers that every sealed answer has."""
         return {
             "content-type": head.content_type,
             "cache-control": "no-store",
@@ -62,11 +69,11 @@ class AsRecords:
         }
 
     def broken(self) -> bytes:
-        """Its provider failed."""
+        """Return the record of a provider that failed."""
         return encode_record(Failed(self._request_id, "the provider failed", full=False))
 
     def ending(self, way: RoutedRequest, head: AnswerHead) -> bytes:  # noqa: ARG002 - a `Form`'s
-        """What was billed, and the times."""
+        """Return the records of the billed counts and of the times."""
         way.timing.reach("total_e2e")
         billed = way.billed
         done = Done(self._request_id, billed.prompt_tokens, billed.completion_tokens)

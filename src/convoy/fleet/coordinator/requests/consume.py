@@ -1,4 +1,4 @@
-"""The endpoints of those who send their text to the coordinator, which seals it to the provider it picks."""
+"""Serve consumers that send their text: the coordinator seals it to the provider that it picks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BAD_REQUEST = 400
 
 @dataclass(frozen=True, slots=True)
 class Consume:
-    """An ASGI endpoint; `api.guard.Guard` turns what it raises into an answer while nothing was sent."""
+    """Be the ASGI endpoint. `api.guard.Guard` turns its errors into answers while nothing was sent."""
 
     coordinator: Coordinator
     options: ServeOptions
@@ -55,7 +55,8 @@ class Consume:
         exchange.refusal_headers = timing.header
         headers = Headers(scope=scope)
         with self.lifecycle.answering(), self.lifecycle.running(exchange):
-            async with consuming(self.coordinator, headers) as consumer:  # strangers' bodies are not kept
+            # Authenticate before reading: the bodies of strangers are not kept.
+            async with consuming(self.coordinator, headers) as consumer:
                 upload = self.intake.upload(consumer.account)
                 consumer.at_end.callback(upload.leave)
                 data = await read_body(headers, receive, self.options, upload=upload)
@@ -114,7 +115,7 @@ class Consume:
             await way.end(None if begun is None else begun.attempt)
 
     async def _begin(self, way: RoutedRequest) -> Begun:
-        """Tries, until one has its first token; for a whole answer, until one has it all."""
+        """Try providers until one has its first token, or all of an answer that is not streamed."""
         while True:
             await way.place()
             attempt = await way.send(OwnSeal(way.wanted))
@@ -127,7 +128,7 @@ class Consume:
 
 
 class _InClear:
-    """As the provider's engine wrote it."""
+    """Write an answer as the provider's engine wrote it."""
 
     def headers(self, way: RoutedRequest, head: AnswerHead) -> dict[str, str]:
         return {
@@ -150,7 +151,7 @@ class _InClear:
 
 
 def check_known(coordinator: Coordinator, model: str) -> None:
-    """Raises `UnknownModel`."""
+    """Check that ``model`` is served here. Raises `UnknownModel`."""
     if not coordinator.is_known(model):
         raise UnknownModel(
             f"the model {model[:80]!r} is not served here", param="model", code="model_not_found"

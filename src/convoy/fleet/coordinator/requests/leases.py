@@ -1,6 +1,6 @@
-"""The endpoints of proxies: a lease for a request that the coordinator cannot read, and then its sealed body.
+"""Serve proxies: a lease for a request that the coordinator cannot read, and then its sealed body.
 
-What a lease holds, in the ledger and at a provider, is given back where no body comes for it in time.
+A lease holds money in the ledger and a slot at a provider. Both are given back if no body comes in time.
 """
 
 from __future__ import annotations
@@ -51,23 +51,27 @@ from convoy.trust.evidence.level import Level
 
 
 class Leases:
-    """Those whose bodies are awaited; on the event loop's thread."""
+    """Hold the leases that wait for their bodies, on the event loop's thread."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self._awaited: dict[str, tuple[RoutedRequest, Lease, asyncio.TimerHandle]] = {}
-        self._kept: dict[str, contextlib.ExitStack] = {}  # what keeps the coordinator from ending before
+        # Each keeps the coordinator from ending before its lease does.
+        self._kept: dict[str, contextlib.ExitStack] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def check_room(self, account: str) -> None:
-        """Raises `QueueFull` for an account that leases and leases."""
+        """Check that the account may have one more lease. Raises `QueueFull`."""
         count = sum(way.account == account for way, _, _ in self._awaited.values())
         if count >= self.coordinator.options.max_leases:
             text = f"{count} leases of this account wait for their bodies"
             raise QueueFull(text, public=text, retry_after_s=self.coordinator.options.lease_use_s)
 
     async def offer(self, way: RoutedRequest) -> Lease:
-        """Of a provider that is free for it. Raises as `Coordinator.place`, and where all failed."""
+        """Return a lease of a provider that is free.
+
+        Raises as `Coordinator.place`, and if all providers failed.
+        """
         while True:
             await way.place()
             try:
@@ -87,7 +91,7 @@ class Leases:
             )
 
     def keep(self, way: RoutedRequest, lease: Lease) -> None:
-        """Until `take`, or until it is too late."""
+        """Hold a lease until `take`, or until its time is over."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(self.coordinator.options.lease_use_s, self._ran_out, lease.lease)
         self._awaited[lease.lease] = way, lease, timer
@@ -96,11 +100,14 @@ class Leases:
         way.is_leased = True
 
     def is_awaited(self, name: str) -> bool:
-        """Whether a body may come for it."""
+        """Return whether a body may come for the lease."""
         return name in self._awaited
 
     def take(self, name: str, account: str) -> tuple[RoutedRequest, Lease]:
-        """Once. Raises `UnknownPath` for a lease of another account as for none."""
+        """Return a lease, once.
+
+        Raises `UnknownPath` for the lease of another account, as for an unknown one.
+        """
         way, lease, timer = self._awaited.get(name, (None, None, None))
         if way is None or lease is None or timer is None or way.account != account:
             raise UnknownPath("there is no such lease, or it was used, or its time is over")
@@ -114,19 +121,20 @@ class Leases:
         way, _, _ = self._awaited.pop(name)
         self._kept.pop(name).close()
         task = asyncio.ensure_future(give_back(way, "lease not used"))
-        self._ending.add(task)  # a loop keeps no task alive that nobody else has
+        # The event loop holds only weak references to tasks.
+        self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
 
 async def give_back(way: RoutedRequest, outcome: str) -> None:
-    """What it holds: it was never sent, or failed."""
+    """Release what a request holds: it was never sent, or it failed."""
     await way.end(None)
     way.report(outcome)
 
 
 @dataclass(frozen=True, slots=True)
 class MakeLease:
-    """POST /v1/leases."""
+    """Handle POST /v1/leases."""
 
     leases: Leases
     options: ServeOptions
@@ -166,20 +174,23 @@ class MakeLease:
             use=use,
         )
         await way.reserve()
-        way.at_end = consumer.at_end.pop_all()  # the lease has its place until the way is over
+        # The lease keeps its place in the key's limits until the request is over.
+        way.at_end = consumer.at_end.pop_all()
         try:
             lease = await self.leases.offer(way)
-            self.leases.check_room(account)  # others were made meanwhile
+            # Other leases of this account may have been made meanwhile.
+            self.leases.check_room(account)
         except BaseException as error:
             await give_back(way, outcome_of(error))
             raise
-        self.leases.keep(way, lease)  # if nobody hears of it, its time runs out
+        # If the answer reaches no proxy, the lease runs out by itself.
+        self.leases.keep(way, lease)
         await exchange.send_json(200, lease)
 
 
 @dataclass(frozen=True, slots=True)
 class UseLease:
-    """POST /v1/leases/{lease}: the sealed body."""
+    """Handle POST /v1/leases/{lease}: the sealed body."""
 
     leases: Leases
     options: ServeOptions
@@ -201,7 +212,8 @@ class UseLease:
                 raise
             finally:
                 if not way.is_leased:
-                    await way.end(None)  # unless it is over already
+                    # Does nothing if the request is over already.
+                    await way.end(None)
                     way.report(exchange.outcome)
 
     async def _run(self, way: RoutedRequest, lease: Lease, sealed: bytes, exchange: Exchange) -> None:
@@ -209,7 +221,8 @@ class UseLease:
             raise RequestError(
                 f"a sealed body of {len(sealed)} bytes for at most {way.wanted.most_prompt_tokens} tokens"
             )
-        # who leaves pays for the prompt too, and not for less than what this one must hold
+        # A client that leaves pays for the prompt too, and
+        # for no fewer tokens than the sealed body must hold.
         least = least_prompt_tokens(len(sealed))
         way.wanted = replace(
             way.wanted,
@@ -222,7 +235,7 @@ class UseLease:
             begun = await way.first_token(attempt)
         except GONE as error:
             if isinstance(error, ProviderFailed) and error.refused:
-                # who seals nonsense must not make a provider look broken to everybody else
+                # A proxy that seals nonsense must not make a provider look broken to all others.
                 text = "the provider does not take the sealed body"
                 raise RequestError(f"{text}: {error.message}", code="sealed_body_refused") from error
             way.failed(error)
@@ -242,7 +255,7 @@ class UseLease:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLease:
-    """DELETE /v1/leases/{lease}: it is not wanted, or not trusted."""
+    """Handle DELETE /v1/leases/{lease}: the proxy does not want the lease, or does not trust its provider."""
 
     leases: Leases
 

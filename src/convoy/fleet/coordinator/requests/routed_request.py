@@ -1,7 +1,7 @@
-"""A request's way through the coordinator, whoever sealed it: held for, routed, sent, passed on, settled.
+"""Take a request through the coordinator, whichever side sealed it: hold, route, send, pass on and settle.
 
 Nothing is written to the client before the first token, so a provider that fails until then is replaced
-unseen. After it a stream that breaks ends with an error, and never as if it were complete.
+unseen. After the first token, a stream that breaks ends with an error, and never as if it were complete.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ GONE = (ProviderError, SealError, WebSocketDisconnect, RuntimeError)
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """An answer that has its first token; ``whole`` is the body of a refusal, or of one that is no stream."""
+    """Hold an answer that has its first token.
+
+    ``whole`` is the body of a refusal, or of an answer that is not streamed.
+    """
 
     attempt: Attempt
     head: AnswerHead
@@ -65,7 +68,7 @@ class Begun:
 
 @dataclass(slots=True)
 class RoutedRequest:
-    """A request and where it is. On the event loop's thread."""
+    """Hold a request and its state. Lives on the event loop's thread."""
 
     coordinator: Coordinator
     account: str
@@ -75,32 +78,39 @@ class RoutedRequest:
     ask: RouteRequest | None = None
     provider: str = ""
     tries: int = 0
-    num_failures: int = 0  # of them, but for providers that were merely full
+    # Tries that failed, without providers that were merely full.
+    num_failures: int = 0
     is_over: bool = False
-    is_leased: bool = False  # a sealed body is awaited: whoever waits for it ends the way
+    # A sealed body is awaited, and the code that waits for it ends the request.
+    is_leased: bool = False
     is_broken: bool = False
-    began_s: float = 0.0  # when its first token came
-    level: Level = Level.NONE  # the least that its provider must have proved here
-    trusted: Trusted | None = None  # whom whoever asked would send it to
+    # When the first token came.
+    began_s: float = 0.0
+    # The least that its provider must have proved here.
+    level: Level = Level.NONE
+    # The providers that the client would send the request to.
+    trusted: Trusted | None = None
     billed: BilledOutcome = field(default_factory=lambda: BilledOutcome(0, 0))
-    parent: str = ""  # a traceparent of whoever asked
+    # The client's traceparent.
+    parent: str = ""
     span: TraceSpan = NO_SPAN
     sealed: str = "by-coordinator"
-    use: RequestUse | None = None  # of its API key
+    # The use of the request's API key.
+    use: RequestUse | None = None
     at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def id(self) -> str:
-        """In the ledger and in logs."""
+        """Return the request's id in the ledger and in logs."""
         return self.hold.request_id
 
     @property
     def may_try_again(self) -> bool:
-        """Whether not too many providers failed it yet."""
+        """Return whether fewer than ``max_attempts`` providers have failed it."""
         return self.num_failures < self.coordinator.options.max_attempts
 
     async def reserve(self) -> None:
-        """Hold its worst-case cost. Raises as `Ledger.reserve`; then nothing is held."""
+        """Hold the request's worst-case cost. Raises as `Ledger.reserve`; then nothing is held."""
         traces = self.coordinator.options.traces
         self.span = begin_span(traces, self.wanted, self.timing, self.id, self.parent)
         try:
@@ -115,14 +125,15 @@ class RoutedRequest:
             try:
                 await asyncio.shield(reserving)
             except asyncio.CancelledError:
-                # once begun it is done whatever the client does: what it held is given back
+                # The reservation completes whatever the client
+                # does. So wait for it, and give back what it held.
                 with contextlib.suppress(ConvoyError):
                     await reserving
                     await self.end(None)
                 raise
 
     async def place(self) -> None:
-        """Until `provider` is the one that it goes to. Raises as `Coordinator.place`."""
+        """Wait until `provider` is the one that the request goes to. Raises as `Coordinator.place`."""
         coordinator, model = self.coordinator, self.wanted.model
         began = time.perf_counter()
         waited = bool(coordinator.waiting(model)) or not coordinator.free_slots(model)
@@ -153,11 +164,11 @@ class RoutedRequest:
 
     @property
     def try_id(self) -> str:
-        """Each try has an id of its own: a provider opens none twice."""
+        """Return the id of this try. Each try has its own, because a provider opens no id twice."""
         return f"{self.id}-{self.tries}"
 
     async def send(self, seal: Seal) -> Attempt | None:
-        """To its provider; None where that is gone."""
+        """Send the request to its provider; return None if the provider is gone."""
         try:
             socket = self.coordinator.socket(self.provider)
             attempt = Attempt(socket, seal, self.try_id, self.coordinator.options)
@@ -168,7 +179,7 @@ class RoutedRequest:
         return attempt
 
     async def first_token(self, attempt: Attempt | None) -> Begun:
-        """Raises what GONE names: then `failed`, and another try."""
+        """Wait for the first token. Raises one of ``GONE``; then call `failed`, and try again."""
         if attempt is None:
             raise ProviderFailed("its provider went before it was sent")
         try:
@@ -187,18 +198,22 @@ class RoutedRequest:
         return Begun(attempt, head, whole)
 
     def failed(self, error: BaseException) -> None:
-        """By its provider: `place` finds another."""
+        """Note that the provider failed, so that `place` finds another."""
         text = error.message if isinstance(error, ConvoyError) else "its socket ended"
         _log.info("provider failed request=%s provider=%s: %s", self.id, self.provider, text)
         self.coordinator.counts.provider_failed(self.provider)
         assert self.ask is not None, "what failed was placed"
         is_full = isinstance(error, ProviderFailed) and error.full
-        # where a slot was taken meanwhile it waits for another, as anything else does, and as long
+        # A full provider is no failure: the request waits for
+        # another slot as any other request does, and as long.
         self.num_failures += not is_full or time.monotonic() >= self.ask.deadline_s
         self.ask = self.coordinator.failed(self.ask)
 
     async def end(self, attempt: Attempt | None) -> None:
-        """Free its slot and settle, once: before the last byte, so that who has that finds it settled."""
+        """Free the slot and settle, once.
+
+        This happens before the last byte, so that a client with the complete answer finds it settled.
+        """
         if self.is_over:
             return
         self.is_over = True
@@ -207,13 +222,14 @@ class RoutedRequest:
         self._free(attempt)
         with self.at_end:
             bill = self._bill(attempt)
-            # a charge must not be lost because whoever asked went away in the meantime
+            # A charge must not be lost because the client disconnected meanwhile.
             await asyncio.shield(asyncio.ensure_future(self._settle(bill)))
 
     def _free(self, attempt: Attempt | None) -> None:
         if self.ask is None:
             return
-        if attempt is None or attempt.outcome is None or not attempt.tokens:  # a refusal says no rate
+        # A refusal tells nothing of the provider's rate.
+        if attempt is None or attempt.outcome is None or not attempt.tokens:
             self.coordinator.abandon(self.ask.number)
             return
         self.coordinator.finished(
@@ -224,7 +240,7 @@ class RoutedRequest:
         )
 
     def _bill(self, attempt: Attempt | None) -> Bill | None:
-        """A broken answer costs nothing; one that its reader left, what it gave."""
+        """Return the bill. A broken answer costs nothing; one that its reader left costs the tokens given."""
         wanted = self.wanted
         if attempt is None or self.is_broken or not (attempt.outcome or attempt.tokens):
             return None
@@ -239,7 +255,10 @@ class RoutedRequest:
 
     @contextlib.asynccontextmanager
     async def delivering(self) -> AsyncIterator[None]:
-        """Send the end of an answer that is settled; where that fails, a retry pays only for what is more."""
+        """Wrap the sending of a settled answer's end.
+
+        If the sending fails, a retry with the same Idempotency-Key pays only for the difference.
+        """
         try:
             yield
         except BaseException:
@@ -261,7 +280,7 @@ class RoutedRequest:
             )
 
     def report(self, outcome: str) -> None:
-        """One line per request: counts and times, no text."""
+        """Log one line per request: counts and times, no text."""
         self.timing.reach("total_e2e")
         _log.info(_REPORT, self.id, outcome, self.provider or "-", *self.timing.us().values())
         self.coordinator.counts.request(self.wanted.model, outcome, self.timing)
@@ -278,29 +297,28 @@ class RoutedRequest:
 
 
 class BodyForm(Protocol):
-    """How an answer is written to whoever asked."""
+    """Write an answer in the client's form."""
 
     def headers(self, way: RoutedRequest, head: AnswerHead) -> dict[str, str]:
-        """Of an answer that begins."""
+        """Return the headers of an answer that begins."""
         ...
 
     def broken(self) -> bytes:
-        """The end of one that its provider did not end."""
+        """Return the end of an answer that its provider did not end."""
         ...
 
     def ending(self, way: RoutedRequest, head: AnswerHead) -> bytes:
-        """What follows the last piece, once it is settled."""
+        """Return the bytes after the last piece, once the request is settled."""
         ...
 
 
 async def pass_on(way: RoutedRequest, exchange: Exchange, begun: Begun, form: BodyForm) -> None:
-    """The answer to whoever asked, and the end of the way before its last byte."""
+    """Send the answer to the client, and end the request before the answer's last byte."""
     attempt, head, whole = begun.attempt, begun.head, begun.whole
     if whole is not None:
         await way.end(attempt)
-        way.timing.reach(
-            "total_e2e"
-        )  # all of it is here, and its headers are the last to say how long it took
+        # The whole answer is here, and its headers are the last place to tell how long it took.
+        way.timing.reach("total_e2e")
     headers = form.headers(way, head)
     if whole is not None:
         body = whole + form.ending(way, head)
@@ -331,17 +349,20 @@ async def pass_on(way: RoutedRequest, exchange: Exchange, begun: Begun, form: Bo
 
 
 def hold_of(coordinator: Coordinator, account: str, wanted: Wanted, said: bytes, headers: Headers) -> Hold:
-    """Return what is held. ``said``: the body, or what stands for it.
+    """Return the amount to hold for a request. ``said`` is the body, or stands for it.
 
-    Raises `RequestError` for an Idempotency-Key that is none, or a request that could cost too much.
+    Raises `RequestError` for an invalid Idempotency-Key, or a request that could cost too much.
     """
     key = headers.get("idempotency-key")
     if key is not None and not (1 <= len(key) <= MAX_KEY_CHARS and key.isprintable()):
-        raise RequestError(f"an Idempotency-Key has {len(key)} characters, at most {MAX_KEY_CHARS} may be")
+        raise RequestError(
+            f"an Idempotency-Key has {len(key)} characters, expected 1 to {MAX_KEY_CHARS} printable ones"
+        )
     price = coordinator.options.models.get(wanted.model, ModelOptions()).price
     try:
         amount_micro = price.cost(wanted.most_prompt_tokens, wanted.max_tokens)
-    except ConfigError as error:  # more than any account could have
+    except ConfigError as error:
+        # The cost is more than any account could have.
         raise RequestError(error.message, param="max_tokens") from None
     return Hold(
         request_id=f"fleet-{secrets.token_hex(12)}",
@@ -354,12 +375,12 @@ def hold_of(coordinator: Coordinator, account: str, wanted: Wanted, said: bytes,
 
 
 def _mac(key: bytes, account: str, said: bytes) -> bytes:
-    """Return a name for a body that tells nothing of it, nor that two accounts sent the same."""
+    """Return a name for a body that reveals neither its content nor that two accounts sent the same body."""
     return hmac.digest(key, prefixed(_BODY_LABEL, account.encode(), said), "sha256")
 
 
 async def account_of(coordinator: Coordinator, headers: Headers) -> str:
-    """Whose consumer's key it is. Raises `Unauthenticated` or `Forbidden`."""
+    """Return the account of the request's consumer key. Raises `Unauthenticated` or `Forbidden`."""
     grant = await caller_of(coordinator.directory, headers, KeyScope.CONSUMER)
     assert grant.account is not None, "a consumer's key is of an account"
     return grant.account
@@ -367,7 +388,7 @@ async def account_of(coordinator: Coordinator, headers: Headers) -> str:
 
 @contextlib.asynccontextmanager
 async def consuming(coordinator: Coordinator, headers: Headers) -> AsyncIterator[Consumer]:
-    """Around a request for an answer: whose it is. Raises as `account_of`, and `RateLimited`."""
+    """Yield the consumer of a request for an answer. Raises as `account_of`, and `RateLimited`."""
     grant = await caller_of(coordinator.directory, headers, KeyScope.CONSUMER)
     assert grant.account is not None, "a consumer's key is of an account"
     with contextlib.ExitStack() as at_end:
@@ -376,7 +397,7 @@ async def consuming(coordinator: Coordinator, headers: Headers) -> AsyncIterator
 
 
 def no_provider(error: BaseException) -> ConvoyError:
-    """After the last try."""
+    """Return the error for a request that the last try failed."""
     if isinstance(error, PeerError):
         text = "every provider that was tried failed"
         return Unavailable(f"{text}: {error.message}", public=text)

@@ -1,4 +1,4 @@
-"""What of a request's way goes into its span: counts, times, who served it; no account, text or key."""
+"""Write a request's way into its span: counts, times and the provider; no account, text or key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from convoy.fleet.timing import Timing
 
 
 def begin_span(traces: Traces, wanted: Wanted, timing: Timing, request_id: str, parent: str) -> TraceSpan:
-    """Of a request whose model is known. ``parent``: what whoever asked sent as traceparent."""
+    """Begin the span of a request for a known model. ``parent`` is the traceparent that the client sent."""
     span = traces.begin(wanted.kind, wanted.model, parent, timing.age_s)
     if traces.is_on:
         span.note({"convoy.request.id": request_id, MAX_TOKENS: wanted.max_tokens, STREAM: wanted.stream})
@@ -28,7 +28,7 @@ def begin_span(traces: Traces, wanted: Wanted, timing: Timing, request_id: str, 
 def end_span(
     span: TraceSpan, timing: Timing, billed: BilledOutcome, values: dict[str, Value], outcome: str
 ) -> None:
-    """With every segment as an attribute, and each that was spent as a span of its own."""
+    """Set every segment as an attribute of the span, and each segment that took time as a span of its own."""
     span.note(values)
     span.note({f"convoy.timing.{name}": us for name, us in timing.us().items()})
     if billed.completion_tokens:

@@ -1,4 +1,4 @@
-"""What routing knows of a request: never its text."""
+"""Describe a request as routing knows it: never its text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_TAG_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """Whom somebody sends anything: providers by their keys, and those of operators by theirs."""
+    """Hold the providers that a client would send anything to, by their own or their operators' keys."""
 
     identities: frozenset[bytes]
     operators: frozenset[bytes]
@@ -19,7 +19,7 @@ class Trusted:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A provider's key, and its operator's if that certified it."""
+    """Hold a provider's key, and its operator's key if the operator certified it."""
 
     identity: bytes
     operator: bytes | None = None
@@ -27,11 +27,11 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """A request of ``account`` for ``model``, as the coordinator counts it.
+    """Describe a request of ``account`` for ``model``, as the coordinator counts it.
 
-    ``max_tokens`` is the most that it may give, over all its choices; ``tag`` names the beginning of its
-    prompt, so that whoever has read that before may be asked again (empty: no such name). Times are of one
-    monotonic clock, in seconds.
+    ``max_tokens`` is the most that it may give, over all its choices. ``tag`` names the beginning of its
+    prompt, so that a provider that has read it before may be asked again; empty means no name. Times are of
+    one monotonic clock, in seconds.
     """
 
     number: int
@@ -40,8 +40,12 @@ class RouteRequest:
     prompt_tokens: int
     max_tokens: int
     arrived_s: float
-    deadline_s: float  # in the queue no longer than until then
-    level: Level = Level.NONE  # the least that whoever serves it must have proved
+    # The request waits in the queue no longer than until then.
+    deadline_s: float
+    # The least level that its provider must have proved.
+    level: Level = Level.NONE
     tag: bytes = b""
-    excluded: frozenset[str] = field(default_factory=frozenset)  # providers that failed it already
-    trusted: Trusted | None = None  # no others, where any of these is here; None: all
+    # Providers that failed it already.
+    excluded: frozenset[str] = field(default_factory=frozenset)
+    # If any of these is connected, no other provider; None: every provider.
+    trusted: Trusted | None = None

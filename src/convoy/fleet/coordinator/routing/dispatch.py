@@ -1,8 +1,8 @@
-"""Who serves what, and when: admission, queues and retries as one decision without sockets or clocks.
+"""Decide on admission, queues and retries, as one decision without sockets or clocks.
 
-A request is sent on where a provider has a free slot, and waits where none has. It is refused for being one
-too many only where its queue is full, or where so many wait that its deadline would pass first. What a
-provider fails before the first token goes to another one, before everything of its account that waits.
+A request is sent on if a provider has a free slot, and waits otherwise. It is refused for lack of room only
+if its queue is full, or if so many requests wait that its deadline would pass first. A request that a
+provider fails before the first token goes to another provider, before all waiting requests of its account.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from convoy.fleet.coordinator.routing.providers import ProviderTable
 from convoy.fleet.coordinator.routing.queue import FairQueue
 from convoy.trust.evidence.level import Level
 
-_FIRST_SHUT_S, _MOST_SHUT_S = 0.25, 30.0  # for how long who failed gets nothing, doubled with each failure
+# How long a provider that failed gets no requests, doubled with each failure.
+_FIRST_SHUT_S, _MOST_SHUT_S = 0.25, 30.0
 _MAX_FAILURES = 64
-_MEMORY = 0.05  # how much the newest answer's length counts
+# The weight of the newest answer's length.
+_MEMORY = 0.05
 _MIN_RETRY_S, _MAX_RETRY_S = 1.0, 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Of each model's queue."""
+    """Limit each model's queue."""
 
     max_waiting: int = 1000
     max_per_account: int = 200
@@ -35,14 +37,14 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """``ask`` goes to ``provider``."""
+    """Assign ``ask`` to ``provider``."""
 
     ask: RouteRequest
     provider: str
 
 
 class _Model:
-    """A model's seats and queue, and how long its answers are."""
+    """Hold a model's providers and queue, and the mean length of its answers."""
 
     def __init__(self, limits: QueueLimits) -> None:
         self.seats = ProviderTable()
@@ -51,7 +53,7 @@ class _Model:
         self.mean_prompt = 0.0
 
     def output_tokens(self, ask: RouteRequest) -> float:
-        """How many are expected."""
+        """Return the number of tokens that the answer is expected to have."""
         return min(ask.max_tokens, self.mean_output) if self.mean_output else float(ask.max_tokens)
 
     def learn(self, ask: RouteRequest, output_tokens: int) -> None:
@@ -60,22 +62,24 @@ class _Model:
         self.mean_prompt += (1.0 if first else _MEMORY) * (ask.prompt_tokens - self.mean_prompt)
 
     def wait_s(self, ask: RouteRequest, ahead: int) -> float:
-        """Until it would have its turn behind ``ahead`` others; infinite where nobody serves."""
+        """Return the time until the request's turn behind ``ahead`` others; infinite without a provider."""
         prompt = self.mean_prompt or ask.prompt_tokens
         rate = self.seats.served_per_s(prompt, self.mean_output or ask.max_tokens)
         return (ahead + 1) / rate if rate else math.inf
 
 
 class Dispatcher:
-    """Not thread-safe: one loop owns it, and tells it the time."""
+    """Place requests with providers. Not thread-safe: one loop owns it, and tells it the time."""
 
     def __init__(self, limits: QueueLimits | None = None, policy: RoutingPolicy | None = None) -> None:
         self._limits = limits or QueueLimits()
         self._policy = policy or FirstToFinish()
         self._models: dict[str, _Model] = {}
         self._running: dict[int, Assignment] = {}
-        self._read: set[int] = set()  # of those that run, whose first token is here
-        self._failures: dict[str, int] = {}  # one after the other, by provider
+        # Running requests that have their first token.
+        self._read: set[int] = set()
+        # Failures in a row, by provider.
+        self._failures: dict[str, int] = {}
 
     # Providers.
 
@@ -88,7 +92,7 @@ class Dispatcher:
         *,
         owner: Owner | None = None,
     ) -> list[Assignment]:
-        """A provider that is ready, by model. What waits may go there at once."""
+        """Add a provider that is ready, and return the waiting requests that go there at once."""
         for capacity in offers.values():
             capacity.check()
         self._failures.pop(provider, None)
@@ -97,9 +101,10 @@ class Dispatcher:
         return [one for model in offers for one in self._place_waiting(model, now_s)]
 
     def leave(self, provider: str) -> list[RouteRequest]:
-        """It is gone; what ran there is given back, whose first token may or may not have come."""
+        """Remove a provider, and return the requests that ran there, with or without their first token."""
         for model in self._models.values():
-            model.seats.remove(provider)  # and `tick` forgets those that nobody has or wants
+            # `tick` forgets the models that have neither a provider nor a request afterwards.
+            model.seats.remove(provider)
         self._failures.pop(provider, None)
         lost = [one.ask for one in self._running.values() if one.provider == provider]
         for ask in lost:
@@ -107,13 +112,13 @@ class Dispatcher:
         return lost
 
     def drain(self, provider: str) -> None:
-        """It ends what it runs and takes nothing new."""
+        """Send a provider no new requests. It ends those that it runs."""
         for model in self._models.values():
             if provider in model.seats:
                 model.seats.set_open(provider, False)
 
     def set_level(self, provider: str, level: Level, now_s: float) -> list[Assignment]:
-        """What its newest evidence proves. What waits may go there at once, or not any more."""
+        """Note the level of a provider's newest evidence, and return the requests that may go on now."""
         found = []
         for name, model in self._models.items():
             if provider in model.seats:
@@ -122,7 +127,10 @@ class Dispatcher:
         return found
 
     def note_load(self, provider: str, loads: dict[str, Load], now_s: float) -> list[Assignment]:
-        """A heartbeat. One of a model that the provider did not offer is ignored."""
+        """Note a heartbeat, and return the waiting requests that may go on now.
+
+        Models without an offer are ignored.
+        """
         found = []
         for model, load in loads.items():
             load.check()
@@ -134,13 +142,13 @@ class Dispatcher:
     # Requests.
 
     def submit(self, ask: RouteRequest, now_s: float) -> Assignment | None:
-        """Where it goes, or None: it waits.
+        """Return the assignment of ``ask``, or None if it waits.
 
-        Raises `QueueFull` with an estimate of when there is room, and `NotReady` where there are providers
-        that take new requests, and none of them could ever take this one.
+        Raises `QueueFull` with an estimate of when there is room. Raises `NotReady` if there are providers
+        that take new requests, but none of them could ever take this one.
         """
         model = self._model(ask.model)
-        # all that wait could not be placed, so it takes nobody's turn
+        # No waiting request could be placed, so this one takes no other's turn.
         if (assignment := self._place(model, ask, now_s)) is not None:
             return assignment
         if model.seats.num_open() and not model.seats.could_ever(ask):
@@ -154,7 +162,7 @@ class Dispatcher:
         return None
 
     def first_token(self, number: int) -> None:
-        """It has read the prompt."""
+        """Note that the provider has read the prompt."""
         if (one := self._running.get(number)) is not None and number not in self._read:
             self._read.add(number)
             self._models[one.ask.model].seats.has_read(one.provider, one.ask)
@@ -162,7 +170,10 @@ class Dispatcher:
     def finished(
         self, number: int, now_s: float, *, first_s: float, output_tokens: int, decode_s: float
     ) -> list[Assignment]:
-        """It was answered whole: seconds to its first token and from there on; what may go on instead."""
+        """Note a complete answer, and return the requests that may go on instead.
+
+        ``first_s`` are the seconds to its first token, and ``decode_s`` those from there on.
+        """
         one = self._running.get(number)
         if one is None:
             return []
@@ -182,20 +193,24 @@ class Dispatcher:
         return self._place_waiting(one.ask.model, now_s)
 
     def failed(self, number: int, now_s: float) -> tuple[RouteRequest | None, list[Assignment]]:
-        """Its provider refused it, failed or fell silent. The ask as it may be submitted `again`."""
+        """Note that the provider refused the request, failed or fell silent.
+
+        Returns the request as it may be passed to `again`, and the requests that may go on.
+        """
         one = self._running.get(number)
         if one is None:
             return None, []
         self._end(one.ask)
         count = min(_MAX_FAILURES, self._failures.get(one.provider, 0) + 1)
         self._failures[one.provider] = count
+        # A provider that keeps failing gets requests ever more rarely.
         shut_s = min(_MOST_SHUT_S, _FIRST_SHUT_S * 2.0 ** (count - 1))
         self._models[one.ask.model].seats.close_until(one.provider, now_s + shut_s, shut_s)
         ask = replace(one.ask, excluded=one.ask.excluded | {one.provider})
         return ask, self._place_waiting(one.ask.model, now_s)
 
     def again(self, ask: RouteRequest, now_s: float) -> Assignment | None:
-        """As `submit`, for one that was failed: it has its place in the queue, however full that is."""
+        """Submit a failed request once more. It has its place in the queue, however full that is."""
         model = self._model(ask.model)
         ask = _not_hopeless(model, ask)
         if (assignment := self._place(model, ask, now_s)) is not None:
@@ -204,7 +219,7 @@ class Dispatcher:
         return None
 
     def abandon(self, number: int, now_s: float) -> list[Assignment]:
-        """Whoever asked is gone: from the queue, or from the provider where it ran."""
+        """Remove a request that has no reader any more, from the queue or from its provider."""
         for model in self._models.values():
             if model.queue.remove(number) is not None:
                 return []
@@ -215,21 +230,24 @@ class Dispatcher:
         return self._place_waiting(one.ask.model, now_s)
 
     def tick(self, now_s: float) -> tuple[list[RouteRequest], list[Assignment]]:
-        """Whose deadline is over, and what may go on because a provider may be tried again."""
+        """Return the requests past their deadline, and the assignments that time has made possible.
+
+        A provider that failed may be tried again after a while.
+        """
         expired = [ask for model in self._models.values() for ask in model.queue.expired(now_s)]
         placed = [one for name in list(self._models) for one in self._place_waiting(name, now_s)]
         self._forget_models()
         return expired, placed
 
     def _forget_models(self) -> None:
-        """Those that nobody serves and nobody waits for: their names are whatever providers offered."""
+        """Forget the models without providers and requests. Their names are whatever providers offered."""
         idle = {name for name, model in self._models.items() if not (len(model.seats) or len(model.queue))}
         if idle:
             for name in idle - {one.ask.model for one in self._running.values()}:
                 del self._models[name]
 
     def next_tick_s(self, now_s: float) -> float | None:
-        """When `tick` has something to do."""
+        """Return the time at which `tick` has something to do, or None."""
         times = []
         for model in self._models.values():
             if len(model.queue):
@@ -237,24 +255,27 @@ class Dispatcher:
         return min((time for time in times if time is not None), default=None)
 
     def waiting(self, model: str) -> int:
-        """How many wait for it."""
+        """Return how many requests wait for the model."""
         return len(self._models[model].queue) if model in self._models else 0
 
     def running(self, model: str) -> int:
-        """How many are with a provider."""
+        """Return how many requests for the model are with a provider."""
         return sum(one.ask.model == model for one in self._running.values())
 
     def wait_s(self, ask: RouteRequest) -> float:
-        """How long it would wait, were it queued now; an hour where that is more, or nobody knows."""
+        """Return how long ``ask`` would wait if it were queued now.
+
+        Returns at most an hour, also if the time is unknown.
+        """
         model = self._model(ask.model)
         return _retry_s(model.wait_s(ask, model.queue.ahead_of(ask.account)))
 
     def seats(self, model: str) -> ProviderTable | None:
-        """Of a model, for pictures and metrics."""
+        """Return a model's providers, for pictures and metrics."""
         return self._models[model].seats if model in self._models else None
 
     def models(self) -> list[str]:
-        """Those that some provider here serves."""
+        """Return the models that some connected provider serves."""
         return sorted(name for name, model in self._models.items() if len(model.seats))
 
     def _model(self, name: str) -> _Model:
@@ -268,8 +289,9 @@ class Dispatcher:
                 f"{len(queue)} requests wait for {ask.model}, {queue.waiting(ask.account)} of them of this "
                 f"account, and at most {queue.max_waiting} and {queue.max_per_account} may"
             )
-        # until one was answered, sizes are guesses from bytes, which are off by far too much to refuse by
         elif model.mean_output and model.seats.num_open() and now_s + wait_s > ask.deadline_s:
+            # Before a first answer, sizes are guesses from bytes,
+            # and far too inaccurate to refuse a request for them.
             why = (
                 f"it would be this request's turn in about {wait_s:.0f} s, and it may wait "
                 f"{ask.deadline_s - now_s:.0f} s"
@@ -313,7 +335,10 @@ class Dispatcher:
 
 
 def _not_hopeless(model: _Model, ask: RouteRequest) -> RouteRequest:
-    """Who failed a request is passed over while another may take it; else any may try once more."""
+    """Return ``ask`` without its excluded providers if no other provider could take it.
+
+    A provider that failed a request is passed over only while another one may take it.
+    """
     if ask.excluded and model.seats.num_open() and not model.seats.could_ever(ask):
         return replace(ask, excluded=frozenset())
     return ask

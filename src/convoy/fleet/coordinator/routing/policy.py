@@ -1,8 +1,8 @@
-"""Which provider a request goes to: the one that would finish it first.
+"""Choose the provider that would finish a request first.
 
-The estimate is of seconds: what stands before it there and its own prompt over the measured rate of reading,
-then its tokens over the measured rate of a stream among so many others, and what failures lately cost there.
-A prompt whose beginning a provider has read before is shorter there.
+The estimate is in seconds. It adds the provider's backlog and the request's own prompt over the measured
+prefill rate, then the request's tokens over the measured rate of a stream among so many others, and the
+penalty of recent failures. A prompt that begins like one that the provider has read before counts as shorter.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import numpy as np
 from convoy.fleet.coordinator.routing.ask import RouteRequest
 from convoy.fleet.coordinator.routing.providers import ProviderTable
 
-NEAR = 1.02  # finish times this close to the best are alike, and the least busy of them is taken
+# Finish times this close to the best count as equal, and the least busy of these providers is taken.
+NEAR = 1.02
 
 
 class RoutingPolicy(Protocol):
-    """Chooses among the seats that may and can take a request at once; None if there is none."""
+    """Choose the name of a provider among the seats that may and can take a request at once, or None."""
 
     def choose(
         self, seats: ProviderTable, ask: RouteRequest, output_tokens: float, now_s: float
@@ -26,20 +27,21 @@ class RoutingPolicy(Protocol):
 
 
 class FirstToFinish:
-    """What the coordinator does."""
+    """Choose the seat with the earliest estimated finish. The coordinator uses this policy."""
 
     def choose(
         self, seats: ProviderTable, ask: RouteRequest, output_tokens: float, now_s: float
     ) -> str | None:
-        """The name of a provider; ``output_tokens`` is how many the answer is expected to have."""
+        """Return the name of a provider, or None. ``output_tokens`` is the expected length of the answer."""
         found = np.flatnonzero(seats.allowed(ask, now_s))
         finish = seats.finish_s(ask, output_tokens)[found]
-        known = np.isfinite(finish)  # an estimate that is none must not hide the others
+        # One estimate that is not a number must not hide the others.
+        known = np.isfinite(finish)
         found, finish = found[known], finish[known]
         if not len(found):
             return None
         alike = found[finish <= finish.min() * NEAR]
         busy = seats.column("running")[alike] / seats.column("slots")[alike]
         least = alike[busy <= busy.min()]
-        # equal ones take turns, so that not all the world begins with the first
+        # Equal seats take turns, so that not every coordinator begins with the first one.
         return seats.name(int(least[ask.number % len(least)]))

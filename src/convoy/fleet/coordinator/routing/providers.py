@@ -1,7 +1,7 @@
-"""All providers of one model as columns of numbers: ten thousand are compared in a tenth of a millisecond.
+"""Hold all providers of one model as columns of numbers: 10,000 compare in a tenth of a millisecond.
 
-A seat is a provider's place for the model. The coordinator counts what it sent there itself, because a
-heartbeat is old when it comes; what the provider runs for others it knows from the heartbeat alone.
+A seat is a provider's place for the model. The coordinator counts the requests that it sent there itself,
+because a heartbeat is old when it arrives. It knows a provider's other load from the heartbeat alone.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ Column = npt.NDArray[np.float64]
 
 _GROWTH = 2
 _FIRST_ROOM = 16
-_MAX_TAGS = 4096  # beginnings of prompts that are remembered for a model
+# Beginnings of prompts that are remembered for a model.
+_MAX_TAGS = 4096
 _MAX_SEATS_PER_TAG = 8
-_MEMORY = 0.2  # how much the newest measurement counts
-_LEAST_SCALE, _MOST_SCALE = 1 / 16, 16.0  # what measurements may make of the rates that were offered
+# The weight of the newest measurement.
+_MEMORY = 0.2
+# Limits of the factor by which measurements correct the offered rates.
+_LEAST_SCALE, _MOST_SCALE = 1 / 16, 16.0
 _COLUMNS = (
     *("slots", "running", "foreign", "alone_s", "slope_s", "prefill_rate", "backlog", "decode_scale"),
     *("said_scale", "prefill_scale", "penalty_s", "closed_until_s", "level", "max_context", "open"),
@@ -31,16 +34,18 @@ _COLUMNS = (
 
 
 class ProviderTable:
-    """Columns by seat; a seat keeps its index until `remove`."""
+    """Hold one column a figure and one row a seat. A seat keeps its index until `remove`."""
 
     def __init__(self) -> None:
         self._columns: dict[str, Column] = {name: np.zeros(_FIRST_ROOM) for name in _COLUMNS}
         self._names: list[str | None] = [None] * _FIRST_ROOM
         self._index: dict[str, int] = {}
         self._free = list(range(_FIRST_ROOM - 1, -1, -1))
-        self._tags: OrderedDict[bytes, OrderedDict[int, int]] = OrderedDict()  # seat and tokens, by tag
+        # Seats and their prompt tokens, by tag.
+        self._tags: OrderedDict[bytes, OrderedDict[int, int]] = OrderedDict()
         self._owners: dict[int, Owner] = {}
-        self._of_key: dict[bytes, set[int]] = {}  # seats by their provider's key and by their operator's
+        # Seats, by their provider's key and by their operator's key.
+        self._of_key: dict[bytes, set[int]] = {}
 
     def __len__(self) -> int:
         return len(self._index)
@@ -49,7 +54,7 @@ class ProviderTable:
         return name in self._index
 
     def add(self, name: str, capacity: Capacity, level: Level, owner: Owner | None = None) -> None:
-        """A provider with nothing running; one that is here already is begun anew."""
+        """Add a provider with nothing running. A provider that is here already starts anew."""
         if name in self._index:
             self.remove(name)
         if not self._free:
@@ -75,7 +80,7 @@ class ProviderTable:
             array[seat] = values.get(column, 0.0)
 
     def remove(self, name: str) -> None:
-        """It is gone, or never was."""
+        """Remove a provider; does nothing for an unknown one."""
         seat = self._index.pop(name, None)
         if seat is None:
             return
@@ -85,15 +90,17 @@ class ProviderTable:
                 self._of_key[key].discard(seat)
                 if not self._of_key[key]:
                     del self._of_key[key]
+        # Without slots, no policy chooses the seat until it is taken again.
         self._columns["open"][seat] = self._columns["slots"][seat] = 0.0
         for seats in self._tags.values():
             seats.pop(seat, None)
         self._free.append(seat)
 
     def note_load(self, name: str, load: Load) -> None:
-        """A heartbeat: what it runs beside what was sent from here, and how much it has to read."""
+        """Note a heartbeat: the provider's load from other sources, and its prompt tokens still to read."""
         seat, columns = self._index[name], self._columns
         slots, running = columns["slots"][seat], columns["running"][seat]
+        # Slots taken by others: all slots without those that this coordinator uses and those that are free.
         columns["foreign"][seat] = max(0.0, slots - running - min(load.free_slots, slots))
         columns["backlog"][seat] = load.queued_tokens
         said = 0.0
@@ -102,15 +109,15 @@ class ProviderTable:
         columns["said_scale"][seat] = said
 
     def set_open(self, name: str, is_open: bool) -> None:
-        """Whether it takes anything new."""
+        """Set whether the provider takes new requests."""
         self._columns["open"][self._index[name]] = float(is_open)
 
     def set_level(self, name: str, level: Level) -> None:
-        """What its newest evidence proves."""
+        """Set the level that the provider's newest evidence proves."""
         self._columns["level"][self._index[name]] = float(level)
 
     def begin(self, name: str, ask: RouteRequest) -> None:
-        """``ask`` goes there."""
+        """Count ``ask`` as running at the provider."""
         seat = self._index[name]
         self._columns["running"][seat] += 1
         self._columns["backlog"][seat] += ask.prompt_tokens
@@ -125,21 +132,21 @@ class ProviderTable:
                 self._tags.popitem(last=False)
 
     def has_read(self, name: str, ask: RouteRequest) -> None:
-        """Its first token is here."""
+        """Take the prompt of ``ask`` off the provider's backlog, because its first token is here."""
         if (seat := self._index.get(name)) is not None:
             backlog = self._columns["backlog"]
             backlog[seat] = max(0.0, backlog[seat] - ask.prompt_tokens)
 
     def end(self, name: str) -> None:
-        """One of those that it ran is over."""
+        """Count one request less as running at the provider."""
         if (seat := self._index.get(name)) is not None:
             running = self._columns["running"]
             running[seat] = max(0.0, running[seat] - 1)
 
     def close_until(self, name: str, until_s: float, penalty_s: float) -> None:
-        """It refused or failed: nothing goes there until then, then one at a time until one ends well.
+        """Send the provider nothing until ``until_s``, then one request at a time until one ends well.
 
-        What it says of its free slots does not count: who refuses everything always has some.
+        Its reported free slots do not count: a provider that refuses everything always has some.
         """
         if (seat := self._index.get(name)) is not None:
             self._columns["closed_until_s"][seat] = until_s
@@ -155,7 +162,10 @@ class ProviderTable:
         decode_s: float,
         running: int,
     ) -> None:
-        """Correct its rates by one request that ended well: seconds to its first token, and from there on."""
+        """Correct the provider's rates by one complete answer.
+
+        ``first_s`` are the seconds to its first token, and ``decode_s`` those from there on.
+        """
         seat = self._index.get(name)
         if seat is None:
             return
@@ -166,25 +176,26 @@ class ProviderTable:
         self._correct("decode_scale", seat, decode_s, self._token_s(seat, running) * (output_tokens - 1))
 
     def num_open(self) -> int:
-        """How many take anything new."""
+        """Return how many providers take new requests."""
         return int((self._columns["open"] > 0).sum())
 
     def free_slots(self) -> int:
-        """Of all seats together."""
+        """Return the free slots of all seats together."""
         columns = self._columns
         free = columns["slots"] - columns["running"] - columns["foreign"]
         return int(np.maximum(free, 0.0)[columns["open"] > 0].sum())
 
     def running(self, name: str) -> int:
-        """How many that were sent from here run there."""
+        """Return how many requests of this coordinator run at the provider."""
         return int(self._columns["running"][self._index[name]])
 
     def finish_s(self, ask: RouteRequest, output_tokens: float) -> Column:
-        """When each seat would have given ``output_tokens`` to ``ask``, from now, were it free."""
+        """Return the seconds in which each seat would finish ``output_tokens`` for ``ask``, if free."""
         columns = self._columns
         running = columns["running"] + columns["foreign"]
         prompt = np.full(len(running), float(ask.prompt_tokens))
         for seat, tokens in self._tags.get(ask.tag, {}).items() if ask.tag else ():
+            # The provider has read this beginning of the prompt before, so it reads only the rest.
             prompt[seat] = max(1.0, prompt[seat] - tokens)
         with np.errstate(divide="ignore", invalid="ignore"):
             read_s = (columns["backlog"] + prompt) / columns["prefill_rate"] * columns["prefill_scale"]
@@ -193,23 +204,24 @@ class ProviderTable:
         return result
 
     def allowed(self, ask: RouteRequest, now_s: float) -> npt.NDArray[np.bool_]:
-        """Seats that may and can take ``ask`` at once."""
+        """Return a mask of the seats that may and can take ``ask`` at once."""
         columns = self._columns
         ok: npt.NDArray[np.bool_] = columns["slots"] - columns["running"] - columns["foreign"] >= 1
         ok &= (columns["open"] > 0) & (columns["closed_until_s"] <= now_s)
+        # After a failure, a seat gets one request at a time until one ends well.
         ok &= (columns["penalty_s"] == 0) | (columns["running"] == 0)
         return ok & self._suited(ask)
 
     def could_ever(self, ask: RouteRequest) -> bool:
-        """Whether any seat may take it once it is free."""
+        """Return whether any seat may take ``ask`` once it is free."""
         return bool((self._suited(ask) & (self._columns["open"] > 0)).any())
 
     def _suited(self, ask: RouteRequest) -> npt.NDArray[np.bool_]:
         columns = self._columns
         ok: npt.NDArray[np.bool_] = columns["level"] >= float(ask.level)
         ok &= columns["slots"] > 0
-        # how long a prompt is is a guess from its bytes: where it seems too long for all, the longest context
-        # judges, whose engine counts
+        # The length of a prompt is guessed from its bytes. If it seems too long for every seat, those with
+        # the longest context may take it, because their engine counts exactly.
         longest = columns["max_context"][ok].max(initial=0.0)
         ok &= columns["max_context"] >= min(ask.prompt_tokens + 1, longest)
         for name in ask.excluded:
@@ -222,20 +234,23 @@ class ProviderTable:
         return ok
 
     def _seats_of(self, trusted: Trusted) -> set[int]:
-        """Whoever sends to these alone verifies what it is given: this saves it from asking again."""
+        """Return the seats that a client trusts, so that it need not ask again.
+
+        A client that sends only to these verifies what it gets by itself.
+        """
         keys = self._of_key
         found = [keys[b"i" + one] for one in trusted.identities if b"i" + one in keys]
         found += [keys[b"o" + one] for one in trusted.operators if b"o" + one in keys]
         return set().union(*found)
 
     def reopens_s(self, now_s: float) -> float | None:
-        """When the next closed seat may be tried again."""
+        """Return when the next closed seat may be tried again, or None."""
         until = self._columns["closed_until_s"]
         later = until[(until > now_s) & (self._columns["open"] > 0)]
         return float(later.min()) if len(later) else None
 
     def served_per_s(self, prompt_tokens: float, output_tokens: float) -> float:
-        """Requests of such a size that all seats together end in a second, with every slot taken."""
+        """Return the requests of this size that all seats finish in a second, with every slot taken."""
         columns = self._columns
         taken = (columns["open"] > 0) & (columns["slots"] > 0)
         if not taken.any():
@@ -244,27 +259,28 @@ class ProviderTable:
         token_s = columns["alone_s"][taken] + columns["slope_s"][taken] * (slots - 1)
         decode_s = token_s * self._decode_scale()[taken] * output_tokens
         read_s = prompt_tokens / columns["prefill_rate"][taken] * columns["prefill_scale"][taken]
-        # a provider reads one prompt after the other while it decodes for all
+        # A provider reads one prompt after the other, while it decodes for all.
         return float((1 / np.maximum(read_s, (read_s + decode_s) / slots)).sum())
 
     def name(self, seat: int) -> str:
-        """Whose it is."""
+        """Return the name of the seat's provider."""
         name = self._names[seat]
-        assert name is not None, "a seat that nobody has"
+        assert name is not None, "the seat is free"
         return name
 
     def names(self) -> Collection[str]:
-        """Of all providers here."""
+        """Return the names of all providers here."""
         return self._index.keys()
 
     def column(self, name: str) -> Column:
-        """A column as it stands, for policies and pictures; not to be written to."""
+        """Return a column as it stands, for policies and pictures. The caller must not write to it."""
         return self._columns[name]
 
     def _decode_scale(self) -> Column:
-        """Measured seconds of a token over offered ones: what answers showed here, or the provider's own
-        heartbeats, if those are slower or nothing was answered yet. So what it says makes none look faster
-        than it was.
+        """Return, for each seat, the measured seconds of a token over the offered ones.
+
+        The measure is the answers seen here. The provider's own heartbeats count only if they are slower, or
+        if nothing was answered yet. So no report makes a provider look faster than it was.
         """
         scale = np.maximum(self._columns["decode_scale"], self._columns["said_scale"])
         return np.where(scale > 0, scale, 1.0)
@@ -278,7 +294,8 @@ class ProviderTable:
         if offered_s <= 0 or seen_s <= 0:
             return
         array = self._columns[column]
-        before = array[seat] or 1.0  # as it was offered
+        # Before the first measurement, the offer stands.
+        before = array[seat] or 1.0
         array[seat] = before + _MEMORY * (_bounded(seen_s / offered_s) - before)
 
     def _grow(self) -> None:

@@ -1,4 +1,4 @@
-"""Accounts, keys, charges, the ledger and approved providers."""
+"""Create the tables of accounts, keys, charges, the ledger and approved providers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """From nothing."""
+    """Create all tables in an empty database."""
     _who()
     _charges()
     _ledger()

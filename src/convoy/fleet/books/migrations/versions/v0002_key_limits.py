@@ -1,4 +1,4 @@
-"""Limits and an expiry of API keys, and which key a charge is of."""
+"""Add limits and an expiry to API keys, and the key to each charge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LIMITS = (
 
 
 def upgrade() -> None:
-    """Keys that are there have no limits."""
+    """Add the columns. Existing keys get no limits."""
     for name in _LIMITS:
         op.add_column("api_keys", sa.Column(name, sa.BigInteger, nullable=True))
     op.add_column("api_keys", sa.Column("spent_micro", sa.BigInteger, nullable=False, server_default="0"))
