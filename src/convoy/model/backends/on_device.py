@@ -31,7 +31,7 @@ def load_on_device(
     if shard.world_size > 1:
         raise ModelError(
             f"ranks of several members share the layers of a stage on cpu, not on {options.device}",
-            hint="use --parallel pipeline, or join the devices of one member: cuda:0+cuda:1",
+            hint="use --parallel pipeline (whole layers each), or join one member's devices: cuda:0+cuda:1",
         )
     try:
         # Imported late: it needs Triton.

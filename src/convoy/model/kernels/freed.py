@@ -4,10 +4,10 @@ glibc expects freed memory to be wanted again. From then on it serves matrices o
 heap, where small pieces that stay come to lie between large ones that are gone. Loading makes a float32
 copy of each matrix and keeps an 8-bit one, so a stage would hold nearly twice the memory that it needs.
 
-glibc's limits apply to the whole process. A caller that loads a stage in a process of its own therefore
-lets this module change them: while it loads, and afterwards to the values that glibc itself adopts once a
-large piece was freed. Earlier settings by `mallopt` or `MALLOC_MMAP_THRESHOLD_` cannot be read, so they
-are lost.
+glibc's limits apply to the whole process, so only a caller that loads a stage in a process of its own uses
+`large_apart`. It changes the limits while a model loads, and afterwards sets those that glibc itself
+adopts once a large piece was freed. Earlier settings by `mallopt` or `MALLOC_MMAP_THRESHOLD_` cannot be
+read, so they are lost.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compute attention over packed rows and block pools, of fixed shape, for CPU.
 
-For every (tile, key block) pair: scores = Q K^T as one batched matmul; the greatest score of a query over
-all its blocks (exact in any order); exp; then per block the sums and P V, added up over a query's blocks
-in order. This is a softmax with its sums split at fixed places, after FlashAttention (Dao et al. 2022),
-with the true maximum instead of a running one. A query's bits therefore depend on its own keys alone, and
-not on chunk, batch or threads.
+Every (tile, key block) pair has scores = Q K^T, as one batched matmul. The greatest score of a query is
+taken over all its blocks, which is exact in any order. After exp, each block gives its sums and P V, which
+are added up over a query's blocks in order. This is a softmax with its sums split at fixed places, after
+FlashAttention (Dao et al. 2022), with the true maximum instead of a running one. A query's bits therefore
+depend on its own keys alone, and not on chunk, batch or threads.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write K and V of the step, then attend.
 
-    `loading.load` registers it in transformers as `ATTENTION_NAME`.
-
-    ``query`` is [1, heads, T, head_dim], ``key`` [1, kv_heads, T, head_dim], ``value`` [1, kv_heads, T,
-    value_dim]; the result is [1, T, heads, value_dim]. ``batch`` is keyed by layer index. ``s_aux`` and
-    ``softcap`` are the library's names for sinks and cap.
+    `loading.load` registers this function in transformers as `ATTENTION_NAME`. ``query`` is [1, heads, T,
+    head_dim], ``key`` [1, kv_heads, T, head_dim], ``value`` [1, kv_heads, T, value_dim]; the result is [1,
+    T, heads, value_dim]. ``batch`` is keyed by layer index. ``s_aux`` and ``softcap`` are the library's
+    names for sinks and cap.
     """
     layer = batch[module.layer_idx]  # type: ignore[index]
     kv = torch.cat((key[0], value[0]), dim=0 if layer.group.shape.is_joined else -1).transpose(0, 1)

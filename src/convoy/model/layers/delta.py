@@ -1,11 +1,9 @@
-"""Compute the gated delta net of Qwen3.5, over slots.
+"""Compute the gated delta net of Qwen3.5, over slots, in place of the library's with its own cache.
 
-It replaces the library's, which needs the library's cache.
-
-A head's state S [keys, values] starts at zero. A token with query q, key k, value v, decay g and share b
-does S <- e^g S, then S <- S + k (b (v - S^T k))^T, and gives S^T q (Yang et al., "Gated Delta Networks",
-2024, arXiv:2412.06464). A tile of tokens is done in matmuls: the tokens' writes solve a small triangular
-system (the UT transform of Yang et al., 2024, arXiv:2406.06484, section 3).
+A head's state S [keys, values] starts at zero. A token has query q, key k, value v, decay g and share b.
+It does S <- e^g S, then S <- S + k (b (v - S^T k))^T, and gives S^T q (Yang et al., "Gated Delta
+Networks", 2024, arXiv:2412.06464). A tile of tokens is done in matmuls: the tokens' writes solve a small
+triangular system (the UT transform of Yang et al., 2024, arXiv:2406.06484, section 3).
 
 Tiles lie at fixed positions and are always computed whole, with zeros for tokens that have not come yet.
 All other operations are element by element or row by row. A row's bits therefore depend on its own

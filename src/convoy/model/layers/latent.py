@@ -1,9 +1,9 @@
 """Attend over one latent a token: DeepSeek's MLA with its up-projections moved to the query's side.
 
-A head's keys are K = L Wk, of the latents L of all tokens. Since q.(l Wk) = (q Wk^T).l, and the sum over
-tokens of p l Wv is (the sum of p l) Wv, queries are projected once and results once, and latents stay as
-they are ("weight absorption", DeepSeek-V2, 2024, section 2.1). For DeepSeek V3 this takes a 71st of the
-memory.
+A head's keys are K = L Wk, of the latents L of all tokens. It holds that q.(l Wk) = (q Wk^T).l, and that
+the sum over tokens of p l Wv is (the sum of p l) Wv. Queries are therefore projected once and results
+once, and latents stay as they are ("weight absorption", DeepSeek-V2, 2024, section 2.1). For DeepSeek V3
+this takes a 71st of the memory.
 """
 
 from __future__ import annotations

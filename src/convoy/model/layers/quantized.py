@@ -3,7 +3,8 @@
 A weight matrix is rounded once, symmetrically, with one scale for each output. A row of activations is
 rounded at each call, symmetrically, with one scale for the row. Products and sums are whole numbers below
 2^31, so they are the same in any order. All other steps are single operations on single numbers. A row's
-bits therefore depend on no other row, on no thread count, and on no machine that passed `selfcheck`.
+bits are therefore the same beside any rows, on any number of threads, and on any machine that passes
+`selfcheck`.
 
 The operators are those that torch's own x86 quantiser calls (`torch/_inductor/fx_passes/quantization.py`).
 They are no public interface. `w8a8_available` looks for them, and every shape is checked against

@@ -17,7 +17,7 @@ from torch import nn
 # 64 positions of at most 512 rotary dimensions stay below ATen's threading grain of 32,768 elements.
 _BLOCK = 64
 
-# cos and sin.
+# A pair of cos and sin.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 

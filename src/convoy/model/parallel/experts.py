@@ -26,9 +26,8 @@ class OwnExperts(nn.Module):
     def forward(self, hidden: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Map [T, hidden] to this rank's part of the sum, [T, hidden].
 
-        ``numbers`` and ``weights`` are [T, chosen].
-
-        A row's own experts are added in the order in which its router ranked them.
+        ``numbers`` and ``weights`` are [T, chosen]. A row's own experts are added in the order in which
+        its router ranked them.
         """
         own = numbers - self._first
         places = ((own >= 0) & (own < self._count)).view(-1).nonzero().view(-1)

@@ -38,9 +38,8 @@ def load_on_devices(
 ) -> CudaStage | SeveralStages:
     """Load one stage, or one in parts on several ``devices``.
 
-    Weights of ``before`` on the same device are reused.
-
-    Raises as `CudaStage.load` does, and PlanError for too few layers.
+    Weights of ``before`` on the same device are reused. Raises as `CudaStage.load` does, and PlanError for
+    too few layers.
     """
     load = partial(
         CudaStage.load,

@@ -257,10 +257,8 @@ class CudaStage(CarriesKv):
     ) -> PendingResult:
         """Start a step like `run`, without waiting for the device.
 
-        The next step may start before the result is here.
-
-        With ``stays`` the result is left on the device. With ``selects`` it has only the rows that go on
-        to an output.
+        The next step may start before the result is here. With ``stays`` the result is left on the device.
+        With ``selects`` it has only the rows that go on to an output.
         """
         return self.launch(self.check(step, hidden, tokens), stays=stays, selects=selects)
 

@@ -67,6 +67,6 @@ def _measure_graphs(stage: Rehearsing) -> int:
     pool = torch.cuda.memory_reserved(stage.device) - reserved
     taken = free - torch.cuda.mem_get_info(stage.device)[0]
     # Other processes on the device allocate and free as well. A graph's own memory is therefore taken to be
-    # at most its pool, or 32 MiB.
+    # at most its pool or 32 MiB, the larger of both.
     own = min(max(0, taken - pool), max(pool, 1 << 25))
     return pool + own * len(BUCKETS)

@@ -40,11 +40,9 @@ _MOST_S = 3.0
 
 
 def measure_layers(kernel: str, num_threads: int | None) -> Speed:
-    """Return the best of some rounds of each measurement, so that other load matters less.
+    """Return the speed of layers, from the best of some rounds of each kind of step.
 
-    Takes a second or two.
-
-    Raises SelfCheckError where the kernel does not hold on this machine.
+    Takes a second or two. Raises SelfCheckError where the kernel does not hold on this machine.
     """
     narrow, wide = _describe(*_NARROW), _describe(*_WIDE)
     one, several = (_Probe(narrow, end, kernel, num_threads) for end in (1, _NUM_LAYERS))

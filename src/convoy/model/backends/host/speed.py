@@ -1,7 +1,4 @@
-"""Measure how fast this machine reads weights and multiplies, in under a second.
-
-`rates.rates` predicts from it.
-"""
+"""Measure how fast this machine reads weights and multiplies, in under a second, for `rates.rates`."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _MEASURE_S = 0.12
 
 
 def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOST) -> Speed:
-    """Return the best of some rounds: other load on the machine only makes rounds longer.
+    """Return this machine's speed, from the best of some rounds: other load only makes rounds longer.
 
     On a host it measures layers as a stage runs them under ``kernel``, see `host.layer_speed`. On a CUDA
     device it measures products alone, a lone row's and a prefill's: decodes are captured there, so

@@ -349,10 +349,9 @@ class Stage:
     ) -> None:
         """Fill ``blocks``, which no sequence holds, in layers from ``start`` on.
 
-        ``kv`` is as from `read_blocks`.
-
-        The blocks hold the prefixes of ``tags`` once the stage's last layer is filled, and no prefix
-        before. Layers must therefore come in order. Raises StepError; nothing is changed then.
+        ``kv`` is as from `read_blocks`. The blocks hold the prefixes of ``tags`` once the stage's last
+        layer is filled, and no prefix before. Layers must therefore come in order. Raises StepError;
+        nothing is changed then.
         """
         self._kv.write_blocks(start, blocks, tags, kv)
 

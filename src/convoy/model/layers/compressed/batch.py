@@ -1,7 +1,7 @@
 """Describe a batch for compressed attention: pending numbers, entries that a step closes, and masks.
 
-A layer has its window's keys and its entries in one pool, with the entries' blocks behind the window's, so
-that one softmax covers both: first the window's blocks of keys, then those of entries, in order. A token's
+A layer has its window's keys and its entries in one pool, with the entries' blocks behind the window's.
+One softmax covers both: first the window's blocks of keys, then those of entries, in order. A token's
 pending numbers stay until its entries are closed. They lie by position in a ring, as a window's keys do. A
 step may therefore begin wherever it could with a window alone, and a replay writes the same entries again.
 """
@@ -33,9 +33,9 @@ class EntryShape:
     heads: HeadShape
     # The window's blocks in that pool. The entries' blocks follow them.
     window_blocks: int
-    # Tokens between two entries.
+    # One entry is made for each so many tokens.
     rate: int
-    # Tokens that make one entry.
+    # Tokens that an entry is made of; more than ``rate`` with two series.
     span: int
     groups: tuple[int, int, int]  # window, entries, pending
 

@@ -18,20 +18,15 @@ import triton.language as tl
 
 from convoy.model.backends.cuda.kernels.language import kernel
 
-# Triton needs every argument by name. One argument a line would hide the arithmetic, so formatting is off.
+# Triton kernels declare every argument. With one argument a line, signatures would hide the arithmetic, so
+# formatting is off.
+# fmt: off
 
 
 @kernel
-def _first_and_end(
-    position: tl.tensor,
-    first: tl.tensor,
-    num_tokens: tl.tensor,
-    window: tl.tensor,
-    TILE_TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    WINDOWED: tl.constexpr,
-) -> tl.tensor:
+def _first_and_end(position: tl.tensor, first: tl.tensor, num_tokens: tl.tensor, window: tl.tensor,
+                   TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+                   WINDOWED: tl.constexpr) -> tl.tensor:
     """Return the range [first, end) of keys for this program."""
     end = position + tl.minimum(first + TILE_TOKENS, num_tokens)
     # A zero that is a tensor: where neither branch below runs, a Python 0 would be returned as a constant.
@@ -47,17 +42,9 @@ def _first_and_end(
 
 
 @kernel
-def _scores(
-    query: tl.tensor,
-    keys: tl.tensor,
-    place: tl.tensor,
-    inside: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    CAPPED: tl.constexpr,
-) -> tl.tensor:
+def _scores(query: tl.tensor, keys: tl.tensor, place: tl.tensor, inside: tl.tensor, scale: tl.tensor,
+            cap: tl.tensor, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+            CAPPED: tl.constexpr) -> tl.tensor:
     """Return the scores [BLOCK_M, BLOCK_N] of a tile of queries and the keys at ``place`` in the pool."""
     lane = tl.arange(0, HEAD_PAD)
     known = inside[None, :] & (lane < HEAD_DIM)[:, None]
@@ -70,32 +57,12 @@ def _scores(
 
 
 @kernel
-def _attend(
-    query: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    table: tl.tensor,
-    num_blocks: tl.tensor,
-    kv_head: tl.tensor,
-    position: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    greatest: tl.tensor,
-    sums: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
-    NUM_KV: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-) -> tl.tensor:
+def _attend(query: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, num_blocks: tl.tensor,
+            kv_head: tl.tensor, position: tl.tensor, first: tl.tensor, end: tl.tensor, greatest: tl.tensor,
+            sums: tl.tensor, scale: tl.tensor, cap: tl.tensor, window: tl.tensor, NUM_KV: tl.constexpr,
+            HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+            BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
+            WINDOWED: tl.constexpr) -> tl.tensor:
     """Return the weighted values, greatest scores and sums of one tile over keys [first, end) of its row."""
     lane = tl.arange(0, VALUE_PAD)
     total = tl.zeros([BLOCK_M, VALUE_PAD], dtype=tl.float32)
@@ -128,9 +95,8 @@ def _attend(
 
 
 @kernel
-def _begin(
-    sinks: tl.tensor, head: tl.tensor, used: tl.tensor, BLOCK_M: tl.constexpr, SUNK: tl.constexpr
-) -> tl.tensor:
+def _begin(sinks: tl.tensor, head: tl.tensor, used: tl.tensor, BLOCK_M: tl.constexpr,
+           SUNK: tl.constexpr) -> tl.tensor:
     """Return the greatest score and the sum before any key.
 
     A sink is one more key without a value, in split 0 only.
@@ -145,35 +111,14 @@ def _begin(
 
 
 @kernel
-def paged_attention_kernel(
-    out: tl.tensor,
-    parts: tl.tensor,
-    levels: tl.tensor,
-    query: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    tables: tl.tensor,
-    rows: tl.tensor,
-    tiles: tl.tensor,
-    sinks: tl.tensor,
-    scale: tl.tensor,
-    cap: tl.tensor,
-    window: tl.tensor,
-    query_stride: tl.tensor,
-    NUM_KV: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SUNK: tl.constexpr,
-) -> None:
+def paged_attention_kernel(out: tl.tensor, parts: tl.tensor, levels: tl.tensor, query: tl.tensor,
+                           keys: tl.tensor, values: tl.tensor, tables: tl.tensor, rows: tl.tensor,
+                           tiles: tl.tensor, sinks: tl.tensor, scale: tl.tensor, cap: tl.tensor,
+                           window: tl.tensor, query_stride: tl.tensor, NUM_KV: tl.constexpr,
+                           GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
+                           VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+                           CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr) -> None:
     """Compute one tile of attention. Grid (tiles, K/V heads, SPLITS). ``out`` is [T, heads, VALUE_DIM].
 
     With splits, ``out`` is left alone and a tile is one token. Then ``parts`` [tiles, heads, SPLITS,
@@ -192,36 +137,13 @@ def paged_attention_kernel(
         at = place[:, None] * query_stride + (head * HEAD_DIM)[:, None] + width[None, :]
         tokens = tl.load(query + at, mask=used[:, None] & (width < HEAD_DIM)[None, :], other=0.0)
         start = tl.load(row + 2)
-        lowest, end = _first_and_end(
-            start, first, num_tokens, window, BLOCK_M // GROUP, BLOCK_N, SPLITS, WINDOWED
-        )
+        lowest, end = _first_and_end(start, first, num_tokens, window, BLOCK_M // GROUP, BLOCK_N, SPLITS,
+                                     WINDOWED)
         greatest, sums = _begin(sinks, head, used, BLOCK_M, SUNK)
         total, greatest, sums = _attend(
-            tokens,
-            keys,
-            values,
-            tables + tl.load(row + 3),
-            tl.load(row + 4),
-            kv_head,
-            start + token,
-            lowest,
-            end,
-            greatest,
-            sums,
-            scale,
-            cap,
-            window,
-            NUM_KV,
-            HEAD_DIM,
-            HEAD_PAD,
-            VALUE_DIM,
-            VALUE_PAD,
-            BLOCK_SIZE,
-            BLOCK_M,
-            BLOCK_N,
-            CAPPED,
-            WINDOWED,
-        )
+            tokens, keys, values, tables + tl.load(row + 3), tl.load(row + 4), kv_head, start + token,
+            lowest, end, greatest, sums, scale, cap, window, NUM_KV, HEAD_DIM, HEAD_PAD, VALUE_DIM,
+            VALUE_PAD, BLOCK_SIZE, BLOCK_M, BLOCK_N, CAPPED, WINDOWED)
         lane = tl.arange(0, VALUE_PAD)
         known = used[:, None] & (lane < VALUE_DIM)[None, :]
         if SPLITS == 1:
@@ -236,17 +158,9 @@ def paged_attention_kernel(
 
 
 @kernel
-def combine_kernel(
-    out: tl.tensor,
-    parts: tl.tensor,
-    levels: tl.tensor,
-    rows: tl.tensor,
-    tiles: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-) -> None:
+def combine_kernel(out: tl.tensor, parts: tl.tensor, levels: tl.tensor, rows: tl.tensor, tiles: tl.tensor,
+                   NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+                   SPLITS: tl.constexpr) -> None:
     """Combine the splits of one token and head into its row of ``out``. Grid (tiles, heads)."""
     tile, head = tl.program_id(0), tl.program_id(1)
     row = rows + tl.load(tiles + 2 * tile) * 5

@@ -5,8 +5,8 @@ operation, so that data and flag arrive in one store (as in NCCL's low-latency p
 adds all parts in the order of ranks, in float32. The host takes no part, so a captured decode can contain
 sums.
 
-A mailbox has two slots that alternate. A rank that begins operation n + 2 has seen that the others began n
-+ 1, so they were done with n. Steps that are not captured meet on the host before each operation.
+A mailbox has two slots that alternate. A rank that begins operation n+2 has seen that the others began
+n+1, so they were done with n. Steps that are not captured meet on the host before each operation.
 Otherwise a waiting kernel could meet one that cannot start, because its thread waits for memory, which
 needs the waiting device.
 """
@@ -122,11 +122,9 @@ class DeviceSums:
         return self.add(x, torch.empty_like(x))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return all ranks' parts on rank 0, on its device.
+        """Return all ranks' parts on rank 0, on its device. Raises CollectiveError.
 
-        Return None on other ranks, which do not wait for it.
-
-        Raises CollectiveError.
+        Other ranks return None, and do not wait for rank 0.
         """
         if self.rank:
             done = torch.cuda.current_stream(x.device).record_event()
@@ -277,7 +275,7 @@ def _wait(places: tl.tensor, known: tl.tensor, number: tl.tensor, count: tl.tens
         missing = tl.sum((known & ((came >> 32) != stamp)).to(tl.int32), 0)
         looks += 1
     tl.store(count + 1, 1, mask=missing > 0)
-    # This word is NaN in both formats. NaN logits make every token that follows an error.
+    # This word is NaN in both formats, so sampling reports an error for every token that follows.
     return tl.where(missing > 0, 0x7FC07FC0, came.to(tl.int32))
 
 

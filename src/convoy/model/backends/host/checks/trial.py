@@ -25,10 +25,9 @@ from convoy.wire.messages.control import Row
 class Trial:
     """Try layers with ``run``, in pools that ``make_pools`` makes and ``forget`` frees.
 
-    All are a stage's methods.
-
-    ``run`` takes hidden states [n, hidden_size], a step of n rows and token ids [n], and returns n hidden
-    states or more. ``output`` makes logits of them, and is None where the stage has no output.
+    All three are methods of a stage. ``run`` takes hidden states [n, hidden_size], a step of n rows and
+    token ids [n], and returns n hidden states or more. ``output`` makes logits of them, and is None where
+    the stage has no output.
     """
 
     spec: ModelSpec
