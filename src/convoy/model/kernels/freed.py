@@ -1,13 +1,12 @@
-"""Return memory that is freed while a model loads to the system, so that the C library does not keep it.
+"""Give memory that is freed while a model loads back to the system, so that the C library does not keep it.
 
 glibc expects freed memory to be wanted again. From then on it serves matrices of up to 32 MiB from its
 heap, where small pieces that stay come to lie between large ones that are gone. Loading makes a float32
 copy of each matrix and keeps an 8-bit one, so a stage would hold nearly twice the memory that it needs.
 
-glibc's limits apply to the whole process, so only a caller that loads a stage in a process of its own uses
-`large_apart`. It changes the limits while a model loads, and afterwards sets those that glibc itself
-adopts once a large piece was freed. Earlier settings by `mallopt` or `MALLOC_MMAP_THRESHOLD_` cannot be
-read, so they are lost.
+glibc's limits apply to the whole process, so loading a stage changes them for all of it. `large_apart`
+sets them while a model loads, and afterwards to the values that glibc itself adopts once a large piece was
+freed. Earlier settings by `mallopt` or `MALLOC_MMAP_THRESHOLD_` cannot be read, so they are lost.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MOST_KEPT = 2 * _MOST_FROM_HEAP
 
 
 def release_freed() -> None:
-    """Return freed memory that the C library keeps to the system. Without glibc nothing happens.
+    """Give freed memory that the C library keeps back to the system. Without glibc nothing happens.
 
     Tokenising a long text makes and frees millions of small pieces, of which glibc keeps gigabytes.
     """
