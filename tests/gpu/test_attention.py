@@ -22,7 +22,8 @@ from convoy.model.backends.cuda.kernels.attention import LOG2_E, DeviceHeadShape
 from convoy.model.backends.cuda.kernels.reference import attend_slowly
 
 pytestmark = pytest.mark.gpu
-TOLERANCE = 1e-2  # of bfloat16, whose numbers are 2^-9 apart at worst
+# For bfloat16: its numbers lie at most 2^-9 apart.
+TOLERANCE = 1e-2
 LLAMA = DeviceHeadShape(
     num_heads=32, num_kv_heads=8, head_dim=128, value_dim=128, block_size=16, scale=128**-0.5
 )

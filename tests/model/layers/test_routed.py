@@ -38,5 +38,5 @@ def test_an_expert_that_is_not_there_is_refused_before_a_step(number: int, said:
 
 
 def test_a_step_without_token_ids_is_refused() -> None:
-    with pytest.raises(StepError, match="came without token ids"):
+    with pytest.raises(StepError, match="got no token ids"):
         IdRouter(router([[3, 0]]), packed=False)(torch.ones(1, 8))

@@ -1,4 +1,4 @@
-"""The way to a stage on a device, which brings Triton: only where one is wanted."""
+"""Load a stage on a device. This imports Triton, so it happens only where a device is wanted."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ def load_on_device(
     before: Any,
     shard: Shard,
 ) -> Any:
-    """A class by itself with the face of `Stage`: derived from it, it could not be loaded from there.
+    """Return a stage on a device.
 
-    Of a slice that ranks of several members share there is none. Raises ModelError.
+    Its class implements `Stage` and is not derived from it: a derived class could not be loaded from the
+    base. Raises ModelError, also for a slice that ranks of several members share, which devices do not
+    support.
     """
     if shard.world_size > 1:
         raise ModelError(
             f"ranks of several members share the layers of a stage on cpu, not on {options.device}",
-            hint="hold whole layers on each: --parallel pipeline; or join one's devices: cuda:0+cuda:1",
+            hint="use --parallel pipeline (whole layers each), or join one member's devices: cuda:0+cuda:1",
         )
     try:
-        from convoy.model.backends.cuda.several import load_on_devices  # Triton, where a device is wanted
+        # Imported late: it needs Triton.
+        from convoy.model.backends.cuda.several import load_on_devices
     except ImportError as error:
         raise ModelError(
             f"a stage on {options.device} needs Triton, which is not installed",

@@ -1,12 +1,12 @@
-"""Memory that is freed while a model loads goes back to the system, and is not kept by the C library.
+"""Give memory that is freed while a model loads back to the system, so that the C library does not keep it.
 
-glibc takes what is freed to be wanted again: from then on it serves matrices of up to 32 MiB from its heap,
-where small ones that stay come to lie between large ones that are gone. Loading makes a float32 copy of each
-matrix and keeps an 8-bit one, so a stage would hold nearly twice what it needs.
+glibc expects freed memory to be wanted again. From then on it serves matrices of up to 32 MiB from its
+heap, where small pieces that stay come to lie between large ones that are gone. Loading makes a float32
+copy of each matrix and keeps an 8-bit one, so a stage would hold nearly twice the memory that it needs.
 
-glibc knows no limits but those of the whole process, so whoever loads a stage in a process of their own has
-them changed: while it loads, and after that to where glibc itself takes them once a large piece was freed.
-What `mallopt` was told before, or by `MALLOC_MMAP_THRESHOLD_`, cannot be asked for, and is gone then.
+glibc's limits apply to the whole process, so loading a stage changes them for all of it. `large_apart`
+sets them while a model loads, and afterwards to the values that glibc itself adopts once a large piece was
+freed. Earlier settings by `mallopt` or `MALLOC_MMAP_THRESHOLD_` cannot be read, so they are lost.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+# The parameters' numbers in malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 20
-_MOST_FROM_HEAP = 32 << 20  # to what glibc raises it by itself once such a piece was freed
+# The value to which glibc raises the limit by itself once such a piece was freed.
+_MOST_FROM_HEAP = 32 << 20
 _MOST_KEPT = 2 * _MOST_FROM_HEAP
 
 
 def release_freed() -> None:
-    """Give back to the system what was freed and is kept for later; without glibc nothing happens.
+    """Give freed memory that the C library keeps back to the system. Without glibc nothing happens.
 
     Tokenising a long text makes and frees millions of small pieces, of which glibc keeps gigabytes.
     """
@@ -35,7 +37,7 @@ def release_freed() -> None:
 
 @contextmanager
 def large_apart() -> Iterator[None]:
-    """While it lasts, what takes a MiB or more has pages of its own, in every thread of this process.
+    """Give allocations of a MiB or more pages of their own inside the body, in every thread of this process.
 
     Without glibc nothing happens.
     """
@@ -48,7 +50,7 @@ def large_apart() -> Iterator[None]:
     try:
         yield
     finally:
-        # steps free and take the same pieces again and again, and are quicker from the heap
+        # Steps free and allocate the same pieces again and again, which is quicker from the heap.
         mallopt(_MMAP_THRESHOLD, _MOST_FROM_HEAP)
         mallopt(_TRIM_THRESHOLD, _MOST_KEPT)
         trim(ctypes.c_size_t(0))

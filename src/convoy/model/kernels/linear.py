@@ -1,8 +1,8 @@
-"""Linears whose rows do not feel each other: pre-packed oneDNN float32.
+"""Multiply by linears in which rows do not affect each other: pre-packed oneDNN float32.
 
-A plain float32 linear picks its kernel, and with it the order of its sums, by the number of rows and threads.
-oneDNN over weights packed once keeps one order per row for two or more rows; a lone row may take another
-kernel, so callers pad it to two. `selfcheck` proves this on the machine at hand.
+A plain float32 linear picks its kernel, and with it the order of its sums, by the number of rows and
+threads. oneDNN over weights packed once keeps one order per row for two or more rows. A lone row may take
+another kernel, so callers pad it to two. `selfcheck` proves this on the machine at hand.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from convoy.model.kernels.activation import activate
 from convoy.model.kernels.native.linears import MAX_F32_ROWS, NativeF32, NativeI8, native_f32
 from convoy.model.kernels.packing import pack_float32
 
-# oneDNN adds a row's products one after the other, and what rounding loses grows with the length of such a
-# run. Two runs half as long, added at the end, come as near to the truth as the blocked kernels of torch.
-# Longer ones it splits itself, and a second call would cost a sixth of the memory's rate.
+# oneDNN adds a row's products one after the other, and the rounding error grows with the length of such a
+# run. Two runs half as long, added at the end, are as accurate as the blocked kernels of torch. oneDNN splits
+# longer ones itself, and a second call would cost a sixth of the memory's rate.
 _MIN_SPLIT, _MAX_SPLIT = 128, 640
-# Rows that a call gets at least. oneDNN reads weights faster for 4 to 6 rows than for fewer: for 2, 5 and 6
-# rows 0.37, 0.60 and 0.60 of what a core can read (bench/METHODOLOGY.md, `convoy bench floor`).
+# The fewest rows of a call. oneDNN reads weights faster for 4 to 6 rows than for fewer: for 2, 5 and 6 rows
+# 0.37, 0.60 and 0.60 of the rate that a core can read at (bench/METHODOLOGY.md, `convoy bench floor`).
 LEAST_ROWS = 5
 
 
 def packed_available() -> bool:
-    """Whether this build of torch has oneDNN's packed linears (on x86-64 yes, on macOS no)."""
+    """Return whether this build of torch has oneDNN's packed linears (on x86-64 yes, on macOS no)."""
     return bool(
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
@@ -36,7 +36,7 @@ def packed_available() -> bool:
 
 
 def w8a8_available() -> bool:
-    """Whether this build of torch has oneDNN's 8-bit linears."""
+    """Return whether this build of torch has oneDNN's 8-bit linears."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     operators = torch.ops.onednn
@@ -44,26 +44,26 @@ def w8a8_available() -> bool:
 
 
 def padded_count(num_rows: int, least: int = LEAST_ROWS) -> int:
-    """How many rows the packed linears are given for ``num_rows``: eight counts between powers of two.
+    """Return the rows that the packed linears are given for ``num_rows``: eight counts between powers of two.
 
-    oneDNN makes and keeps code for every count of rows that it meets: a megabyte for a layer's linears, and
-    milliseconds of a step. Padding adds less than an eighth to more than `LEAST_ROWS`. A lone row may take
-    another kernel, and few rows take a slower one, so they get company.
+    oneDNN makes and keeps code for every count of rows that it meets: a megabyte for a layer's linears,
+    and milliseconds of a step. Padding adds less than an eighth to more than `LEAST_ROWS`. A lone row may
+    take another kernel, and few rows take a slower one, so both are padded.
     """
     step = max(1, 1 << max(0, num_rows.bit_length() - 4))
     return max(least, -(-num_rows // step) * step)
 
 
 def pad_rows(x: torch.Tensor, least: int = LEAST_ROWS) -> torch.Tensor:
-    """[T, ...] followed by copies of its last row, up to `padded_count`."""
+    """Return [T, ...] followed by copies of its last row, up to `padded_count`."""
     missing = padded_count(x.shape[0], least) - x.shape[0]
     return torch.cat((x, x[-1:].expand(missing, *x.shape[1:]))) if missing else x
 
 
 class PackedLinear(nn.Module):
-    """y = activation(x W^T + b) in float32 over packed weights; the plain weights are not kept.
+    """Compute y = activation(x W^T + b) in float32 over packed weights. The plain weights are not kept.
 
-    Give it at least two rows, unless it `takes_lone_rows`. ``activation`` is one of `ACTIVATIONS`.
+    It needs at least two rows, unless it `takes_lone_rows`. ``activation`` is one of `ACTIVATIONS`.
     """
 
     def __init__(
@@ -83,16 +83,16 @@ class PackedLinear(nn.Module):
 
     @property
     def takes_lone_rows(self) -> bool:
-        """Whether a lone row has the bits that it has beside others."""
+        """Return whether a lone row has the same bits as beside other rows."""
         return self._native is not None
 
     @property
     def native(self) -> NativeF32 | NativeI8 | None:
-        """Its compiled form, where it has one."""
+        """Return the compiled form, or None without one."""
         return self._native
 
     def repack(self, packed: Sequence[torch.Tensor]) -> None:
-        """Use these copies of `packed` instead; the old ones are freed."""
+        """Use these copies of `packed` instead. The old ones are freed."""
         self._packed = list(packed)
         if self._native is not None:
             self._native = native_f32(self._packed, self._bias)
@@ -102,7 +102,7 @@ class PackedLinear(nn.Module):
         self._native = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., rows, in_features] to [..., rows, out_features]."""
+        """Map [..., rows, in_features] to [..., rows, out_features]."""
         if self._native is None or x.numel() > MAX_F32_ROWS * self.in_features:
             return activate(self._by_torch(x), self.activation)
         rows = x.reshape(-1, self.in_features)
@@ -114,21 +114,25 @@ class PackedLinear(nn.Module):
         if not self._half:
             whole: torch.Tensor = linear(x, self._packed[0], self._bias, "none", [], "")
             return whole
+        # Both halves are added in a fixed order, and the bias goes with the first.
         first = linear(x[..., : self._half], self._packed[0], self._bias, "none", [], "")
         y: torch.Tensor = linear.binary(x[..., self._half :], first, self._packed[1], None, "add")
         return y
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """(x W^T + b) * factor, for ``factor`` of the result's shape; without an activation of its own."""
+        """Return (x W^T + b) * factor, for ``factor`` of the result's shape.
+
+        The linear must have no activation.
+        """
         y: torch.Tensor = self(x)
         return y.mul_(factor)
 
     @property
     def packed(self) -> list[torch.Tensor]:
-        """The weights in oneDNN's layout, whose memory only oneDNN looks into."""
+        """Return the weights in oneDNN's layout, which only oneDNN can interpret."""
         return list(self._packed)
 
     def dense(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight [out_features, in_features] and the bias, unpacked again."""
+        """Return the weight [out_features, in_features] and the bias, unpacked again."""
         parts = [part.to_dense() for part in self._packed]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), self._bias

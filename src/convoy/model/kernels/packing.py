@@ -1,9 +1,10 @@
-"""A float32 matrix in the layout that oneDNN picks for it, made of slices of outputs.
+"""Pack a float32 matrix in the layout that oneDNN picks for it, from slices of outputs.
 
-Packed at once, a large matrix would be there twice in float32: `lm_head` of a large vocabulary more than all
-else that a stage takes while it loads. So the whole layout is made over memory that nobody has written to,
-which takes none, and slices are packed and copied to their places. That they have such places is read from
-oneDNN's own descriptions of both: they may differ in the number of outputs, and in nothing else.
+A large matrix packed at once would exist twice in float32. For `lm_head` of a large vocabulary that is
+more than all other memory of a stage while it loads. The whole layout is therefore made over memory that
+was never written, which costs nothing, and slices are packed and copied to their places. oneDNN's own
+descriptions of both show that the slices have such places: they may differ in the number of outputs, and
+in nothing else.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from collections.abc import Iterator
 
 import torch
 
-_PACK_ROWS = 256  # that the layout is chosen for; any value gives right results, this one was measured
-_LARGE = 64 << 20  # bytes in float32; smaller ones are packed at once
+# The number of rows that the layout is chosen for. Any value gives right results; this one was measured.
+_PACK_ROWS = 256
+# Bytes in float32. Smaller matrices are packed at once.
+_LARGE = 64 << 20
 _SLICE = 16 << 20
-_PANEL = 64  # outputs that a layout keeps together divide this
+# A multiple of the number of outputs that any layout keeps together.
+_PANEL = 64
 
 
 def pack_float32(weight: torch.Tensor) -> torch.Tensor:
-    """A matrix [out, in] of any floating-point type, packed.
+    """Return a matrix [out, in] of any floating-point type, packed.
 
-    What it was made of is there in float32 a slice at a time, where the matrix is large.
+    A large matrix of another type is converted to float32 one slice at a time.
     """
     weight = weight.detach()
     lies_ready = weight.dtype == torch.float32 and weight.is_contiguous()
@@ -40,10 +44,11 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _joined(weight: torch.Tensor) -> torch.Tensor | None:
-    """None where slices have no places of their own in the whole."""
+    """Return the matrix packed from slices, or None where slices have no places of their own in the whole."""
     mkldnn = torch.ops.mkldnn
     if not all(hasattr(mkldnn, name) for name in ("data_ptr", "_nbytes", "_get_mkldnn_serialized_md")):
         return None
+    # Memory that was never written has no pages yet, so this packing costs almost none.
     whole = _pack(torch.empty(weight.shape))
     start, size = mkldnn.data_ptr(whole), mkldnn._nbytes(whole)
     filled = 0
@@ -58,7 +63,10 @@ def _joined(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _slices(outputs: int, inputs: int) -> Iterator[slice]:
-    """Of whole panels; the last has what is left besides, since few outputs may be laid out otherwise."""
+    """Yield slices of whole panels.
+
+    The last slice includes the rest, since few outputs may have another layout.
+    """
     step = max(1, _SLICE // (4 * inputs * _PANEL)) * _PANEL
     last = max(1, outputs // step) - 1
     for number in range(last + 1):
@@ -66,10 +74,10 @@ def _slices(outputs: int, inputs: int) -> Iterator[slice]:
 
 
 def _has_place(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether outputs lie outermost in both, in the same blocks: all strides are the same then."""
+    """Return whether outputs lie outermost in both layouts, in equal blocks, so that strides are equal."""
     ours, others = (_described(packed) for packed in (part, whole))
     differing = [pair for pair in zip(ours, others, strict=True) if pair[0] != pair[1]]
-    # how many outputs there are, and how many with those that fill a block up
+    # The two numbers that may differ: the outputs, and the outputs padded to whole blocks.
     if not differing:
         return True
     return len(differing) == 2 and differing[0] == (part.shape[0], whole.shape[0])

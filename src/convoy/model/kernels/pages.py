@@ -1,7 +1,8 @@
-"""Pages of 2 MiB under packed weights: a decode reads all of them, and looks up fewer addresses.
+"""Put pages of 2 MiB under packed weights, so that a decode, which reads them all, looks up fewer addresses.
 
-oneDNN's own allocations do not ask for such pages, and those of a few MiB each begin anywhere, so that few
-whole pages lie inside one. Side by side they make one long run, which is asked for at once. Linux alone.
+oneDNN's own allocations do not ask for such pages. Allocations of a few MiB begin anywhere, so that few
+whole pages lie inside one. Side by side they make one long run, for which pages are requested at once.
+Linux alone.
 """
 
 from __future__ import annotations
@@ -16,18 +17,23 @@ from convoy.model.kernels.freed import large_apart
 from convoy.model.kernels.linear import PackedLinear
 
 _PAGE = 2 << 20
-_GAP = 1 << 16  # bytes of an allocator between neighbours
-_SMALL_PAGE, _HEADER = 4096, 16  # what an allocator keeps in front of what it gives
-_MOST_MOVED = 32 << 20  # larger ones have few pages that are not their own
+# Bytes that an allocator may leave between neighbours.
+_GAP = 1 << 16
+# The header is the memory that an allocator keeps in front of an allocation.
+_SMALL_PAGE, _HEADER = 4096, 16
+# Larger weights share few pages with other memory.
+_MOST_MOVED = 32 << 20
 _MOST_ROOMS = 4
-_PRIVATE, _NO_REPLACE = 0x4022, 0x100000  # MAP_PRIVATE, MAP_ANONYMOUS, MAP_NORESERVE; MAP_FIXED_NOREPLACE
-_ADVISE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE; MADV_COLLAPSE does it now, since Linux 6.1
+# MAP_PRIVATE, MAP_ANONYMOUS and MAP_NORESERVE; MAP_FIXED_NOREPLACE.
+_PRIVATE, _NO_REPLACE = 0x4022, 0x100000
+# MADV_HUGEPAGE; MADV_COLLAPSE, which acts at once, since Linux 6.1.
+_ADVISE, _COLLAPSE = 14, 25
 
 
 def ask_huge_pages(weights: Iterable[torch.Tensor]) -> int:
-    """Ask for large pages under these packed weights of oneDNN, and say for how many bytes.
+    """Ask for large pages under these packed weights of oneDNN. Return the number of bytes.
 
-    A wish: where the system refuses, nothing changes. Contents and addresses stay.
+    The system may refuse, and then nothing changes. Contents and addresses stay.
     """
     pointer = getattr(torch.ops.mkldnn, "data_ptr", None)
     if sys.platform != "linux" or pointer is None:
@@ -42,7 +48,7 @@ def ask_huge_pages(weights: Iterable[torch.Tensor]) -> int:
 
 
 def whole_pages(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The whole large pages, as runs [start, end), of (address, size) that lie side by side or nearly so."""
+    """Return the whole large pages as runs [start, end), for (address, size) places that nearly touch."""
     runs: list[tuple[int, int]] = []
     for address, size in sorted(places):
         if runs and address - runs[-1][1] <= _GAP:
@@ -54,11 +60,12 @@ def whole_pages(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def lay_together(linears: Iterable[PackedLinear]) -> int:
-    """Copy packed weights of a few MiB each to where they lie side by side; how many bytes now do.
+    """Copy packed weights of a few MiB each so that they lie side by side. Return how many bytes now do.
 
-    What is freed while a model loads leaves gaps of all sizes, and the next matrix goes into one: half of it
-    may then share its large pages with nobody, and is read at two thirds of the rate. One matrix at a time is
-    there twice. A wish, as above: whoever maps memory meanwhile may get between.
+    Memory freed while a model loads leaves gaps of all sizes, and the next matrix goes into one. Half of
+    it may then lie on large pages that it shares with no other matrix, and is read at two thirds of the
+    rate. One matrix at a time exists twice. There is no guarantee: another thread that maps memory
+    meanwhile may take the place.
     """
     if sys.platform != "linux" or getattr(torch.ops.mkldnn, "data_ptr", None) is None:
         return 0
@@ -73,7 +80,7 @@ def lay_together(linears: Iterable[PackedLinear]) -> int:
 
 
 def _move(linears: Sequence[PackedLinear]) -> int:
-    """How many went into one room: fewer where somebody else mapped memory into it."""
+    """Return how many linears went into one room: fewer where another thread mapped memory into it."""
     sizes = [_bytes_of(part) for linear in linears for part in linear.packed]
     if not sizes:
         return 0
@@ -90,14 +97,17 @@ def _move(linears: Sequence[PackedLinear]) -> int:
 
 
 class _Room:
-    """Addresses that are kept free for what is to lie side by side.
+    """Keep a range of addresses free for allocations that are to lie side by side.
 
-    The system maps into the highest gap that is large enough, from above: so gaps above these are closed, to
-    anybody, while the room is open. Nothing of it takes memory.
+    The system maps into the highest gap that is large enough, from above. The gaps above the room are
+    therefore closed, to all threads, while the room is open. Nothing of this takes memory.
     """
 
     def __init__(self, num_bytes: int, least: int) -> None:
-        """``least``: bytes of the smallest thing that is to be put here."""
+        """Reserve ``num_bytes`` of addresses.
+
+        ``least`` is the size in bytes of the smallest allocation to come.
+        """
         library = ctypes.CDLL(None, use_errno=True)
         self._map, self._unmap = library.mmap, library.munmap
         self._map.restype = ctypes.c_void_p
@@ -109,7 +119,10 @@ class _Room:
         self._end = self._start + self._size
 
     def open(self) -> bool:
-        """Give the addresses that are left; False where none are, or they are somebody else's by now."""
+        """Open the addresses that are left.
+
+        Return False where none are left, or where another thread has taken them.
+        """
         if not self._start or self._end - self._start < self._least:
             return False
         self._close_above()
@@ -117,14 +130,14 @@ class _Room:
         return True
 
     def close(self, lowest: int) -> None:
-        """Keep what is below ``lowest``, the address of what was put there last."""
+        """Reserve the addresses below ``lowest`` again, the address of the latest allocation."""
         if self._start <= lowest < self._end:
             self._end = (lowest - _HEADER) // _SMALL_PAGE * _SMALL_PAGE
         kept = self._keep(self._start, self._end - self._start)
         self._start = kept if kept == self._start else 0
 
     def leave(self) -> None:
-        """All other gaps are gaps again."""
+        """Release the room and all other reserved gaps."""
         for start, num_bytes in self._closed:
             self._unmap(start, num_bytes)
         if self._start:
@@ -134,6 +147,7 @@ class _Room:
         size = self._size
         while True:
             found = self._keep(0, size)
+            # Every gap above the room is filled, from large to small, until the room is the highest.
             if found > self._end:
                 self._closed.append((found, size))
                 continue
@@ -144,7 +158,7 @@ class _Room:
             size = max(self._least, _whole(size // 2))
 
     def _keep(self, start: int, num_bytes: int) -> int:
-        """Where it is, or 0."""
+        """Reserve ``num_bytes`` of addresses, at ``start`` if it is not 0. Return their address, or 0."""
         if num_bytes <= 0:
             return 0
         flags = _PRIVATE | (_NO_REPLACE if start else 0)

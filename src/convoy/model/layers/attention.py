@@ -1,10 +1,10 @@
-"""Attention over packed rows and block pools, of fixed shape, for CPU.
+"""Compute attention over packed rows and block pools, of fixed shape, for CPU.
 
-For every (tile, key block) pair: scores = Q K^T as one batched matmul; the greatest score of a query over all
-its blocks (exact in any order); exp; then per block the sums and P V, added up over a query's blocks in
-order. That is softmax with its sums split at fixed places (after FlashAttention, Dao et al. 2022, with the
-true maximum instead of a running one), so a query's bits depend on its own keys alone, not on chunk, batch or
-threads.
+Every (tile, key block) pair has scores = Q K^T, as one batched matmul. The greatest score of a query is
+taken over all its blocks, which is exact in any order. After exp, each block gives its sums and P V, which
+are added up over a query's blocks in order. This is a softmax with its sums split at fixed places, after
+FlashAttention (Dao et al. 2022), with the true maximum instead of a running one. A query's bits therefore
+depend on its own keys alone, and not on chunk, batch or threads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ ATTENTION_NAME = "convoy_packed"
 
 @dataclass(frozen=True)
 class LayerBatch:
-    """What one layer's attention needs in a step."""
+    """Hold the inputs of one layer's attention in a step."""
 
     group: GroupBatch
     pool: KvPool | ApartPool
-    native: NativeGroup | None = None  # the same batch for compiled code
+    # The same batch for compiled code.
+    native: NativeGroup | None = None
 
 
 def packed_attention(
@@ -45,11 +46,12 @@ def packed_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write K and V of the step, then attend. `loading.load` gives it to transformers as `ATTENTION_NAME`.
+    """Write K and V of the step, then attend.
 
-    ``query`` is [1, heads, T, head_dim], ``key`` [1, kv_heads, T, head_dim], ``value`` [1, kv_heads, T,
-    value_dim]; the result is [1, T, heads, value_dim]. ``batch`` is keyed by layer index; ``s_aux`` and
-    ``softcap`` are the library's names for sinks and cap.
+    `loading.load` registers this function in transformers as `ATTENTION_NAME`. ``query`` is [1, heads, T,
+    head_dim], ``key`` [1, kv_heads, T, head_dim], ``value`` [1, kv_heads, T, value_dim]; the result is [1,
+    T, heads, value_dim]. ``batch`` is keyed by layer index. ``s_aux`` and ``softcap`` are the library's
+    names for sinks and cap.
     """
     layer = batch[module.layer_idx]  # type: ignore[index]
     kv = torch.cat((key[0], value[0]), dim=0 if layer.group.shape.is_joined else -1).transpose(0, 1)
@@ -65,12 +67,12 @@ def attend(
     sinks: torch.Tensor | None = None,
     cap: float | None = None,
 ) -> torch.Tensor:
-    """Scaled queries [T, heads, head_dim], and K then V, to [T, heads, value_dim].
+    """Attend with scaled queries [T, heads, head_dim], and K then V. Returns [T, heads, value_dim].
 
-    K and V are [T, 2 * kv_heads, head_dim]; where they differ in width [T, kv_heads, head_dim + value_dim],
-    of a latent [T, 1, head_dim]: `HeadShape.kv_rows`. T may exceed the batch's tokens by padding rows: they
-    are not written, and come back as zeros. ``sinks``: for each head the score of a key that is always there
-    and has no value. ``cap``: what scores are bent to stay below, by tanh.
+    K and V are [T, 2 * kv_heads, head_dim], or [T, kv_heads, head_dim + value_dim] where they differ in
+    width, or [T, 1, head_dim] for a latent: see `HeadShape.kv_rows`. T may exceed the batch's tokens by
+    padding rows, which are not written and come back as zeros. ``sinks`` holds for each head the score of
+    a key that is always present and has no value. ``cap`` bounds the scores through tanh.
     """
     group, shape = layer.group, layer.group.shape
     num_rows, tokens = query.shape[0], group.num_tokens
@@ -88,12 +90,13 @@ def attend(
 def _attend_chunk(
     rows: torch.Tensor, layer: LayerBatch, chunk: TileChunk, sinks: torch.Tensor | None, cap: float | None
 ) -> torch.Tensor:
-    """[tiles * tile_tokens, group * value_dim]"""
+    """Return [tiles * tile_tokens, group * value_dim] for one chunk of tiles."""
     shape = layer.group.shape
     num_pairs, num_tiles = chunk.pair_tile.shape[0], chunk.tile_pairs.shape[0]
     used = chunk.tile_tokens * shape.group
     tile_rows = shape.tile_rows(chunk.tile_tokens)
     queries = rows.index_select(0, chunk.query_rows).view(-1, used, shape.head_dim)
+    # Every matmul has a fixed number of rows: another number could select another kernel with other bits.
     if used < tile_rows:
         queries = nn.functional.pad(queries, (0, 0, 0, tile_rows - used))
     if num_tiles == 1:
@@ -105,6 +108,7 @@ def _attend_chunk(
     if cap is not None:
         scores.div_(cap).tanh_().mul_(cap)
     _hide(scores[: chunk.hidden.shape[0], :used], chunk.hidden)
+    # A maximum is exact in any order, so it may be taken over blocks and then over a tile's pairs.
     greatest = scores.amax(-1)
     single = chunk.tile_pairs.shape[1] == 1
     if not single:
@@ -117,6 +121,7 @@ def _attend_chunk(
     sums = shares.sum(-1)
     out = torch.bmm(shares, values)
     if not single:
+        # Sums are rounded, so blocks are added in the order of their positions.
         sums, out = _add_blocks(sums, chunk), _add_blocks(out.view(num_pairs, -1), chunk)
     elif num_tiles > 1:
         order = chunk.tile_pairs.view(-1)
@@ -128,7 +133,7 @@ def _attend_chunk(
 
 
 def _tile_sinks(sinks: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> torch.Tensor:
-    """[tiles, rows of a matmul]: the sink of each row's head; padded rows have some."""
+    """Return [tiles, rows of a matmul]: the sink of each row's head. Padded rows get 0."""
     shape = layer.group.shape
     tile_heads = chunk.query_rows.view(-1, chunk.tile_tokens)[:, 0] % shape.num_kv_heads
     of_tile = sinks.view(shape.num_kv_heads, shape.group).index_select(0, tile_heads)
@@ -137,12 +142,12 @@ def _tile_sinks(sinks: torch.Tensor, layer: LayerBatch, chunk: TileChunk) -> tor
 
 
 def _hide(scores: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Scores [pairs, tile_tokens * group, keys] of ``hidden`` keys become -inf."""
+    """Set the scores [pairs, tile_tokens * group, keys] of ``hidden`` keys to -inf."""
     num_pairs, num_tokens, _, num_keys = hidden.shape
     group = scores.shape[1] // num_tokens
     scores.view(num_pairs, num_tokens, group, num_keys).masked_fill_(hidden, float("-inf"))
 
 
 def _add_blocks(parts: torch.Tensor, chunk: TileChunk) -> torch.Tensor:
-    """Add each tile's blocks in order: an embedding bag adds the rows of a bag one after the other."""
+    """Add each tile's blocks in order. An embedding bag adds the rows of a bag one after the other."""
     return torch.embedding_bag(parts, chunk.bag_pairs, chunk.bag_starts, False, 0)[0]

@@ -1,14 +1,14 @@
-"""The gated delta net of Qwen3.5, over slots: in the place of the library's, whose cache is not ours.
+"""Compute the gated delta net of Qwen3.5, over slots, in place of the library's with its own cache.
 
-A head's state S [keys, values] starts at zero. A token with query q, key k, value v, decay g and share b does
-S <- e^g S, then S <- S + k (b (v - S^T k))^T, and gives S^T q (Yang et al., "Gated Delta Networks", 2024,
-arXiv:2412.06464). A tile of tokens is done in matmuls: what each token writes solves a small triangular
-system (the UT transform of Yang et al., 2024, arXiv:2406.06484, section 3).
+A head's state S [keys, values] starts at zero. A token has query q, key k, value v, decay g and share b.
+It does S <- e^g S, then S <- S + k (b (v - S^T k))^T, and gives S^T q (Yang et al., "Gated Delta
+Networks", 2024, arXiv:2412.06464). A tile of tokens is done in matmuls: the tokens' writes solve a small
+triangular system (the UT transform of Yang et al., 2024, arXiv:2406.06484, section 3).
 
-Here tiles lie at fixed positions and are always computed whole, with zeros for the tokens that did not come
-yet, and everything else is done element by element or row by row. So a row's bits depend on its own sequence
-alone, not on chunks or on the rows beside it, as far as a matmul's bits do not depend on how many of the same
-shape run together: `selfcheck` proves it on the machine.
+Tiles lie at fixed positions and are always computed whole, with zeros for tokens that have not come yet.
+All other operations are element by element or row by row. A row's bits therefore depend on its own
+sequence alone, and not on chunks or on the rows beside it. This needs a matmul's bits not to depend on how
+many of the same shape run together, which `selfcheck` proves on the machine.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from convoy.model.kv.delta_batch import DeltaBatch, DeltaLayer, DeltaPool
 from convoy.model.layers.experts import exact_sigmoid
 from convoy.plan.spec.cache import STATE_TILE
 
-DELTA = {"Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}  # of the library's layers, those of this form
-_L2_EPS = 1e-6  # the library's
-_STEEP = 20.0  # from here on softplus(x) is x
+# The library's layers of this form.
+DELTA = {"Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"}
+# The library's value.
+_L2_EPS = 1e-6
+# From here on softplus(x) is x.
+_STEEP = 20.0
 
 
 class GatedDeltaNet(nn.Module):
-    """Of the library's weights, with one linear for queries, keys, values, shares and decays."""
+    """Compute the layer with the library's weights, with one linear for all inputs of the recurrence.
+
+    That linear makes queries, keys, values, shares and decays.
+    """
 
     def __init__(self, net: Any, *, packed: bool) -> None:
         super().__init__()
@@ -49,13 +55,13 @@ class GatedDeltaNet(nn.Module):
         self.A_log = _constant(net.A_log)
 
     def forward(self, hidden_states: torch.Tensor, batch: Mapping[int, DeltaLayer], **_: Any) -> torch.Tensor:
-        """[1, T, hidden]; T may exceed the batch's tokens by padding rows, which come back as zeros."""
+        """Map [1, T, hidden] to the same shape. Padding rows behind the batch's tokens come back as zeros."""
         x, layer = hidden_states[0], batch[self.layer_idx]
         shape, num_tokens = layer.batch.shape, layer.batch.num_tokens
         widths = [shape.mixed_width, shape.num_heads, shape.num_heads]
         mixed, share, step = torch.split(self.inputs(x)[:num_tokens], widths, dim=-1)
         mixed = _convolve(mixed, self.taps, layer)
-        # queries and keys together, so that there is more than one row to norm
+        # Queries and keys are normalised together, so that there is more than one row.
         turned, value = torch.split(mixed, [2 * shape.key_width, shape.value_width], dim=-1)
         turned = _unit(turned.reshape(num_tokens, -1, shape.key_dim)).view(num_tokens, -1)
         decay = _softplus(step + self.dt_bias).mul_(self.A_log.exp().neg_())
@@ -69,7 +75,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _convolve(mixed: torch.Tensor, taps: torch.Tensor, layer: DeltaLayer) -> torch.Tensor:
-    """Each row behind its past, convolved channel by channel; what is past for the next row is kept."""
+    """Return each row behind its past, convolved channel by channel. The past of the next row is stored."""
     batch, pool = layer.batch, layer.pool
     wide = mixed.new_empty(batch.num_wide, mixed.shape[1])
     wide.index_copy_(0, batch.token_wide, mixed)
@@ -79,19 +85,24 @@ def _convolve(mixed: torch.Tensor, taps: torch.Tensor, layer: DeltaLayer) -> tor
     pool.past.index_copy_(0, batch.past_slots, wide.index_select(0, batch.next_wide))
     num_out = batch.num_wide - len(taps) + 1
     total = wide[:num_out] * taps[0]
+    # One tap after the other, so that the order of the sum is fixed.
     for tap in range(1, len(taps)):
         total.add_(wide[tap : tap + num_out] * taps[tap])
     return _silu(total.index_select(0, batch.token_wide - (len(taps) - 1)))
 
 
 def _run(tokens: torch.Tensor, layer: DeltaLayer) -> torch.Tensor:
-    """Queries, then what each token adds to the state, [T, ..], to what the states give, [T, value_width]."""
+    """Run the tokens over the states: [T, ..] to [T, value_width].
+
+    ``tokens`` has the queries, followed by the numbers that each token adds to the state.
+    """
     batch, pool = layer.batch, layer.pool
     shape = batch.shape
     tiles = tokens.new_zeros(batch.num_tiles * STATE_TILE, tokens.shape[1])
     tiles.index_copy_(0, batch.token_places, tokens)
     kept = tiles[:, shape.key_width :]
     if len(batch.old_places):
+        # A tile that began in an earlier step is computed whole again, from its stored tokens.
         kept.index_copy_(0, batch.old_places, pool.kept.index_select(0, batch.old_slots))
     if len(batch.kept_tokens):
         added = tokens[:, shape.key_width :].index_select(0, batch.kept_tokens)
@@ -101,7 +112,7 @@ def _run(tokens: torch.Tensor, layer: DeltaLayer) -> torch.Tensor:
 
 
 class _Tiles:
-    """What of all tiles does not depend on the states; each is [tiles, heads, ..]."""
+    """Compute the parts of all tiles that do not depend on the states. Each is [tiles, heads, ..]."""
 
     def __init__(self, tiles: torch.Tensor, batch: DeltaBatch) -> None:
         shape = batch.shape
@@ -114,7 +125,7 @@ class _Tiles:
                 strict=True,
             )
         )
-        # decays are logarithms: those from j + 1 to i together are the difference of two sums
+        # Decays are logarithms: the decay from j + 1 to i is the difference of two sums.
         sums = decay[..., 0].contiguous().cumsum(-1)[..., None]  # [tiles, heads, tokens, 1]
         between = (sums - sums.transpose(-1, -2)).masked_fill_(_LATER, float("-inf")).exp_()
         grown, rest = sums.exp(), (sums[..., -1:, :] - sums).exp_()
@@ -135,8 +146,11 @@ class _Tiles:
 
 
 def _scan(tiles: _Tiles, batch: DeltaBatch, pool: DeltaPool) -> torch.Tensor:
-    """Each row's tiles one after the other, all rows at once: [tiles, heads, tokens, value_dim]."""
-    # in place: to gather the states of a batch of decodes would cost more than to use them
+    """Run each row's tiles one after the other, all rows at once.
+
+    Returns [tiles, heads, tokens, value_dim].
+    """
+    # In place: gathering the states of a batch of decodes would cost more than using them.
     states = [pool.states[slot] for slot in batch.slots]
     for state, begins in zip(states, batch.begins, strict=True):
         if begins:
@@ -151,6 +165,8 @@ def _scan(tiles: _Tiles, batch: DeltaBatch, pool: DeltaPool) -> torch.Tensor:
         written = tiles.written[part] - read[:, :, STATE_TILE:]
         seen = torch.bmm(tiles.seen[part].flatten(0, 1), written.flatten(0, 1))
         torch.add(seen.view_as(written), read[:, :, :STATE_TILE], out=found[part])
+        # Only a whole tile is folded into the state. The tokens of a partial tile are stored and computed
+        # again.
         for row in range(scan.num_whole):
             tile = scan.first_tile + row
             states[row].mul_(tiles.left[tile]).add_(torch.bmm(tiles.writers[tile], written[row]))
@@ -158,9 +174,10 @@ def _scan(tiles: _Tiles, batch: DeltaBatch, pool: DeltaPool) -> torch.Tensor:
 
 
 def _inverse(below: torch.Tensor, num_filled: int) -> torch.Tensor:
-    """(I + L)^-1 for the part L of [n, tokens, tokens] below the diagonal, by substitution.
+    """Return (I + L)^-1 for the part L of [n, tokens, tokens] below the diagonal, by substitution.
 
-    Element by element, so that no order of sums is left to chance. Rows from ``num_filled`` on are zero.
+    It works element by element, so that the order of every sum is fixed. Rows from ``num_filled`` on are
+    zero.
     """
     inverse = torch.eye(STATE_TILE).expand(below.shape).contiguous()
     for row in range(num_filled - 1):
@@ -170,7 +187,10 @@ def _inverse(below: torch.Tensor, num_filled: int) -> torch.Tensor:
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    """[T, heads, dim] of length 1, queries times dim^-0.5: x / sqrt(sum(x^2) + eps) as a norm by the mean."""
+    """Return [T, heads, dim] at length 1, with queries times dim^-0.5.
+
+    x / sqrt(sum(x^2) + eps) is computed as a norm by the mean.
+    """
     size = x.shape[-1]
     normed = nn.functional.rms_norm(x, (size,), None, _L2_EPS / size)
     num_queries = x.shape[1] // 2
@@ -188,7 +208,7 @@ def _softplus(x: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(weight: torch.Tensor, *, packed: bool, activation: str | None = None) -> nn.Module:
-    """A plain one leaves the activation to the caller."""
+    """Return a linear over ``weight``. A plain one leaves the activation to the caller."""
     if packed:
         return PackedLinear(weight, None, activation)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -200,4 +220,5 @@ def _constant(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach().contiguous(), requires_grad=False)
 
 
-_LATER = torch.ones(STATE_TILE, STATE_TILE, dtype=torch.bool).triu(1)  # keys that a query does not see
+# The keys that a query does not see.
+_LATER = torch.ones(STATE_TILE, STATE_TILE, dtype=torch.bool).triu(1)

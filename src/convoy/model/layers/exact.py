@@ -1,4 +1,4 @@
-"""A decoder layer's parts in exact form: the library's layer stays, its linears, norms and MLP are replaced.
+"""Put a decoder layer's linears, norms, attention and MLP into exact form, inside the library's layer.
 
 Besides fixing the order of sums, this saves calls: at one token a step, a small layer is mostly overhead.
 """
@@ -28,8 +28,8 @@ from convoy.model.layers.experts import (
 )
 from convoy.model.layers.rope import HeadSpread
 
-# Linears for q, k and v, norms of each head's q and k or none, halves of the rotary part of a head turned,
-# sinks or none, and no more than that.
+# Attention with linears for q, k and v, optional norms of each head's q and k, a rotation of the halves of a
+# head's rotary part, optional sinks, and nothing else.
 _PLAIN_ATTENTION = {
     f"{family}Attention"
     for family in (
@@ -37,9 +37,9 @@ _PLAIN_ATTENTION = {
         *("Phi3", "Gemma3", "GptOss", "Arcee", "Gemma", "Granite", "Mixtral", "SeedOss"),
     )
 }
-# The same, with a gate beside each head's query, for what the head gives
+# The same, with a gate beside each head's query that is applied to the head's result.
 _GATED_ATTENTION = {"Qwen3_5Attention", "Qwen3_5MoeAttention"}
-# Each row over its root mean square, times the weight
+# Norms that divide each row by its root mean square and multiply it by the weight.
 _PLAIN_NORM = {
     f"{family}RMSNorm"
     for family in (
@@ -48,12 +48,15 @@ _PLAIN_NORM = {
         *("DeepseekV4", "Granite", "Mixtral", "Olmo2", "Olmo3", "Olmoe", "Qwen2Moe", "SeedOss", "SmolLM3"),
     )
 }
-# The same, times one more than the weight
+# The same, but multiplied by one plus the weight.
 _OFFSET_NORM = {"GemmaRMSNorm", "Gemma2RMSNorm", "Gemma3RMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 
 
 class RowNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight; for two or more rows, no row's mean is split between threads."""
+    """Compute x / sqrt(mean(x^2) + eps) * weight.
+
+    For two or more rows, no row's mean is split between threads.
+    """
 
     def __init__(self, weight: torch.Tensor | None, eps: float) -> None:
         super().__init__()
@@ -62,29 +65,30 @@ class RowNorm(nn.Module):
 
     @property
     def takes_lone_rows(self) -> bool:
-        """Whether a lone row has the bits that it has beside others."""
+        """Return whether a lone row has the same bits as beside other rows."""
         return self.weight is not None and norm_holds(len(self.weight))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., size] to the same shape."""
-        # a stage on a device may have this one too
+        """Normalise [..., size] to the same shape."""
+        # A stage on a device may use this module too, so the compiled norm is not always possible.
         if x.dtype == torch.float32 and x.device.type == "cpu" and norm_holds(x.shape[-1]):
             return native_norm(x.contiguous(), self.weight, self.eps)
         return nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 class ExactNorm(RowNorm):
-    """A norm of the library as `RowNorm`."""
+    """Replace a norm of the library with a `RowNorm`."""
 
     def __init__(self, norm: Any) -> None:
-        weight: torch.Tensor | None = getattr(norm, "weight", None)  # some only normalise
+        # Some norms have no weight and only normalise.
+        weight: torch.Tensor | None = getattr(norm, "weight", None)
         if weight is not None and type(norm).__name__ in _OFFSET_NORM:
             weight = 1.0 + weight.detach().to(torch.float32)
         super().__init__(weight, getattr(norm, "variance_epsilon", None) or norm.eps)
 
 
 class ExactMlp(nn.Module):
-    """down(activation(gate(x)) * up(x)) with the activation and the product inside the linears."""
+    """Compute down(activation(gate(x)) * up(x)), with the activation and the product inside the linears."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -99,13 +103,13 @@ class ExactMlp(nn.Module):
         self.down = _pack(mlp.down_proj)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., rows, hidden] to the same shape."""
+        """Map [..., rows, hidden] to the same shape."""
         down: torch.Tensor = self.down(self.up.times(x, self.gate(x)))
         return down
 
 
 class ExactAttention(nn.Module):
-    """Attention with one linear for q, k and v and one rotation over all heads."""
+    """Attend with one linear for q, k and v, and one rotation over all heads."""
 
     def __init__(self, attention: Any, rotary_dim: int) -> None:
         super().__init__()
@@ -128,7 +132,7 @@ class ExactAttention(nn.Module):
 
     @property
     def spread(self) -> HeadSpread:
-        """How its rotations must be laid out."""
+        """Return how the layer's rotations must be laid out."""
         return HeadSpread(self._num_heads, self._num_kv_heads, self._head_dim, self._scaling)
 
     def forward(
@@ -138,7 +142,10 @@ class ExactAttention(nn.Module):
         batch: Mapping[int, LayerBatch],
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """[1, T, hidden]; ``position_embeddings`` as `rope.spread_over_heads` makes them."""
+        """Attend, for hidden states [1, T, hidden]. Returns the same shape, and None.
+
+        ``position_embeddings`` is as `rope.spread_over_heads` returns it.
+        """
         cos, sin = position_embeddings
         heads = self.qkv(hidden_states[0]).view(hidden_states.shape[1], -1, self._head_dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -167,7 +174,7 @@ class ExactAttention(nn.Module):
         return attend(query, kv, layer, sinks=self.sinks)
 
     def _rolled(self, heads: torch.Tensor) -> torch.Tensor:
-        """With the halves of the rotary part exchanged."""
+        """Return ``heads`` with the halves of the rotary part exchanged."""
         half, end = self.rotary_dim // 2, self.rotary_dim
         if end == self._head_dim:
             return torch.roll(heads, half, -1)
@@ -175,11 +182,14 @@ class ExactAttention(nn.Module):
 
 
 def make_layer_exact(layer: nn.Module, rotary_dim: int) -> ExactAttention | None:
-    """Replace a layer's parts in place, freeing the originals; its attention, where that is ours now.
+    """Replace a layer's parts in place, which frees the originals. Return its attention if that is ours now.
 
-    ``rotary_dim``: how much of a head is turned. Raises ModelError for what has no exact form.
+    ``rotary_dim`` is the number of rotated dimensions of a head. Raises ModelError for parts without an
+    exact form.
     """
     attention: ExactAttention | None = None
+    # Whole blocks first: they contain linears and norms, which the loop below would otherwise replace one by
+    # one.
     for name, part in list(layer.named_modules()):
         if type(part).__name__ in _PLAIN_ATTENTION | _GATED_ATTENTION:
             attention = ExactAttention(part, rotary_dim)
@@ -192,7 +202,8 @@ def make_layer_exact(layer: nn.Module, rotary_dim: int) -> ExactAttention | None
             layer.set_submodule(name, ExactExperts(part))
         elif type(part).__name__ in ROUTERS:
             layer.set_submodule(name, ExactRouter(part))
-    gate = getattr(layer, "per_layer_input_gate", None)  # of Gemma 4, with the layer's own activation
+    # Gemma 4's gate of the per-layer input, with the layer's own activation.
+    gate = getattr(layer, "per_layer_input_gate", None)
     if isinstance(gate, nn.Linear):
         layer.per_layer_input_gate = _pack(gate, activation_name(layer.config))
         layer.act_fn = nn.Identity()
@@ -205,7 +216,7 @@ def make_layer_exact(layer: nn.Module, rotary_dim: int) -> ExactAttention | None
 
 
 def make_norm_exact(norm: nn.Module) -> nn.Module:
-    """The final norm in exact form, where it has one."""
+    """Return the final norm in exact form, or unchanged where it has none."""
     return ExactNorm(norm) if _is_norm(norm) else norm
 
 
@@ -219,7 +230,7 @@ def _is_norm(part: nn.Module) -> bool:
 
 
 def _joined_qkv(attention: Any) -> tuple[PackedLinear, int]:
-    """One linear for q, k and v, and the number of query heads."""
+    """Return one linear for q, k and v, and the number of query heads."""
     if hasattr(attention, "qkv_proj"):
         joined = attention.qkv_proj
         return _pack(joined), attention.o_proj.in_features // attention.head_dim
@@ -235,7 +246,7 @@ def _is_gated(attention: nn.Module) -> bool:
 
 
 def _query_part(attention: Any, part: int) -> nn.Linear:
-    """Of a linear that makes each head's query (0) and behind it the head's gate (1)."""
+    """Return the linear of each head's query (0) or gate (1), from the linear that makes both."""
     both = attention.q_proj
     weight = both.weight.unflatten(0, (-1, 2, attention.head_dim))[:, part].flatten(0, 1)
     linear = nn.Linear(both.in_features, len(weight), bias=both.bias is not None, device="meta")

@@ -1,7 +1,7 @@
-"""A mixture of experts in exact form: no row's bits depend on which experts the rows beside it go to.
+"""Compute experts in exact form: a row's bits do not depend on the experts of the rows beside it.
 
-An expert's rows are gathered and padded as a stage's are, and a row's experts are added in the order in which
-its router ranked them: the library adds them in the order of their numbers, which comes to the same but for
+An expert's rows are gathered and padded as a stage's are. A row's experts are added in the order in which
+its router ranked them. The library adds them in the order of their numbers, which differs only by
 rounding.
 """
 
@@ -23,16 +23,17 @@ Routing = tuple[
 
 
 class ExactExperts(nn.Module):
-    """All experts of a layer: three packed linears each, where the library has two stacks of matrices."""
+    """Run all experts of a layer: three packed linears each, in place of the library's stacked matrices."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
         self.experts = nn.ModuleList(_expert(experts, number) for number in range(experts.num_experts))
 
     def forward(self, hidden: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, hidden], and the numbers and weights of each row's experts, [T, chosen], to [T, hidden]."""
+        """Map [T, hidden] to [T, hidden]. ``numbers`` and ``weights`` [T, chosen] give each row's experts."""
         num_rows, num_chosen = numbers.shape
         flat = numbers.reshape(-1)
+        # A stable sort keeps the rows of an expert in the order of the batch.
         places = torch.argsort(flat, stable=True)
         outs = hidden.new_empty(num_rows * num_chosen, hidden.shape[1])
         start = 0
@@ -47,20 +48,20 @@ class ExactExperts(nn.Module):
 
 
 class _GatedExpert(nn.Module):
-    """down(activation(gate(x)) * up(x))"""
+    """Compute down(activation(gate(x)) * up(x))."""
 
     def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear) -> None:
         super().__init__()
         self.gate, self.up, self.down = gate, up, down
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] to the same shape."""
+        """Map [rows, hidden] to the same shape."""
         out: torch.Tensor = self.down(self.up.times(x, self.gate(x)))
         return out
 
 
 class _ClampedExpert(_GatedExpert):
-    """down((up + 1) * gate * sigmoid(alpha * gate)), gate and up clamped before: GPT-OSS's."""
+    """Compute GPT-OSS's down((up + 1) * gate * sigmoid(alpha * gate)), with gate and up clamped before."""
 
     def __init__(
         self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, *, alpha: float, limit: float
@@ -69,7 +70,7 @@ class _ClampedExpert(_GatedExpert):
         self._alpha, self._limit = alpha, limit
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] to the same shape."""
+        """Map [rows, hidden] to the same shape."""
         gate = self.gate(x).clamp_(max=self._limit)
         up = self.up(x).clamp_(min=-self._limit, max=self._limit)
         gate = gate * exact_sigmoid(gate * self._alpha)
@@ -78,14 +79,14 @@ class _ClampedExpert(_GatedExpert):
 
 
 class _LimitedExpert(_GatedExpert):
-    """down(silu(gate) * up), gate and up clamped before: DeepSeek V4's."""
+    """Compute DeepSeek V4's down(silu(gate) * up), with gate and up clamped before."""
 
     def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, *, limit: float) -> None:
         super().__init__(gate, up, down)
         self._limit = limit
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, hidden] to the same shape."""
+        """Map [rows, hidden] to the same shape."""
         gate = self.gate(x).clamp_(max=self._limit)
         up = self.up(x).clamp_(min=-self._limit, max=self._limit)
         out: torch.Tensor = self.down(up.mul_(gate * exact_sigmoid(gate)))
@@ -93,7 +94,7 @@ class _LimitedExpert(_GatedExpert):
 
 
 class ExactRouter(nn.Module):
-    """Scores every expert for each row and chooses the best, with the scoring of the library's own router."""
+    """Score every expert for each row and choose the best, with the scoring of the library's own router."""
 
     def __init__(self, router: Any) -> None:
         super().__init__()
@@ -109,13 +110,13 @@ class ExactRouter(nn.Module):
         self.routed_scaling_factor = float(getattr(router, "routed_scaling_factor", 1.0))
 
     def forward(self, hidden: torch.Tensor) -> Routing:
-        """[..., hidden], any shape."""
+        """Return the routing of [..., hidden], with all leading dimensions flattened to rows."""
         logits = self.linear(hidden.reshape(-1, hidden.shape[-1]))
         return (logits, *self._choose(self, logits))
 
 
 class GatedShare(nn.Module):
-    """Routed experts, and one for every row, of which a gate lets through a part: Qwen2-MoE's."""
+    """Add routed experts and one shared expert for every row, of which a gate passes a part (Qwen2-MoE)."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -123,7 +124,7 @@ class GatedShare(nn.Module):
         self.shared_expert, self.shared_expert_gate = block.shared_expert, block.shared_expert_gate
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, T, hidden] to the same shape."""
+        """Map [1, T, hidden] to the same shape."""
         rows = hidden[0]
         shared = self.shared_expert(rows) * exact_sigmoid(self.shared_expert_gate(rows))
         _, weights, numbers = self.gate(rows)
@@ -132,34 +133,41 @@ class GatedShare(nn.Module):
 
 
 def add_columns(x: torch.Tensor) -> torch.Tensor:
-    """[rows, columns, ...] added over the columns, one after the other."""
+    """Return [rows, columns, ...] added over the columns, one after the other."""
     columns = x.unbind(1)
     total = columns[0]
+    # Not in place at first, because the first column is a view of the input.
     for number, column in enumerate(columns[1:]):
         total = total.add_(column) if number else total + column
     return total
 
 
 def exact_sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """ATen's own takes a vector path or a scalar path by the element's place; its exp has one for all."""
+    """Return the sigmoid by `exp`, which has one code path for all elements.
+
+    ATen's own sigmoid takes a vector path or a scalar path by the element's place.
+    """
     return x.neg().exp_().add_(1).reciprocal_()
 
 
 def _choose_of_all(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best of a softmax over all experts."""
+    """Return the weights and numbers of the best experts, from a softmax over all experts."""
     weights, numbers = torch.topk(torch.softmax(logits, dim=-1), router.top_k, dim=-1)
     return (weights / add_columns(weights)[:, None] if router.norm_topk_prob else weights), numbers
 
 
 def _choose_then_weigh(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A softmax over the best."""
+    """Return the weights and numbers of the best experts, from a softmax over the best alone."""
     best, numbers = torch.topk(logits, router.top_k, dim=-1)
     shares = (best - best[:, :1]).exp_()
     return shares / add_columns(shares)[:, None], numbers
 
 
 def _choose_by_group(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best of the best groups of experts, a group being as good as its two best (DeepSeek V3)."""
+    """Return the best experts of the best groups.
+
+    A group's rank is the sum of its two best scores (DeepSeek V3).
+    """
     scores = exact_sigmoid(logits)
     rated = scores + router.e_score_correction_bias
     groups = rated.view(rated.shape[0], router.num_group, -1)
@@ -168,6 +176,7 @@ def _choose_by_group(router: ExactRouter, logits: torch.Tensor) -> tuple[torch.T
     mask = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, kept, False)
     rated = groups.masked_fill(mask[..., None], float("-inf")).view_as(rated)
     numbers = torch.topk(rated, router.top_k, dim=-1)[1]
+    # The correction chooses experts only. The weights are the uncorrected scores.
     weights = scores.gather(1, numbers)
     if router.norm_topk_prob:
         weights = weights / (add_columns(weights)[:, None] + 1e-20)
@@ -192,12 +201,12 @@ GATED_SHARE = {"Qwen2MoeSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock"}
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is what the library calls experts: stacked matrices of all of them."""
+    """Return whether ``module`` is the library's module of stacked expert matrices."""
     return hasattr(module, "is_transposed") and hasattr(module, "num_experts")
 
 
 def activation_name(config: Any) -> str:
-    """The activation of a model's MLPs. Raises ModelError where it has no fused form."""
+    """Return the activation of a model's MLPs. Raises ModelError where it has no fused form."""
     name = str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", None))
     if name not in ACTIVATIONS:
         raise ModelError(f"the activation {name!r} has no exact form here", hint='set kernel = "plain-f32"')
@@ -205,7 +214,7 @@ def activation_name(config: Any) -> str:
 
 
 def _expert(experts: Any, number: int) -> nn.Module:
-    """Expert ``number`` by itself, with matrices [outputs, inputs] whichever way the stacks have them."""
+    """Return expert ``number`` by itself, with matrices [outputs, inputs] for either layout of the stacks."""
     if not experts.has_gate or experts.has_post_expert_norm:
         raise _no_exact_form(experts)
     joined, down = experts.gate_up_proj[number], experts.down_proj[number]
@@ -237,6 +246,6 @@ def _no_exact_form(experts: nn.Module) -> ModelError:
 
 
 def _halves(num_rows: int, *, joined: bool) -> tuple[slice, slice]:
-    """The rows of gate and of up: one behind the other, or in turn."""
+    """Return the rows of gate and of up: one behind the other, or alternating."""
     half = num_rows // 2
     return (slice(half), slice(half, None)) if joined else (slice(0, None, 2), slice(1, None, 2))

@@ -1,10 +1,10 @@
-"""Linears with 4-bit weights: weight-only, through torch's own CPU kernel.
+"""Compute linears with 4-bit weights: weight-only, through torch's own CPU kernel.
 
 Each group of 32 weights of an output has a bfloat16 scale and a bfloat16 value for its middle, so a weight
-takes 5 bits. Activations are bfloat16, sums float32, results bfloat16. The kernel walks a row's inputs in one
-order however many rows stand beside it (`aten/src/ATen/native/cpu/int4mm_kernel.cpp`), which `selfcheck`
-proves for every shape of a stage. `lm_head`, and matrices that the kernel does not take, are rounded to 8
-bits instead: in bfloat16 the best tokens would tie.
+takes 5 bits. Activations are bfloat16, sums float32, results bfloat16. The kernel walks a row's inputs in
+one order for any number of rows (`aten/src/ATen/native/cpu/int4mm_kernel.cpp`), which `selfcheck` proves
+for every shape of a stage. `lm_head`, and matrices that the kernel does not take, are rounded to 8 bits
+instead: in bfloat16 the best tokens would tie.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from convoy.model.kernels.activation import activate
 from convoy.model.kernels.linear import PackedLinear
 from convoy.model.layers.quantized import Int8Linear, RoundedLinear
 
-GROUP = 32  # weights of one scale
-_OUTPUTS = 16  # a matrix has a multiple of so many
+# Weights that share one scale.
+GROUP = 32
+# A matrix must have a multiple of so many outputs.
+_OUTPUTS = 16
 _MIDDLE, _GREATEST = 8, 15
 _ROUNDED_ROWS = 1024
 
 
 def int4_available() -> bool:
-    """Whether this build of torch has the kernel."""
+    """Return whether this build of torch has the kernel."""
     aten = torch.ops.aten
     return hasattr(aten, "_weight_int4pack_mm_for_cpu") and hasattr(
         aten, "_convert_weight_to_int4pack_for_cpu"
@@ -32,19 +34,19 @@ def int4_available() -> bool:
 
 
 def fits_int4(linear: PackedLinear) -> bool:
-    """Whether the kernel takes a matrix of this shape."""
+    """Return whether the kernel takes a matrix of this shape."""
     return linear.in_features % GROUP == 0 and linear.out_features % _OUTPUTS == 0
 
 
 def round_to_4_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix [out, in] as int32 from 0 to 15, and [in / GROUP, out, 2]: bfloat16 scales and middles.
+    """Round a matrix [out, in] to int32 from 0 to 15, and [in / GROUP, out, 2]: bfloat16 scales and middles.
 
-    A weight is worth (number - 8) * scale + middle.
+    A weight's value is (number - 8) * scale + middle.
     """
     outputs, inputs = weight.shape
     numbers = torch.empty(outputs, inputs, dtype=torch.int32)
     scales = torch.empty(inputs // GROUP, outputs, 2, dtype=torch.bfloat16)
-    # some rows at a time: float copies of a whole matrix would be the peak of loading
+    # Some rows at a time: float copies of a whole matrix would be the peak of loading.
     for start in range(0, outputs, _ROUNDED_ROWS):
         rows = slice(start, start + _ROUNDED_ROWS)
         numbers[rows], scales[:, rows] = _round_rows(weight[rows])
@@ -57,13 +59,16 @@ def _round_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = ((greatest - least) / _GREATEST).to(torch.bfloat16)
     middle = (least + _MIDDLE * ((greatest - least) / _GREATEST)).to(torch.bfloat16)
     steps = (groups - middle.float().unsqueeze(-1)) / scale.float().unsqueeze(-1)
-    # a group of equal weights has scale 0, and is its middle
+    # A group of equal weights has scale 0, so every weight becomes its middle.
     numbers = steps.nan_to_num_(0.0, 0.0, 0.0).round_().add_(_MIDDLE).clamp_(0, _GREATEST)
     return numbers.flatten(1), torch.stack((scale.t(), middle.t()), -1)
 
 
 def rounded_to_4(module: nn.Module) -> nn.Module | None:
-    """For `quantized.replace_linears`: 4-bit linears, and 8-bit ones of shapes that do not fit."""
+    """Return a 4-bit linear for `quantized.replace_linears`, or an 8-bit one where the shape does not fit.
+
+    Returns None for modules that are no packed linears.
+    """
     if type(module) is not PackedLinear:
         return None
     kind = Int4Linear if fits_int4(module) else Int8Linear
@@ -71,15 +76,16 @@ def rounded_to_4(module: nn.Module) -> nn.Module | None:
 
 
 class Int4Linear(RoundedLinear):
-    """y = activation(x W^T + b) from 4-bit weights; the float weights are not kept.
+    """Compute y = activation(x W^T + b) from 4-bit weights. The float weights are not kept.
 
-    The matrix must fit (`fits_int4`); ``activation`` is one of `activation.ACTIVATIONS`.
+    The matrix must fit (`fits_int4`). ``activation`` is one of `activation.ACTIVATIONS`.
     """
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
     ) -> None:
-        nn.Module.__init__(self)  # and nothing of the float layout
+        # The parent's constructor would pack the float weights, so it is skipped.
+        nn.Module.__init__(self)
         if not int4_available():
             raise SelfCheckError(
                 "this build of torch has no 4-bit linears", hint='set kernel = "auto", without --quantize'
@@ -92,7 +98,7 @@ class Int4Linear(RoundedLinear):
         self.weight_bytes = sum(t.nbytes for t in (self._numbers, self._scales, self._bias) if t is not None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., rows, in_features] to [..., rows, out_features]."""
+        """Map [..., rows, in_features] to [..., rows, out_features]."""
         rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
         product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, self._numbers, GROUP, self._scales)
         y: torch.Tensor = product.to(torch.float32)

@@ -1,8 +1,9 @@
-"""Attention that keeps one latent a token: DeepSeek's MLA with its up-projections moved to the query's side.
+"""Attend over one latent a token: DeepSeek's MLA with its up-projections moved to the query's side.
 
-A head's keys are K = L Wk, of the latents L of all tokens. As q.(l Wk) = (q Wk^T).l, and as the sum over
-tokens of p l Wv is (the sum of p l) Wv, queries are turned once and results once, and latents stay as they
-are ("weight absorption", DeepSeek-V2, 2024, section 2.1). For DeepSeek V3 that is a 71st of the memory.
+A head's keys are K = L Wk, of the latents L of all tokens. It holds that q.(l Wk) = (q Wk^T).l, and that
+the sum over tokens of p l Wv is (the sum of p l) Wv. Queries are therefore projected once and results
+once, and latents stay as they are ("weight absorption", DeepSeek-V2, 2024, section 2.1). For DeepSeek V3
+this takes a 71st of the memory.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from torch import nn
 from convoy.model.kv.packed import SAFE_ROWS
 from convoy.model.layers.attention import LayerBatch, attend
 
-LATENT = {"DeepseekV3Attention"}  # of the library's attentions, those of this form
+# The library's attentions of this form.
+LATENT = {"DeepseekV3Attention"}
 
 
 class LatentAttention(nn.Module):
-    """In the place of the library's: of the same linears and norms, but for ``kv_b_proj``."""
+    """Replace the library's attention, with the same linears and norms except ``kv_b_proj``."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -30,7 +32,7 @@ class LatentAttention(nn.Module):
         self._sizes = [attention.qk_nope_head_dim, attention.qk_rope_head_dim]
         self._rank: int = attention.kv_lora_rank
         self._interleaved = bool(attention.config.rope_interleave)
-        # made in two steps, or in one
+        # Queries are made by one linear, or by two with a norm between.
         self.q_proj: Any = attention.q_proj
         self.q_a_proj: Any = attention.q_a_proj
         self.q_a_layernorm: Any = attention.q_a_layernorm
@@ -50,7 +52,7 @@ class LatentAttention(nn.Module):
         batch: Mapping[int, LayerBatch],
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """[1, T, hidden]"""
+        """Attend, for hidden states [1, T, hidden]. Returns the same shape, and None."""
         x, rope = hidden_states[0], position_embeddings
         fixed, turning = torch.split(self._queries(x), self._sizes, dim=-1)
         query = torch.cat((each_head(fixed, self.key_up), self._turn(turning, rope)), dim=-1)
@@ -60,13 +62,16 @@ class LatentAttention(nn.Module):
         return self.o_proj(each_head(out, self.value_up).reshape(1, len(x), -1)), None
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, heads, nope + rope]"""
+        """Return the queries [T, heads, nope + rope]."""
         made = self.q_proj(x) if self.q_proj else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         queries: torch.Tensor = made.view(len(x), self._num_heads, -1)
         return queries
 
     def _turn(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """[T, heads, rotary_dim] turned; interleaved pairs come out as halves, of queries and keys."""
+        """Return [T, heads, rotary_dim] rotated.
+
+        Interleaved pairs come out as halves, for queries and keys alike.
+        """
         half = x.shape[-1] // 2
         cos, sin = (values[0, :, None, :half] for values in rope)
         first, second = (x[..., 0::2], x[..., 1::2]) if self._interleaved else torch.split(x, half, dim=-1)
@@ -74,9 +79,9 @@ class LatentAttention(nn.Module):
 
 
 def each_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """[T, heads, in] with [heads, in, out] to [T, heads, out].
+    """Return [T, heads, in] times [heads, in, out]: [T, heads, out].
 
-    In matmuls of always the same number of rows, so that a row's bits do not depend on how many there are.
+    Every matmul has the same number of rows, so that a row's bits do not depend on the number of rows.
     """
     num_rows = x.shape[0]
     padded = nn.functional.pad(x, (0, 0, 0, 0, 0, -num_rows % SAFE_ROWS)).transpose(0, 1)

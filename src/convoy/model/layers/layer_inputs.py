@@ -1,6 +1,6 @@
-"""An input of its own that each layer makes from token ids: the per-layer embeddings of Gemma 4's E-models.
+"""Make an input for each layer from token ids: the per-layer embeddings of Gemma 4's E-models.
 
-One table and one projection a layer, so that a layer's values do not depend on which others a stage has.
+Each layer has its own table and projection, so its values do not depend on the other layers of a stage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from convoy.model.kernels.linear import PackedLinear
 
 
 class LayerInputs(nn.Module):
-    """(norm(projection(embedded)) + table[token]) / sqrt(2), for every layer of a stage."""
+    """Compute (norm(projection(embedded)) + table[token]) / sqrt(2), for every layer of a stage."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class LayerInputs(nn.Module):
         )
 
     def forward(self, tokens: torch.Tensor) -> dict[int, torch.Tensor]:
-        """int64 [T], two or more, to [1, T, width] for each layer."""
+        """Return [1, T, width] for each layer, from int64 [T] with at least two tokens."""
         embedded = self.embedding(tokens).to(torch.float32) * self._embed_scale
         found = {}
         for layer, rows in zip(self.layers, self.look_up(tokens), strict=True):
@@ -47,7 +47,7 @@ class LayerInputs(nn.Module):
         return found
 
     def look_up(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Each layer's rows of its table, [T, width], in float32."""
+        """Return each layer's rows of its table, [T, width], in float32."""
         return [self.tables[str(layer)](tokens).to(torch.float32) for layer in self.layers]
 
 
@@ -65,8 +65,8 @@ def _linear(weight: torch.Tensor, *, packed: bool) -> nn.Module:
 
 
 def takes_shared_kv(layers: Iterable[nn.Module]) -> bool:
-    """Whether a step's layers hand K and V on in a dictionary of the caller's.
+    """Return whether the layers of a step pass K and V on in a dictionary that the caller supplies.
 
-    Some releases of the library (5.17) want it of every layer of such a family, read or not.
+    Some releases of the library (5.17) require it for every layer of such a family, read or not.
     """
     return any("shared_kv_states" in inspect.signature(type(layer).forward).parameters for layer in layers)

@@ -1,12 +1,14 @@
-"""Linears with 8-bit weights and activations: dynamic W8A8 through oneDNN.
+"""Compute linears with 8-bit weights and activations: dynamic W8A8 through oneDNN.
 
-A weight matrix is rounded once, symmetric, with one scale for each output; a row of activations each time,
-symmetric, with one scale for itself. Products and sums are whole numbers below 2^31, so they are the same in
-any order, and what surrounds them is single operations on single numbers: a row's bits depend on no other
-row, on no thread count, and on no machine whose `selfcheck` passed.
+A weight matrix is rounded once, symmetrically, with one scale for each output. A row of activations is
+rounded at each call, symmetrically, with one scale for the row. Products and sums are whole numbers below
+2^31, so they are the same in any order. All other steps are single operations on single numbers. A row's
+bits are therefore the same beside any rows, on any number of threads, and on any machine that passes
+`selfcheck`.
 
 The operators are those that torch's own x86 quantiser calls (`torch/_inductor/fx_passes/quantization.py`).
-They are no public interface, hence `w8a8_available` and a check of every shape against `int8_linear`.
+They are no public interface. `w8a8_available` looks for them, and every shape is checked against
+`int8_linear`.
 """
 
 from __future__ import annotations
@@ -27,27 +29,33 @@ from convoy.model.layers.exact import ExactMlp
 from convoy.model.layers.experts import ExactRouter
 
 _GREATEST = 127
-# oneDNN multiplies unsigned with signed bytes; signed with signed it did 6,000 times slower, seen at one row
+# oneDNN multiplies unsigned with signed bytes. Signed with signed was 6,000 times slower, measured at one
+# row.
 _ZERO = 128
 _NOTHING = torch.zeros(())
-_ROUNDED_ROWS = 1024  # whole panels of `NativeI8`
-# Sums of products of two numbers up to 127 stay below 2^31 for so many inputs.
+# Whole panels of `NativeI8`.
+_ROUNDED_ROWS = 1024
+# With so many inputs, sums of products of two numbers up to 127 stay below 2^31.
 MAX_INPUTS = (2**31 - 1) // (_GREATEST * _GREATEST)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 [n, width] as whole numbers from -127 to 127, in float32, and each row's greatest [n, 1].
+    """Round float32 [n, width] to whole numbers from -127 to 127, in float32.
 
-    A number is worth its whole number times the greatest over 127. A row of zeros has 0, one that is not
-    finite NaN or infinity; what stands in such a row makes no difference.
+    Also returns each row's greatest value [n, 1]. A number's value is its whole number times the greatest
+    over 127. A row of zeros has greatest 0, and a row that is not finite has NaN or infinity; the numbers
+    in such a row make no difference.
     """
     greatest = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True)
-    # few calls, each over all numbers: at one row, calls are what rounding costs
+    # Few calls, each over all numbers: at one row, the calls are the cost of rounding.
     return torch.addcdiv(_NOTHING, x, greatest, value=_GREATEST).round_(), greatest
 
 
 def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix [out, in] as int8 from -127 to 127, and the scale of each output's row [out]."""
+    """Round a matrix [out, in] to int8 from -127 to 127.
+
+    Also returns the scale of each output's row, [out].
+    """
     rounded, scales, start = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight)), 0
     for some, scale in rounded_runs(weight):
         rows = slice(start, start := start + len(some))
@@ -56,11 +64,14 @@ def round_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rounded_runs(weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """As `round_weight`, some rows at a time: float copies of a whole matrix would be the peak of loading."""
+    """Yield the parts of `round_weight`, some rows at a time.
+
+    Float copies of a whole matrix would be the peak of loading.
+    """
     for start in range(0, len(weight), _ROUNDED_ROWS):
         dense = weight[start : start + _ROUNDED_ROWS].detach().to(torch.float32)
         scale = dense.abs().amax(-1, keepdim=True).div_(_GREATEST)
-        # a row of zeros would be 0 / 0
+        # A row of zeros has scale 0, and 0 / 0 is NaN.
         rounded = dense.div(scale).round_().nan_to_num_(0.0, 0.0, 0.0)
         yield rounded.to(torch.int8), scale.view(-1)
 
@@ -68,7 +79,10 @@ def rounded_runs(weight: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Ten
 def int8_linear(
     x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """The slow reference: x [n, in], whole ``weight`` [out, in], its scales [out]; sums in float64."""
+    """Return the product slowly, as the reference, with sums in float64.
+
+    ``x`` is float32 [n, in], ``weight`` has whole numbers [out, in], ``weight_scale`` is [out].
+    """
     rounded, greatest = quantize_rows(x)
     sums = (rounded.to(torch.float64) @ weight.to(torch.float64).t()).to(torch.float32)
     y = sums * (weight_scale / _GREATEST) * greatest
@@ -76,7 +90,7 @@ def int8_linear(
 
 
 class _OneDnn:
-    """Whole numbers times a matrix by oneDNN's 8-bit linear, in float32."""
+    """Multiply whole numbers by a matrix with oneDNN's 8-bit linear, in float32."""
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
         self._packed = torch.ops.onednn.qlinear_prepack(weight, None)
@@ -91,12 +105,16 @@ class _OneDnn:
 
 
 class _Fbgemm:
-    """The same by FBGEMM, in half the time. It rounds what it is given, which is whole already."""
+    """Multiply whole numbers by a matrix with FBGEMM, in half the time.
+
+    FBGEMM rounds its input, which is whole already.
+    """
 
     def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
         zeros = torch.zeros(len(scale), dtype=torch.int64)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # these tensors are to leave torch: `fbgemm_holds` is false then
+            # Torch warns that it will drop these tensors. `fbgemm_holds` is then false.
+            warnings.simplefilter("ignore")
             tensor = torch._make_per_channel_quantized_tensor(weight, scale.to(torch.float64), zeros, 0)
             self._packed = torch.ops.quantized.linear_prepack(tensor, None)
 
@@ -108,9 +126,9 @@ class _Fbgemm:
 
 @functools.cache
 def fbgemm_holds() -> bool:
-    """Whether this build of torch has FBGEMM's 8-bit linear, and its sums do not saturate on this CPU.
+    """Return whether torch has FBGEMM's 8-bit linear here, with sums that do not saturate on this CPU.
 
-    Without the vector instructions for such sums they are made of pairs in 16 bits.
+    Without the vector instructions for such sums, FBGEMM adds pairs in 16 bits.
     """
     weight = torch.full((16, 64), _GREATEST, dtype=torch.int8)
     try:
@@ -122,7 +140,7 @@ def fbgemm_holds() -> bool:
 
 @functools.cache
 def native_holds() -> bool:
-    """Whether compiled 8-bit linears are here and have the reference's bits, as FBGEMM's have."""
+    """Return whether compiled 8-bit linears are available and have the reference's bits, as FBGEMM's have."""
     if native_library() is None:
         return False
     generator = torch.Generator().manual_seed(20)
@@ -133,28 +151,28 @@ def native_holds() -> bool:
 
 
 class RoundedLinear(PackedLinear):
-    """A linear from weights that were rounded; nothing of the float layout is kept."""
+    """Compute a linear from rounded weights. Nothing of the float layout is kept."""
 
     _native = None
 
     @property
     def takes_lone_rows(self) -> bool:
-        """Always: rows are rounded by themselves, and sums of whole numbers are exact."""
+        """Return True: rows are rounded by themselves, and sums of whole numbers are exact."""
         return True
 
     @property
     def packed(self) -> list[torch.Tensor]:
-        """None in oneDNN's float layout."""
+        """Return no weights, since none are in oneDNN's float layout."""
         return []
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """(x W^T + b) * factor, for ``factor`` of the result's shape."""
+        """Return (x W^T + b) * factor, for ``factor`` of the result's shape."""
         y: torch.Tensor = self(x)
         return y.mul_(factor)
 
 
 class Int8Linear(RoundedLinear):
-    """y = activation(x W^T + b) from 8-bit weights; the float weights are not kept.
+    """Compute y = activation(x W^T + b) from 8-bit weights. The float weights are not kept.
 
     ``activation`` is one of `ACTIVATIONS`.
     """
@@ -162,7 +180,8 @@ class Int8Linear(RoundedLinear):
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
     ) -> None:
-        nn.Module.__init__(self)  # and nothing of the float layout
+        # The parent's constructor would pack the float weights, so it is skipped.
+        nn.Module.__init__(self)
         if not w8a8_available():
             raise SelfCheckError(
                 "this build of torch has no 8-bit oneDNN linears",
@@ -171,7 +190,8 @@ class Int8Linear(RoundedLinear):
         self.out_features, self.in_features = weight.shape
         self._bias = None if bias is None else bias.detach().to(torch.float32).clone()
         self._rows: NativeI8 | None = None
-        # a row's scale is its greatest over 127
+        # A row of activations is scaled by its greatest value over 127. The division is done here, in the
+        # weight's scales.
         if native_holds():
             runs = ((rounded, scale / _GREATEST) for rounded, scale in rounded_runs(weight))
             self._rows = NativeI8(weight.shape, runs, self._bias)
@@ -183,11 +203,11 @@ class Int8Linear(RoundedLinear):
 
     @property
     def native(self) -> NativeI8 | None:
-        """As `PackedLinear.native`."""
+        """Return the compiled form, as `PackedLinear.native` does."""
         return self._rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., rows, in_features] to [..., rows, out_features]."""
+        """Map [..., rows, in_features] to [..., rows, out_features]."""
         rows = x.reshape(-1, self.in_features)
         if self._rows is not None:
             y = self._rows(rows if rows.stride(1) == 1 else rows.contiguous())
@@ -200,7 +220,10 @@ class Int8Linear(RoundedLinear):
 
 
 class Int8Mlp(nn.Module):
-    """down(activation(gate(x)) * up(x)) with gate and up in one linear: calls are what few rows cost."""
+    """Compute down(activation(gate(x)) * up(x)) with gate and up in one linear.
+
+    With few rows the calls are most of the cost.
+    """
 
     def __init__(self, mlp: ExactMlp) -> None:
         super().__init__()
@@ -208,10 +231,11 @@ class Int8Mlp(nn.Module):
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         self.gate_up = Int8Linear(torch.cat((gate, up)), bias)
         self.down = _rounded(mlp.down)
-        self.activation, self.width = mlp.gate.activation, gate.shape[0]  # of gate, and of up
+        # The width of gate, and of up.
+        self.activation, self.width = mlp.gate.activation, gate.shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., rows, hidden] to the same shape."""
+        """Map [..., rows, hidden] to the same shape."""
         both = self.gate_up(x)
         gate, up = both[..., : self.width], both[..., self.width :]
         down: torch.Tensor = self.down(activate(gate, self.activation).mul_(up))
@@ -219,10 +243,10 @@ class Int8Mlp(nn.Module):
 
 
 def replace_linears(module: nn.Module, rounded: Callable[[nn.Module], nn.Module | None]) -> nn.Module:
-    """Replace every part of ``module`` for which ``rounded`` has another; routers stay as they are.
+    """Replace every part of ``module`` for which ``rounded`` returns another. Routers stay as they are.
 
-    An expert is chosen by numbers close together, from a matrix of next to no weight. Returns what takes the
-    place of ``module``.
+    A router chooses experts by scores that lie close together, and its matrix weighs next to nothing.
+    Returns the replacement of ``module``, or ``module``.
     """
     other = rounded(module)
     if other is not None:
@@ -234,7 +258,10 @@ def replace_linears(module: nn.Module, rounded: Callable[[nn.Module], nn.Module 
 
 
 def rounded_to_8(module: nn.Module) -> nn.Module | None:
-    """For `replace_linears`: 8-bit linears; what was rounded before stays as it is."""
+    """Return an 8-bit linear or MLP for `replace_linears`, or None.
+
+    Parts that were rounded before stay as they are.
+    """
     if type(module) is PackedLinear:
         return _rounded(module)
     return Int8Mlp(module) if isinstance(module, ExactMlp) else None

@@ -1,7 +1,8 @@
-"""Rotary positions, computed once per fixed block of positions and looked up after that.
+"""Look up rotary positions, computed once per fixed block of positions.
 
-cos and sin of the same position must have the same bits in every batch; vector and scalar code paths may
-differ, and so may thread chunks. So the model's own rotary module runs on whole blocks, always the same ones.
+cos and sin of the same position must have the same bits in every batch. Vector and scalar code paths may
+differ, and so may thread chunks. So the model's own rotary module runs on whole blocks, always the same
+ones.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from torch import nn
 # 64 positions of at most 512 rotary dimensions stay below ATen's threading grain of 32,768 elements.
 _BLOCK = 64
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin
+# A pair of cos and sin.
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class HeadSpread:
-    """Heads over which a rotation is laid out, to treat q, k and v in one go."""
+    """Describe the heads over which a rotation is laid out, so that one operation covers q, k and v."""
 
     num_heads: int
     num_kv_heads: int
@@ -31,14 +33,16 @@ class HeadSpread:
 
 @dataclass(frozen=True)
 class RopeUse:
-    """Which rotation a layer takes, and in what form."""
+    """Name the rotation of a layer, and its form."""
 
-    layer_type: str | None = None  # None: all layers take the same
-    spread: HeadSpread | None = None  # None: as the library's layer takes it
+    # None: all layers have the same rotation.
+    layer_type: str | None = None
+    # None: in the form of the library's layer.
+    spread: HeadSpread | None = None
 
 
 class RopeTable:
-    """cos and sin for positions 0..max_context, filled as they are asked for."""
+    """Hold cos and sin for positions 0..max_context, filled on demand."""
 
     def __init__(self, rotary: nn.Module, max_context: int, layer_type: str | None = None) -> None:
         self._rotary = rotary
@@ -47,19 +51,19 @@ class RopeTable:
         self._arguments = {} if layer_type is None else {"layer_type": layer_type}
         name = "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"
         frequencies: Any = getattr(rotary, name, None)
-        # of some models cos and sin come once for both halves of a head
+        # Some models return cos and sin once for both halves of a head.
         self._whole = 2 * frequencies.numel() if isinstance(frequencies, torch.Tensor) else 0
         self._cos = torch.empty(0)
         self._sin = torch.empty(0)
 
     def look_up(self, positions: torch.Tensor, last: int) -> Rotation:
-        """cos and sin, each [1, T, width], of int64 ``positions`` [T], none beyond ``last``."""
+        """Return cos and sin, each [1, T, width], of int64 ``positions`` [T], none beyond ``last``."""
         if last >= self._cos.shape[0]:
             self._grow(last // _BLOCK + 1)
         return self._cos.index_select(0, positions)[None], self._sin.index_select(0, positions)[None]
 
     def both_halves(self, rotation: Rotation) -> Rotation:
-        """A rotation of `look_up` with the values of either half of what is turned, [1, T, rotary_dim]."""
+        """Return a rotation of `look_up` with values for both rotated halves, [1, T, rotary_dim]."""
         cos, sin = rotation
         if 2 * cos.shape[-1] != self._whole:
             return rotation
@@ -67,11 +71,12 @@ class RopeTable:
 
     def _grow(self, num_blocks: int) -> None:
         done = self._cos.shape[0] // _BLOCK
-        # doubling: a long decode does not copy the table at every 64th token
+        # Doubling: a long decode should not copy the table at every 64th token.
         num_blocks = max(num_blocks, min(2 * done, self._max_blocks))
         cos, sin = [self._cos] if done else [], [self._sin] if done else []
         for block in range(done, num_blocks):
-            # some change their frequencies beyond the context, which a last block must not reach
+            # Some rotary modules change their frequencies beyond the context, which a last block must
+            # therefore not reach.
             positions = torch.arange(block * _BLOCK, (block + 1) * _BLOCK).clamp_(max=self._max_context - 1)
             block_cos, block_sin = self._rotary(torch.empty(0), positions[None], **self._arguments)
             cos.append(block_cos[0])
@@ -80,7 +85,7 @@ class RopeTable:
 
 
 class Rotations:
-    """The tables of a model, one for each type of layer that turns differently."""
+    """Hold the tables of a model, one for each type of layer with a rotation of its own."""
 
     def __init__(self, rotary: nn.Module, max_context: int) -> None:
         self._rotary = rotary
@@ -88,7 +93,7 @@ class Rotations:
         self._tables: dict[str | None, RopeTable] = {}
 
     def look_up(self, uses: Iterable[RopeUse], positions: torch.Tensor, last: int) -> dict[RopeUse, Rotation]:
-        """The rotation of each of ``uses`` at int64 ``positions`` [T], none beyond ``last``."""
+        """Return the rotation of each of ``uses`` at int64 ``positions`` [T], none beyond ``last``."""
         return {use: self._of(use, positions, last) for use in dict.fromkeys(uses)}
 
     def _of(self, use: RopeUse, positions: torch.Tensor, last: int) -> Rotation:
@@ -101,11 +106,11 @@ class Rotations:
 
 
 def spread_over_heads(cos: torch.Tensor, sin: torch.Tensor, spread: HeadSpread) -> Rotation:
-    """Factors, each [T, num_heads + 2 * num_kv_heads, head_dim], that treat q, k and v in one go.
+    """Return factors, each [T, num_heads + 2 * num_kv_heads, head_dim], for one operation over q, k and v.
 
-    With r = x whose rotary dimensions are rolled by half of them, x * cos + r * sin rotates q and k, scales
-    q, and leaves v, and dimensions beyond the rotary ones, as they are. ``cos`` and ``sin`` are [1, T,
-    rotary_dim].
+    Let r be x with its rotary dimensions rolled by half their number. Then x * cos + r * sin rotates q and
+    k and scales q. It leaves v and the dimensions beyond the rotary ones unchanged. ``cos`` and ``sin``
+    are [1, T, rotary_dim].
     """
     half, rest = cos.shape[-1] // 2, spread.head_dim - cos.shape[-1]
     signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)

@@ -1,4 +1,4 @@
-"""DeepSeek V4's experts: chosen by scores, or in the first layers by token id alone."""
+"""Run DeepSeek V4's experts: chosen by scores, or in the first layers by token id alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from convoy.model.layers.experts import ExactExperts, ExactRouter, Routing, add_
 
 
 class RoutedExperts(nn.Module):
-    """In the place of the library's block, of the same weights: the chosen experts, and one for every row."""
+    """Replace the library's block, with the same weights: the chosen experts, and one shared by all rows."""
 
     def __init__(self, block: Any, *, packed: bool) -> None:
         super().__init__()
@@ -23,14 +23,17 @@ class RoutedExperts(nn.Module):
         self.shared_experts = ClampedMlp(block.shared_experts, packed=packed)
 
     def forward(self, x: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
-        """[T, hidden] to the same shape; ``input_ids`` int64 [T], where they choose."""
+        """Map [T, hidden] to the same shape.
+
+        ``input_ids`` is int64 [T] in layers that choose experts by it.
+        """
         _, weights, numbers = self.gate(x, input_ids)
         found: torch.Tensor = self.experts(x, numbers, weights) + self.shared_experts(x)
         return found
 
 
 class IdRouter(ExactRouter):
-    """Chooses the best experts of a row, or those of its token id; the scores weigh them either way."""
+    """Choose the best experts of a row, or those of its token id. The scores weight them in both cases."""
 
     def __init__(self, router: Any, *, packed: bool) -> None:
         nn.Module.__init__(self)
@@ -45,7 +48,7 @@ class IdRouter(ExactRouter):
             self.e_score_correction_bias = nn.Buffer(router.e_score_correction_bias)
 
     def forward(self, hidden: torch.Tensor, input_ids: torch.Tensor | None = None) -> Routing:
-        """[T, hidden]"""
+        """Return the routing of [T, hidden]."""
         logits = self.scores(hidden)
         scores = self._score(logits)
         numbers = self._numbers(scores, input_ids)
@@ -53,16 +56,19 @@ class IdRouter(ExactRouter):
         return logits, weights / (add_columns(weights)[:, None] + 1e-20) * self.routed_scaling_factor, numbers
 
     def _numbers(self, scores: torch.Tensor, input_ids: torch.Tensor | None) -> torch.Tensor:
-        """[T, chosen]: numbers of experts."""
+        """Return the numbers of the chosen experts, [T, chosen]."""
         if self.tid2eid is None:
             return torch.topk(scores + self.e_score_correction_bias, self.top_k, dim=-1)[1]
         if input_ids is None:
-            raise StepError("layers whose experts are chosen by token id came without token ids")
+            raise StepError("layers that choose experts by token id got no token ids")
         return self.tid2eid.index_select(0, input_ids)
 
 
 def _checked(table: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """What a file says of each token id. ModelError for experts that are not there, before a step is."""
+    """Return the file's table of experts by token id. Raises ModelError for experts that do not exist.
+
+    Checked at load time, because a step would otherwise index outside the experts.
+    """
     lowest, highest = int(table.min()), int(table.max())
     if lowest < 0 or highest >= num_experts:
         raise ModelError(
@@ -72,7 +78,7 @@ def _checked(table: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 
 class ClampedMlp(nn.Module):
-    """down(silu(gate) * up), gate and up clamped before."""
+    """Compute down(silu(gate) * up), with gate and up clamped before."""
 
     def __init__(self, mlp: Any, *, packed: bool) -> None:
         super().__init__()
@@ -82,7 +88,7 @@ class ClampedMlp(nn.Module):
         self.down_proj = own_linear(mlp.down_proj, packed=packed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] to the same shape."""
+        """Map [T, hidden] to the same shape."""
         gate = self.gate_proj(x).clamp(max=self._limit)
         up = self.up_proj(x).clamp(-self._limit, self._limit)
         down: torch.Tensor = self.down_proj(gate * exact_sigmoid(gate) * up)
@@ -90,7 +96,7 @@ class ClampedMlp(nn.Module):
 
 
 def _root_softplus(logits: torch.Tensor) -> torch.Tensor:
-    """sqrt(log(1 + exp(x))), of exp and log1p, which have one code path for all elements."""
+    """Return sqrt(log(1 + exp(x))), by exp and log1p, which have one code path for all elements."""
     return (logits.abs().neg_().exp_().log1p_() + logits.relu()).sqrt_()
 
 

@@ -1,9 +1,9 @@
-"""Layers that carry several hidden states a token: DeepSeek V4's manifold-constrained hyper-connections.
+"""Run layers that carry several hidden states a token: DeepSeek V4's manifold-constrained hyper-connections.
 
-A token's streams stand side by side in one row, [streams * hidden_size]: so they cross a boundary like any
-hidden state. Before attention and before the experts, learned weights make one state of them, and mix what
-comes out into all (Xie et al., 2026; the library's `modeling_deepseek_v4`). Sums have an order of their own,
-as everywhere in exact mode.
+A token's streams lie side by side in one row, [streams * hidden_size], so they cross a boundary like any
+hidden state. Before attention and before the experts, learned weights combine them into one state. The
+block's result is mixed back into all streams (Xie et al., 2026; the library's `modeling_deepseek_v4`).
+Sums have a fixed order, as everywhere in exact mode.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from convoy.model.layers.experts import ExactRouter, add_columns, exact_sigmoid
 from convoy.model.layers.rope import Rotation
 from convoy.model.layers.routed import RoutedExperts
 
-STREAMS = {"DeepseekV4DecoderLayer"}  # of the library's layers, those of this form
+# The library's layers of this form.
+STREAMS = {"DeepseekV4DecoderLayer"}
 
 
 class StreamLayer(nn.Module):
-    """In the place of the library's layer, of the same weights."""
+    """Replace the library's layer, with the same weights."""
 
     def __init__(self, layer: Any, *, packed: bool) -> None:
         super().__init__()
@@ -42,7 +43,10 @@ class StreamLayer(nn.Module):
         input_ids: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """[1, T, streams * hidden] to the same shape; ``input_ids`` [T] where experts are chosen by them."""
+        """Map [1, T, streams * hidden] to the same shape.
+
+        ``input_ids`` is [T] in layers that choose experts by it.
+        """
         streams = x[0].view(x.shape[1], self.attn_hc.num_streams, -1)
         post, mix, one = self.attn_hc(streams)
         out, _none = self.self_attn(self.input_layernorm(one)[None], position_embeddings, batch)
@@ -53,7 +57,7 @@ class StreamLayer(nn.Module):
 
 
 class StreamMixer(nn.Module):
-    """Makes one state of a token's streams, and the weights that bring it back into them."""
+    """Combine a token's streams into one state, and compute the weights that mix a result back into them."""
 
     def __init__(self, connection: Any, *, packed: bool) -> None:
         super().__init__()
@@ -66,8 +70,10 @@ class StreamMixer(nn.Module):
         self.scale: torch.Tensor = connection.scale
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, streams, hidden] to how much of a result each stream gets, [T, streams], of each stream goes to
-        each, [T, streams, streams], and the one state, [T, hidden].
+        """Return the weights and the combined state of [T, streams, hidden].
+
+        They are the share of a result for each stream [T, streams], the mix from each stream to each [T,
+        streams, streams], and the one state [T, hidden].
         """
         num = self.num_streams
         sizes = [num, num, num * num]
@@ -81,7 +87,10 @@ class StreamMixer(nn.Module):
         return 2 * exact_sigmoid(post), self._balanced(mix.view(-1, num, num)), one
 
     def _balanced(self, mix: torch.Tensor) -> torch.Tensor:
-        """A softmax of each row, then rows and columns that sum to 1 (Sinkhorn and Knopp, 1967)."""
+        """Return a softmax of each row, balanced so that rows and columns sum to 1.
+
+        The method is that of Sinkhorn and Knopp, 1967.
+        """
         mix = (mix - mix.amax(-1, keepdim=True)).exp_()
         mix.div_(_row_sums(mix)).add_(self._eps)
         mix.div_(_column_sums(mix) + self._eps)
@@ -92,20 +101,20 @@ class StreamMixer(nn.Module):
 
 
 class StreamWeights(ExactRouter):
-    """Few outputs that say how much of a stream goes where: 8 bits leave them alone, as they do routers."""
+    """Compute the few weights that mix streams. Rounding leaves this module unchanged, as it does routers."""
 
     def __init__(self, weight: torch.Tensor, *, packed: bool) -> None:
         nn.Module.__init__(self)
         self.weigh = linear_of(weight, packed=packed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """[T, streams * hidden] to [T, outputs]"""
+        """Map [T, streams * hidden] to [T, outputs]."""
         weights: torch.Tensor = self.weigh(x)
         return weights
 
 
 class StreamJoin(nn.Module):
-    """Makes one state of the last layer's streams, and norms it."""
+    """Combine the last layer's streams into one state, and normalise it."""
 
     def __init__(self, head: Any, norm: Any, *, packed: bool) -> None:
         super().__init__()
@@ -118,7 +127,7 @@ class StreamJoin(nn.Module):
         self.norm = ExactNorm(norm)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[M, streams * hidden] to [M, hidden]"""
+        """Map [M, streams * hidden] to [M, hidden]."""
         pre = exact_sigmoid(self.fn(self.input_norm(x)) * self.scale + self.base) + self._eps
         streams = x.view(len(x), self._num_streams, -1)
         normed: torch.Tensor = self.norm(add_columns(pre[..., None] * streams))
@@ -126,8 +135,9 @@ class StreamJoin(nn.Module):
 
 
 def _mixed(streams: torch.Tensor, post: torch.Tensor, mix: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The streams behind a block that gave ``out`` [T, hidden]."""
+    """Return the streams behind a block with the result ``out`` [T, hidden]."""
     total = post[..., None] * out[:, None]
+    # One stream after the other, so that the order of the sum is fixed.
     for number in range(streams.shape[1]):
         total = total + mix[:, number, :, None] * streams[:, number, None]
     return total

@@ -1,4 +1,7 @@
-"""Experts shared out whole: each rank computes the rows that go to its own, and nobody the rest."""
+"""Divide experts between ranks as whole experts.
+
+Each rank computes only the rows that go to its own experts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from convoy.plan.spec.sharding import Shard
 
 
 class OwnExperts(nn.Module):
-    """A layer's experts [first, first + count), by the numbers that the whole layer's router gives."""
+    """Run a layer's experts [first, first + count), addressed by the numbers of the whole layer's router."""
 
     def __init__(self, experts: nn.Module, first: int, count: int) -> None:
         super().__init__()
@@ -21,13 +24,15 @@ class OwnExperts(nn.Module):
         self._first, self._count = first, count
 
     def forward(self, hidden: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[T, hidden], numbers and weights [T, chosen], to this rank's part of the sum, [T, hidden].
+        """Map [T, hidden] to this rank's part of the sum, [T, hidden].
 
-        A row's own experts are added in the order in which its router ranked them.
+        ``numbers`` and ``weights`` are [T, chosen]. A row's own experts are added in the order in which
+        its router ranked them.
         """
         own = numbers - self._first
         places = ((own >= 0) & (own < self._count)).view(-1).nonzero().view(-1)
         num_chosen = numbers.shape[1]
+        # Experts of other ranks leave zeros, so the sum over ranks is the whole result.
         outs = hidden.new_zeros(numbers.numel(), hidden.shape[1])
         if len(places):
             rows = hidden.index_select(0, places // num_chosen)
@@ -38,7 +43,7 @@ class OwnExperts(nn.Module):
 
 
 def keep_own_experts(model: nn.Module, shard: Shard) -> None:
-    """Give a model that has no memory yet experts of this rank alone, in the place of all."""
+    """Give a model without memory yet the experts of this rank alone, in place of all."""
     for name, part in list(model.named_modules()) if shard.experts == "whole" else ():
         if is_experts(part):
             experts: Any = part
@@ -46,7 +51,10 @@ def keep_own_experts(model: nn.Module, shard: Shard) -> None:
 
 
 def _of_count(experts: Any, count: int) -> nn.Module:
-    """The same without the memory of the others: parameters have an expert in each row."""
+    """Return a copy with ``count`` experts, without memory for the others.
+
+    Parameters have an expert in each row.
+    """
     few: Any = copy.copy(experts)
     few._parameters = {
         name: nn.Parameter(parameter[:count], requires_grad=False)

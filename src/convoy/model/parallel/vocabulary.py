@@ -1,4 +1,4 @@
-"""What is looked up by token id, its rows shared out over ranks."""
+"""Look up embeddings by token id, with rows divided between ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from convoy.model.parallel.ranks import Ranks
 
 
 class VocabularyPart(nn.Embedding):
-    """Rows [rank * rows, (rank + 1) * rows) of the vocabulary; looked up, they are whole, in float32.
+    """Hold rows [rank * rows, (rank + 1) * rows) of the vocabulary. A lookup gives whole rows, in float32.
 
-    A token's row is on one rank and zeros on the others, so its sum has its bits.
+    One rank has a token's row and the others zeros, so the sum has the row's bits.
     """
 
     def __init__(self, embedding: nn.Embedding, ranks: Ranks) -> None:
@@ -21,11 +21,11 @@ class VocabularyPart(nn.Embedding):
         self._ranks = ranks
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 [T] to [T, hidden_size]."""
+        """Map int64 [T] to [T, hidden_size]."""
         return self._ranks.add(self.own_rows(tokens))
 
     def own_rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The same before it is whole: this rank's rows, and zeros."""
+        """Return this rank's rows, with zeros for tokens of other ranks."""
         own = tokens - self._ranks.shard.rank * self.num_embeddings
         foreign = (own < 0) | (own >= self.num_embeddings)
         rows = super().forward(own.masked_fill(foreign, 0)).to(torch.float32)
@@ -33,7 +33,7 @@ class VocabularyPart(nn.Embedding):
 
 
 class RankInputs(LayerInputs):
-    """The inputs that layers make from token ids, with tables of which each rank has some rows."""
+    """Make the layers' inputs from token ids, with tables of which each rank has some rows."""
 
     def __init__(self, inputs: LayerInputs, embedding: nn.Embedding, ranks: Ranks) -> None:
         nn.Module.__init__(self)
@@ -45,7 +45,7 @@ class RankInputs(LayerInputs):
         self._ranks = ranks
 
     def look_up(self, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """Each layer's rows, made whole in one go."""
+        """Return each layer's rows, summed over the ranks in one call."""
         own = [part.own_rows(tokens) for part in self._parts]
         whole = self._ranks.add(torch.cat(own, dim=-1))
         return list(torch.split(whole, [part.embedding_dim for part in self._parts], dim=-1))

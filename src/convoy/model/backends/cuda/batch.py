@@ -1,4 +1,4 @@
-"""A step's rows as the kernels take them: one run of 32-bit integers, copied to the device in one go."""
+"""Describe a step's rows for the kernels: one run of 32-bit integers, copied to the device at once."""
 
 from __future__ import annotations
 
@@ -13,41 +13,49 @@ from convoy.model.backends.cuda.kernels.attention import DeviceHeadShape, Ints, 
 from convoy.model.kv.pools import BlockTable
 from convoy.wire.messages.control import Row
 
-ROW_FIELDS = 5  # of a row's description, see `gpu.paged`
-_ALIGNED = 16  # integers: where the kernels' loads of 16 bytes and more may begin
+# Number of fields of a row's description, see `kernels.paged`.
+ROW_FIELDS = 5
+# In integers: the kernels' loads of 16 bytes and more may begin at multiples of this.
+_ALIGNED = 16
 
 
 @dataclass(frozen=True)
 class HostBatch:
-    """The rows of a step on the host, int32."""
+    """Describe the rows of a step on the host, as int32 arrays."""
 
     lengths: Ints  # [num_rows], tokens
     positions: Ints  # [T]
     slots: Ints  # [num_groups, T]: block * block_size + offset
-    rows: Ints  # [num_groups, num_rows, 5], see `gpu.paged`
-    tables: Ints  # of all groups and rows, one behind the other
+    # [num_groups, num_rows, 5], see `kernels.paged`.
+    rows: Ints
+    # The tables of all groups and rows, one after the other.
+    tables: Ints
 
     def padded(self, size: int) -> HostBatch:
-        """A batch of lone tokens with rows of none behind it, ``size`` in all, which write nothing."""
+        """Return this batch of lone tokens, padded to ``size`` rows.
+
+        The added rows have no token and write nothing.
+        """
         missing = size - len(self.lengths)
         if not missing:
             return self
         return replace(
             self,
             positions=np.pad(self.positions, (0, missing)),
+            # Slot -1 makes the kernels skip the write.
             slots=np.pad(self.slots, ((0, 0), (0, missing)), constant_values=-1),
             rows=np.pad(self.rows, ((0, 0), (0, missing), (0, 0))),
         )
 
     @property
     def is_decode(self) -> bool:
-        """Whether every row is one token."""
+        """Return whether every row has exactly one token."""
         return len(self.positions) == len(self.lengths)
 
 
 @dataclass(frozen=True)
 class DeviceGroupBatch:
-    """What the layers of one cache group need: ``slots`` int32 [T], ``rows`` int32 [num_rows, 5]."""
+    """Hold the inputs of one cache group's layers: ``slots`` int32 [T], ``rows`` int32 [num_rows, 5]."""
 
     slots: torch.Tensor
     rows: torch.Tensor
@@ -56,7 +64,7 @@ class DeviceGroupBatch:
 
 @dataclass(frozen=True)
 class DeviceBatch:
-    """The same on the device, for one run of the layers."""
+    """Hold a batch on the device, for one run of the layers."""
 
     positions: torch.Tensor  # int32 [T]
     tables: torch.Tensor  # int32
@@ -64,7 +72,7 @@ class DeviceBatch:
 
 
 def describe_rows(rows: Sequence[tuple[Row, BlockTable]], num_groups: int, block_size: int) -> HostBatch:
-    """Describe checked, non-empty ``rows``."""
+    """Return the host description of checked, non-empty ``rows``, with a block table for each cache group."""
     starts = np.array([row.start for row, _ in rows], dtype=np.int32)
     lengths = np.array([row.num_tokens for row, _ in rows], dtype=np.int32)
     offsets = np.cumsum(lengths, dtype=np.int32) - lengths
@@ -75,7 +83,7 @@ def describe_rows(rows: Sequence[tuple[Row, BlockTable]], num_groups: int, block
         blocks = chain.from_iterable(table.blocks[group] for _, table in rows)
         flat = np.fromiter(blocks, np.int32, int(sizes.sum()))
         first = np.cumsum(sizes, dtype=np.int32) - sizes
-        # a table that ends early is a ring
+        # A table with fewer blocks than the sequence is a ring (a window), so the index wraps at its size.
         entry = np.repeat(first, lengths) + positions // block_size % np.repeat(sizes, lengths)
         slots.append(flat[entry] * block_size + positions % block_size)
         described.append(np.stack((offsets, lengths, starts, first + done, sizes), axis=1))
@@ -85,9 +93,12 @@ def describe_rows(rows: Sequence[tuple[Row, BlockTable]], num_groups: int, block
 
 
 def pack(parts: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
-    """Each of ``parts`` on the device, in its shape: one copy from pinned memory, which nobody waits for."""
+    """Return each of ``parts`` on the device, in its shape.
+
+    One asynchronous copy from pinned memory moves all of them.
+    """
     begins = aligned_sizes([part.size for part in parts])
-    # torch keeps pinned memory for the next, once the copy out of it is over
+    # Torch reuses pinned memory only after the copy out of it has finished, so freeing it here is safe.
     staged = torch.empty(begins[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
     fill(staged, parts)
     flat = staged.to(device, non_blocking=True)
@@ -98,7 +109,7 @@ def pack(parts: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
 
 
 def fill(staged: torch.Tensor, parts: Sequence[Ints]) -> int:
-    """Write ``parts`` one behind the other, each aligned. Returns how many integers are in use."""
+    """Write ``parts`` one after the other, each aligned. Return the number of integers in use."""
     into = staged.numpy()
     done = 0
     for part in parts:
@@ -108,16 +119,16 @@ def fill(staged: torch.Tensor, parts: Sequence[Ints]) -> int:
 
 
 def aligned_sizes(sizes: Sequence[int]) -> list[int]:
-    """Where each part of so many integers begins, and last where they all end."""
+    """Return where each part of the given sizes begins, and as the last item where all of them end."""
     return [0, *(int(end) for end in np.cumsum([_room(size) for size in sizes]))]
 
 
 def on_device(
     host: HostBatch, tokens: Ints, shapes: Sequence[DeviceHeadShape], device: torch.device, num_units: int
 ) -> tuple[DeviceBatch, torch.Tensor]:
-    """A batch of any rows, and its ``tokens`` [T] (or none), for one run that is not captured.
+    """Return a batch of any rows, and its ``tokens`` [T] (possibly empty), for a run without a graph.
 
-    ``shapes`` are those of the cache groups.
+    ``shapes`` has one head shape for each cache group.
     """
     tiles = [cut_tiles(host.lengths, shape) for shape in shapes]
     parts = [host.positions, host.tables, tokens, *host.slots, *host.rows, *chain.from_iterable(tiles)]

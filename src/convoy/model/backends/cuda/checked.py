@@ -1,4 +1,4 @@
-"""A step between what the host says of it and what a device does."""
+"""Hold a step that passed the host's checks and awaits the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from convoy.wire.messages.control import Step
 
 @dataclass(frozen=True)
 class CheckedStep:
-    """A step that was applied: its rows as kernels take them, None without any; and what goes in."""
+    """Hold an applied step, its rows in kernel form (None for a step without rows), and its inputs."""
 
     step: Step
     host: HostBatch | None
@@ -23,5 +23,5 @@ class CheckedStep:
 
     @property
     def told(self) -> Ints | None:
-        """The token ids as kernels take them."""
+        """Return the token ids as the kernels take them: int32, or None without token ids."""
         return None if self.ids is None else self.ids.numpy().astype(np.int32)

@@ -1,7 +1,7 @@
-"""The layers of a stage on a device: which kernel follows which.
+"""Run the layers of a stage on a device: the order of the kernels.
 
-Two ways. A lone row takes `gpu.lone`'s linears, which do the norm, the gate and the sum on the way. Several
-rows take matrix products (`gpu.linears`), and `gpu.pointwise` between them.
+There are two paths. A lone row takes the linears of `kernels.lone`, which fuse the norm, the gate and the
+residual sum. Several rows take matrix products (`kernels.linears`), with `kernels.pointwise` between them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from convoy.model.backends.cuda.memory.weights import DeviceLayerWeights, StageW
 
 
 class LlamaLayer(nn.Module):
-    """One layer. What its MLP adds is left to the next norm, which adds and norms in one pass."""
+    """Run one layer. The MLP's output is left to the next norm, which adds and normalises in one pass."""
 
     def __init__(self, own: DeviceLayerWeights, rotation: Rotation, eps: float) -> None:
         super().__init__()
         self._own = own
         self._rotation = rotation
         self._eps = eps
-        self.sums: DeviceSums | None = None  # of a rank
+        # Set only where several ranks share the layer.
+        self.sums: DeviceSums | None = None
 
     def forward(
         self, x: torch.Tensor, delta: torch.Tensor | None, pool: LayerPool, batch: DeviceBatch
     ) -> torch.Tensor | None:
-        """``x`` [T, hidden_size] gets ``delta`` and what attention adds; what the MLP adds is returned.
+        """Add ``delta`` and the attention's output to ``x`` [T, hidden_size], and return the MLP's output.
 
-        Of a lone row, and of ranks, ``x`` gets all, and nothing is returned.
+        For a lone row, and for ranks, ``x`` gets everything and the result is None.
         """
         own, eps = self._own, self._eps
         if self.sums is not None:
@@ -56,9 +57,14 @@ class LlamaLayer(nn.Module):
         return multiply(gate(both), own.down, own.down_bias)
 
     def _share(self, x: torch.Tensor, pool: LayerPool, batch: DeviceBatch, sums: DeviceSums) -> None:
-        """The same with slices: what each rank adds is summed with the residual, and rounded once."""
+        """Run the layer on this rank's slices.
+
+        The parts of all ranks are summed with the residual and rounded once.
+        """
         own, eps = self._own, self._eps
         if x.shape[0] == 1:
+            # Parts stay float32 until the sum, so the residual is rounded to bfloat16 once and not once a
+            # rank.
             part = torch.float32
             qkv = lone_linear(x, own.qkv, bias=own.qkv_bias, norm=own.input_norm, eps=eps)
             whole = self._attend(qkv, pool, batch)
@@ -88,10 +94,11 @@ class LlamaLayer(nn.Module):
 
 
 class DeviceDecoder:
-    """Layers of a Llama's shape, over `gpu.weights`."""
+    """Run layers of a Llama's shape over the weights of `memory.weights`."""
 
     can_capture = True
-    takes_tokens = False  # beside the embedding's
+    # Token ids are needed by the embedding only.
+    takes_tokens = False
 
     def __init__(self, weights: StageWeights, rotation: Rotation) -> None:
         self.weights = weights
@@ -101,7 +108,7 @@ class DeviceDecoder:
         self._sums: DeviceSums | None = None
 
     def join(self, sums: DeviceSums) -> None:
-        """What is here are slices, and this the way to the other ranks."""
+        """Declare that the weights are slices, and connect them to the other ranks through ``sums``."""
         self._sums = sums
         for layer in self.layers.values():
             layer.sums = sums
@@ -119,7 +126,7 @@ class DeviceDecoder:
         return self.weights.head is not None
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] of int32 token ids [T]."""
+        """Return the embeddings [T, hidden_size] of int32 token ids [T]."""
         assert self.weights.embedding is not None
         rows, sums = self.weights.embedding, self._sums
         if sums is None:
@@ -127,7 +134,7 @@ class DeviceDecoder:
         own = ids - sums.rank * rows.shape[0]
         foreign = (own < 0) | (own >= rows.shape[0])
         found = rows.index_select(0, own.masked_fill(foreign, 0))
-        # on one rank a token has its row, and on the others zeros
+        # Exactly one rank holds a token's row; the others contribute zeros, so the sum is exact.
         return sums.all_reduce(found.masked_fill_(foreign[:, None], 0.0))
 
     def run(
@@ -137,16 +144,17 @@ class DeviceDecoder:
         batch: DeviceBatch,
         pools: Mapping[int, LayerPool],
     ) -> torch.Tensor:
-        """[T, hidden_size] behind the last layer; ``x`` is used up."""
+        """Return the hidden state [T, hidden_size] behind the last layer. ``x`` is overwritten."""
         delta: torch.Tensor | None = None
         for number, layer in self.layers.items():
             delta = layer(x, delta, pools[number], batch)
         return x if delta is None else x.add_(delta)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Final norm and `lm_head` of [M, hidden_size]: [M, vocab_size], bfloat16, or float32 of one row.
+        """Apply the final norm and `lm_head` to [M, hidden_size].
 
-        Of a rank its part of the vocabulary.
+        Returns [M, vocab_size] in bfloat16, or in float32 for one row. A rank returns its part of the
+        vocabulary.
         """
         norm, head, eps = self.weights.norm, self.weights.head, self.weights.eps
         assert norm is not None

@@ -1,8 +1,8 @@
-"""Decode as captured graphs, one for each bucket of batch sizes, over static inputs and one memory pool.
+"""Run decodes as captured graphs, one for each bucket of batch sizes, over static inputs and one memory pool.
 
-A decode of many layers is hundreds of short kernels, and Python starts them more slowly than the device runs
-them; a captured graph is one start. Its shapes are fixed, so a batch is padded to the next bucket, with rows
-that write nothing.
+A decode of many layers is hundreds of short kernels, and Python launches them more slowly than the device
+runs them. A captured graph is one launch. Its shapes are fixed, so a batch is padded to the next bucket
+with rows that write nothing.
 """
 
 from __future__ import annotations
@@ -29,27 +29,35 @@ from convoy.model.backends.cuda.kernels.sums import DeviceSums
 from convoy.model.backends.cuda.memory.staging import Staging, StagingSlot
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-_WARM_UPS = 2  # runs before a capture: kernels are compiled, the libraries take their memory
+# Runs before a capture. They compile the kernels and let the libraries allocate their memory, because neither
+# may happen during a capture.
+_WARM_UPS = 2
 
-# what is captured: int32 token ids [T], a hidden state that may be used up, and the batch, to a hidden state
+# The captured function maps int32 token ids [T], a hidden state that it may overwrite, and the batch to a
+# hidden state.
 Run = Callable[[torch.Tensor, torch.Tensor, DeviceBatch], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class GraphShape:
-    """What all graphs of a stage have in common."""
+    """Hold the properties that all graphs of a stage share."""
 
     hidden_size: int
-    max_blocks: int  # of a sequence, in all its tables together
+    # The most blocks of one sequence, in all its tables together.
+    max_blocks: int
     heads: tuple[DeviceHeadShape, ...]  # by cache group
     dtype: torch.dtype
     device: torch.device
     num_units: int  # multiprocessors
-    sums: DeviceSums | None = None  # of a rank, which runs what the others run
+    # Set for a rank: its graph must run in step with the graphs of the other ranks.
+    sums: DeviceSums | None = None
 
 
 class DecodeGraph:
-    """One captured decode. ``memory`` is the pool that it shares with others, of which one runs at a time."""
+    """Hold one captured decode.
+
+    ``memory`` is a pool shared with other graphs, of which one runs at a time.
+    """
 
     def __init__(self, size: int, shape: GraphShape, run: Run, memory: Any) -> None:
         self.size = size
@@ -67,7 +75,7 @@ class DecodeGraph:
         launches = [
             Launch(tiles, heads.decode_rows, heads.num_splits(size, shape.num_units)) for heads in shape.heads
         ]
-        # kept, because the graph reads it whether or not anybody holds it
+        # Kept alive here: the graph reads this memory, and torch does not count the graph as a user of it.
         self._batch = DeviceBatch(
             positions,
             tables,
@@ -75,18 +83,18 @@ class DecodeGraph:
         )
         self._hidden = torch.zeros(size, shape.hidden_size, dtype=shape.dtype, device=shape.device)
         self._out = torch.zeros_like(self._hidden)
-        # bytes and rows of the last batch, for graphs of other ranks
+        # The bytes and the number of rows of the last batch, from which other ranks fill their graphs.
         self._filled: tuple[npt.NDArray[np.uint8], int] = (np.empty(0, np.uint8), 0)
         self._graph = self._capture(run, memory)
 
     def fits(self, host: HostBatch) -> bool:
-        """Whether the block tables have room."""
+        """Return whether the graph's block tables have room for those of ``host``."""
         return host.tables.size <= self.size * self._shape.max_blocks
 
     def run(
         self, host: HostBatch, tokens: Ints | None, hidden: torch.Tensor | None, staging: Staging
     ) -> torch.Tensor:
-        """A batch of lone tokens, no more than ``size``, from token ids or hidden states [rows, hidden_size].
+        """Run a batch of at most ``size`` lone tokens, from token ids or hidden states [rows, hidden_size].
 
         Returns [rows, hidden_size], which the next run of this graph overwrites.
         """
@@ -99,7 +107,7 @@ class DecodeGraph:
     def fill(
         self, host: HostBatch, tokens: Ints | None, hidden: torch.Tensor | None, staging: Staging
     ) -> None:
-        """What the next `replay` runs; as `run` has it."""
+        """Copy the inputs of the next `replay` to the device. The arguments are those of `run`."""
         num_rows, padded = len(host.lengths), host.padded(self.size)
         ids = np.zeros(self.size, np.int32)
         if tokens is not None:
@@ -113,7 +121,7 @@ class DecodeGraph:
         self._take_in(hidden, staging)
 
     def fill_like(self, other: DecodeGraph, hidden: torch.Tensor | None, staging: Staging) -> None:
-        """With what another rank's was just filled with."""
+        """Copy the inputs with which another rank's graph was just filled."""
         filled, _ = self._filled = other._filled
         slot = staging.take(len(filled))
         np.copyto(slot.array[: len(filled)], filled)
@@ -130,20 +138,24 @@ class DecodeGraph:
             self._hidden[: self._filled[1]].copy_(staging.on_card(hidden))
 
     def replay(self) -> None:
-        """Begin to run it. Ranks are replayed with nothing in between that may wait."""
+        """Start the graph.
+
+        Graphs of ranks are started one after the other, with nothing between them that may wait.
+        """
         with torch.cuda.device(self._shape.device):
             self._graph.replay()
 
     def found(self, num_rows: int) -> torch.Tensor:
-        """What came of so many rows, [num_rows, hidden_size]."""
+        """Return the result of the first ``num_rows`` rows, [num_rows, hidden_size]."""
         return self._out[:num_rows]
 
     def _capture(self, run: Run, memory: Any) -> torch.cuda.CUDAGraph:
         def once() -> None:
-            # the layers use up what they are given, and the input is needed again
+            # The layers overwrite their input, and a replay needs the input again.
             self._out.copy_(run(self._tokens, self._hidden.clone(), self._batch))
 
         stream = torch.cuda.Stream(self._shape.device)  # type: ignore[no-untyped-call]
+        # Warm-ups and capture run on a stream of their own: CUDA cannot capture the default stream.
         stream.wait_stream(torch.cuda.current_stream(self._shape.device))
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
@@ -151,7 +163,7 @@ class DecodeGraph:
         torch.cuda.current_stream(self._shape.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         sums = self._shape.sums
-        # other threads may use other devices meanwhile
+        # Other threads may use other devices during the capture, so only this thread's calls are restricted.
         with (
             nullcontext() if sums is None else sums.captures(),
             torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"),
@@ -161,7 +173,7 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The graphs of a stage, each captured when a batch first needs it."""
+    """Hold the graphs of a stage. Each is captured when a batch first needs it."""
 
     def __init__(self, shape: GraphShape, run: Run) -> None:
         self._shape = shape
@@ -170,11 +182,14 @@ class DecodeGraphs:
         self._graphs: dict[int, DecodeGraph] = {}
 
     def captured(self, num_rows: int) -> DecodeGraph | None:
-        """The graph for so many rows, where it was captured already."""
+        """Return the graph for ``num_rows`` rows if it was captured already, else None."""
         return self._graphs.get(_bucket(num_rows) or 0)
 
     def find(self, num_rows: int) -> DecodeGraph | None:
-        """The graph for so many rows; None beyond the greatest bucket."""
+        """Return the graph for ``num_rows`` rows, captured now if need be.
+
+        Return None above the greatest bucket.
+        """
         size = _bucket(num_rows)
         if size is None:
             return None

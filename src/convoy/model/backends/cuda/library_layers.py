@@ -1,9 +1,9 @@
-"""Any other decoder on the device: the library's own layers, over our pools and our attention.
+"""Run any other decoder on the device: the library's own layers, over our pools and our attention.
 
-As on the host: `loading.load` builds what the stage owns, attention is ours, registered by name, and what a
-family needs beside comes with the loaded modules. The weights pass through the host's memory in float32, a
-layer at a time on to the device. Layers with experts run as they come: what the library does there
-may wait for the device, which a captured graph cannot.
+As on the host, `load.load_modules` builds the modules of the stage, and our attention is registered by
+name. Additions that a family needs come with the loaded modules. The weights pass through the host's
+memory in float32 and move to the device one layer at a time. Layers with experts are not captured: the
+library's code there may wait for the device, which a captured graph cannot do.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ATTENTION_NAME = "convoy_cuda"
 
 @dataclass(frozen=True)
 class LayerStep:
-    """What the attention of one layer needs in a step."""
+    """Hold the inputs of one layer's attention in a step."""
 
     pool: LayerPool
     group: DeviceGroupBatch
@@ -57,7 +57,7 @@ def device_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write K and V of the step, then attend; shapes and names as in `attention.packed_attention`."""
+    """Write K and V of the step, then attend. Shapes and names are as in `attention.packed_attention`."""
     step = batch[module.layer_idx]  # type: ignore[index]
     pool, group = step.pool.pool, step.group
     shape = replace(step.pool.shape, scale=float(scaling), softcap=softcap)
@@ -75,7 +75,7 @@ AttentionInterface.register(ATTENTION_NAME, device_attention)
 
 
 class LibraryDecoder:
-    """What `gpu.decoder.DeviceDecoder` is, of modules of the library."""
+    """Run modules of the library, with the interface of `decoder.DeviceDecoder`."""
 
     def __init__(
         self,
@@ -100,24 +100,24 @@ class LibraryDecoder:
         self._rotations = _rotations(modules, source.spec.max_context, device, dtype)
 
     def join(self, sums: DeviceSums) -> None:
-        """What is here are slices, and this the way to the other ranks."""
+        """Declare that the weights are slices, and connect them to the other ranks through ``sums``."""
         assert self._modules.ranks is not None
         self._modules.ranks.join(sums)
 
     @property
     def can_capture(self) -> bool:
-        """Whether a run does the same whatever the numbers are."""
+        """Return whether a run launches the same kernels for all inputs, as a captured graph must."""
         layers = (part for layer in self._modules.layers.values() for part in layer.modules())
         return self._modules.layer_inputs is None and not any(hasattr(part, "experts") for part in layers)
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether layers need token ids."""
+        """Return whether layers need token ids."""
         return self._modules.layer_inputs is not None
 
     @property
     def layers(self) -> Mapping[int, nn.Module]:
-        """By their number in the whole model."""
+        """Return the layers by their number in the whole model."""
         return self._modules.layers
 
     @property
@@ -125,7 +125,7 @@ class LibraryDecoder:
         return self._modules.output is not None
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] of int32 token ids [T]."""
+        """Return the embeddings [T, hidden_size] of int32 token ids [T]."""
         assert self._modules.embedding is not None
         rows: torch.Tensor = self._modules.embedding(ids)
         scale = self._modules.embed_scale
@@ -138,15 +138,17 @@ class LibraryDecoder:
         batch: DeviceBatch,
         pools: Mapping[int, LayerPool],
     ) -> torch.Tensor:
-        """[T, hidden_size] behind the last layer."""
+        """Return the hidden state [T, hidden_size] behind the last layer."""
         modules = self._modules
         steps = {
             number: LayerStep(pool, batch.groups[pool.group], batch.tables) for number, pool in pools.items()
         }
+        # A layer that shares K/V reads the pool of its source layer.
         steps |= {layer: steps[of] for layer, of in self._kv_sources.items() if of in steps}
         arguments: dict[str, Any] = {"use_cache": False, "batch": steps}
         if self._shares:
-            arguments["shared_kv_states"] = {}  # filled by the layers whose K and V others may read
+            # Filled by the layers with K and V that later layers may read.
+            arguments["shared_kv_states"] = {}
         inputs = {}
         if modules.layer_inputs is not None and ids is not None:
             inputs = {n: own.to(self._dtype) for n, own in modules.layer_inputs(ids).items()}
@@ -161,7 +163,7 @@ class LibraryDecoder:
         return x[0]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Final norm and `lm_head` of [M, hidden_size]: [M, vocab_size], float32."""
+        """Apply the final norm and `lm_head` to [M, hidden_size]. Returns float32 [M, vocab_size]."""
         norm, head = self._modules.norm, self._modules.output
         assert norm is not None
         assert head is not None
@@ -180,8 +182,10 @@ def load_library_decoder(
     bits: int = 0,
     shard: Shard = WHOLE,
 ) -> LibraryDecoder:
-    """``bits``: as `gpu.weights.load_weights` has it. Raises ModelError as `load_modules` does, for K/V that
-    our kernels do not keep, and for experts that are to be rounded.
+    """Load the library's layers for ``assignment``. ``bits`` is as in `memory.weights.load_weights`.
+
+    Raises ModelError as `load_modules` does, for K/V that our kernels do not keep, and for experts that
+    are to be rounded.
     """
     for group in source.spec.cache_groups:
         if group.kind != "kv":
@@ -195,7 +199,7 @@ def load_library_decoder(
 
 
 def _configure(source: ModelSource, number: int, layer: nn.Module, dtype: torch.dtype) -> None:
-    # the library multiplies experts in groups, where memory is aligned to 16 bytes, in bfloat16
+    # The library's grouped product of experts needs bfloat16 and rows aligned to 16 bytes (8 numbers).
     experts = [weight for weight in layer.parameters() if weight.dim() == 3]
     aligned = dtype == torch.bfloat16 and all(size % 8 == 0 for e in experts for size in e.shape[1:])
     found = False
@@ -206,11 +210,12 @@ def _configure(source: ModelSource, number: int, layer: nn.Module, dtype: torch.
             config._attn_implementation = ATTENTION_NAME
             config._experts_implementation = "grouped_mm" if aligned else "eager"
     if not found:
-        raise ModelError(f"{source.name}: layer {number} does not take an attention of ours on cuda")
+        raise ModelError(f"{source.name}: layer {number} does not support Convoy's attention on cuda")
 
 
 def _move(modules: LoadedModules, device: torch.device, dtype: torch.dtype) -> None:
     embedding, output = modules.embedding, modules.output
+    # Moving a module copies its weight, so a tied matrix must be tied again afterwards.
     tied = embedding is not None and output is not None and _address(embedding) == _address(output)
     for part in (*modules.layers.values(), embedding, modules.norm, output):
         if part is not None:
@@ -232,7 +237,7 @@ def _address(module: nn.Module) -> int:
 def _rotations(
     modules: LoadedModules, max_context: int, device: torch.device, dtype: torch.dtype
 ) -> dict[RopeUse, Rotation]:
-    """cos and sin of all positions, [max_context, width]."""
+    """Return cos and sin of all positions, [max_context, width], for each use."""
     uses: Iterable[RopeUse] = set(modules.ropes.values())
     found = Rotations(modules.rotary, max_context).look_up(uses, torch.arange(max_context), max_context - 1)
     return {use: (cos[0].to(device, dtype), sin[0].to(device, dtype)) for use, (cos, sin) in found.items()}

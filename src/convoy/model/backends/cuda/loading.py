@@ -1,4 +1,4 @@
-"""Which layers a stage on a device has: ours, or the library's over our pools."""
+"""Choose and load the layers of a stage on a device: ours, or the library's over our pools."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_model(
     kept: StageWeights | None,
     shard: Shard,
 ) -> Model:
-    """Raises as `CudaStage.load`; what ``kept`` has is not read again."""
+    """Return the loaded model. Layers in ``kept`` are not read again. Raises as `CudaStage.load` does."""
     try:
         with torch.cuda.device(options.device), torch.inference_mode():
             if options.kernel != CHECK_KERNEL and why_not_ours(source) is None:
@@ -40,7 +40,7 @@ def load_model(
                 head_dim = source.spec.cache_groups[0].head_dim
                 return DeviceDecoder(weights, make_rotation(source, head_dim, options.device))
             with LIBRARY:
-                # transformers, which takes seconds, and not before
+                # Imported late: transformers takes seconds to import, and our own layers do not need it.
                 from convoy.model.backends.cuda.library_layers import load_library_decoder
 
             return load_library_decoder(
@@ -58,7 +58,7 @@ def _slices(source: ModelSource, shard: Shard) -> Slices | None:
     if shard.world_size == 1:
         return None
     with LIBRARY:
-        # transformers, which takes seconds, and not before
+        # Imported late, as above: this module imports transformers.
         from convoy.model.checkpoints.slices import Slices
 
     return Slices(source.spec, shard)

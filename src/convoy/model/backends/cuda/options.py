@@ -1,4 +1,4 @@
-"""How a stage on a device computes."""
+"""Describe how a stage on a device computes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from convoy.model.device import CUDA_BITS, CUDA_KERNEL, CUDA_KERNELS
 
 KERNEL = CUDA_KERNEL
-# to look for mistakes: no rounding to bfloat16, and the library's layers for every family
+# For debugging: no rounding to bfloat16, and the library's layers for every family.
 CHECK_KERNEL = "plain-f32"
 DTYPES = dict.fromkeys(CUDA_KERNELS, torch.bfloat16) | {CHECK_KERNEL: torch.float32}
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """What `model.backends.host.stage.StageOptions` says, of a device."""
+    """Hold the options of `model.backends.host.stage.StageOptions`, for a device."""
 
     device: torch.device
     kernel: str
@@ -27,10 +27,10 @@ class DeviceOptions:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it computes."""
+        """Return the dtype of activations and K/V."""
         return DTYPES[self.kernel]
 
     @property
     def bits(self) -> int:
-        """Of a rounded weight; 0 where they are not rounded."""
+        """Return the bits of a rounded weight, or 0 where weights are not rounded."""
         return CUDA_BITS.get(self.kernel, 0)

@@ -1,4 +1,4 @@
-"""What a stage asks of the model that it has on its device."""
+"""Declare the interface between a stage and the model on its device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from convoy.model.backends.cuda.memory.pools import LayerPool
 
 
 class Model(Protocol):
-    """What a stage owns, on its device: a `DeviceDecoder` or a `LibraryDecoder`."""
+    """Declare the stage's part of the model on its device: a `DeviceDecoder` or a `LibraryDecoder`."""
 
     @property
     def weight_bytes(self) -> int: ...

@@ -1,7 +1,7 @@
-"""Drawing where the logits are: of a greedy row the device sends a number, of any other its logits.
+"""Sample on the device: a greedy row sends one token id to the host, other rows send their logits.
 
-A step of 64 rows of a vocabulary of 128,256 has 33 MB of logits, which would take the host longer to copy and
-to look through than the device takes for all of its layers.
+A step of 64 rows with a vocabulary of 128,256 has 33 MB of logits. The host would take longer to copy and
+scan them than the device takes for all of its layers.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from convoy.model.backends.cuda.memory.staging import Staging
 from convoy.model.sampling.output_rows import SampleJob, SampleResult, draw
 from convoy.model.sampling.sample import Sampled
 
-_BLOCK = 8192  # logits that a program looks at together
+# Logits that one program reads at once.
+_BLOCK = 8192
 
 
 @dataclass(frozen=True)
 class PendingDraws:
-    """Outcomes that the device still works on."""
+    """Hold samples that the device still computes."""
 
     draws: Sequence[SampleJob]
     vocab_size: int
     greedy: tuple[int, ...]  # indices into ``draws``
-    found: PendingResult  # int32 [2, len(greedy)]: tokens, and how many logits are not finite
+    # int32 [2, len(greedy)]: token ids, and the number of logits that are not finite.
+    found: PendingResult
     others: tuple[int, ...]
     logits: PendingResult  # float32 [len(others), vocab_size]
 
     def outcomes(self) -> tuple[SampleResult, ...]:
-        """One for each draw, in their order."""
+        """Return one result for each job, in their order. Waits for the device."""
         done: dict[int, SampleResult] = {}
         tokens, num_bad = self.found.wait().tolist()
         for index, token, bad in zip(self.greedy, tokens, num_bad, strict=True):
@@ -51,7 +53,10 @@ class PendingDraws:
 def start_draws(
     logits: torch.Tensor, draws: Sequence[SampleJob], copies: torch.cuda.Stream, staging: Staging
 ) -> PendingDraws:
-    """Begin ``draws`` of ``logits`` [len(draws), vocab_size] on a device. Raises StepError for others."""
+    """Start sampling ``draws`` from ``logits`` [len(draws), vocab_size] on a device.
+
+    Raises StepError where their numbers differ.
+    """
     if len(logits) != len(draws):
         raise StepError(f"a step has {len(logits)} outputs and {len(draws)} draws")
     greedy = tuple(index for index, one in enumerate(draws) if _is_greedy(one))
@@ -65,10 +70,11 @@ def start_draws(
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Of each row the token with the greatest logit, of equal ones the lowest, as NumPy's argmax has it.
+    """Return each row's token with the greatest logit, and its number of non-finite logits: int32 [2, rows].
 
-    And how many logits are not finite; where any is not, the token means nothing. int32 [2, rows], by one
-    kernel: what torch makes of it is ten, each of which the thread that submits steps would start.
+    Of equal logits the lowest token wins, as in NumPy's argmax. Where any logit is not finite, the token
+    has no meaning. One kernel does both. Torch would need ten kernels, each launched by the thread that
+    submits steps.
     """
     num_rows, width = logits.shape
     out = torch.empty(2, num_rows, dtype=torch.int32, device=logits.device)
@@ -103,7 +109,7 @@ def _rows(logits: torch.Tensor, chosen: tuple[int, ...], staging: Staging) -> to
 @kernel
 def best_kernel(out: tl.tensor, logits: tl.tensor, rows: tl.tensor, stride: tl.tensor, WIDTH: tl.constexpr,
                 BLOCK: tl.constexpr) -> None:
-    """Grid (rows,)"""
+    """Find the best token of one row. Grid (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     lowest = float("-inf")
@@ -114,10 +120,11 @@ def best_kernel(out: tl.tensor, logits: tl.tensor, rows: tl.tensor, stride: tl.t
         token = start + lane
         known = token < WIDTH
         found = tl.load(logits + row * stride + token, mask=known, other=lowest).to(tl.float32)
-        # of a number that is not finite the difference from itself is none
+        # The difference of a non-finite number from itself is NaN, which is not 0.
         bad += (known & (found - found != 0)).to(tl.int32)
         where = tl.where(found > best, token, where)
         best = tl.maximum(best, found)
     greatest = tl.max(best, 0)
+    # The lowest token among lanes with the greatest logit, as argmax of NumPy has it.
     tl.store(out + row, tl.min(tl.where(best == greatest, where, WIDTH - 1), 0))
     tl.store(out + rows + row, tl.sum(bad, 0))

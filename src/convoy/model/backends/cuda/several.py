@@ -1,7 +1,7 @@
-"""Stages of one member on several devices of its host: what goes from one to the next crosses no link.
+"""Join stages of one member on several devices of its host. Activations between them cross no link.
 
-They are one stage for everybody else, with its layers in a row on the devices. Nobody waits between them, so
-several steps may be under way at once, each on another device.
+Other members see one stage. Its layers lie on the devices in order. No thread waits between the devices,
+so several steps may be in flight at once, each on another device.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def load_on_devices(
     progress: LoadProgress | None = None,
     before: object = None,
 ) -> CudaStage | SeveralStages:
-    """One stage, or one in parts on ``devices``. Raises as `CudaStage.load`, PlanError for too few layers.
+    """Load one stage, or one in parts on several ``devices``.
 
-    What ``before`` has on the same device is not read again.
+    Weights of ``before`` on the same device are reused. Raises as `CudaStage.load` does, and PlanError for
+    too few layers.
     """
     load = partial(
         CudaStage.load,
@@ -62,9 +63,10 @@ def load_on_devices(
 
 
 def cut_assignment(spec: ModelSpec, assignment: StageAssignment, count: int) -> list[StageAssignment]:
-    """``assignment`` in ``count`` parts that weigh as much as may be, cut where the model may be.
+    """Cut ``assignment`` into ``count`` parts of nearly equal weight, at the model's allowed cuts.
 
-    The first has the embedding, and the last the output. Raises PlanError where there are not so many cuts.
+    The first part has the embedding, and the last the output. Raises PlanError where there are too few
+    cuts.
     """
     start, end = assignment.start, assignment.end
     cuts = [cut for cut in range(start + 1, end) if cut not in spec.forbidden_cuts]
@@ -76,13 +78,14 @@ def cut_assignment(spec: ModelSpec, assignment: StageAssignment, count: int) -> 
 
     def weight(first: int, last: int) -> int:
         embed, output = assignment.embed and first == start, assignment.output and last == end
-        # an embedding is looked up, not read
+        # A step reads few rows of an embedding, so it costs almost no time and counts as 1.
         held = spec.weight_bytes(first, last, embed=False, output=output, dtype="bfloat16")
         return held + (1 if embed else 0)
 
     chosen = [start]
     for part in range(1, count):
         whole, free = weight(start, end), cuts[: len(cuts) - (count - 1 - part)]
+        # ``free`` leaves at least one cut for each part that is still to come.
         after = [cut for cut in free if cut > chosen[-1]]
         wanted = whole * part / count
         chosen.append(min(after, key=lambda cut: abs(weight(start, cut) - wanted)))
@@ -100,7 +103,7 @@ def cut_assignment(spec: ModelSpec, assignment: StageAssignment, count: int) -> 
 
 
 class SeveralStages:
-    """The parts, with the face of one stage. Not thread-safe, as they are not."""
+    """Run the parts as one `Stage`. Not thread-safe, as the parts are not."""
 
     overlaps = True
 
@@ -117,36 +120,37 @@ class SeveralStages:
         self.bytes_read = sum(part.bytes_read for part in parts)
 
     def forget(self) -> None:
-        """As of one."""
+        """Free the K/V pools of all parts."""
         for part in self.parts:
             part.forget()
 
     def give_up(self, source: ModelSource, options: object) -> None:
-        """As of one."""
+        """End all parts, as `Stage.give_up` does."""
         for part in self.parts:
             part.give_up(source, options)
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:
-        """As of one."""
+        """Make the K/V pools of all parts."""
         for part in self.parts:
             part.make_pools(num_blocks)
 
     def room_bytes(self, offered_bytes: int) -> int:
-        """So much that no device gets more than it has, where each holds its part of every block.
+        """Return the bytes of K/V for which every device has room for its part of each block.
 
-        ``offered_bytes`` are of all devices, in equal shares.
+        ``offered_bytes`` is the sum over all devices, in equal shares.
         """
         rooms = [part.room_bytes(offered_bytes // len(self.parts)) for part in self.parts]
         whole = self.block_bytes
         found = []
         for room, part in zip(rooms, self.parts, strict=True):
+            # A device's part of a block may differ between cache groups, so the largest share limits it.
             share = max(own / all_ for own, all_ in zip(part.block_bytes, whole, strict=True) if all_)
             found.append(int(room / share) if share else room)
         return min(found)
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """On all devices together."""
+        """Return the bytes of a block of each cache group, on all devices together."""
         return tuple(map(sum, zip(*(part.block_bytes for part in self.parts), strict=True)))
 
     @property
@@ -162,12 +166,12 @@ class SeveralStages:
         return self.parts[0].model_digest
 
     def apply(self, step: Step) -> None:
-        """As of one."""
+        """Apply the step on all parts, without running its rows."""
         for part in self.parts:
             part.apply(step)
 
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
-        """As of one."""
+        """Run a step as `start` does, and wait for its result."""
         return self.start(step, hidden, tokens).wait()
 
     def start(
@@ -178,42 +182,48 @@ class SeveralStages:
         *,
         selects: bool = False,
     ) -> PendingResult:
-        """As of one: the parts follow each other on their devices, and nobody waits here."""
+        """Start a step on all devices in order, without waiting in between.
+
+        Returns the last part's pending result.
+        """
         for part in self.parts[:-1]:
             hidden = part.start(step, hidden, tokens, stays=True).tensor
         return self.parts[-1].start(step, hidden, tokens, selects=selects)
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
-        """As of one."""
+        """Return the rows of ``hidden`` that go on to the output."""
         return self.parts[-1].select(step, hidden)
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As of one."""
+        """Return the logits of ``hidden``, from the last part."""
         return self.parts[-1].output(hidden)
 
     def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> PendingDraws:
-        """As of one."""
+        """Start sampling from the output of ``hidden``, on the last part."""
         return self.parts[-1].draw(hidden, draws)
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
-        """As of one."""
+        """Return the K/V of ``blocks`` in layers [start, end), joined over the parts."""
         self.kv_shape(end - start, len(blocks))
         return torch.cat([part.read_blocks(a, b, blocks) for part, a, b in self._parts_of(start, end)])
 
     def write_blocks(
         self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
     ) -> None:
-        """As of one; each part holds the prefixes once its own last layer is filled."""
+        """Fill ``blocks`` on all parts. Each part holds the prefixes once its own last layer is filled."""
         end = start + (kv.shape[0] if kv.dim() else 0)
         for part, a, b in self._parts_of(start, end):
             part.write_blocks(a, blocks, tags, kv[a - start : b - start])
 
     def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """As of one."""
+        """Return the shape of a `read_blocks` result. Raises StepError as there."""
         return self.parts[0].kv_shape(num_layers, num_blocks)
 
     def _parts_of(self, start: int, end: int) -> list[tuple[CudaStage, int, int]]:
-        """The parts with layers of [start, end), and which; one at least, which refuses what there is not."""
+        """Return the parts with layers of [start, end), each with its range.
+
+        At least one part is returned, which refuses layers that do not exist.
+        """
         found = [
             (part, max(start, part.assignment.start), min(end, part.assignment.end))
             for part in self.parts

@@ -1,7 +1,7 @@
-"""A stage on a CUDA device: bfloat16 weights and K/V pools there, decode captured, prefill as it comes.
+"""Run a stage on a CUDA device: bfloat16 weights and K/V pools, captured decodes, plain prefills.
 
-It has the face of `Stage`, which hands over to it. Hidden states leave it as it computes them, in
-bfloat16 on the host; between the last layer and the output of one stage they stay on the device.
+The class implements `Stage`. Hidden states leave it in bfloat16 on the host. Between the last layer and
+the output of one stage they stay on the device.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from convoy.wire.messages.control import MAX_BATCH, Row, StageAssignment, Step
 
 
 class CudaStage(CarriesKv):
-    """The layers of one member on one device. Not thread-safe: one thread runs its steps, in order.
+    """Run the layers of one member on one device. Not thread-safe: one thread runs its steps, in order.
 
-    Without ``captured``, from the next pools on, decodes run as prefills do, which is slower.
+    Without ``captured``, decodes run like prefills from the next pools on, which is slower.
     """
 
     overlaps = True
@@ -78,8 +78,8 @@ class CudaStage(CarriesKv):
             require_tags=options.require_tags,
         )
         self._num_units = torch.cuda.get_device_properties(self.device).multi_processor_count
-        # copies and outputs run beside the layers: a lone thread submits steps, and would wait with an output
-        # for the layers of all steps that it began since
+        # Copies and outputs have streams of their own, beside the layers. One thread submits all steps. On
+        # the layers' stream, an output would wait for the layers of every step that the thread started since.
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._staging = Staging(self.device)
         self._outputs = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]
@@ -102,11 +102,13 @@ class CudaStage(CarriesKv):
         before: object = None,
         shard: Shard = WHOLE,
     ) -> CudaStage:
-        """Load the assignment's weights; ``progress`` is called with (loaded, total) bytes. Of a ``shard``
-        there is one rank's slice, which runs once it was joined to the others.
+        """Load the assignment's weights. ``progress`` is called with (loaded, total) bytes.
 
-        Raises ModelError for a device that is not there, a kernel that does not run there, and as the loading
-        of `gpu.weights` and `gpu.library_layers` does; PlanError for weights that the device has no room for.
+        A ``shard`` loads one rank's slice, which runs after `join` has connected it to the others.
+
+        Raises ModelError for a missing device, for a kernel that does not run there, and as the loading of
+        `memory.weights` and `library_layers` does. Raises PlanError for weights that do not fit on the
+        device.
         """
         shard = settle(source.spec, shard)
         chosen = check_device(device)
@@ -120,23 +122,23 @@ class CudaStage(CarriesKv):
         return cls(source, assignment, model, options, shard)
 
     def join(self, sums: DeviceSums) -> None:
-        """Before anything runs, where this is one rank's slice."""
+        """Connect this rank's slice to the other ranks, before anything runs."""
         self._sums = sums
         self._owned.join(sums)
 
     def forget(self) -> None:
-        """Free the K/V pools and the graphs over them; steps are refused until there are new ones."""
+        """Free the K/V pools and the graphs over them. Steps are refused until new pools are made."""
         self._graphs = None
         self._kv.forget()
 
     def give_up(self, source: ModelSource, options: object) -> None:  # noqa: ARG002 - as `Stage` has it
-        """This stage is over, and one on the host has no use for its weights."""
+        """End this stage. A stage on the host has no use for its weights."""
         self.give_up_weights(source, self.options)
 
     def give_up_weights(
         self, source: ModelSource, options: DeviceOptions, shard: Shard = WHOLE
     ) -> StageWeights | None:
-        """This stage is over: its weights, where one of ``source`` with these options can use them."""
+        """End this stage, and return its weights if a stage of ``source`` with these options can use them."""
         self.forget()
         model, self._model = self._model, None
         same = (source.digest, source.path) == self._source
@@ -144,7 +146,7 @@ class CudaStage(CarriesKv):
         return model.weights if same and isinstance(model, DeviceDecoder) else None
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:
-        """Forget all sequences and make K/V pools, for each cache group of so many blocks, or all alike.
+        """Drop all sequences and make K/V pools, of ``num_blocks`` blocks for each group or for all alike.
 
         Raises StepError, PlanError.
         """
@@ -161,8 +163,10 @@ class CudaStage(CarriesKv):
             self._graphs = DecodeGraphs(shape, self._run_decode)
 
     def room_bytes(self, offered_bytes: int) -> int:
-        """What is left for K/V of ``offered_bytes``, or of what is free now, beside weights, graphs and what
-        a step needs: that is measured the first time, and K/V is forgotten then. Raises PlanError.
+        """Return the bytes left for K/V beside weights, graphs and the memory that a step needs.
+
+        The limit is the lesser of ``offered_bytes`` and the memory that is free now. A step's memory is
+        measured at the first call, which drops the K/V. Raises PlanError.
         """
         try:
             with torch.cuda.device(self.device):
@@ -178,12 +182,12 @@ class CudaStage(CarriesKv):
         return min(offered_bytes - self.weight_bytes, free) - self._working_bytes
 
     def capture(self, size: int) -> bool:
-        """Capture a decode of so many rows now; False where decodes are not captured."""
+        """Capture a decode of ``size`` rows now. Return False where decodes are not captured."""
         return self._graphs is not None and self._graphs.find(size) is not None
 
     @torch.inference_mode()
     def rehearse(self, num_tokens: int) -> None:
-        """Run layers and output once, over what is in block 0 of every pool."""
+        """Run layers and output once, over the contents of block 0 of every pool."""
         num_tokens = min(num_tokens, self._spec.max_context)
         ids = np.zeros(num_tokens, np.int32)
         x = torch.zeros(num_tokens, self.hidden_size, dtype=self._dtype, device=self.device)
@@ -199,22 +203,25 @@ class CudaStage(CarriesKv):
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """What a block of each cache group takes here."""
+        """Return the bytes of a block of each cache group on this stage."""
         return self._kv.block_bytes
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether a step's token ids must come here: for the embedding, or for layers that need them."""
+        """Return whether this stage needs token ids, for the embedding or for layers that use them."""
         return self.assignment.embed or self._owned.takes_tokens
 
     @property
     def layers(self) -> Mapping[int, nn.Module]:
-        """The layers here, by their number in the whole model. A captured decode does not call them."""
+        """Return this stage's layers by their number in the whole model.
+
+        A captured decode does not call them.
+        """
         return self._owned.layers
 
     @property
     def model(self) -> Model:
-        """Raises StepError for a stage that is over."""
+        """Return the model. Raises StepError for a stage that has ended."""
         return self._owned
 
     @property
@@ -222,16 +229,19 @@ class CudaStage(CarriesKv):
         return self._source[0]
 
     def apply(self, step: Step) -> None:
-        """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""
+        """Apply releases, grants and the rows' new lengths, all or nothing, without a run.
+
+        Raises StepError.
+        """
         tables = self._kv.tables
         tables.commit(tables.stage(step))
 
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Apply the step and run its rows: [T, hidden_size] after this stage's layers.
+        """Apply the step and run its rows. Returns [T, hidden_size] after this stage's layers.
 
-        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` ([T, hidden_size], float32
-        or bfloat16, anywhere). The result is on the host, or, where the output comes next here, on the
-        device. Raises StepError for what makes no sense, before anything is changed.
+        The owner of the embedding takes ``tokens`` (int64 [T]). Others take ``hidden`` ([T, hidden_size],
+        float32 or bfloat16, on any device). The result is on the host, or on the device where this stage's
+        output comes next. Raises StepError for invalid input, before anything is changed.
         """
         return self.start(step, hidden, tokens).wait()
 
@@ -245,14 +255,15 @@ class CudaStage(CarriesKv):
         stays: bool = False,
         selects: bool = False,
     ) -> PendingResult:
-        """As `run`, but without a wait for the device: the next step may start before the result is here.
+        """Start a step like `run`, without waiting for the device.
 
-        What ``stays`` is left on the device; with ``selects`` only rows that go on to an output come.
+        The next step may start before the result is here. With ``stays`` the result is left on the device.
+        With ``selects`` it has only the rows that go on to an output.
         """
         return self.launch(self.check(step, hidden, tokens), stays=stays, selects=selects)
 
     def check(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> CheckedStep:
-        """Apply the step: what is left is for `launch`, here or on another rank. Raises StepError."""
+        """Apply the step, and return it for `launch`, here or on another rank. Raises StepError."""
         tables = self._kv.tables
         staged = tables.stage(step)
         num_tokens = sum(row.num_tokens for row in step.rows)
@@ -261,6 +272,7 @@ class CudaStage(CarriesKv):
             check_tokens(tokens, num_tokens, self.vocab_size)
         embeds = self.assignment.embed
         hidden = None if embeds else check_hidden(hidden, num_tokens, self.hidden_size)
+        # Commit only after all checks, so a refused step changes nothing.
         tables.commit(staged)
         runs = self._kv.layers and staged.rows
         host = describe_rows(staged.rows, self._kv.num_groups, self.options.block_size) if runs else None
@@ -268,15 +280,16 @@ class CudaStage(CarriesKv):
 
     @torch.inference_mode()
     def launch(self, checked: CheckedStep, *, stays: bool = False, selects: bool = False) -> PendingResult:
-        """What `start` does behind `check`."""
+        """Run a step that `check` returned. The arguments are those of `start`."""
         with torch.cuda.device(self.device):
             return self._leave(checked.step, self._compute(checked), stays=stays, selects=selects)
 
     @torch.inference_mode()
     def fill(self, checked: CheckedStep, like: DecodeGraph | None = None) -> DecodeGraph | None:
-        """A graph with the step's inputs, to be replayed, or those of another rank's ``like`` it.
+        """Return a captured graph filled with the step's inputs and ready for replay.
 
-        None where the step is `launch`'s: it is no decode, or one that was not captured yet.
+        ``like`` is another rank's graph, from which the inputs are copied. Returns None for a step that
+        must go to `launch`: it is no decode, or no graph of its size was captured yet.
         """
         host = checked.host
         if self._graphs is None or host is None or not host.is_decode:
@@ -293,57 +306,61 @@ class CudaStage(CarriesKv):
 
     @torch.inference_mode()
     def left(self, graph: DecodeGraph, checked: CheckedStep, *, selects: bool = False) -> PendingResult:
-        """What `launch` gives, of a graph that `fill` gave and that was replayed."""
+        """Return the result of a replayed graph from `fill`, as `launch` does."""
         with torch.cuda.device(self.device):
             found = graph.found(len(checked.step.rows)).clone()
             return self._leave(checked.step, found, stays=False, selects=selects)
 
     def _leave(self, step: Step, found: torch.Tensor, *, stays: bool, selects: bool) -> PendingResult:
-        # all ranks have the same, and the first of them says it
+        # All ranks have the same hidden state, so only rank 0 copies it to the host.
         kept = stays or self._goes_on or self.shard.rank > 0
         found = self.select(step, found) if selects else found
         return PendingResult.kept(found) if kept else PendingResult.copied(found, self._copies)
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
+        """Return the rows that go on to the output: each row's last ``num_outputs`` positions.
+
+        They are in row order.
+        """
         wanted = output_rows(step, hidden.shape[0])
         if wanted is None:
             return hidden
         return hidden.index_select(0, self._staging.on_card(wanted) if hidden.is_cuda else wanted)
 
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size] on the host.
+        """Apply the final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size] on the host.
 
-        Of several ranks all are to do this, and the first has them all.
+        All ranks must call this, and rank 0 gets the logits of all of them.
         """
         with torch.inference_mode(), torch.cuda.device(self.device):
             return PendingResult.copied(self.device_output(hidden).float(), self._copies).wait()
 
     @torch.inference_mode()
     def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> PendingDraws:
-        """Begin to draw from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError."""
+        """Start sampling from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError."""
         with self._beside(hidden):
             return start_draws(self.device_output(hidden), draws, self._copies, self._staging)
 
     @torch.inference_mode()
     def take_part(self, hidden: torch.Tensor) -> None:
-        """In what the first rank draws: give it this one's part of the logits."""
+        """Compute this rank's part of the logits, for the sampling on rank 0."""
         with self._beside(hidden):
             self.device_output(hidden)
 
     @contextmanager
     def _beside(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Outputs of ``hidden`` run beside the layers of the next steps."""
+        """Run the outputs of ``hidden`` beside the layers of the next steps."""
         with torch.cuda.device(self.device):
             if hidden.is_cuda:
                 self._outputs.wait_stream(torch.cuda.current_stream(hidden.device))
+                # Without this torch could reuse the memory of ``hidden`` while the output still reads it.
                 hidden.record_stream(self._outputs)
             with torch.cuda.stream(self._outputs):
                 yield
 
     @torch.inference_mode()
     def device_output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits on the device, [M, vocab_size], bfloat16 or float32."""
+        """Return the logits on the device, [M, vocab_size], bfloat16 or float32."""
         if not self._owned.owns_output:
             raise StepError("this stage does not own the output")
         hidden = check_hidden(hidden, hidden.shape[0], self.hidden_size)
@@ -352,21 +369,23 @@ class CudaStage(CarriesKv):
         with torch.cuda.device(self.device):
             logits = self._owned.logits(self._staging.on_card(hidden).to(self._dtype).contiguous())
             parts = None if self._sums is None else self._sums.gather(logits)
+            # The vocabulary is padded to equal parts, so the joined logits are cut to its size.
             return logits if parts is None else torch.cat(parts, dim=-1)[:, : self.vocab_size]
 
     @property
     def _goes_on(self) -> bool:
-        """Whether a hidden state that leaves the layers goes to the output here."""
+        """Return whether a hidden state behind the last layer here goes to this stage's own output."""
         return self.assignment.output and self.assignment.end == self._spec.num_layers
 
     def _compute(self, checked: CheckedStep) -> torch.Tensor:
-        """[T, hidden_size] on the device, which is the caller's."""
+        """Return [T, hidden_size] on the device, in memory that belongs to the caller."""
         host, hidden, ids = checked.host, checked.hidden, checked.ids
         if host is None:
             return self._finished(self._enter(hidden, None if ids is None else self._staging.on_card(ids)))
         tokens = checked.told
         graph = self._graphs.find(len(host.lengths)) if self._graphs and host.is_decode else None
         if graph is not None and graph.fits(host):
+            # The graph's next run overwrites its result, so the caller gets a copy.
             return graph.run(host, tokens, hidden, self._staging).clone()
         told = np.empty(0, np.int32) if tokens is None else tokens
         batch, copied = on_device(host, told, self._kv.shapes, self.device, self._num_units)
@@ -378,13 +397,13 @@ class CudaStage(CarriesKv):
         return self._finished(self._owned.run(x, ids, batch, self._kv.layers))
 
     def _finished(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``, behind which the sums of ranks are those of another run."""
+        """Return ``x``, and end the numbering of this run's sums between ranks."""
         if self._sums is not None:
             self._sums.finish()
         return x
 
     def _enter(self, hidden: torch.Tensor | None, ids: torch.Tensor | None) -> torch.Tensor:
-        """What goes into the first layer, in memory of its own."""
+        """Return the first layer's input, in memory that the layers may overwrite."""
         if hidden is None:
             assert ids is not None
             return self._owned.embed(ids)

@@ -1,6 +1,7 @@
-"""What a stage takes of its device beside weights and K/V: captured graphs, and what a step needs.
+"""Measure the device memory of a stage beside weights and K/V: captured graphs, and a step's buffers.
 
-Measured once, after loading, with pools of one block: an estimate would have to know every library's buffers.
+It is measured once, after loading, with pools of one block. An estimate would have to know every library's
+buffers.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from convoy.model.backends.cuda.graphs import BUCKETS
 
 _log = logging.getLogger(__name__)
 
-REHEARSED_TOKENS = 2048  # of a step; one of more takes more
+# Tokens of the measured step. A step of more tokens needs more memory.
+REHEARSED_TOKENS = 2048
 
 
 class Rehearsing(Protocol):
-    """What `measure_working` needs of a stage."""
+    """Declare the part of a stage that `measure_working` uses."""
 
     device: torch.device
 
     def make_pools(self, num_blocks: int) -> None: ...
 
     def capture(self, size: int) -> bool:
-        """Capture a decode of so many rows; False where decodes are not captured."""
+        """Capture a decode of ``size`` rows. Return False where decodes are not captured."""
 
     def rehearse(self, num_tokens: int) -> None:
-        """Run every part once, of no sequence."""
+        """Run every part once, without a sequence."""
 
     def forget(self) -> None: ...
 
 
 def measure_working(stage: Rehearsing) -> int:
-    """Bytes. The stage forgets its K/V. Raises PlanError where not even one block fits."""
+    """Return the bytes. The stage drops its K/V. Raises PlanError where not even one block fits."""
     device = stage.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -53,13 +55,18 @@ def measure_working(stage: Rehearsing) -> int:
 
 
 def _measure_graphs(stage: Rehearsing) -> int:
-    """They share one pool, as large as the greatest needs; the driver keeps something of each besides."""
+    """Return the bytes of all graphs.
+
+    The graphs share one pool, as large as the largest graph needs. The driver keeps further memory for
+    each graph.
+    """
     reserved, free = torch.cuda.memory_reserved(stage.device), torch.cuda.mem_get_info(stage.device)[0]
     if not stage.capture(BUCKETS[-1]):
         return 0
     torch.cuda.synchronize(stage.device)
     pool = torch.cuda.memory_reserved(stage.device) - reserved
     taken = free - torch.cuda.mem_get_info(stage.device)[0]
-    # others on the device take and give as well: of a graph's own, no more than its pool is believed
+    # Other processes on the device allocate and free as well. A graph's own memory is therefore taken to be
+    # at most its pool or 32 MiB, the larger of both.
     own = min(max(0, taken - pool), max(pool, 1 << 25))
     return pool + own * len(BUCKETS)

@@ -1,9 +1,9 @@
-"""What a step's layers take on this host, measured on two of one form: a wide one and a narrow one.
+"""Measure the time of a step's layers on this host, on two models of one form: a wide one and a narrow one.
 
-Both are a Llama's, with the same heads and drawn weights, and run as a stage runs them. The narrow one's
-linears are next to nothing: what it takes is Python, the starts of operations, norms and attention. What the
-wide one takes beyond that goes with its linears: reading them for a lone row, multiplying with them for many,
-and what is done with each number that they give.
+Both have Llama's form, with the same heads and drawn weights, and run as a stage runs them. The narrow
+one's linears cost next to nothing: its time is Python, the starts of operations, norms and attention. The
+wide one's additional time belongs to its linears: reading them for a lone row, multiplying with them for
+many rows, and processing each number of their results.
 """
 
 from __future__ import annotations
@@ -22,33 +22,40 @@ from convoy.plan.spec.model import ModelSpec
 from convoy.plan.speed import FEW_ROWS, MANY_ROWS, Speed
 from convoy.wire.messages.control import BlockGrant, Row, StageAssignment, Step
 
-_WIDE, _NARROW = (1024, 2816), (64, 64)  # hidden and between; 45 MB of float32 are more than most caches hold
-_NUM_LAYERS = 3  # of the narrow ones; the first of them runs alone too
+# Hidden and intermediate sizes. 45 MB of float32 are more than most caches hold.
+_WIDE, _NARROW = (1024, 2816), (64, 64)
+# Layers of the narrow model. Its first layer is also measured alone.
+_NUM_LAYERS = 3
 _NUM_WIDE = 2
 _HEADS, _KV_HEADS, _HEAD_DIM = 16, 4, 64
-_CONTEXT = 512  # tokens that decodes look back on, and 256 that a chunk does
+# Tokens that decodes look back on. A chunk looks back on 256.
+_CONTEXT = 512
 _BLOCK = 16  # tokens
-_LEAST_SHARE = 0.02  # of the longer step: on busy cores it may seem no longer than the shorter one
-_ROUNDS, _MEASURE_S = 3, 0.04  # at least, of each kind of step
-_MOST_S = 3.0  # of all; then once has to do: on busy cores threads wait for each other
+# The least share of the longer step: on busy cores it may seem no longer than the shorter one.
+_LEAST_SHARE = 0.02
+# At least so many rounds and so long, for each kind of step.
+_ROUNDS, _MEASURE_S = 3, 0.04
+# The limit for all measurements. After it, one round has to do: on busy cores threads wait for each other.
+_MOST_S = 3.0
 
 
 def measure_layers(kernel: str, num_threads: int | None) -> Speed:
-    """The best of some rounds each, whatever else the machine does. Takes a second or two.
+    """Return the speed of layers, from the best of some rounds of each kind of step.
 
-    Raises SelfCheckError where the kernel does not hold on this machine.
+    Takes a second or two. Raises SelfCheckError where the kernel does not hold on this machine.
     """
     narrow, wide = _describe(*_NARROW), _describe(*_WIDE)
     one, several = (_Probe(narrow, end, kernel, num_threads) for end in (1, _NUM_LAYERS))
     broad = _Probe(wide, _NUM_WIDE, kernel, num_threads)
-    for probe in (one, several, broad):  # what was loaded takes no part of the time
+    # The clock starts only after all models are loaded.
+    for probe in (one, several, broad):
         probe.until_s = time.perf_counter() + _MOST_S
 
     def layer_s(*load: int) -> float:
         return _beyond_s(several.best_s(*load), one.best_s(*load)) / (_NUM_LAYERS - 1)
 
     own = {load: layer_s(*load) for load in ((1, 1, 0), (FEW_ROWS, 1, 0), (1, MANY_ROWS, 0))}
-    # two wide layers against two narrow ones
+    # Two wide layers against two narrow ones: the difference is the cost of the linears.
     linears = {
         load: _beyond_s(broad.best_s(*load), one.best_s(*load) + own[load]) / _NUM_WIDE for load in own
     }
@@ -72,7 +79,10 @@ def measure_layers(kernel: str, num_threads: int | None) -> Speed:
 
 
 def _beyond_s(longer_s: float, shorter_s: float) -> float:
-    """What ``longer_s`` takes more, which is never nothing: rates are divided by it."""
+    """Return by how much ``longer_s`` exceeds ``shorter_s``.
+
+    It is never zero, because rates are divided by it.
+    """
     return max(longer_s - shorter_s, _LEAST_SHARE * longer_s)
 
 
@@ -95,7 +105,7 @@ def _describe(hidden_size: int, between: int) -> ModelSource:
 
 
 class _Probe:
-    """The first layers of a model, and what steps of them take."""
+    """Run the first layers of a model, and time steps of them."""
 
     def __init__(self, source: ModelSource, num_layers: int, kernel: str, num_threads: int | None) -> None:
         options = StageOptions(kernel, _BLOCK, num_threads=num_threads, require_tags=False)
@@ -106,7 +116,10 @@ class _Probe:
         self._best: dict[tuple[int, int, int], float] = {}
 
     def best_s(self, num_rows: int, num_tokens: int, context: int) -> float:
-        """The shortest of some steps of ``num_rows`` rows of ``num_tokens`` behind ``context`` tokens."""
+        """Return the shortest time of a step of ``num_rows`` rows with ``num_tokens`` tokens each.
+
+        Each row's tokens stand behind ``context`` tokens.
+        """
         load = num_rows, num_tokens, context
         if load not in self._best:
             self._best[load] = self._measure(*load)
@@ -121,10 +134,12 @@ class _Probe:
             for index, sequence in enumerate(sequences)
         ]
         known = [Row(sequence, 0, context, 0) for sequence in sequences] if context else []
-        self._stage.apply(Step(next(self._numbers), [], grants, known, b""))  # zeros are as good as K/V
+        # The context's K/V stays zeros, which cost the same time as real numbers.
+        self._stage.apply(Step(next(self._numbers), [], grants, known, b""))
         tokens = torch.zeros(num_rows * num_tokens, dtype=torch.int64)
         rows = [Row(sequence, context, num_tokens, 1) for sequence in sequences]
-        self._stage.run(Step(next(self._numbers), [], [], rows, b""), None, tokens)  # threads and caches wake
+        # One untimed step wakes threads and caches.
+        self._stage.run(Step(next(self._numbers), [], [], rows, b""), None, tokens)
         best, count, enough_s = float("inf"), 0, time.perf_counter() + _MEASURE_S
         while not count or (
             time.perf_counter() < self.until_s and (count < _ROUNDS or time.perf_counter() < enough_s)

@@ -1,7 +1,7 @@
-"""Whole layers for rows of one token: two calls of compiled code each, with the bits of their parts.
+"""Run whole layers for rows of one token: two compiled calls for each layer, with the bits of its parts.
 
-At one row a layer of torch's operators, and of Python between them, takes as long as reading a sixth of its
-weights. What is left of them is `exp`, whose bits are torch's own.
+At one row, the torch operators of a layer and the Python between them take as long as reading a sixth of
+the layer's weights. Only `exp` remains of them, because its bits are torch's own.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ from convoy.model.layers.exact import ExactAttention, ExactMlp, ExactNorm
 from convoy.model.layers.quantized import Int8Linear, Int8Mlp
 from convoy.model.layers.rope import Rotation
 
-# A norm, attention, a norm, a gated MLP, what came added behind either; and nothing else
+# Layers made of a norm, attention, a norm and a gated MLP, with a residual sum behind either, and nothing
+# else.
 _PLAIN_LAYERS = {f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Qwen2", "Qwen3")}
 _GATED = {"silu", "swish"}
-_MAX_SHARES = 1 << 20  # of a step: beyond that attention takes the time, and goes through caches in chunks
+# Attention scores of a step. Beyond that attention takes the time, and goes through caches in chunks.
+_MAX_SHARES = 1 << 20
 
 Batch = Mapping[int, LayerBatch | Any]
 
 
 class NativeLayers:
-    """Some layers of a stage, in order. Not thread-safe, as the stage."""
+    """Run some layers of a stage, in order. Not thread-safe, as the stage is not."""
 
     def __init__(self, layers: Mapping[int, nn.Module]) -> None:
-        """Those for which there is a `native_layers`."""
-        self._held = dict(layers)  # what the addresses below are of
+        """Describe ``layers``, which `native_layers` must have accepted, to compiled code."""
+        # Kept alive: compiled code has only the addresses of their weights.
+        self._held = dict(layers)
         self._layers = {number: _Described(layer) for number, layer in layers.items()}
         library = native_library()
         assert library is not None, "nothing is compiled here"
@@ -50,14 +53,14 @@ class NativeLayers:
 
     @property
     def is_even(self) -> bool:
-        """Whether all of them take the same memory."""
+        """Return whether all layers need the same working memory."""
         return len({one.widths for one in self._layers.values()}) == 1
 
     def run(self, x: torch.Tensor, rotations: Mapping[int, Rotation], batch: Batch) -> torch.Tensor | None:
-        """Float32 [T, hidden] to the same shape; ``rotations`` and ``batch`` by layer, as layers take them.
-        Forward hooks of a layer are called without what it takes and gives.
+        """Run the layers on float32 [T, hidden]. Return the same shape, or None for another kind of batch.
 
-        None, and nothing is changed, for a batch that this is not made for. Raises StepError as
+        ``rotations`` and ``batch`` map layers to the arguments that layers take. Forward hooks of a layer
+        are called without inputs and outputs. With None nothing is changed. Raises StepError as
         `NativeGroup.attend` does, and MemoryError.
         """
         step = self._begin(x, rotations, batch)
@@ -69,11 +72,13 @@ class NativeLayers:
             work, shares, pool = step.works[number]
             layer = described.reference
             done &= scores(before, layer, work, pool)
-            shares.exp_()  # torch's own: compiled, it would have other bits
+            # Torch's own `exp`: a compiled one would have other bits. Each layer therefore needs two calls.
+            shares.exp_()
             done &= mix(layer, work, pool)
             raised.exp_()
             before = layer
-            for told in self._held[number]._forward_hooks.values():  # who counts layers counts these too
+            # Forward hooks count a layer's runs, so they are called for compiled layers too.
+            for told in self._held[number]._forward_hooks.values():
                 told(self._held[number], (), None)
         done &= scores(before, None, work, None)
         if not done:
@@ -89,6 +94,7 @@ class NativeLayers:
             of = batch[number]
             if not isinstance(of, LayerBatch) or of.native is None or not isinstance(of.pool, KvPool):
                 return None
+            # Refuse before anything is written: the caller then runs torch's operators on the same state.
             if of.native.num_scores > _MAX_SHARES:
                 return None
             groups[number] = of.native, of.pool
@@ -96,7 +102,7 @@ class NativeLayers:
 
 
 class _Step:
-    """The memory of a step, and what tells compiled code where it is."""
+    """Hold the memory of a step, and the structs that tell compiled code where it lies."""
 
     def __init__(
         self, x: torch.Tensor, layer: _Described, of: Mapping[int, tuple[NativeGroup, KvPool, Rotation]]
@@ -107,7 +113,8 @@ class _Step:
         normed, both = torch.empty_like(self.x), torch.empty(rows, 2 * between)
         self._held: list[Any] = [normed, both]
         self._shared = (rows, normed, both)
-        made: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}  # by group and rotation
+        # By group and rotation, because layers that share both can share their working memory.
+        made: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
         self.works = {}
         for number, (group, pool, (cos, sin)) in of.items():
             key = (id(group), id(cos))
@@ -136,7 +143,7 @@ class _Step:
 
 
 class _Described:
-    """One layer, as compiled code reads it."""
+    """Describe one layer in the structs that compiled code reads."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -157,7 +164,10 @@ class _Described:
 
 
 def native_layers(layers: Mapping[int, nn.Module]) -> NativeLayers | None:
-    """None where nothing is compiled, or one of ``layers`` is not made of the parts that are."""
+    """Return compiled code for ``layers``.
+
+    Returns None where nothing is compiled, or where a layer has parts that compiled code does not know.
+    """
     if native_library() is None or not layers or not all(map(_is_plain, layers.values())):
         return None
     native = NativeLayers(layers)

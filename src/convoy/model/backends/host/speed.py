@@ -1,4 +1,4 @@
-"""How fast this machine reads weights and multiplies: what `rates.rates` predicts from, in under a second."""
+"""Measure how fast this machine reads weights and multiplies, in under a second, for `rates.rates`."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from convoy.model.device import HOST, check_device
 from convoy.model.library import importing
 from convoy.plan.speed import Speed
 
-_READ_SHAPE = (32768, 8192)  # a matrix that is more than a cache holds
+# A matrix larger than a cache.
+_READ_SHAPE = (32768, 8192)
 _WIDTH, _ROWS = 8192, 2048
 _MEASURE_S = 0.12
 
 
 def measure_speed(kernel: str, num_threads: int | None = None, device: str = HOST) -> Speed:
-    """The best of some rounds: whatever else the machine does only makes them longer.
+    """Return this machine's speed, from the best of some rounds: other load only makes rounds longer.
 
-    On a host of layers as a stage runs them under ``kernel``, see `host.layer_speed`; on a CUDA device of
-    products alone, a lone row's and a prefill's: decodes are captured there, and their starts cost little.
-    Threads are those that a stage would have. Raises ModelError for a device that is not here, SelfCheckError
-    for a kernel that does not run here.
+    On a host it measures layers as a stage runs them under ``kernel``, see `host.layer_speed`. On a CUDA
+    device it measures products alone, a lone row's and a prefill's: decodes are captured there, so
+    launches cost little. The threads are those that a stage would have. Raises ModelError for a missing
+    device, SelfCheckError for a kernel that does not run here.
     """
     if device == HOST:
         with importing():
-            from convoy.model.backends.host.layer_speed import measure_layers  # transformers, and not before
+            # Imported late: it imports transformers.
+            from convoy.model.backends.host.layer_speed import measure_layers
 
         with _threads(num_threads):
             return measure_layers(kernel, num_threads)
@@ -59,7 +61,7 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def _threads(num_threads: int | None) -> Iterator[None]:
-    """Those that there were, afterwards."""
+    """Run the body on ``num_threads`` threads, and restore the number of threads afterwards."""
     before = torch.get_num_threads()
     if num_threads is not None:
         torch.set_num_threads(num_threads)

@@ -1,4 +1,4 @@
-"""A stage: consecutive layers of a model, with embedding and output where owned, run one step at a time."""
+"""Run a stage step by step: consecutive layers of a model, with embedding and output where owned."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How a stage computes. ``num_threads`` is set for the whole process, at load; None leaves torch's.
+    """Hold the options of a stage.
 
-    ``device``: cpu, or CUDA devices behind commas; decodes there are captured as graphs unless ``captured``
-    is off, which is slower. Without ``require_tags`` it takes rows that name no prefix, from whoever runs one
-    stage by itself.
+    ``num_threads`` is set for the whole process at load; None leaves torch's number. ``device`` is cpu, or
+    CUDA devices separated by commas. Decodes on those are captured as graphs unless ``captured`` is off,
+    which is slower. Without ``require_tags`` the stage takes rows that name no prefix, for callers that
+    run one stage by itself.
     """
 
     kernel: str = EXACT
@@ -62,23 +63,24 @@ class StageOptions:
 
 @dataclass(frozen=True)
 class Computed:
-    """A result that is here; one of a device (`gpu.pending.PendingResult`) has the same face."""
+    """Hold a result that is complete. A device's `memory.pending.PendingResult` has the same interface."""
 
     tensor: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """The result."""
+        """Return the result."""
         return self.tensor
 
 
 class Stage:
-    """The layers of one member. Not thread-safe: one thread runs its steps, in order.
+    """Run the layers of one member. Not thread-safe: one thread runs its steps, in order.
 
-    In exact mode a row's bits depend on its own sequence alone: not on the rows beside it, chunks, threads,
-    cuts or a replay.
+    In exact mode a row's bits depend on its own sequence alone: not on the rows beside it, chunks,
+    threads, cuts or a replay.
     """
 
-    overlaps = False  # whether `start` returns before the result is there, as on a device
+    # Whether `start` returns before the result is complete, as on a device.
+    overlaps = False
     num_devices = 1
 
     def __init__(
@@ -92,7 +94,8 @@ class Stage:
         spec = rank_spec(source.spec, shard.world_size, shard.experts)
         self.assignment = assignment
         self.options = options
-        self.hidden_size = spec.num_streams * spec.hidden_size  # of what crosses a boundary for each token
+        # The width of a token's state at a stage boundary, over all its streams.
+        self.hidden_size = spec.num_streams * spec.hidden_size
         self.vocab_size = spec.vocab_size
         self.token_id_layers = spec.token_id_layers
         self.weight_bytes = modules.weight_bytes
@@ -105,7 +108,8 @@ class Stage:
         self._ranks = modules.ranks
         self._takes_lone_rows = modules.takes_lone_rows
         self._shares = takes_shared_kv(modules.layers.values())
-        self._native: NativeLayers | None = None  # all of them, for rows of one token
+        # Compiled code for all layers, for rows of one token.
+        self._native: NativeLayers | None = None
         self._rotations = Rotations(modules.rotary, spec.max_context)
         self._spec = spec
         self._kv = HostKvStore(
@@ -127,14 +131,15 @@ class Stage:
         before: Stage | None = None,
         shard: Shard | None = None,
     ) -> Stage:
-        """Load the assignment's weights, in float32; ``progress`` is called with (loaded, total) bytes.
+        """Load the assignment's weights, in float32. ``progress`` is called with (loaded, total) bytes.
 
-        ``before`` is the stage that this one takes the place of: what both own is not read again. It is over
-        then, also where this raises. With a ``shard`` of several ranks it is one rank's slice of the stage,
-        and runs once it was joined to the others.
+        ``before`` is the stage that this one replaces. Weights that both own are not read again.
+        ``before`` is unusable afterwards, also where this call raises. With a ``shard`` of several ranks
+        the result is one rank's slice of the stage, which runs after `join` has connected it to the
+        others.
 
-        Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError,
-        also for layers that do not run, PlanError for ranks that cannot share these layers, and
+        Sets torch's thread count for the process where ``options.num_threads`` is given. Raises ModelError
+        (also for layers that do not run), PlanError for ranks that cannot share these layers, and
         SelfCheckError if exact mode does not hold for the shapes of these linears on this machine.
         """
         shard = settle(source.spec, shard)
@@ -142,8 +147,9 @@ class Stage:
             on_device = partial(load_on_device, source, assignment, options, progress)
             return cast("Stage", on_device(before=before, shard=shard))
         with importing():
+            # Imported late: transformers takes seconds to import.
             from convoy.model.loading.load import (
-                load_modules,  # transformers, which takes seconds, and not before
+                load_modules,
             )
             from convoy.model.loading.loaded import LoadedModules
 
@@ -163,6 +169,8 @@ class Stage:
         if packed and modules.bytes_read:
             check_heads(stage._spec.cache_groups)
             if not modules.is_ours:
+                # Layers that are not all ours have parts that the checks above do not cover, so they are
+                # checked as a whole.
                 stage._trial.prove()
         if modules.bytes_read:
             stage._trial.once()
@@ -171,17 +179,20 @@ class Stage:
         return stage
 
     def forget(self) -> None:
-        """Free the K/V pools; steps are refused until there are new ones."""
+        """Free the K/V pools. Steps are refused until new pools are made."""
         self._kv.forget()
 
     def join(self, collective: Collective) -> None:
-        """Before `run`, where this is one rank's slice. Raises ModelError for another rank's collective."""
+        """Connect this rank's slice to the other ranks, before `run`.
+
+        Raises ModelError for another rank's collective.
+        """
         (self._ranks or Ranks(self.shard)).join(collective)
 
     def give_up(
         self, source: ModelSource, options: StageOptions, shard: Shard = WHOLE
     ) -> LoadedModules | None:
-        """This stage is over: its modules, where one with these options can use them."""
+        """End this stage, and return its modules if a stage with these options can use them."""
         self.forget()
         if self._ranks is not None:
             self._ranks.leave()
@@ -191,7 +202,7 @@ class Stage:
         return modules if same and shard == self.shard else None
 
     def make_pools(self, num_blocks: int | Sequence[int]) -> None:
-        """Forget all sequences and make K/V pools, for each cache group of so many blocks, or all alike.
+        """Drop all sequences and make K/V pools, of ``num_blocks`` blocks for each group or for all alike.
 
         Raises StepError, PlanError.
         """
@@ -199,12 +210,12 @@ class Stage:
         self._kv.make(every)
 
     def room_bytes(self, offered_bytes: int) -> int:
-        """What is left for K/V of ``offered_bytes`` of memory."""
+        """Return the bytes that weights leave for K/V of ``offered_bytes`` of memory."""
         return offered_bytes - self.weight_bytes
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """What a block of each cache group takes here."""
+        """Return the bytes of a block of each cache group on this stage."""
         return self._kv.block_bytes
 
     @property
@@ -213,35 +224,39 @@ class Stage:
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether a step's token ids must come here: for the embedding, or for layers that need them."""
+        """Return whether this stage needs token ids, for the embedding or for layers that use them."""
         mine = self.assignment
         return mine.embed or self._spec.needs_token_ids(mine.start, mine.end)
 
     @property
     def layers(self) -> Mapping[int, nn.Module]:
-        """The layers here, by their number in the whole model."""
+        """Return this stage's layers by their number in the whole model."""
         return self._modules.layers
 
     @property
     def linears(self) -> Sequence[PackedLinear]:
-        """Of the layers, and `lm_head` last; without exact mode's layers none."""
+        """Return the linears of the layers, with `lm_head` last. Empty without exact mode's layers."""
         return self._modules.linears
 
     def apply(self, step: Step) -> None:
-        """Releases, grants and the rows' new lengths, all or nothing, without a run. Raises StepError."""
+        """Apply releases, grants and the rows' new lengths, all or nothing, without a run.
+
+        Raises StepError.
+        """
         tables = self._kv.tables
         tables.commit(tables.stage(step))
 
     @torch.inference_mode()
     def run(self, step: Step, hidden: torch.Tensor | None, tokens: torch.Tensor | None) -> torch.Tensor:
-        """Apply the step and run its rows: [T, hidden_size] after this stage's layers.
+        """Apply the step and run its rows. Returns [T, hidden_size] after this stage's layers.
 
-        The owner of the embedding takes ``tokens`` (int64 [T]), others ``hidden`` ([T, hidden_size], float32
-        or bfloat16), and ``tokens`` too where layers need them. Raises StepError for what makes no sense,
-        before anything is changed.
+        The owner of the embedding takes ``tokens`` (int64 [T]). Others take ``hidden`` ([T, hidden_size],
+        float32 or bfloat16), and ``tokens`` too where layers need them. Raises StepError for invalid
+        input, before anything is changed.
         """
         tables = self._kv.tables
-        # a thread that has not computed yet takes over the process's thread count when it is asked for it
+        # A thread that has not computed yet adopts the process's thread count only when it is asked for the
+        # count.
         torch.get_num_threads()
         staged = tables.stage(step)
         num_tokens = sum(row.num_tokens for row in step.rows)
@@ -251,20 +266,24 @@ class Stage:
             self._ranks.begin(num_tokens)
         looks_up = self.assignment.embed
         x = self._embed(tokens) if looks_up else take_hidden(hidden, num_tokens, self.hidden_size)
+        # Commit only after all checks, so a refused step changes nothing.
         tables.commit(staged)
         if not num_tokens or not self._modules.layers:
             return x
         return self._run_layers(self._padded(x), staged, tokens)[:num_tokens]
 
     def select(self, step: Step, hidden: torch.Tensor) -> torch.Tensor:
-        """The rows that go on to the output: each row's ``num_outputs`` trailing positions, in row order."""
+        """Return the rows that go on to the output: each row's last ``num_outputs`` positions.
+
+        They are in row order.
+        """
         return select_rows(step, hidden)
 
     @torch.inference_mode()
     def output(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size].
+        """Apply the final norm and `lm_head`: [M, hidden_size] to float32 logits [M, vocab_size].
 
-        Of several ranks all are to do this; rank 0 has the logits then, the others their part of them.
+        All ranks must call this. Rank 0 gets all logits, the others get their part.
         """
         part = self.output_part(hidden)
         if self._ranks is None or not part.shape[0]:
@@ -273,7 +292,10 @@ class Stage:
 
     @torch.inference_mode()
     def output_part(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits of this rank's part of the vocabulary, which is as wide on every rank."""
+        """Return float32 logits of this rank's part of the vocabulary.
+
+        The parts are equally wide on all ranks.
+        """
         norm, head = self._modules.norm, self._modules.output
         if norm is None or head is None:
             raise StepError("this stage does not own the output")
@@ -290,7 +312,10 @@ class Stage:
         return logits[:num_rows]
 
     def draw(self, hidden: torch.Tensor, draws: Sequence[SampleJob]) -> SampleTask:
-        """Draw from the output of ``hidden`` [len(draws), hidden_size]. Raises StepError for others."""
+        """Sample from the output of ``hidden`` [len(draws), hidden_size].
+
+        Raises StepError where the numbers differ.
+        """
         return SampleTask(draw_all(self.output(hidden).numpy(), draws))
 
     def start(
@@ -301,16 +326,20 @@ class Stage:
         *,
         selects: bool = False,
     ) -> Computed:
-        """As `run`; a device would not be waited for. With ``selects`` only rows for an output come."""
+        """Run a step as `run` does. On a device this would not wait for the result.
+
+        With ``selects`` the result has only the rows that go on to an output.
+        """
         out = self.run(step, hidden, tokens)
         return Computed(self.select(step, out) if selects else out)
 
     @torch.inference_mode()
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
+        """Return the K/V of ``blocks`` in layers [start, end).
 
-        Raises StepError for what this stage does not have, for more than `span_kv.MAX_CARRIED_BYTES`, and
-        where not all layers keep all of their K/V alike.
+        The result is float32 [layers, 2, positions, kv_heads, head_dim]. Raises StepError for layers or
+        blocks that this stage does not have, above `span_kv.MAX_CARRIED_BYTES`, and where not all layers
+        keep all of their K/V in the same form.
         """
         return self._kv.read_blocks(start, end, blocks)
 
@@ -318,15 +347,16 @@ class Stage:
     def write_blocks(
         self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
     ) -> None:
-        """Fill ``blocks``, which no sequence has, in layers from ``start`` on; ``kv`` as `read_blocks` gives.
+        """Fill ``blocks``, which no sequence holds, in layers from ``start`` on.
 
-        They hold the prefixes of ``tags`` once the last layer here is among them, and no prefix before: so
-        layers come in order. Raises StepError; nothing is changed then.
+        ``kv`` is as from `read_blocks`. The blocks hold the prefixes of ``tags`` once the stage's last
+        layer is filled, and no prefix before. Layers must therefore come in order. Raises StepError;
+        nothing is changed then.
         """
         self._kv.write_blocks(start, blocks, tags, kv)
 
     def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """Of what `read_blocks` gives. Raises StepError for more than `span_kv.MAX_CARRIED_BYTES`."""
+        """Return the shape of a `read_blocks` result. Raises StepError above `span_kv.MAX_CARRIED_BYTES`."""
         return self._kv.carried_shape(num_layers, num_blocks)
 
     def _embed(self, tokens: torch.Tensor | None) -> torch.Tensor:
@@ -344,10 +374,13 @@ class Stage:
 
     @property
     def least_rows(self) -> int:
-        """Rows that the layers get at least: by torch's operators, a lone row would have other bits."""
+        """Return the fewest rows that the layers are given.
+
+        With torch's operators a lone row would have other bits.
+        """
         if self._takes_lone_rows:
             return 1
-        # rounded linears are quickest for few rows; a lone row's norm may be split between threads
+        # Rounded linears are quickest for few rows, but a lone row's norm may be split between threads.
         return 2 if self.options.kernel in ROUNDED else LEAST_ROWS
 
     def _run_layers(
@@ -357,6 +390,7 @@ class Stage:
         positions: list[int] = []
         for row, _ in staged.rows:
             positions.extend(range(row.start, row.start + row.num_tokens))
+        # Padding rows repeat the last position; their results are cut off by the caller.
         positions.extend(positions[-1:] * (x.shape[0] - len(positions)))
         ropes = self._rotations.look_up(
             modules.ropes.values(), torch.tensor(positions, dtype=torch.int64), max(positions)
@@ -364,13 +398,17 @@ class Stage:
         batch = self._kv.describe(staged.rows, self._rotations)
         if self._native is not None:
             rotations = {number: ropes[modules.ropes[number]] for number in modules.layers}
+            # Compiled code takes only batches of few rows of one token. It returns None for the others,
+            # unchanged.
             found = self._native.run(x, rotations, batch)
             if found is not None:
                 return found
+        # A layer that shares K/V reads the pool of its source layer.
         batch |= {layer: batch[of] for layer, of in self._spec.kv_sources.items() if of in batch}
         arguments: dict[str, Any] = {"use_cache": False, "batch": batch}
         if self._shares:
-            arguments["shared_kv_states"] = {}  # filled by the layers whose K and V others read
+            # Filled by the layers with K and V that later layers read.
+            arguments["shared_kv_states"] = {}
         inputs = {}
         if modules.layer_inputs is not None and tokens is not None:
             inputs = modules.layer_inputs(self._padded(tokens))
@@ -385,7 +423,7 @@ class Stage:
 
     @property
     def _trial(self) -> Trial:
-        """Its layers, and the output where that is here; it leaves no pools behind."""
+        """Return a trial of the layers, and of the output where it is here. It leaves no pools behind."""
         return Trial(
             self._spec,
             self.hidden_size,

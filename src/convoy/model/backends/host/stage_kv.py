@@ -1,4 +1,4 @@
-"""The K/V of a stage: tables and pools of every cache group that has layers here."""
+"""Keep the K/V of a stage: tables and pools of every cache group that has layers here."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ from convoy.wire.messages.control import Row
 
 
 class HostKvStore(KvStore):
-    """On the host, in float32."""
+    """Keep K/V on the host, in float32."""
 
-    failures = (RuntimeError, MemoryError, TypeError, ValueError)  # what is raised for too much
+    # The errors that torch and Python raise for too large an allocation.
+    failures = (RuntimeError, MemoryError, TypeError, ValueError)
 
     def __init__(self, spec: ModelSpec, start: int, end: int, *, block_size: int, require_tags: bool) -> None:
         layers, where = range(start, end), "in this machine's memory"
         super().__init__(spec, layers, "float32", where, block_size=block_size, require_tags=require_tags)
         self._least_rows = [_least_rows(group) for group in spec.cache_groups]
-        self._shapes: dict[int, HeadShape] = {}  # by group, of those with attention here
+        # By cache group, for groups with attention here.
+        self._shapes: dict[int, HeadShape] = {}
         self._pools: dict[int, KvPool | ApartPool] = {}
-        self._native_groups: list[int] = []  # whose lone rows compiled code attends for
+        # The groups for which compiled code computes the attention of lone rows.
+        self._native_groups: list[int] = []
         self._slots = DeltaSlots(spec.cache_groups, layers)
         self._compressed = CompressedPools(spec.cache_groups, layers, block_size)
 
@@ -43,7 +46,8 @@ class HostKvStore(KvStore):
         self._compressed.forget()
 
     def _make_pools(self, num_blocks: Sequence[int]) -> None:
-        alone = set(self._layers) - self._compressed.layers  # with no more than keys and values
+        # The layers that keep keys and values only.
+        alone = set(self._layers) - self._compressed.layers
         self._shapes = {
             index: self._shape(index, num_blocks[index])
             for index, group in enumerate(self._spec.cache_groups)
@@ -60,7 +64,7 @@ class HostKvStore(KvStore):
     def describe(
         self, rows: Sequence[tuple[Row, BlockTable]], rotations: Rotations
     ) -> dict[int, LayerBatch | DeltaLayer | CompressedLayer]:
-        """What each layer needs for checked, non-empty ``rows``."""
+        """Return the inputs of each layer's attention or recurrence for checked, non-empty ``rows``."""
         described = {index: describe_group(rows, index, shape) for index, shape in self._shapes.items()}
         native = {index: native_group(described[index]) for index in self._native_groups}
         attentions = {
@@ -72,7 +76,7 @@ class HostKvStore(KvStore):
         return {**attentions, **self._slots.describe(rows), **self._compressed.describe(rows, rotations)}
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
-        """As `Stage.read_blocks`."""
+        """Return the K/V of ``blocks``, as `Stage.read_blocks` does."""
         self._check_reading(start, end, blocks)
         index = torch.tensor(blocks, dtype=torch.int64)
         return torch.stack([self._carried_pool(layer).read_blocks(index) for layer in range(start, end)])
@@ -80,7 +84,7 @@ class HostKvStore(KvStore):
     def write_blocks(
         self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
     ) -> None:
-        """As `Stage.write_blocks`."""
+        """Fill ``blocks`` with ``kv``, as `Stage.write_blocks` does."""
         end = self._begin_writing(start, blocks, tags, kv)
         index = torch.tensor(blocks, dtype=torch.int64)
         for layer in range(start, end):

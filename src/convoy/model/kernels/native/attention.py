@@ -1,4 +1,4 @@
-"""Attention of rows of one token each, in four calls, with the bits of `model.layers.attention`."""
+"""Compute attention of rows of one token each in four calls, with the bits of `model.layers.attention`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,24 @@ from convoy.model.kv.pool import KvPool
 
 _MAX_DIM = 256
 _VECTOR = 16
-_FEW_PAIRS = 4  # a second thread takes longer to begin than these
+# Starting a second thread takes longer than so few pairs.
+_FEW_PAIRS = 4
 
 
 @dataclass(frozen=True)
 class _NativeChunk:
-    tiles: TileChunk  # holds what the addresses in ``chunk`` are of
+    # Kept alive: ``chunk`` has only the addresses of its tensors.
+    tiles: TileChunk
     chunk: ChunkStruct
     num_scores: int
     num_pairs: int
 
 
 class NativeGroup:
-    """One step's batch of one cache group, all of whose tiles are one token; shared by its layers."""
+    """Hold one step's batch of one cache group, in which every tile is one token.
+
+    The group's layers share it.
+    """
 
     def __init__(self, group: GroupBatch) -> None:
         shape = group.shape
@@ -42,7 +47,8 @@ class NativeGroup:
     ) -> torch.Tensor:
         """Rotate, write K and V, and attend: [T, num_heads + 2 * kv_heads, dim] to [T, num_heads, dim].
 
-        ``cos`` and ``sin`` as `rope.spread_over_heads` makes them; rows behind the batch's come as zeros.
+        ``cos`` and ``sin`` are as `rope.spread_over_heads` returns them. Rows behind the batch's tokens
+        become zeros.
         """
         shape, library, num_rows = self.shape, self._library, heads.shape[0]
         self.check(heads, cos, sin, rotary_dim)
@@ -60,22 +66,26 @@ class NativeGroup:
             library.convoy_scores(
                 *(of, chunk.chunk, turned.data_ptr(), pool.address, shares.data_ptr(), threads)
             )
-            shares.exp_()  # torch's own: compiled, it would have other bits
+            # Torch's own `exp`: a compiled one would have other bits.
+            shares.exp_()
             library.convoy_mix(*(of, chunk.chunk, pool.address, shares.data_ptr(), out.data_ptr(), threads))
         return out
 
     @property
     def num_scores(self) -> int:
-        """Of all its chunks."""
+        """Return the number of scores of all chunks."""
         return sum(chunk.num_scores for chunk in self._chunks)
 
     @property
     def chunks(self) -> list[ChunkStruct]:
-        """As compiled code reads them, while this is held."""
+        """Return the chunks in the form that compiled code reads.
+
+        They are valid while this object is alive.
+        """
         return [chunk.chunk for chunk in self._chunks]
 
     def heads(self, rotary_dim: int) -> HeadsStruct:
-        """As compiled code reads them."""
+        """Return the geometry of the heads in the form that compiled code reads."""
         shape, of = self.shape, self._heads.get(rotary_dim)
         if of is None:
             of = HeadsStruct(
@@ -85,9 +95,9 @@ class NativeGroup:
         return of
 
     def check(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int) -> None:
-        """Compiled code takes addresses, and would read and write beside what is of another shape.
+        """Check the shapes. Raises StepError.
 
-        Raises StepError.
+        Compiled code takes addresses, and would read and write outside a tensor of another shape.
         """
         shape = self.shape
         row = (shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
@@ -101,7 +111,10 @@ class NativeGroup:
 
 
 def native_group(group: GroupBatch) -> NativeGroup | None:
-    """None where nothing is compiled, and for batches and heads that this is not made for."""
+    """Return compiled code for ``group``.
+
+    Returns None where nothing is compiled, and for batches and heads that compiled code does not support.
+    """
     shape = group.shape
     if native_library() is None or not fits_native(shape):
         return None
@@ -111,7 +124,10 @@ def native_group(group: GroupBatch) -> NativeGroup | None:
 
 
 def fits_native(shape: HeadShape) -> bool:
-    """Whether these heads are of a shape that the compiled code takes; bits are `selfcheck`'s to compare."""
+    """Return whether compiled code supports heads of this shape.
+
+    Their bits are compared by `attention_check`.
+    """
     whole = shape.head_dim % _VECTOR == 0 and shape.head_dim <= _MAX_DIM and shape.block_size % _VECTOR == 0
     return whole and shape.is_joined
 

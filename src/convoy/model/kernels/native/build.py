@@ -1,7 +1,7 @@
-"""Compile `kernels.c` once, into the user's cache, and say where the result lies.
+"""Compile `kernels.c` once, into the user's cache, and return the place of the result.
 
-What is loaded runs as this process, so it is only ever taken from a directory that nobody else may write to,
-under a name that is the digest of the source, the options and the compiler's version.
+The loaded code runs as this process. It is therefore only ever taken from a directory that no other user
+may write to, under a name that is the digest of the source, the options and the compiler's version.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from convoy.errors import SelfCheckError
 
 SOURCE = Path(__file__).with_name("kernels.c")
 FOLDER = Path("~/.cache/convoy/native")
-NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma")  # as Linux names them
-# No contraction: a product and a sum that torch rounds apart stay two. No -march=native: a home may be shared
-# by machines.
+# CPU features, by Linux's names.
+NEEDED = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "fma")
+# No contraction: torch rounds a product and a sum separately, so they must stay two operations. No
+# -march=native: several machines may share a home directory.
 _OPTIONS = (
     *("-std=gnu11", "-O3", "-fPIC", "-shared", "-ffp-contract=off"),
     *(f"-m{name.replace('_', '')}" for name in NEEDED),
@@ -34,7 +35,10 @@ _COMPILE_S = 60
 
 @functools.cache
 def built_library() -> Path:
-    """Where the compiled library lies. SelfCheckError says why this machine has none."""
+    """Return the path of the compiled library.
+
+    Raises SelfCheckError with the reason why this machine has none.
+    """
     missing = missing_features()
     if missing:
         raise SelfCheckError(f"this machine has no {', '.join(missing)}")
@@ -44,31 +48,36 @@ def built_library() -> Path:
     try:
         folder = FOLDER.expanduser()
     except RuntimeError as error:
-        raise SelfCheckError("this user has no home directory to keep it in") from error
+        raise SelfCheckError("this user has no home directory for the compiled library") from error
     return compile_into(folder, compiler)
 
 
 def missing_features(info: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """What the kernels need and this machine does not have; on no x86-64 Linux that alone."""
+    """Return the features that the kernels need and this machine lacks.
+
+    On anything but x86-64 Linux the result names only that.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return ["x86-64 Linux"]
     try:
         lines = info.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
-        return ["list of what its CPU can do"]
-    # of the first processor; those of one machine are alike
+        return ["readable list of CPU features"]
+    # The first processor's flags: the processors of one machine are alike.
     flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
     return [name for name in NEEDED if name not in flags]
 
 
 def compile_into(folder: Path, compiler: str, source: Path = SOURCE) -> Path:
-    """The library in ``folder``, compiled if it is not there. Raises SelfCheckError."""
+    """Return the library's path in ``folder``, after compiling it if it is missing. Raises SelfCheckError."""
     try:
         for path in reversed((folder, *folder.parents)):
             if not path.exists():
-                path.mkdir(mode=0o700, exist_ok=True)  # all of them: a umask may let a group write
+                # Every new parent too, because a umask may let a group write.
+                path.mkdir(mode=0o700, exist_ok=True)
         require_own(folder)
-        folder = folder.resolve()  # which was looked at, not a link to it that may change
+        # Use the directory that was checked, and not a link to it that may change.
+        folder = folder.resolve()
         version = _run([compiler, "--version"])
         options = " ".join(_OPTIONS).encode()
         named = hashlib.sha256(b"\0".join((source.read_bytes(), options, compiler.encode(), version)))
@@ -82,9 +91,10 @@ def compile_into(folder: Path, compiler: str, source: Path = SOURCE) -> Path:
 
 
 def require_own(place: Path) -> None:
-    """Raises SelfCheckError unless ``place`` is this user's, and nobody else can write or replace it.
+    """Raise SelfCheckError unless ``place`` belongs to this user and no other user can write or replace it.
 
-    A directory above it may be the system's, or one of many users where each may touch only what is theirs.
+    A directory above it may belong to the system, or be sticky, so that each user may only touch their own
+    files.
     """
     own = place.resolve()
     if own != place.absolute() and place.is_symlink():
@@ -99,9 +109,10 @@ def require_own(place: Path) -> None:
 
 
 def _compile(compiler: str, source: Path, place: Path) -> None:
-    """Under another name first: two processes may do this at once, and none loads half a file.
+    """Compile under another name, then rename the file. Two processes may compile at the same time.
 
-    On the disk before it has its name, and its name after that: no loss of power leaves less of it.
+    Neither then loads half a file. The file is synced before the rename, and the directory after it, so
+    that a power loss leaves no partial file.
     """
     handle, name = tempfile.mkstemp(suffix=".part", dir=place.parent)
     os.close(handle)
@@ -125,7 +136,7 @@ def _sync(path: Path) -> None:
 
 
 def _run(command: list[str]) -> bytes:
-    """What it prints. Raises SelfCheckError."""
+    """Return the output of ``command``. Raises SelfCheckError."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMPILE_S, check=False

@@ -1,8 +1,9 @@
-/* The parts of a decode step that torch does in too many calls or too slowly for few rows, for x86-64 with AVX-512.
+/* Run the parts of a decode step that torch runs in too many calls, or too slowly for few rows. For x86-64 with
+   AVX-512.
 
-   Every function gives the bits of the torch operators that it stands for: each output is one chain of single
-   operations in an order that no row beside it, no thread and no panel changes. `native/` compares them with
-   torch on the machine at hand before it uses one. Must be built with -ffp-contract=off. */
+   Every function gives the bits of the torch operators that it replaces. Each output is one chain of single
+   operations, in an order that does not depend on other rows, threads or panels. The package compares the functions
+   with torch on this machine before it uses one. Build with -ffp-contract=off. */
 
 #include <float.h>
 #include <immintrin.h>
@@ -11,18 +12,19 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define PANEL 64    /* outputs whose weights lie together */
-#define MOST_ROWS 6 /* of one pass over a panel: 24 sums in registers */
-#define KEYS 64     /* of a key block, `model.kv.packed.KEY_BLOCK` */
+#define PANEL 64    /* outputs with weights that lie together */
+#define MOST_ROWS 6 /* rows of one pass over a panel: 24 sums in registers */
+#define KEYS 64     /* keys of a key block, `model.kv.packed.KEY_BLOCK` */
 #define MOST_DIM 256
 #define AHEAD 4096  /* bytes: the processor's own prefetching ends with a page */
-#define FEW_PAIRS 4 /* a second thread takes longer to begin than these */
+#define FEW_PAIRS 4 /* starting a second thread takes longer than so few pairs */
 
 typedef void (*share_fn)(void *);
 typedef void (*parallel_fn)(share_fn, void *, unsigned, unsigned);
 typedef int (*number_fn)(void);
 
-/* of the OpenMP that torch runs on: its threads wait for work already, and others would fight them for cores */
+/* Functions of the OpenMP that torch runs on. Its threads already wait for work; further threads would compete with
+   them for cores. */
 static parallel_fn on_threads;
 static number_fn thread_number, num_threads_now;
 
@@ -37,14 +39,15 @@ static void run(share_fn share, void *job, int64_t threads) {
   else share(job);
 }
 
-/* this thread's part [start, end) of `count`; `threads` as the job was started with */
+/* Compute this thread's part [start, end) of `count`. `threads` is the number that the job was started with. */
 static void my_part(int64_t threads, int64_t count, int64_t *start, int64_t *end) {
   int64_t number = threads > 1 ? thread_number() : 0, all = threads > 1 ? num_threads_now() : 1;
   *start = count * number / all;
   *end = count * (number + 1) / all;
 }
 
-/* the next of `count` panels, for whichever thread comes first: one may wake late, or be taken off its core */
+/* Return the next panel, for the thread that asks first. Fixed shares would wait for a thread that wakes late or
+   loses its core. */
 static inline int64_t take(int64_t *next) { return __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); }
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -52,8 +55,8 @@ static inline int64_t round_up(int64_t n, int64_t of) { return (n + of - 1) / of
 
 /* ---- float32 linears over oneDNN's own packed weights: panels of [inputs padded to 16][64 outputs] ---- */
 
-/* The inputs come in one or two parts, each packed by itself; a part's products are added in order, in runs of
-   `run`, and the runs in order, with the bias behind those of the first part. */
+/* The inputs come in one or two parts, each packed by itself. A part's products are added in order, in runs of `run`.
+   The runs are added in order, with the bias behind the runs of the first part. */
 typedef struct {
   const float *weight[2];
   int64_t inputs[2], run[2];
@@ -61,7 +64,7 @@ typedef struct {
   int64_t outputs;
 } F32Linear;
 
-/* of one linear, or of two of the same x, whose outputs stand side by side */
+/* One linear, or two of the same x with outputs side by side. */
 typedef struct {
   const F32Linear *linear[2];
   const float *x;
@@ -119,7 +122,7 @@ static void f32_panel(const F32Job *job, int which, int64_t panel, int64_t row, 
 
 static int64_t num_panels(int64_t outputs) { return (outputs + PANEL - 1) / PANEL; }
 
-/* as equal as may be: 8 rows as 4 and 4 */
+/* Return the number of passes. Passes are as equal as possible: 8 rows run as 4 and 4. */
 static int64_t num_passes(int64_t rows) { return (rows + MOST_ROWS - 1) / MOST_ROWS; }
 
 static void f32_share(void *p) {
@@ -133,7 +136,7 @@ static void f32_share(void *p) {
     }
 }
 
-/* y[rows][outputs] from x[rows][inputs], whose rows begin `stride` floats apart */
+/* Compute y[rows][outputs] from x[rows][inputs]. Rows of x begin `stride` floats apart. */
 void convoy_f32_linear(const F32Linear *linear, const float *x, int64_t stride, float *y, int64_t rows, int64_t threads) {
   F32Job job = {{linear, 0}, x, stride, y, linear->outputs, rows, 0};
   run(f32_share, &job, threads);
@@ -143,8 +146,8 @@ void convoy_f32_linear(const F32Linear *linear, const float *x, int64_t stride, 
 
 typedef struct {
   const int8_t *weight;
-  const float *scale;   /* of each output, over 127 */
-  const int32_t *start; /* what each output's sum begins with: activations are stored with 128 added */
+  const float *scale;   /* scale of each output, over 127 */
+  const int32_t *start; /* initial value of each output's sum: activations are stored with 128 added */
   const float *bias;
   int64_t inputs, outputs;
 } I8Linear;
@@ -161,7 +164,7 @@ typedef struct {
 
 int64_t convoy_i8_size(int64_t inputs, int64_t outputs) { return round_up(inputs, 16) * round_up(outputs, PANEL); }
 
-/* `packed` and `start` of convoy_i8_size bytes, and of outputs padded to 64, filled with zeros */
+/* Pack the weights. `packed` has convoy_i8_size bytes, `start` the outputs padded to 64. Both must be zeros. */
 void convoy_i8_pack(const int8_t *weight, int64_t inputs, int64_t outputs, int8_t *packed, int32_t *start) {
   int64_t padded = round_up(inputs, 16);
   for (int64_t o = 0; o < outputs; o++) {
@@ -175,13 +178,13 @@ void convoy_i8_pack(const int8_t *weight, int64_t inputs, int64_t outputs, int8_
   }
 }
 
-/* as `quantized.quantize_rows`: times 127, over the greatest, to the nearest whole number. A row with a number
-   that is none, or that 127 times is infinite, has no greatest, and so no result. */
+/* Round a row as `quantized.quantize_rows` does: times 127, over the greatest, to the nearest whole number. A row
+   that has a NaN, or a number that becomes infinite times 127, gets the greatest NaN, so its results are NaN. */
 static void round_row(const I8Job *job, int64_t row) {
   const float *x = job->x + row * job->stride;
   int64_t n = job->linear->inputs;
   __m512 greatest = _mm512_setzero_ps();
-  __mmask16 none = 0; /* a maximum forgets these */
+  __mmask16 none = 0; /* NaNs, which a maximum would drop */
   for (int64_t k = 0; k < n; k += 16) {
     __mmask16 mask = n - k >= 16 ? 0xffff : (__mmask16)((1u << (n - k)) - 1);
     __m512 some = _mm512_maskz_loadu_ps(mask, x + k);
@@ -258,7 +261,7 @@ static void i8_share(void *p) {
     }
 }
 
-/* as convoy_f32_linear; 0 where there is no memory for the rounded rows */
+/* Compute as convoy_f32_linear does. Return 0 where there is no memory for the rounded rows. */
 int convoy_i8_linear(const I8Linear *linear, const float *x, int64_t stride, float *y, int64_t rows, int64_t threads) {
   int64_t padded = round_up(linear->inputs, 16), before = round_up(4 * rows, 64);
   uint8_t *memory = aligned_alloc(64, before + round_up(rows * padded, 64));
@@ -283,8 +286,8 @@ static inline __m256 eight(const float *x, int squared) {
   return squared ? _mm256_mul_ps(v, v) : v;
 }
 
-/* The sum of n floats, or of their squares, as ATen adds a contiguous row (SumKernel.cpp): four runs of vectors
-   of eight, side by side, in four levels. */
+/* Return the sum of n floats, or of their squares, in the order in which ATen adds a contiguous row (SumKernel.cpp):
+   four runs of vectors of eight, side by side, in four levels. */
 static inline __attribute__((always_inline)) float row_sum(const float *x, int64_t n, int squared) {
   int64_t vectors = n / 8, steps = vectors / 4, power = ceil_log2(steps) / 4, i = 0;
   if (power < 4) power = 4;
@@ -322,7 +325,7 @@ typedef struct {
   float eps;
 } NormJob;
 
-/* `y` may be `x` */
+/* Normalise one row. `y` may be `x`. */
 static void norm_row(const float *x, const float *weight, float eps, float *y, int64_t n) {
   float scale = 1.0f / sqrtf(row_sum(x, n, 1) / (float)n + eps);
   if (weight)
@@ -339,7 +342,7 @@ static void norm_share(void *p) {
     norm_row(job->x + row * n, job->weight, job->eps, job->y + row * n, n);
 }
 
-/* x[rows][size] over its root mean square, times the weight where there is one */
+/* Divide x[rows][size] by its root mean square, and multiply by the weight unless that is null. */
 void convoy_norm(const float *x, const float *weight, float eps, float *y, int64_t rows, int64_t size, int64_t threads) {
   NormJob job = {x, weight, y, rows, size, rows > 8 ? threads : 1, eps};
   run(norm_share, &job, job.threads);
@@ -347,13 +350,13 @@ void convoy_norm(const float *x, const float *weight, float eps, float *y, int64
 
 /* ---- attention of tiles of one token, see `model.kv.packed` ---- */
 
-/* Heads of a token lie side by side, [num_heads + 2 * kv_heads][dim]: queries, keys, values. */
+/* The heads of a token lie side by side, [num_heads + 2 * kv_heads][dim]: queries, keys, values. */
 typedef struct {
   int64_t num_heads, kv_heads, dim, rotary_dim, block_size;
 } Heads;
 
-/* [tokens][all heads]: each x times `cos`, and the other half of its rotary part times `sin`, added; then keys
-   and values, made finite, to their rows of the pool. `write_rows` is [tokens][2 * kv_heads]. */
+/* Rotate the heads [tokens][all heads]: each x times `cos`, plus the other half of its rotary part times `sin`. Then
+   write keys and values, made finite, to their rows of the pool. `write_rows` is [tokens][2 * kv_heads]. */
 void convoy_turn(const Heads *h, const float *x, const float *cos, const float *sin, float *turned, float *pool,
                  const int64_t *write_rows, int64_t tokens) {
   int64_t all = h->num_heads + 2 * h->kv_heads, half = h->rotary_dim / 2;
@@ -373,7 +376,7 @@ void convoy_turn(const Heads *h, const float *x, const float *cos, const float *
     }
 }
 
-/* As `packed.TileChunk` describes the tiles and their pairs with key blocks. */
+/* The tiles and their pairs with key blocks, as `packed.TileChunk` describes them. */
 typedef struct {
   const int64_t *query_rows, *kv_runs, *bag_pairs, *bag_starts;
   const uint8_t *hidden;
@@ -392,7 +395,7 @@ static int64_t bag_end(const Chunk *c, int64_t tile) {
   return tile + 1 < c->num_tiles ? c->bag_starts[tile + 1] : c->num_pairs;
 }
 
-/* the 16 rows of `x`, `dim` apart, as columns, `dim` rows of 16 */
+/* Write the 16 rows of `x`, which lie `dim` apart, as columns: `dim` rows of 16. */
 static void transpose(const float *x, int64_t dim, float *to) {
   for (int64_t d = 0; d < dim; d += 16) {
     __m512 a[16], b[16];
@@ -419,7 +422,7 @@ static void transpose(const float *x, int64_t dim, float *to) {
   }
 }
 
-/* scores of `group` queries with 16 keys, given as columns; each a chain over the head's dimensions */
+/* Compute the scores of `group` queries with 16 keys, given as columns. Each is a chain over the head's dimensions. */
 static void score(const float *queries, int64_t group, int64_t dim, const float *columns, float *scores) {
   int64_t r = 0;
   for (; r + 4 <= group; r += 4) {
@@ -480,7 +483,8 @@ static void scores_share(void *p) {
   }
 }
 
-/* one query's shares times the values of a key block, 16 dimensions at a time, each a chain over the keys */
+/* Multiply one query's shares by the values of a key block, 16 dimensions at a time. Each sum is a chain over the
+   keys. */
 static void mix_pair(const AttendJob *job, int64_t pair, int64_t r, float *out) {
   const Heads *h = job->heads;
   int64_t group = h->num_heads / h->kv_heads, runs = KEYS / h->block_size;
@@ -527,29 +531,29 @@ static void mix_share(void *p) {
       mix_tile(job, tile, r, job->out + (job->chunk->query_rows[tile] * group + r) * job->heads->dim);
 }
 
-/* `shares` becomes the scores, less the greatest of each query */
+/* Write the scores, minus the greatest score of each query, to `shares`. */
 void convoy_scores(const Heads *heads, const Chunk *chunk, const float *turned, const float *pool, float *shares,
                    int64_t threads) {
   AttendJob job = {heads, chunk, turned, pool, shares, 0, threads};
   run(scores_share, &job, threads);
 }
 
-/* `out` from what exp made of the scores */
+/* Compute `out` from `shares`, to which the caller has applied exp. */
 void convoy_mix(const Heads *heads, const Chunk *chunk, const float *pool, float *shares, float *out, int64_t threads) {
   AttendJob job = {heads, chunk, 0, pool, shares, out, threads};
   run(mix_share, &job, threads);
 }
 
-/* ---- layers of rows of one token, whole: attention and a gated MLP, each behind a norm and beside what came ---- */
+/* ---- whole layers for rows of one token: attention and a gated MLP, each behind a norm and with a residual ---- */
 
-/* one of both */
+/* Exactly one of both is set. */
 typedef struct {
   const F32Linear *f32;
   const I8Linear *i8;
 } Linear;
 
-/* `norms`: before attention and before the MLP; of the heads' queries and keys, or none of these. `gate` has
-   `up`'s outputs behind its own where there is no `up`. */
+/* `norms` are the norms before attention and before the MLP, then those of the heads' queries and keys, or null.
+   Without `up`, `gate` has the outputs of `up` behind its own. */
 typedef struct {
   const float *norms[4];
   Linear qkv, out, gate, up, down;
@@ -557,8 +561,8 @@ typedef struct {
   int64_t hidden, between;
 } Layer;
 
-/* What the layers of a step share. [rows][..] of hidden, hidden, all heads, all heads, query heads, 2 * between
-   and between numbers; `shares` of all chunks, one behind the other. */
+/* The memory that the layers of a step share. The widths of [rows][..] are hidden, hidden, all heads, all heads, query
+   heads, 2 * between and between; `shares` holds all chunks, one after the other. */
 typedef struct {
   float *x, *normed, *heads, *turned, *mixed, *both, *raised, *shares;
   const float *cos, *sin;
@@ -587,7 +591,7 @@ typedef struct {
   int64_t between, threads;
 } ActJob;
 
-/* silu(gate) * up, where `raised` holds exp(-gate) */
+/* Compute silu(gate) * up. `raised` holds exp(-gate) and gets the result. */
 static void act_share(void *p) {
   const ActJob *job = p;
   int64_t row, end, n = job->between;
@@ -599,8 +603,8 @@ static void act_share(void *p) {
   }
 }
 
-/* The end of the MLP of `before` and the beginning of the attention of `l`, either of which may be none: `x`
-   gets what the one gives, `shares` the scores of the other. 0 where there is no memory. */
+/* Finish the MLP of `before`, and begin the attention of `l`; either may be null. `x` gets the MLP's output added, and
+   `shares` the scores of the attention. Return 0 where there is no memory. */
 int convoy_layer_scores(const Layer *before, const Layer *l, const Work *w, float *pool) {
   int64_t rows = w->rows;
   if (before) {
@@ -627,7 +631,7 @@ int convoy_layer_scores(const Layer *before, const Layer *l, const Work *w, floa
   return 1;
 }
 
-/* From what exp made of the scores to `both`, of gate and up, and -gate in `raised`. 0 as above. */
+/* Go on from the scores after exp: fill `both` with gate and up, and `raised` with -gate. Return 0 as above. */
 int convoy_layer_mix(const Layer *l, const Work *w, const float *pool) {
   const Heads *of = w->of;
   int64_t rows = w->rows, width = of->num_heads * of->dim, group = of->num_heads / of->kv_heads, n = l->between;

@@ -1,4 +1,4 @@
-"""The compiled functions, called with torch's tensors and on torch's threads."""
+"""Call the compiled functions with torch's tensors and on torch's threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _THREADS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class F32Linear(ctypes.Structure):
-    """As in `kernels.c`."""
+    """Mirror `F32Linear` of `kernels.c`."""
 
     _fields_ = (
         *(("weight", c_void_p * 2), ("inputs", c_int64 * 2), ("run", c_int64 * 2)),
@@ -25,7 +25,7 @@ class F32Linear(ctypes.Structure):
 
 
 class I8Linear(ctypes.Structure):
-    """As in `kernels.c`."""
+    """Mirror `I8Linear` of `kernels.c`."""
 
     _fields_ = (
         *(("weight", c_void_p), ("scale", c_void_p), ("start", c_void_p), ("bias", c_void_p)),
@@ -34,13 +34,13 @@ class I8Linear(ctypes.Structure):
 
 
 class HeadsStruct(ctypes.Structure):
-    """As in `kernels.c`."""
+    """Mirror `Heads` of `kernels.c`."""
 
     _fields_ = tuple((name, c_int64) for name in ("num_heads", "kv_heads", "dim", "rotary_dim", "block_size"))
 
 
 class ChunkStruct(ctypes.Structure):
-    """As in `kernels.c`."""
+    """Mirror `Chunk` of `kernels.c`."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query_rows", "kv_runs", "bag_pairs", "bag_starts", "hidden")),
@@ -49,13 +49,13 @@ class ChunkStruct(ctypes.Structure):
 
 
 class LinearStruct(ctypes.Structure):
-    """As in `kernels.c`: one of both."""
+    """Mirror `Linear` of `kernels.c`: exactly one of both fields is set."""
 
     _fields_ = (("f32", POINTER(F32Linear)), ("i8", POINTER(I8Linear)))
 
 
 class LayerStruct(ctypes.Structure):
-    """As in `kernels.c`."""
+    """Mirror `Layer` of `kernels.c`."""
 
     _fields_ = (
         ("norms", c_void_p * 4),
@@ -65,7 +65,7 @@ class LayerStruct(ctypes.Structure):
 
 
 class WorkStruct(ctypes.Structure):
-    """As in `kernels.c`."""
+    """Mirror `Work` of `kernels.c`."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "normed", "heads", "turned", "mixed", "both", "raised")),
@@ -96,7 +96,7 @@ _RESULTS: dict[str, Any] = {"convoy_i8_size": c_int64} | dict.fromkeys(
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The compiled functions, or None: `why_no_native` says why."""
+    """Return the compiled functions, or None. `why_no_native` returns the reason."""
     try:
         return _load()
     except SelfCheckError:
@@ -104,7 +104,7 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def why_no_native() -> str:
-    """Why nothing is compiled here, or ""."""
+    """Return why nothing is compiled here, or ""."""
     try:
         _load()
     except SelfCheckError as error:
@@ -113,18 +113,19 @@ def why_no_native() -> str:
 
 
 def _load() -> ctypes.CDLL:
-    """Raises SelfCheckError."""
+    """Compile and load the library, and share torch's threads with it. Raises SelfCheckError."""
     try:
+        # The functions of the OpenMP that torch has loaded: a second OpenMP would start threads of its own.
         own = ctypes.CDLL(None)
         threads = [ctypes.cast(getattr(own, name), c_void_p) for name in _THREADS]
     except (AttributeError, OSError) as error:
         raise SelfCheckError(
-            "this build of torch runs on no GNU OpenMP, whose threads could be shared"
+            "this build of torch does not run on GNU OpenMP, so its threads cannot be shared"
         ) from error
     try:
         library = ctypes.CDLL(str(built_library()))
     except OSError as error:
-        raise SelfCheckError(f"what was compiled cannot be loaded: {error}") from error
+        raise SelfCheckError(f"the compiled kernels cannot be loaded: {error}") from error
     for name, arguments in _ARGUMENTS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, _RESULTS.get(name)

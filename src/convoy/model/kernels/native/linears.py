@@ -1,7 +1,8 @@
-"""Linears of few rows by compiled code, over the weights that are resident anyway.
+"""Multiply few rows by compiled code, over the weights that are resident anyway.
 
-In float32 those are oneDNN's own packed weights, and the bits are oneDNN's: one chain of products for each
-output, in runs whose length is found out here. With 8 bits sums are whole numbers, and any order gives them.
+In float32 the weights are oneDNN's own packed weights, and the bits are oneDNN's: one chain of products
+for each output, in runs of a length that is measured here. With 8 bits sums are whole numbers, so any
+order gives the same result.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from convoy.model.kernels.native.library import F32Linear, I8Linear, native_library
 
-# More rows oneDNN multiplies as fast: then products, not reading, are what takes the time.
+# oneDNN multiplies more rows as fast: then products take the time, and not the reading of weights.
 MAX_F32_ROWS = 18
 _PANEL, _INPUTS = 64, 16
 _RUNS = (1024, 512, 256, 384, 768, 2048)
@@ -22,7 +23,7 @@ _PROBE_ROWS = 5
 
 
 class NativeF32:
-    """x W^T + b over oneDNN's packed weights, for up to `MAX_F32_ROWS` rows."""
+    """Compute x W^T + b over oneDNN's packed weights, for up to `MAX_F32_ROWS` rows."""
 
     def __init__(
         self, packed: Sequence[torch.Tensor], runs: Sequence[int], bias: torch.Tensor | None
@@ -31,7 +32,8 @@ class NativeF32:
         assert library is not None, "nothing is compiled here"
         self._outputs, self._inputs = packed[0].shape[0], [part.shape[1] for part in packed]
         none = [0] * (2 - len(packed))
-        self._held = (packed, bias)  # what the addresses below are of
+        # Kept alive: the struct below has only their addresses.
+        self._held = (packed, bias)
         self.described = F32Linear(
             (ctypes.c_void_p * 2)(*[torch.ops.mkldnn.data_ptr(part) for part in packed], *none),
             (ctypes.c_int64 * 2)(*self._inputs, *none),
@@ -43,7 +45,7 @@ class NativeF32:
         self._run = library.convoy_f32_linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Float32 [rows, inputs], a row's numbers side by side, to [rows, outputs]."""
+        """Map float32 [rows, inputs] to [rows, outputs]. The numbers of a row must be contiguous."""
         num_rows = x.shape[0]
         y = torch.empty(num_rows, self._outputs)
         self._run(
@@ -53,7 +55,10 @@ class NativeF32:
 
 
 def native_f32(packed: Sequence[torch.Tensor], bias: torch.Tensor | None) -> NativeF32 | None:
-    """None where nothing is compiled, or oneDNN lays its weights out or adds products in another way."""
+    """Return the compiled linear.
+
+    Returns None where nothing is compiled, or where oneDNN uses another layout or order of sums.
+    """
     if native_library() is None or not all(_is_in_panels(part) for part in packed):
         return None
     runs = [_run_length(part.shape[1], min(part.shape[0], 2 * _PANEL)) for part in packed]
@@ -62,7 +67,7 @@ def native_f32(packed: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Nat
 
 @functools.cache
 def _run_length(inputs: int, outputs: int) -> int:
-    """How many products oneDNN adds one after the other, by comparing bits; 0 where no length gives them."""
+    """Return how many products oneDNN adds one after the other, or 0 where no length gives its bits."""
     generator = torch.Generator().manual_seed(20)
     weight = torch.randn(outputs, inputs, generator=generator)
     x = torch.randn(_PROBE_ROWS, inputs, generator=generator)
@@ -75,14 +80,18 @@ def _run_length(inputs: int, outputs: int) -> int:
 
 
 def _is_in_panels(packed: torch.Tensor) -> bool:
-    """Whether there is as much memory as panels take: what is in it is compared, but must not be left."""
+    """Return whether the packed memory has the size of panels.
+
+    The contents are compared by `_run_length`. The size must match first, so that compiled code stays
+    inside.
+    """
     outputs, inputs = packed.shape
     panels = -(-outputs // _PANEL) * _PANEL * -(-inputs // _INPUTS) * _INPUTS
     return int(torch.ops.mkldnn._nbytes(packed)) == 4 * panels
 
 
 class NativeI8:
-    """Rows rounded to 8 bits, times weights of 8 bits, with scales and bias: all of it in one call."""
+    """Multiply rows rounded to 8 bits by weights of 8 bits, with scales and bias, in one call."""
 
     def __init__(
         self,
@@ -90,9 +99,10 @@ class NativeI8:
         runs: Iterable[tuple[torch.Tensor, torch.Tensor]],
         bias: torch.Tensor | None,
     ) -> None:
-        """``shape``: outputs, inputs; ``runs``: int8 [some outputs, inputs] and their scales, over 127.
+        """Pack the weights. ``shape`` is (outputs, inputs).
 
-        All runs but the last are of whole panels of 64 outputs.
+        ``runs`` yields int8 [some outputs, inputs] and their scales, over 127. All runs but the last are
+        of whole panels of 64 outputs.
         """
         library = native_library()
         assert library is not None, "nothing is compiled here"
@@ -108,7 +118,8 @@ class NativeI8:
             )
             scale[done : done + len(weight)] = scales
             done += len(weight)
-        self._held = (packed, scale, start, bias)  # what the addresses below are of
+        # Kept alive: the struct below has only their addresses.
+        self._held = (packed, scale, start, bias)
         self.described = I8Linear(
             *(packed.data_ptr(), scale.data_ptr(), start.data_ptr()),
             *(None if bias is None else bias.data_ptr(), inputs, self._outputs),
@@ -117,7 +128,7 @@ class NativeI8:
         self._run = library.convoy_i8_linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Float32 [rows, inputs], a row's numbers side by side, to [rows, outputs]."""
+        """Map float32 [rows, inputs] to [rows, outputs]. The numbers of a row must be contiguous."""
         num_rows = x.shape[0]
         y = torch.empty(num_rows, self._outputs)
         done = self._run(

@@ -1,4 +1,4 @@
-"""RMS norm in one call, with the bits of torch's six."""
+"""Compute an RMS norm in one call, with the bits of torch's six."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PROBE_ROWS = 67
 
 @functools.cache
 def norm_holds(size: int) -> bool:
-    """Whether it is compiled here and, for rows of ``size``, has torch's bits."""
+    """Return whether the norm is compiled here and has torch's bits for rows of ``size``."""
     if native_library() is None:
         return False
     generator = torch.Generator().manual_seed(20)
@@ -28,7 +28,7 @@ def norm_holds(size: int) -> bool:
 
 
 def native_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Contiguous float32 [..., size] over each row's root mean square, times ``weight`` [size]."""
+    """Return contiguous float32 [..., size] over each row's root mean square, times ``weight`` [size]."""
     library = native_library()
     assert library is not None, "nothing is compiled here"
     y = torch.empty_like(x)

@@ -1,9 +1,9 @@
-"""Compressed attention: DeepSeek V4's, over a window of keys and over entries made of several tokens each.
+"""Compute DeepSeek V4's compressed attention, over a window of keys and over entries of several tokens.
 
-What the library's modules compute, with the state in pools of ours (arXiv: DeepSeek-V4, section 2.3; the
-library's `modeling_deepseek_v4`). One key a token is its value too, for all heads. An entry is the sum of its
-tokens' numbers, weighed for each element by a softmax of their gates. All sums are in an order of their own,
-so that under packed linears a row's bits do not depend on what runs beside it.
+This computes the same as the library's modules, with the state in our pools (arXiv: DeepSeek-V4, section
+2.3; the library's `modeling_deepseek_v4`). A token's one key is also its value, for all heads. An entry is
+the sum of its tokens' numbers, weighted for each element by a softmax of their gates. All sums have a
+fixed order, so that under packed linears a row's bits do not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from convoy.model.layers.rope import Rotation
 
 
 def own_linear(linear: Any, *, packed: bool) -> nn.Module:
-    """The library's linear as it is, or packed."""
+    """Return the library's linear unchanged, or packed."""
     return PackedLinear(linear.weight, linear.bias) if packed else linear
 
 
 def linear_of(weight: torch.Tensor, *, packed: bool) -> nn.Module:
-    """A linear of a matrix that the library multiplies with by hand."""
+    """Return a linear for a matrix that the library multiplies with directly."""
     if packed:
         return PackedLinear(weight, None)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -41,7 +41,7 @@ def linear_of(weight: torch.Tensor, *, packed: bool) -> nn.Module:
 
 
 class CompressedAttention(nn.Module):
-    """In the place of the library's, of the same weights."""
+    """Replace the library's compressed attention, with the same weights."""
 
     def __init__(self, attention: Any, *, packed: bool) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class CompressedAttention(nn.Module):
         self.q_b_norm = RowNorm(None, attention.q_b_norm.eps)
         self.kv_proj = own_linear(attention.kv_proj, packed=packed)
         self.kv_norm = ExactNorm(attention.kv_norm)
-        # a linear for each group of heads, and one for all of what they give
+        # One linear for each group of heads, and one for the results of all groups.
         groups = attention.o_a_proj.n_groups
         apart = attention.o_a_proj.weight.detach().unflatten(0, (groups, -1)).transpose(1, 2)
         self.o_a = nn.Parameter(apart.contiguous(), requires_grad=False)
@@ -73,7 +73,7 @@ class CompressedAttention(nn.Module):
         batch: Mapping[int, LayerBatch | CompressedLayer],
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
-        """[1, T, hidden]"""
+        """Attend, for hidden states [1, T, hidden]. Returns the same shape, and None."""
         x, (cos, sin) = hidden_states[0], (part[0] for part in position_embeddings)
         reduced = self.q_a_norm(self.q_a_proj(x))
         query = self.q_b_norm(self.q_b_proj(reduced).view(len(x), self._num_heads, self._head_dim))
@@ -83,18 +83,20 @@ class CompressedAttention(nn.Module):
         if isinstance(layer, CompressedLayer):
             layer = self._compress(x, reduced, layer, (cos, sin))
         out = attend(query * self._scaling, kv, layer, sinks=self.sinks)
-        out = turn(out, cos, -sin)  # its values were turned as keys: now by no more than their distance
+        # Values were rotated as keys. Rotating back leaves them rotated by their distance alone.
+        out = turn(out, cos, -sin)
         grouped = each_head(out.reshape(len(x), len(self.o_a), -1), self.o_a)
         return self.o_b_proj(grouped.reshape(len(x), -1))[None], None
 
     def _compress(
         self, x: torch.Tensor, reduced: torch.Tensor, layer: CompressedLayer, rotation: Rotation
     ) -> LayerBatch:
-        """Keep what is pending, close entries, and say which of them each token sees."""
+        """Store pending numbers, close entries, and return the batch with each token's visible entries."""
         assert self.compressor is not None, "a layer without a compressor has no entries"
         batch, pending = layer.batch, self.compressor.pending(x, layer.batch)
         if self.indexer is not None:
             pending = torch.cat((pending, self.indexer.compressor.pending(x, batch)), dim=-1)
+        # Pending numbers are written first: an entry may close over tokens of this very step.
         layer.pending.write(batch.pending_rows, pending[: batch.group.num_tokens])
         if batch.closing is not None and layer.rotation is not None:
             self._close(layer, batch.closing, layer.rotation)
@@ -116,7 +118,7 @@ class CompressedAttention(nn.Module):
 
 
 class Compressor(nn.Module):
-    """Makes one entry of several tokens: its own, and where there are two series as many before them."""
+    """Make one entry of several tokens: its own, and with two series as many tokens before them."""
 
     def __init__(self, compressor: Any, *, packed: bool) -> None:
         super().__init__()
@@ -126,20 +128,24 @@ class Compressor(nn.Module):
         self.kv_norm = ExactNorm(compressor.kv_norm)
         self._dim: int = compressor.head_dim
         self._rate: int = compressor.compress_rate
-        self.width = 2 * self.position_bias.shape[1]  # of what is pending of a token
+        # The width of a token's pending numbers and gates.
+        self.width = 2 * self.position_bias.shape[1]
 
     def pending(self, x: torch.Tensor, batch: EntryBatch) -> torch.Tensor:
-        """[T, width] of [T, hidden]: numbers, then their gates."""
+        """Return [T, width] of [T, hidden]: numbers, then their gates."""
         numbers, gates = self.kv_proj(x), self.gate_proj(x)
         count = batch.group.num_tokens
         gates = gates[:count] + self.position_bias.index_select(0, batch.offsets)
         return torch.cat((numbers[:count], gates), dim=-1)
 
     def close(self, sources: torch.Tensor, is_first: torch.Tensor) -> torch.Tensor:
-        """[n, span, width] to [n, dim]; of a first entry there is nothing before its own tokens."""
+        """Make entries: [n, span, width] to [n, dim].
+
+        A sequence's first entry has no tokens before its own.
+        """
         numbers, gates = sources.chunk(2, dim=-1)
         if numbers.shape[-1] > self._dim:
-            # the first series of the tokens before, the second of its own
+            # The first series comes from the tokens before, the second from the entry's own tokens.
             numbers, gates = (
                 torch.cat((part[:, : self._rate, : self._dim], part[:, self._rate :, self._dim :]), dim=1)
                 for part in (numbers, gates)
@@ -152,7 +158,7 @@ class Compressor(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Chooses the entries that a token sees, by smaller keys that heads of its own rate."""
+    """Choose the entries that a token sees, by smaller keys that the indexer's own heads rate."""
 
     def __init__(self, indexer: Any, *, packed: bool) -> None:
         super().__init__()
@@ -167,9 +173,10 @@ class Indexer(nn.Module):
     def choose(
         self, x: torch.Tensor, reduced: torch.Tensor, pool: ApartPool, batch: EntryBatch, rotation: Rotation
     ) -> list[torch.Tensor]:
-        """What is hidden in each chunk, as `TileChunk.hidden`, the entries that are not chosen too."""
+        """Return the hidden keys of each chunk, as `TileChunk.hidden`, also hiding entries not chosen."""
         if all(choice.most <= self._top_k for choice in batch.choices):
-            return [chunk.hidden for chunk in batch.group.chunks]  # all that are closed
+            # With so few closed entries, every one of them is chosen.
+            return [chunk.hidden for chunk in batch.group.chunks]
         query = turn(self.q_b_proj(reduced).view(len(x), self._num_heads, -1), *rotation)
         weights = self.weights_proj(x) * self._weights_scale
         return [
@@ -189,7 +196,7 @@ class Indexer(nn.Module):
         if choice.most <= self._top_k or not num_pairs:
             return chunk.hidden
         rated = self._rate(query, weights, pool, chunk, choice)
-        # [tiles, blocks, tokens, keys] with what is no pair behind all others
+        # [tiles, blocks, tokens, keys]. A row of -inf behind all pairs stands for padding in ``tile_pairs``.
         nothing = rated.new_full((1, *rated.shape[1:]), float("-inf"))
         of_tile = torch.cat((rated, nothing)).index_select(0, choice.tile_pairs.view(-1))
         scores = of_tile.view(*choice.tile_pairs.shape, *rated.shape[1:]).transpose(1, 2).flatten(2)
@@ -209,7 +216,7 @@ class Indexer(nn.Module):
         chunk: TileChunk,
         choice: EntryChoice,
     ) -> torch.Tensor:
-        """[pairs, tile_tokens, KEY_BLOCK]: of every key the sum over heads, weighed, of what is positive."""
+        """Return [pairs, tile_tokens, KEY_BLOCK]: each key's weighted sum of the heads' positive scores."""
         used = chunk.tile_tokens * self._num_heads
         tiles = query.index_select(0, chunk.query_rows).view(-1, used, query.shape[-1])
         tiles = nn.functional.pad(tiles, (0, 0, 0, -used % SAFE_ROWS)).index_select(0, choice.pair_tile)
@@ -221,7 +228,7 @@ class Indexer(nn.Module):
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[T, heads, dim] with the pairs at its end turned by [T, pairs]."""
+    """Return [T, heads, dim] with the pairs at its end rotated by [T, pairs]."""
     fixed, turning = torch.split(x, [x.shape[-1] - 2 * cos.shape[-1], 2 * cos.shape[-1]], dim=-1)
     even, odd, cos, sin = turning[..., 0::2], turning[..., 1::2], cos[:, None], sin[:, None]
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
@@ -229,15 +236,16 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 def _add_in_order(x: torch.Tensor) -> torch.Tensor:
-    """[n, rows, dim] added over the rows, one after the other: that is how an embedding bag does it."""
+    """Return [n, rows, dim] added over the rows, one after the other, as an embedding bag adds them."""
     num, rows, dim = x.shape
     starts = torch.arange(0, num * rows, rows)
     return torch.embedding_bag(x.reshape(-1, dim), torch.arange(num * rows), starts, False, 0)[0]
 
 
 def _greatest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Which are the ``count`` greatest of the last dimension; of equal ones the first."""
+    """Return a mask of the ``count`` greatest of the last dimension. Of equal ones the first count."""
     least = torch.topk(scores, min(count, scores.shape[-1]), dim=-1)[0][..., -1:]
     above, equal = scores > least, scores == least
+    # Ties are resolved by place, because the choice of `topk` among equal scores is not defined.
     left = count - above.sum(-1, keepdim=True)
     return above | (equal & (equal.cumsum(-1) <= left))

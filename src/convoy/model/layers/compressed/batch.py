@@ -1,9 +1,9 @@
-"""A batch described for compressed attention: what is kept, which entries a step closes, and who sees them.
+"""Describe a batch for compressed attention: pending numbers, entries that a step closes, and masks.
 
-A layer has its keys of a window and its entries in one pool, the entries' blocks behind the window's, so that
-one softmax goes over both: first the window's blocks of keys, then those of entries, in order. What is kept
-of each token until its entries are closed stands by position in a ring, as keys of a window do: so a step may
-begin wherever it could with a window alone, and a replay writes the same entries again.
+A layer has its window's keys and its entries in one pool, with the entries' blocks behind the window's.
+One softmax covers both: first the window's blocks of keys, then those of entries, in order. A token's
+pending numbers stay until its entries are closed. They lie by position in a ring, as a window's keys do. A
+step may therefore begin wherever it could with a window alone, and a replay writes the same entries again.
 """
 
 from __future__ import annotations
@@ -19,49 +19,61 @@ from convoy.model.kv.packed import KEY_BLOCK, GroupBatch, HeadShape, TileChunk
 from convoy.model.kv.pools import BlockTable
 from convoy.wire.messages.control import Row
 
-_MAX_CHUNK_BYTES = 4 << 20  # that the pairs of one call touch, as in `model.kv.packed`
+# The memory that the pairs of one call touch, as in `model.kv.packed`.
+_MAX_CHUNK_BYTES = 4 << 20
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class EntryShape:
-    """The geometry of one kind of compressed layers, and which cache groups are theirs."""
+    """Describe the geometry of one kind of compressed layers, and name their cache groups."""
 
-    heads: HeadShape  # of keys and entries, in one pool of the blocks of both
-    window_blocks: int  # of that pool; the entries' are behind them
-    rate: int  # tokens for an entry
-    span: int  # tokens of which an entry is made
+    # Keys and entries lie in one pool, with the blocks of both.
+    heads: HeadShape
+    # The window's blocks in that pool. The entries' blocks follow them.
+    window_blocks: int
+    # One entry is made for each so many tokens.
+    rate: int
+    # Tokens that an entry is made of; more than ``rate`` with two series.
+    span: int
     groups: tuple[int, int, int]  # window, entries, pending
 
 
 @dataclass(frozen=True)
 class EntryChoice:
-    """For the tiles of one chunk, what there is to choose from; its pairs come first among the chunk's."""
+    """Hold the entries that the tiles of one chunk may choose from.
+
+    Their pairs are the chunk's first pairs.
+    """
 
     key_runs: torch.Tensor  # [pairs * KEY_BLOCK / block_size] of the pool of second keys
     pair_tile: torch.Tensor  # [pairs]
     pair_block: torch.Tensor  # [pairs]: which block of entries
-    tile_pairs: torch.Tensor  # [tiles, most blocks]; the number of pairs is padding
+    # [tiles, most blocks]. The number of pairs marks padding.
+    tile_pairs: torch.Tensor
     limits: torch.Tensor  # [tiles, tile_tokens]: entries that are closed for each token
-    most: int  # of the limits
+    # The greatest of the limits.
+    most: int
 
 
 @dataclass(frozen=True)
 class Closing:
-    """The entries that a step closes."""
+    """Describe the entries that a step closes."""
 
     sources: torch.Tensor  # [n, span] of the rows of the pending pool
-    is_first: torch.Tensor  # bool [n]: of a sequence, so that half of a sparse entry's sources are none
+    # bool [n]: the first entry of a sequence. Half of a sparse entry's sources do not exist then.
+    is_first: torch.Tensor
     rows: torch.Tensor  # [n] of the rows of the pool of second keys
     pool_rows: torch.Tensor  # [n] of the rows of the pool of keys and entries
     positions: torch.Tensor  # [n]: of the first token that an entry stands for
-    last_position: int  # of these
+    # The greatest of the positions.
+    last_position: int
 
 
 @dataclass(frozen=True)
 class EntryBatch:
-    """One step's batch as compressed layers of one kind see it."""
+    """Hold one step's batch as compressed layers of one kind need it."""
 
     group: GroupBatch
     choices: tuple[EntryChoice, ...]  # by chunk of the group
@@ -72,7 +84,7 @@ class EntryBatch:
 
 @dataclass(frozen=True)
 class _Tables:
-    """The block tables of one group, flat."""
+    """Hold the block tables of one group, flattened."""
 
     blocks: Ints
     start: Ints  # of each row's
@@ -83,26 +95,29 @@ class _Tables:
     def of(
         cls, rows: Sequence[tuple[Row, BlockTable]], group: int, block_size: int, first: int = 0
     ) -> _Tables:
-        """``first`` is that of the group's blocks in their pool."""
+        """Return the tables of ``rows``. ``first`` is the place of the group's first block in its pool."""
         tables = [table.blocks[group] for _, table in rows]
         size = np.array([len(table) for table in tables], dtype=np.int64)
         blocks = np.array([block for table in tables for block in table], dtype=np.int64) + first
         return cls(blocks, np.cumsum(size) - size, size, block_size)
 
     def rows(self, row: Ints, place: Ints) -> Ints:
-        """Where ``place`` of each ``row`` stands in a pool of rows."""
+        """Return the row of ``place`` of each ``row`` in a pool of rows."""
         rows: Ints = self.run(row, place // self.block_size) * self.block_size + place % self.block_size
         return rows
 
     def run(self, row: Ints, place: Ints) -> Ints:
-        """The block of run ``place``; past a table's end from its start on: a ring, or nobody sees it."""
+        """Return the block at index ``place`` of each row's table.
+
+        Past a table's end it continues from the start: the table is a ring, or no query sees these keys.
+        """
         blocks: Ints = self.blocks[self.start[row] + place % self.size[row]]
         return blocks
 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """Tiles of one size, as columns."""
+    """Hold tiles of one size, as columns."""
 
     size: int
     row: Ints  # of the batch
@@ -116,12 +131,12 @@ class _Tiles:
 
     @property
     def steps(self) -> Ints:
-        """[tiles, size]; slots behind the last token repeat it."""
+        """Return [tiles, size]: the tokens of each tile. Slots behind the last token repeat it."""
         return np.minimum(np.arange(self.size), self.count[:, None] - 1)
 
 
 def describe_entries(rows: Sequence[tuple[Row, BlockTable]], shape: EntryShape) -> EntryBatch:
-    """Describe checked, non-empty ``rows``."""
+    """Describe checked, non-empty ``rows`` for layers of ``shape``."""
     window, entries, pending = shape.groups
     start = np.array([row.start for row, _ in rows], dtype=np.int64)
     length = np.array([row.num_tokens for row, _ in rows], dtype=np.int64)
@@ -153,7 +168,7 @@ def describe_entries(rows: Sequence[tuple[Row, BlockTable]], shape: EntryShape) 
 
 
 def _cut(start: Ints, length: Ints, offset: Ints, chosen: npt.NDArray[np.bool_], size: int) -> _Tiles:
-    """Tiles of ``size`` tokens for the ``chosen`` rows."""
+    """Return tiles of ``size`` tokens for the ``chosen`` rows."""
     per_row = -(-length[chosen] // size)
     row = np.repeat(np.flatnonzero(chosen), per_row)
     step = (np.arange(len(row)) - np.repeat(np.cumsum(per_row) - per_row, per_row)) * size
@@ -161,7 +176,7 @@ def _cut(start: Ints, length: Ints, offset: Ints, chosen: npt.NDArray[np.bool_],
 
 
 def _window_blocks(shape: EntryShape, tiles: _Tiles) -> tuple[Ints, Ints]:
-    """The first block of keys that a tile looks at, and how many there are."""
+    """Return the first block of keys that each tile reads, and the number of blocks."""
     window = shape.heads.window
     assert window is not None, "compressed attention has a window"
     first = np.maximum(tiles.position - window + 1, 0) // KEY_BLOCK
@@ -169,13 +184,13 @@ def _window_blocks(shape: EntryShape, tiles: _Tiles) -> tuple[Ints, Ints]:
 
 
 def _entry_blocks(shape: EntryShape, tiles: _Tiles) -> Ints:
-    """How many blocks of entries there are for a tile's last token."""
+    """Return the number of blocks of entries for each tile's last token."""
     blocks: Ints = -(-((tiles.position + tiles.count) // shape.rate) // KEY_BLOCK)
     return blocks
 
 
 def _parts(shape: EntryShape, tiles: _Tiles) -> list[slice]:
-    """Runs of tiles whose pairs stay within the limit; a tile by itself may exceed it."""
+    """Return runs of tiles with pairs that stay within the limit. A tile by itself may exceed it."""
     max_pairs = _MAX_CHUNK_BYTES // shape.heads.pair_bytes(shape.heads.tile_rows(tiles.size))
     ends = np.cumsum(_window_blocks(shape, tiles)[1] + _entry_blocks(shape, tiles))
     parts, start, done = [], 0, 0
@@ -194,13 +209,14 @@ def _chunk(
     num_pairs = num_windows + num_entries
     starts = np.cumsum(num_pairs) - num_pairs
     tile = np.repeat(np.arange(len(num_pairs)), num_pairs)
-    place = np.arange(len(tile)) - starts[tile]  # in its tile
+    # A tile's pairs are its window's key blocks and then its entry blocks, both in order of position.
+    place = np.arange(len(tile)) - starts[tile]
     of_entries = place >= num_windows[tile]
     block = np.where(of_entries, place - num_windows[tile], first_block[tile] + place)
     positions = tiles.position[:, None] + tiles.steps
     hidden = _hidden(shape, positions[tile], block, of_entries)
 
-    # entries first, then what is partly hidden
+    # Sort entries first, then partly hidden blocks: only these two need a mask, so the mask covers a prefix.
     order = np.argsort(np.where(of_entries, 0, np.where(hidden.any(axis=(1, 2)), 1, 2)), kind="stable")
     back = np.argsort(order)
     num_masked = int((of_entries | hidden.any(axis=(1, 2))).sum())
@@ -231,7 +247,7 @@ def _chunk(
 def _hidden(
     shape: EntryShape, query: Ints, block: Ints, of_entries: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """[pairs, tile_tokens, KEY_BLOCK]: what queries at positions [pairs, tile_tokens] must not see."""
+    """Return [pairs, tile_tokens, KEY_BLOCK]: the keys hidden from queries at [pairs, tile_tokens]."""
     assert shape.heads.window is not None, "compressed attention has a window"
     keys = (block[:, None] * KEY_BLOCK + np.arange(KEY_BLOCK))[:, None, :]
     query = query[:, :, None]
@@ -245,7 +261,7 @@ def _hidden(
 def _pool_blocks(
     row: Ints, block: Ints, of_entries: npt.NDArray[np.bool_], windows: _Tables, entries: _Tables
 ) -> Ints:
-    """[pairs, KEY_BLOCK / block_size] of the pool."""
+    """Return the pool's blocks of each pair, [pairs, KEY_BLOCK / block_size]."""
     per_block = KEY_BLOCK // windows.block_size
     places = block[:, None] * per_block + np.arange(per_block)
     found = np.empty_like(places)
@@ -255,7 +271,7 @@ def _pool_blocks(
 
 
 def _padded(pairs: Ints, starts: Ints, counts: Ints, padding: int | None) -> torch.Tensor:
-    """[tiles, most]: the pairs from ``starts`` on; behind them ``padding``, or None: the first again."""
+    """Return [tiles, most]: the pairs from ``starts`` on, then ``padding``, or the first pair for None."""
     most = max(1, int(counts.max()))
     inside = np.arange(most) < counts[:, None]
     places = np.where(inside, starts[:, None] + np.arange(most), starts[:, None])
@@ -272,6 +288,7 @@ def _closing(
     if not len(row):
         return None
     entry = first[row] + np.arange(len(row)) - (np.cumsum(count) - count)[row]
+    # An entry's sources end with its own tokens, and begin ``span`` tokens before that end.
     tokens = ((entry + 1) * shape.rate - shape.span)[:, None] + np.arange(shape.span)
     sources = pending.rows(np.repeat(row, shape.span), np.maximum(tokens, 0).reshape(-1))
     pool_rows = entries.rows(row, entry)
@@ -286,19 +303,19 @@ def _closing(
 
 
 def _output_rows(parts: Sequence[_Tiles], num_tokens: int) -> Ints:
-    """Where each token stands among the tokens of all tiles."""
+    """Return where each token stands among the tokens of all tiles."""
     rows = np.empty(num_tokens, dtype=np.int64)
     done = 0
     for tiles in parts:
         tokens = (tiles.first[:, None] + tiles.steps).reshape(-1)
-        # backwards: of a tile's last token, its real place is the first
+        # Assigned backwards, because a tile repeats its last token and the first occurrence is the real one.
         rows[tokens[::-1]] = np.arange(done, done + len(tokens))[::-1]
         done += len(tokens)
     return rows
 
 
 def with_hidden(group: GroupBatch, hidden: Sequence[torch.Tensor]) -> GroupBatch:
-    """The same batch, where more is hidden: as `TileChunk.hidden`, by chunk."""
+    """Return the same batch with more keys hidden: one mask for each chunk, as `TileChunk.hidden`."""
     chunks = zip(group.chunks, hidden, strict=True)
     return replace(group, chunks=tuple(replace(chunk, hidden=mask) for chunk, mask in chunks))
 

@@ -1,4 +1,4 @@
-"""The memory of compressed attention: keys and entries of a layer, what is pending, and second keys."""
+"""Hold the memory of compressed attention: keys and entries of a layer, pending numbers, and second keys."""
 
 from __future__ import annotations
 
@@ -13,33 +13,36 @@ from convoy.model.layers.rope import RopeUse, Rotation, Rotations
 from convoy.plan.spec.cache import CacheGroup
 from convoy.wire.messages.control import Row
 
-_ENTRIES = RopeUse("compress")  # the library's word for how compressed layers turn
+# The library's name for the rotation of compressed layers.
+_ENTRIES = RopeUse("compress")
 
 
 @dataclass(frozen=True)
 class CompressedLayer:
-    """What one layer needs in a step."""
+    """Hold the inputs of one compressed layer in a step."""
 
     batch: EntryBatch
     pool: ApartPool  # of keys, and of entries behind them
     pending: RowPool
     index: ApartPool | None  # second keys of the entries
-    rotation: Rotation | None  # of the entries that are closed, each [n, pairs]
+    # The rotation of the entries that the step closes, each [n, pairs].
+    rotation: Rotation | None
 
 
 class CompressedPools:
-    """Of the compressed layers among ``layers``; other layers have their pools elsewhere."""
+    """Hold the pools of the compressed layers among ``layers``. Other layers have their pools elsewhere."""
 
     def __init__(self, groups: Sequence[CacheGroup], layers: range, block_size: int) -> None:
         self._groups = groups
         self._layers = layers
         self._block_size = block_size
-        self._shapes: dict[int, EntryShape] = {}  # by layer; those of one kind have the same
+        # By layer. Layers of one kind have equal shapes, and so share the description of a batch.
+        self._shapes: dict[int, EntryShape] = {}
         self._pools: dict[int, tuple[ApartPool, RowPool, ApartPool | None]] = {}
 
     @property
     def layers(self) -> frozenset[int]:
-        """All compressed layers, here or not."""
+        """Return all compressed layers of the model, also those of other stages."""
         return frozenset(layer for group in self._groups if group.kind == "entries" for layer in group.layers)
 
     def forget(self) -> None:
@@ -47,7 +50,10 @@ class CompressedPools:
         self._shapes, self._pools = {}, {}
 
     def make(self, num_blocks: Sequence[int], least_rows: Sequence[int]) -> None:
-        """Pools of so many blocks; ``least_rows`` of attention's matmuls, by group."""
+        """Make pools of ``num_blocks`` blocks. Both arguments have one item for each cache group.
+
+        ``least_rows`` is the least number of rows of attention's matmuls.
+        """
         for index, group in enumerate(self._groups):
             mine = [layer for layer in group.layers if layer in self._layers]
             if group.kind == "entries" and mine:
@@ -59,7 +65,7 @@ class CompressedPools:
     def describe(
         self, rows: Sequence[tuple[Row, BlockTable]], rotations: Rotations
     ) -> dict[int, CompressedLayer]:
-        """What each layer needs for checked, non-empty ``rows``."""
+        """Return the inputs of each compressed layer for checked, non-empty ``rows``."""
         described = {shape: describe_entries(rows, shape) for shape in dict.fromkeys(self._shapes.values())}
         turned = {shape: _rotation(batch.closing, rotations) for shape, batch in described.items()}
         return {

@@ -1,4 +1,4 @@
-"""Attention of packed rows over a block pool on the device: what a batch is cut into, and the launches."""
+"""Compute attention of packed rows over a block pool on the device: cut tiles and launch kernels."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from convoy.model.backends.cuda.kernels.language import next_power
 from convoy.model.backends.cuda.kernels.paged import combine_kernel, paged_attention_kernel
 
 LOG2_E = math.log2(math.e)
-_LEAST = 16  # rows, columns and depth of a matrix product in Triton
+# The least number of rows, columns and depth of a matrix product in Triton.
+_LEAST = 16
 _PREFILL_ROWS = 128
-_KEYS = 64  # of one step of the online softmax
+# Keys of one step of the online softmax.
+_KEYS = 64
 _MAX_SPLITS = 32
-_PROGRAMS_PER_UNIT = 4  # of attention, that a multiprocessor needs to be busy
+# Attention programs that one multiprocessor needs to be busy.
+_PROGRAMS_PER_UNIT = 4
 
 Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class DeviceHeadShape:
-    """What the attention of a layer looks like. ``window`` counts the token itself; None: no window."""
+    """Describe the heads of a layer's attention. ``window`` counts the token itself; None means no window."""
 
     num_heads: int
     num_kv_heads: int
@@ -37,29 +40,36 @@ class DeviceHeadShape:
 
     @property
     def group(self) -> int:
-        """Query heads that share a K/V head."""
+        """Return the number of query heads that share one K/V head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def decode_rows(self) -> int:
-        """Rows of a tile of one token."""
+        """Return the number of rows of a tile that holds one token."""
         return next_power(self.group, _LEAST)
 
     @property
     def prefill_rows(self) -> int:
-        """Rows of a tile of several tokens."""
+        """Return the number of rows of a tile that holds several tokens."""
+        # Wide heads get half as many rows, so that a tile stays as large.
         wide = max(self.head_dim, self.value_dim) > 128
         return next_power(self.group, _PREFILL_ROWS // 2 if wide else _PREFILL_ROWS)
 
     def num_splits(self, num_tiles: int, num_units: int) -> int:
-        """Among how many programs the keys of a lone token go, on a device of so many multiprocessors."""
+        """Return among how many programs a lone token's keys are split.
+
+        ``num_units`` is the device's number of multiprocessors.
+        """
         wanted = _PROGRAMS_PER_UNIT * num_units // max(1, num_tiles * self.num_kv_heads)
         return min(_MAX_SPLITS, next_power(wanted + 1) // 2 if wanted else 1)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Tiles of one size. ``tiles`` is int32 [num_tiles, 2], on the device: a row, the first of its tokens."""
+    """Hold tiles of one size.
+
+    ``tiles`` is int32 [num_tiles, 2] on the device: a row, and its first token in the tile.
+    """
 
     tiles: torch.Tensor
     block_rows: int
@@ -68,14 +78,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Pool:
-    """K [num_blocks, kv_heads, block_size, head_dim] and V [.., value_dim] of one layer."""
+    """Hold one layer's K [num_blocks, kv_heads, block_size, head_dim] and V [.., value_dim]."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
 def cut_tiles(lengths: Ints, shape: DeviceHeadShape) -> tuple[Ints, Ints]:
-    """The tiles, [n, 2], of rows of one token, and those of longer rows."""
+    """Return the tiles of rows of one token, and those of longer rows, each int32 [n, 2]."""
     alone = np.flatnonzero(lengths == 1)
     long = np.flatnonzero(lengths > 1)
     size = shape.prefill_rows // shape.group
@@ -96,16 +106,17 @@ def attend(
     launches: tuple[Launch, ...],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, num_heads * value_dim] of ``query`` [T, >= num_heads * head_dim], whose K and V are in the pool.
+    """Return the attention [T, num_heads * value_dim] of ``query`` [T, >= num_heads * head_dim].
 
-    ``tables`` int32 holds all block tables, ``rows`` int32 [num_rows, 5] is as in `gpu.paged`. ``sinks`` is
-    float32 [num_heads], times log2(e). Rows of ``query`` that no tile has come back as they lay in memory.
+    The pool already holds the K and V of these tokens. ``tables`` int32 holds all block tables, and
+    ``rows`` int32 [num_rows, 5] is as in `kernels.paged`. ``sinks`` is float32 [num_heads], times log2(e).
+    Result rows that no tile covers hold uninitialised memory.
     """
     out = query.new_empty(query.shape[0], shape.num_heads * shape.value_dim)
     cap = shape.softcap or 1.0
     for launch in launches:
         num_tiles, splits = launch.tiles.shape[0], launch.num_splits
-        # not looked at without splits, and without sinks
+        # Triton wants a pointer for every argument. Without splits or sinks the kernel never reads this one.
         parts, levels = (rows, rows) if splits == 1 else _parts(query, launch, shape)
         paged_attention_kernel[num_tiles, shape.num_kv_heads, splits](
             *(out, parts, levels, query, pool.keys, pool.values, tables, rows, launch.tiles),

@@ -1,4 +1,4 @@
-"""Linears of a few rows with rounded weights, which become bfloat16 in registers, tile by tile."""
+"""Multiply a few rows by rounded weights, which are unpacked to bfloat16 in registers, tile by tile."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import triton.language as tl
 
 from convoy.model.backends.cuda.kernels.language import kernel, next_power
 
-_HALF = 32  # of a group of 4-bit weights, see `gpu.rounded`
-_LEAST_ROWS = 16  # of a matrix product in Triton
+# Half of a group of 4-bit weights, see `kernels.rounded`.
+_HALF = 32
+# The least number of rows of a matrix product in Triton.
+_LEAST_ROWS = 16
 
 
 @dataclass(frozen=True)
 class FewTile:
-    """Outputs and inputs of a tile, among how many programs the inputs of an output go, warps and stages."""
+    """Describe a tile: outputs, inputs, programs that share an output's inputs, warps and pipeline stages."""
 
     outputs: int
     inputs: int
@@ -24,7 +26,7 @@ class FewTile:
     num_stages: int = 4
 
 
-# candidates of `bench.cuda.single`, which says what each of them reached
+# The candidates that `bench.cuda.single` measures and reports.
 FEW_TILES = (
     FewTile(32, 128),
     FewTile(32, 256, num_stages=3),
@@ -35,7 +37,8 @@ FEW_TILES = (
 )
 _NARROW, _WIDE = FewTile(64, 128, splits=4), FewTile(64, 128)
 _MANY_OUTPUTS = 16384
-_UNPACKED = 1024  # bytes, of one program
+# Bytes that one program unpacks.
+_UNPACKED = 1024
 
 
 def few_int8(
@@ -45,7 +48,7 @@ def few_int8(
     bias: torch.Tensor | None,
     tile: FewTile | None = None,
 ) -> torch.Tensor:
-    """``x`` [rows, inputs] times int8 ``numbers`` [outputs, inputs] and float32 ``scales`` [outputs]."""
+    """Return ``x`` [rows, inputs] times int8 ``numbers`` [outputs, inputs], float32 ``scales`` [outputs]."""
     return _few(few_int8_kernel, x, numbers, scales, bias, tile, numbers.shape[1])
 
 
@@ -56,7 +59,7 @@ def few_int4(
     bias: torch.Tensor | None,
     tile: FewTile | None = None,
 ) -> torch.Tensor:
-    """The same with 4 bits, as `gpu.rounded` packs them."""
+    """Return ``x`` [rows, inputs] times 4-bit weights, packed as in `kernels.rounded`."""
     return _few(few_int4_kernel, x, numbers, scales, bias, tile, 2 * numbers.shape[1])
 
 
@@ -71,6 +74,7 @@ def _few(
 ) -> torch.Tensor:
     rows, outputs = x.shape[0], numbers.shape[0]
     tile = tile or (_WIDE if outputs >= _MANY_OUTPUTS else _NARROW)
+    # Splits must be whole numbers of tiles, because a program has no mask at the end of its share.
     splits = tile.splits if inputs % (tile.splits * tile.inputs) == 0 else 1
     block = next_power(min(rows, 64), _LEAST_ROWS)
     out = x.new_empty(rows, outputs)
@@ -87,7 +91,7 @@ def _few(
 
 
 def unpack(numbers: torch.Tensor, scales: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """[outputs, inputs] of what `gpu.rounded` packed."""
+    """Return the weights [outputs, inputs] that `kernels.rounded` packed, in ``dtype``."""
     outputs, width = numbers.shape
     out = torch.empty(outputs, width * 8 // bits, dtype=dtype, device=numbers.device)
     grid = outputs, -(-width // _UNPACKED)
@@ -106,7 +110,7 @@ def few_int8_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.
                     rows: tl.tensor, stride: tl.tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                     SPLITS: tl.constexpr, BIASED: tl.constexpr) -> None:
-    """Grid (OUTPUTS / BLOCK_N, rows / BLOCK_M, SPLITS)"""
+    """Multiply by 8-bit weights. Grid (OUTPUTS / BLOCK_N, rows / BLOCK_M, SPLITS)."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     real, present = output < OUTPUTS, row < rows
@@ -121,6 +125,7 @@ def few_int8_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.
         some = tl.load(some_at + lane[None, :], mask=present[:, None] & known[None, :], other=0.0)
         numbers = tl.load(weight_at + lane[:, None], mask=known[:, None] & real[None, :], other=0)
         total = tl.dot(some, numbers.to(some.dtype), total)
+    # The scale is constant over an output's inputs, so one multiplication after the sum is enough.
     total *= tl.load(scales + output, mask=real, other=0.0)[None, :]
     _store_few(out, total, bias, output, row, real, present, rows, OUTPUTS, BIASED)
 
@@ -130,7 +135,7 @@ def few_int4_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.
                     rows: tl.tensor, stride: tl.tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                     SPLITS: tl.constexpr, BIASED: tl.constexpr) -> None:
-    """Grid (OUTPUTS / BLOCK_N, rows / BLOCK_M, SPLITS); groups have 64 inputs."""
+    """Multiply by 4-bit weights in groups of 64 inputs. Grid (OUTPUTS / BLOCK_N, rows / BLOCK_M, SPLITS)."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     real, present = output < OUTPUTS, row < rows
@@ -149,7 +154,7 @@ def few_int4_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.
         least = tl.load(scales + at * 2 + 1, mask=both, other=0.0).to(x.dtype.element_ty)[:, :, None]
         packed = tl.load(weight + at[:, :, None] * 32 + tl.arange(0, 32)[None, None, :],
                          mask=both[:, :, None], other=0)
-        # from signed bytes: of those Triton makes bfloat16 four at a time
+        # Cast to signed bytes first: Triton converts those to bfloat16 four at a time.
         low = (packed & 15).to(tl.int8, bitcast=True).to(x.dtype.element_ty) * scale + least
         high = (packed >> 4).to(tl.int8, bitcast=True).to(x.dtype.element_ty) * scale + least
         lane = (tl.program_id(2) * each + start + number // 32) * 64 + number % 32
@@ -165,7 +170,7 @@ def few_int4_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl.
 def _store_few(out: tl.tensor, total: tl.tensor, bias: tl.tensor, output: tl.tensor, row: tl.tensor,
                real: tl.tensor, present: tl.tensor, rows: tl.tensor, OUTPUTS: tl.constexpr,
                BIASED: tl.constexpr) -> None:
-    """The bias goes with the first part."""
+    """Store a tile of sums. The bias is added to the first split only."""
     split = tl.program_id(2)
     if BIASED:
         added = tl.load(bias + output, mask=real, other=0.0).to(tl.float32)
@@ -177,7 +182,7 @@ def _store_few(out: tl.tensor, total: tl.tensor, bias: tl.tensor, output: tl.ten
 @kernel
 def sum_kernel(out: tl.tensor, parts: tl.tensor, size: tl.tensor, SPLITS: tl.constexpr,
                BLOCK: tl.constexpr) -> None:
-    """Grid (size / BLOCK,): of each number's parts, in their order."""
+    """Sum the splits of each number, in their order, so the result does not vary. Grid (size / BLOCK,)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     known = at < size
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -189,7 +194,7 @@ def sum_kernel(out: tl.tensor, parts: tl.tensor, size: tl.tensor, SPLITS: tl.con
 @kernel
 def unpack_int8_kernel(out: tl.tensor, numbers: tl.tensor, scales: tl.tensor, WIDTH: tl.constexpr,
                        BLOCK: tl.constexpr) -> None:
-    """Grid (outputs, WIDTH / BLOCK)"""
+    """Unpack 8-bit weights. Grid (outputs, WIDTH / BLOCK)."""
     output = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     found = tl.load(numbers + output * WIDTH + lane, mask=lane < WIDTH, other=0).to(tl.float32)
@@ -200,7 +205,7 @@ def unpack_int8_kernel(out: tl.tensor, numbers: tl.tensor, scales: tl.tensor, WI
 @kernel
 def unpack_int4_kernel(out: tl.tensor, numbers: tl.tensor, scales: tl.tensor, WIDTH: tl.constexpr,
                        HALF: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Grid (outputs, WIDTH / BLOCK)"""
+    """Unpack 4-bit weights. Grid (outputs, WIDTH / BLOCK)."""
     output = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     known = lane < WIDTH

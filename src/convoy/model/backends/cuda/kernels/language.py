@@ -1,4 +1,4 @@
-"""Triton's compiler behind a decorator that type checks where Triton is not installed."""
+"""Wrap Triton's compiler in a decorator that type checks where Triton is not installed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import triton
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """`triton.jit`: launched as ``kernel[grid](...)``, or called from another kernel.
+    """Compile with `triton.jit`, for launches as ``kernel[grid](...)`` or calls from another kernel.
 
-    The body is Triton's language and is compiled at the first launch, once for each set of constants.
+    The body is Triton's language. It is compiled at the first launch, once for each set of constants.
     """
     return triton.jit(function)
 
 
 def kernel_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
-    """The same, compiled once for whatever these arguments are, and not anew for 1 and multiples of 16."""
+    """Return a decorator like `kernel` that compiles once for all values of the named arguments.
+
+    Triton would otherwise compile anew for 1 and for multiples of 16.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
         return triton.jit(function, do_not_specialize=list(numbers))
@@ -26,7 +29,10 @@ def kernel_of_any(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def next_power(number: int, least: int = 1) -> int:
-    """The smallest power of two that is not below ``number`` and ``least``: what a kernel's ranges need."""
+    """Return the least power of two that is not below ``number`` and ``least``.
+
+    A kernel's ranges need such sizes.
+    """
     power = 1
     while power < max(number, least):
         power *= 2

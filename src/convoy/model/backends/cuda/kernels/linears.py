@@ -1,4 +1,4 @@
-"""Linears of several rows: the library's in bfloat16, ours where the weights were rounded."""
+"""Multiply several rows: with the library's product in bfloat16, with our kernels for rounded weights."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from convoy.model.backends.cuda.kernels.few import FewTile, few_int4, few_int8, 
 from convoy.model.backends.cuda.kernels.lone import lone_linear
 from convoy.model.backends.cuda.kernels.rounded import Matrix, RoundedMatrix, round_matrix
 
-MAX_FEW = 128  # rows; of more, unpacking to bfloat16 once and the library's product take less time
+# Rows. Above it, unpacking to bfloat16 once and the library's product take less time.
+MAX_FEW = 128
 
 
 def multiply(
     x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None, tile: FewTile | None = None
 ) -> torch.Tensor:
-    """``x`` [rows, inputs] W^T + b: [rows, outputs], in the dtype of ``x``."""
+    """Return ``x`` [rows, inputs] W^T + b as [rows, outputs], in the dtype of ``x``."""
     if isinstance(weight, torch.Tensor):
         return linear(x, weight, bias)
     if x.shape[0] > MAX_FEW:
@@ -27,25 +28,25 @@ def multiply(
 
 
 def multiply_in_parts(x: torch.Tensor, weight: Matrix) -> torch.Tensor:
-    """As `multiply`, of a matrix so large that it is never unpacked whole."""
+    """Return `multiply` of a matrix so large that it must never be unpacked whole."""
     if isinstance(weight, torch.Tensor) or x.shape[0] <= MAX_FEW:
         return multiply(x, weight)
     return torch.cat([multiply(rows, weight) for rows in torch.split(x, MAX_FEW)])
 
 
 class DeviceLinear(nn.Module):
-    """In place of a linear of the library's, on the device."""
+    """Replace a linear of the library's on the device, with rounded weights."""
 
     def __init__(self, weight: RoundedMatrix, bias: torch.Tensor | None) -> None:
         super().__init__()
-        # found by whoever counts what a module holds
+        # Buffers, so that code which counts a module's memory finds them.
         self.register_buffer("numbers", weight.numbers)
         self.register_buffer("scales", weight.scales)
         self.matrix = weight
         self.bias = bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., inputs] to [..., outputs]."""
+        """Map [..., inputs] to [..., outputs]."""
         outputs, inputs = self.matrix.shape
         rows = x.reshape(-1, inputs)
         if rows.shape[0] == 1:
@@ -56,7 +57,8 @@ class DeviceLinear(nn.Module):
 def round_linears(module: nn.Module, bits: int, name: str) -> None:
     """Round every linear of the library's in ``module``, on its device.
 
-    Raises ModelError for experts, which are no linears there and of which nearly all such a model is made.
+    Raises ModelError for experts. The library stores them as stacked matrices and not as linears, and they
+    make up nearly all of such a model.
     """
     if any(weight.dim() == 3 for weight in module.parameters()):
         raise ModelError(
@@ -69,6 +71,6 @@ def round_linears(module: nn.Module, bits: int, name: str) -> None:
 
 
 def rounded_linear(part: nn.Module, bits: int) -> DeviceLinear:
-    """What takes the place of one."""
+    """Return the rounded replacement of the linear ``part``."""
     assert isinstance(part, nn.Linear)
     return DeviceLinear(round_matrix(part.weight.detach(), bits), part.bias)

@@ -1,8 +1,8 @@
-"""Linears of a lone row, where nothing counts but reading the weights once, at the memory's full rate.
+"""Multiply a lone row, which costs only reading the weights once, at the memory's full rate.
 
 Each program takes a few outputs and reads their rows of the matrix end to end. The norm in front, the gate
-behind and the sum with the residual go along for nothing: each of them alone would be a kernel that lasts
-longer to start than to run.
+behind and the residual sum are fused at no cost: as a kernel of its own, each would take longer to start
+than to run.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from convoy.model.backends.cuda.kernels.rounded import GROUP, Matrix
 
 @dataclass(frozen=True)
 class Tile:
-    """How many outputs and inputs a program holds at once, and its warps."""
+    """Describe how many outputs and inputs a program holds at once, and its number of warps."""
 
     outputs: int
     inputs: int
     num_warps: int
 
     def fitted(self, num_inputs: int) -> Tile:
-        """No wider than the matrix."""
+        """Return this tile, made no wider than a matrix of ``num_inputs`` inputs."""
         return Tile(self.outputs, min(self.inputs, next_power(num_inputs)), self.num_warps)
 
 
-# candidates of `bench.cuda.single`, which says what each of them reached
+# The candidates that `bench.cuda.single` measures and reports.
 TILES = (Tile(2, 1024, 4), Tile(4, 512, 4), Tile(4, 1024, 4), Tile(8, 512, 4), Tile(4, 1024, 8))
 PLAIN_TILE = Tile(4, 1024, 8)
 GATED_TILE = Tile(4, 1024, 4)
-# and of rounded weights
+# The candidates for rounded weights.
 INT8_TILES = (Tile(4, 1024, 4), Tile(4, 2048, 4), Tile(8, 2048, 4), Tile(8, 1024, 4), Tile(4, 512, 4))
 INT4_TILES = (Tile(4, 1024, 4), Tile(4, 2048, 4), Tile(8, 1024, 4), Tile(8, 2048, 8), Tile(4, 2048, 8))
 _DEFAULTS = {
@@ -59,10 +59,11 @@ def lone_linear(
     dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """``x`` [1, inputs] times ``weight`` [outputs, inputs]: [1, outputs] in ``dtype``, or that of ``x``.
+    """Return ``x`` [1, inputs] times ``weight`` [outputs, inputs]: [1, outputs].
 
-    ``norm``: of the RMS norm of ``x`` first. ``gated``: silu of the first half of the outputs times the
-    second. ``adds``: into ``out``, which is the residual.
+    The result has ``dtype``, or that of ``x``. ``norm`` has the weights of an RMS norm that is applied to
+    ``x`` first. ``gated`` returns silu of the first half of the outputs times the second half. ``adds``
+    adds the result to ``out``, which is the residual.
     """
     num_inputs = x.shape[1]
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -100,7 +101,7 @@ def lone_linear_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: 
                        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
                        BIASED: tl.constexpr, NORMED: tl.constexpr, ADDS: tl.constexpr,
                        GATED: tl.constexpr) -> None:
-    """Grid (OUTPUTS / BLOCK_N,)"""
+    """Multiply by bfloat16 or plain 8-bit weights. Grid (OUTPUTS / BLOCK_N,)."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = output < OUTPUTS
     first = weight + output.to(tl.int64)[:, None] * INPUTS
@@ -113,6 +114,8 @@ def lone_linear_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: 
         both = real[:, None] & known[None, :]
         row = tl.load(first + lane[None, :], mask=both, other=0.0, eviction_policy="evict_first")
         numbers = tl.load(x + lane, mask=known, other=0.0).to(tl.float32)
+        # The norm's factor is one number for the row, so it is applied once to the sums below. Its squares
+        # are collected while the weights are read.
         if NORMED:
             squares += numbers * numbers
             numbers *= tl.load(norm + lane, mask=known, other=0.0).to(tl.float32)
@@ -140,7 +143,7 @@ def lone_int8_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl.
                      norm: tl.tensor, eps: tl.tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BIASED: tl.constexpr,
                      NORMED: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr) -> None:
-    """Grid (OUTPUTS / BLOCK_N,); of numbers four to a word."""
+    """Multiply by 8-bit weights, read four to a word. Grid (OUTPUTS / BLOCK_N,)."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = output < OUTPUTS
     total = tl.zeros([BLOCK_N, BLOCK_W], dtype=tl.float32)
@@ -152,7 +155,8 @@ def lone_int8_kernel(out: tl.tensor, x: tl.tensor, words: tl.tensor, scales: tl.
         lane = start + tl.arange(0, BLOCK_W)
         known = lane < width
         both = real[:, None] & known[None, :]
-        # unsigned from here on: 128 more than they are
+        # The XOR flips each byte's sign bit: the bytes are now unsigned and 128 too large, which is taken off
+        # below.
         row = tl.load(first + lane[None, :], mask=both, other=0, eviction_policy="evict_first") ^ -2139062144
         if GATED:
             above = tl.load(first + OUTPUTS * width + lane[None, :], mask=both, other=0,
@@ -180,7 +184,7 @@ def lone_int4_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl
                      norm: tl.tensor, eps: tl.tensor, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
                      BLOCK_N: tl.constexpr, BLOCK_G: tl.constexpr, HALF: tl.constexpr, BIASED: tl.constexpr,
                      NORMED: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr) -> None:
-    """Grid (OUTPUTS / BLOCK_N,); of numbers as `gpu.rounded` packs them."""
+    """Multiply by 4-bit weights, packed as in `kernels.rounded`. Grid (OUTPUTS / BLOCK_N,)."""
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     real = output < OUTPUTS
     within = tl.arange(0, HALF)
@@ -216,20 +220,24 @@ def lone_int4_kernel(out: tl.tensor, x: tl.tensor, weight: tl.tensor, scales: tl
 def _int4_products(weight: tl.tensor, scales: tl.tensor, output: tl.tensor, real: tl.tensor,
                    group: tl.tensor, within: tl.tensor, low: tl.tensor, high: tl.tensor,
                    GROUPS: tl.constexpr, HALF: tl.constexpr) -> tl.tensor:
-    """[BLOCK_N, BLOCK_G, HALF]: of each byte its two products, summed."""
+    """Return [BLOCK_N, BLOCK_G, HALF]: the sum of the two products of each byte."""
     at = output.to(tl.int64)[:, None] * GROUPS + group[None, :]
     both = real[:, None] & (group < GROUPS)[None, :]
     scale = tl.load(scales + at * 2, mask=both, other=0.0).to(tl.float32)
     least = tl.load(scales + at * 2 + 1, mask=both, other=0.0).to(tl.float32)
     packed = tl.load(weight + at[:, :, None] * HALF + within[None, None, :], mask=both[:, :, None], other=0,
                      eviction_policy="evict_first").to(tl.int32)
+    # Each byte holds inputs that lie 32 apart, so both halves load runs of ``x``.
     found = _whole(packed & 15) * low[None, :, :] + _whole(packed >> 4) * high[None, :, :]
     return found * scale[:, :, None] + (low + high)[None, :, :] * least[:, :, None]
 
 
 @kernel
 def _whole(number: tl.tensor) -> tl.tensor:
-    """float32 of an int32 below 2^23, by its bits: conversions run at an eighth of the rate of sums."""
+    """Return float32 of an int32 below 2^23 through its bits.
+
+    Conversions run at an eighth of the rate of sums.
+    """
     return (number | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
@@ -237,7 +245,7 @@ def _whole(number: tl.tensor) -> tl.tensor:
 def _finish(out: tl.tensor, found: tl.tensor, other: tl.tensor, bias: tl.tensor, output: tl.tensor,
             real: tl.tensor, OUTPUTS: tl.constexpr, BIASED: tl.constexpr, ADDS: tl.constexpr,
             GATED: tl.constexpr) -> None:
-    """Bias, gate and residual; ``other`` is the second half of a gate."""
+    """Apply bias, gate and residual, and store. ``other`` is the second half of a gated pair."""
     if BIASED:
         found += tl.load(bias + output, mask=real, other=0.0).to(tl.float32)
     if GATED:

@@ -1,14 +1,15 @@
-"""The paged-attention kernels: softmax over keys that lie scattered in a block pool.
+"""Compute paged attention: a softmax over keys that lie scattered in a block pool.
 
-One program takes one tile of queries (some tokens of one row, with all query heads of one K/V head) and walks
-over its keys with an online softmax (FlashAttention, Dao et al. 2022), finding each key through the row's
-block table (PagedAttention, Kwon et al. 2023). A lone token has too few programs to fill a device, so its
-keys are split among several, whose parts `combine_kernel` adds up (Flash-Decoding, Dao et al. 2023).
+One program takes one tile of queries (some tokens of one row, with all query heads of one K/V head). It
+walks over the tile's keys with an online softmax (FlashAttention, Dao et al. 2022) and finds each key
+through the row's block table (PagedAttention, Kwon et al. 2023). A lone token has too few programs to fill
+a device. Its keys are therefore split among several programs, and `combine_kernel` adds their parts up
+(Flash-Decoding, Dao et al. 2023).
 
-Exponents are in powers of two: the caller multiplies scale, cap and sinks by log2(e). ``rows`` is int32
-[num_rows, 5]: first token in the batch, number of tokens, position of the first token, where the row's block
-table begins in ``tables``, and its number of blocks. ``tiles`` is int32 [num_tiles, 2]: the row, and the
-first of its tokens. A row of no tokens is padding, and nothing is done for it.
+Exponents are powers of two: the caller multiplies scale, cap and sinks by log2(e). ``rows`` is int32
+[num_rows, 5]: first token in the batch, number of tokens, position of the first token, where the row's
+block table begins in ``tables``, and its number of blocks. ``tiles`` is int32 [num_tiles, 2]: the row, and
+the first of its tokens. A row without tokens is padding and is skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import triton.language as tl
 
 from convoy.model.backends.cuda.kernels.language import kernel
 
-# Triton wants to see every argument: formatted one to a line, signatures would hide the arithmetic.
+# Triton kernels declare every argument. With one argument a line, signatures would hide the arithmetic, so
+# formatting is off.
 # fmt: off
 
 
@@ -25,12 +27,14 @@ from convoy.model.backends.cuda.kernels.language import kernel
 def _first_and_end(position: tl.tensor, first: tl.tensor, num_tokens: tl.tensor, window: tl.tensor,
                    TILE_TOKENS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
                    WINDOWED: tl.constexpr) -> tl.tensor:
-    """The keys [first, end) that this program looks at."""
+    """Return the range [first, end) of keys for this program."""
     end = position + tl.minimum(first + TILE_TOKENS, num_tokens)
+    # A zero that is a tensor: where neither branch below runs, a Python 0 would be returned as a constant.
     lowest = position * 0
     if WINDOWED:
         lowest = tl.maximum(position + first - window + 1, 0) // BLOCK_N * BLOCK_N
     if SPLITS > 1:
+        # Shares are whole key blocks, so no block is read by two programs.
         share = tl.cdiv(tl.cdiv(end - lowest, BLOCK_N), SPLITS) * BLOCK_N
         lowest += tl.program_id(2) * share
         end = tl.minimum(end, lowest + share)
@@ -41,12 +45,13 @@ def _first_and_end(position: tl.tensor, first: tl.tensor, num_tokens: tl.tensor,
 def _scores(query: tl.tensor, keys: tl.tensor, place: tl.tensor, inside: tl.tensor, scale: tl.tensor,
             cap: tl.tensor, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
             CAPPED: tl.constexpr) -> tl.tensor:
-    """[BLOCK_M, BLOCK_N] of a tile of queries and the keys at ``place`` of the pool."""
+    """Return the scores [BLOCK_M, BLOCK_N] of a tile of queries and the keys at ``place`` in the pool."""
     lane = tl.arange(0, HEAD_PAD)
     known = inside[None, :] & (lane < HEAD_DIM)[:, None]
     key = tl.load(keys + place[None, :] * HEAD_DIM + lane[:, None], mask=known, other=0.0)
     scores = tl.dot(query, key, input_precision="ieee") * scale
-    if CAPPED:  # cap * tanh(x)
+    # This is cap * tanh(x), written with the sigmoid that Triton has.
+    if CAPPED:
         scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * cap
     return scores
 
@@ -58,14 +63,15 @@ def _attend(query: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tens
             HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
             BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAPPED: tl.constexpr,
             WINDOWED: tl.constexpr) -> tl.tensor:
-    """Keys [first, end) of one row for one tile: the weighted values, greatest scores and sums so far."""
+    """Return the weighted values, greatest scores and sums of one tile over keys [first, end) of its row."""
     lane = tl.arange(0, VALUE_PAD)
     total = tl.zeros([BLOCK_M, VALUE_PAD], dtype=tl.float32)
     for start in range(first, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         inside = key < end
         entry = key // BLOCK_SIZE
-        if WINDOWED:  # the table may be a ring
+        # A window's table may be a ring.
+        if WINDOWED:
             entry = entry % num_blocks
         block = tl.load(table + entry, mask=inside, other=0).to(tl.int64)
         place = (block * NUM_KV + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
@@ -75,9 +81,10 @@ def _attend(query: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tens
             visible = visible & (key[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(greatest, tl.max(scores, 1))
-        # a query that has seen nothing yet: -inf less -inf would be NaN
+        # A query that has seen no key yet has level -inf, and -inf - -inf would be NaN.
         level = tl.where(higher == float("-inf"), 0.0, higher)
         shares = tl.exp2(scores - level[:, None])
+        # Earlier sums are rescaled to the new greatest score: the step of the online softmax.
         fade = tl.exp2(greatest - level)
         known = inside[:, None] & (lane < VALUE_DIM)[None, :]
         value = tl.load(values + place[:, None] * VALUE_DIM + lane[None, :], mask=known, other=0.0)
@@ -90,7 +97,10 @@ def _attend(query: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tens
 @kernel
 def _begin(sinks: tl.tensor, head: tl.tensor, used: tl.tensor, BLOCK_M: tl.constexpr,
            SUNK: tl.constexpr) -> tl.tensor:
-    """Greatest score and sum before any key: a sink is one more key, without a value, in the first split."""
+    """Return the greatest score and the sum before any key.
+
+    A sink is one more key without a value, in split 0 only.
+    """
     greatest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     sums = tl.zeros([BLOCK_M], dtype=tl.float32)
     if SUNK:
@@ -109,10 +119,11 @@ def paged_attention_kernel(out: tl.tensor, parts: tl.tensor, levels: tl.tensor, 
                            VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
                            CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SUNK: tl.constexpr) -> None:
-    """Grid (tiles, K/V heads, SPLITS). ``out`` is [T, heads, VALUE_DIM]; with splits it is left alone.
+    """Compute one tile of attention. Grid (tiles, K/V heads, SPLITS). ``out`` is [T, heads, VALUE_DIM].
 
-    Then ``parts`` [tiles, heads, SPLITS, VALUE_DIM] gets weighted values, and ``levels``
-    [tiles, heads, SPLITS, 2] the greatest score and the sum, both float32, and a tile is one token.
+    With splits, ``out`` is left alone and a tile is one token. Then ``parts`` [tiles, heads, SPLITS,
+    VALUE_DIM] gets the weighted values, and ``levels`` [tiles, heads, SPLITS, 2] the greatest score and
+    the sum, both float32.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     row = rows + tl.load(tiles + 2 * tile) * 5
@@ -150,7 +161,7 @@ def paged_attention_kernel(out: tl.tensor, parts: tl.tensor, levels: tl.tensor, 
 def combine_kernel(out: tl.tensor, parts: tl.tensor, levels: tl.tensor, rows: tl.tensor, tiles: tl.tensor,
                    NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
                    SPLITS: tl.constexpr) -> None:
-    """Grid (tiles, heads): the splits of one token and head become its row of ``out``."""
+    """Combine the splits of one token and head into its row of ``out``. Grid (tiles, heads)."""
     tile, head = tl.program_id(0), tl.program_id(1)
     row = rows + tl.load(tiles + 2 * tile) * 5
     if tl.load(row + 1) > 0:

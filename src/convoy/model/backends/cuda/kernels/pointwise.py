@@ -1,4 +1,4 @@
-"""Between the matrix products of a layer, each in one pass over memory: norms, rotation, gates."""
+"""Run the steps between a layer's matrix products, each in one pass over memory: norms, rotation, gates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GATE_BLOCK = 1024
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of every position, float32 [max_context, head_dim / 2]."""
+    """Hold cos and sin of every position, float32 [max_context, head_dim / 2]."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -33,7 +33,7 @@ def add_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, 
 
 
 def gate(both: torch.Tensor) -> torch.Tensor:
-    """silu(first half) * second half: [T, 2 * width] to [T, width]."""
+    """Return silu(first half) * second half: [T, 2 * width] to [T, width]."""
     width = both.shape[1] // 2
     out = both.new_empty(both.shape[0], width)
     gate_kernel[both.shape[0], -(-width // _GATE_BLOCK)](out, both, WIDTH=width, BLOCK=_GATE_BLOCK)
@@ -51,10 +51,11 @@ def rotate_and_store(
     norms: torch.Tensor | None,
     eps: float,
 ) -> None:
-    """Norm (Qwen3) and rotate q and k of ``qkv`` [T, (heads + 2 * kv_heads) * head_dim].
+    """Normalise (Qwen3) and rotate q and k of ``qkv`` [T, (heads + 2 * kv_heads) * head_dim].
 
-    q stays where it is; k and v go into the pool, at ``slots`` int32 [T] (block * block_size + offset; -1:
-    nowhere). ``norms`` is [2, head_dim]: the weights for q and for k. Values are as wide as keys here.
+    q is written back in place. k and v go into the pool at ``slots`` int32 [T] (block * block_size +
+    offset; -1 writes nothing). ``norms`` is [2, head_dim]: the weights for q and for k. Values are as wide
+    as keys here.
     """
     half = shape.head_dim // 2
     rotate_and_store_kernel[qkv.shape[0], shape.num_heads + 2 * shape.num_kv_heads](
@@ -68,7 +69,7 @@ def rotate_and_store(
 def store(
     keys: torch.Tensor, values: torch.Tensor, pool: Pool, shape: DeviceHeadShape, slots: torch.Tensor
 ) -> None:
-    """Put K [T, kv_heads, head_dim] and V [.., value_dim] into the pool, as `rotate_and_store` does."""
+    """Store K [T, kv_heads, head_dim] and V [.., value_dim] in the pool, as `rotate_and_store` does."""
     for found, blocks, width in (
         (keys, pool.keys, shape.head_dim),
         (values, pool.values, shape.value_dim),
@@ -86,7 +87,7 @@ def store(
 @kernel
 def store_kernel(pool: tl.tensor, rows: tl.tensor, slots: tl.tensor, NUM_KV: tl.constexpr,
                  WIDTH: tl.constexpr, PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr) -> None:
-    """Grid (T, K/V heads)"""
+    """Store one head of one token in the pool. Grid (T, K/V heads)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, PAD)
     slot = tl.load(slots + token).to(tl.int64)
@@ -99,14 +100,14 @@ def store_kernel(pool: tl.tensor, rows: tl.tensor, slots: tl.tensor, NUM_KV: tl.
 @kernel
 def add_norm_kernel(out: tl.tensor, x: tl.tensor, delta: tl.tensor, weight: tl.tensor, eps: tl.tensor,
                     WIDTH: tl.constexpr, PAD: tl.constexpr, ADDS: tl.constexpr) -> None:
-    """Grid (T,)"""
+    """Add and normalise one row. Grid (T,)."""
     lane = tl.arange(0, PAD)
     known = lane < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + lane
     row = tl.load(x + at, mask=known, other=0.0).to(tl.float32)
     if ADDS:
         row += tl.load(delta + at, mask=known, other=0.0).to(tl.float32)
-        # what the next layer reads is what is normed here
+        # Normalise the rounded sum: the next layer reads the same rounded value.
         rounded = row.to(x.dtype.element_ty)
         tl.store(x + at, rounded, mask=known)
         row = rounded.to(tl.float32)
@@ -117,7 +118,7 @@ def add_norm_kernel(out: tl.tensor, x: tl.tensor, delta: tl.tensor, weight: tl.t
 
 @kernel
 def gate_kernel(out: tl.tensor, both: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Grid (T, WIDTH / BLOCK)"""
+    """Gate one block of a row. Grid (T, WIDTH / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     known = lane < WIDTH
@@ -133,7 +134,7 @@ def rotate_and_store_kernel(qkv: tl.tensor, keys: tl.tensor, values: tl.tensor, 
                             eps: tl.tensor, stride: tl.tensor, NUM_HEADS: tl.constexpr,
                             NUM_KV: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
                             BLOCK_SIZE: tl.constexpr, NORMED: tl.constexpr) -> None:
-    """Grid (T, query heads, then key heads, then value heads)"""
+    """Rotate or store one head of one token. Grid (T, query heads, then key heads, then value heads)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, HALF_PAD)
     known = lane < HALF
@@ -143,7 +144,7 @@ def rotate_and_store_kernel(qkv: tl.tensor, keys: tl.tensor, values: tl.tensor, 
     x = tl.load(first, mask=known, other=0.0).to(tl.float32)
     y = tl.load(first + HALF, mask=known, other=0.0).to(tl.float32)
     place = tl.load(positions + token).to(tl.int64) * HALF + lane
-    # a value is left as it is: turned by nothing
+    # Values are not rotated: cos 1 and sin 0 leave them unchanged without a branch.
     c = tl.where(is_value, 1.0, tl.load(cos + place, mask=known, other=0.0))
     s = tl.where(is_value, 0.0, tl.load(sin + place, mask=known, other=0.0))
     if NORMED:

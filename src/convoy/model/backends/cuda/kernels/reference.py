@@ -1,4 +1,4 @@
-"""What the kernels must compute, in plain torch, slowly: the tests compare with it."""
+"""Compute the kernels' results in plain torch, slowly. The tests compare the kernels with this module."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def attend_slowly(
     rows: Sequence[tuple[int, int, Sequence[int]]],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, num_heads * value_dim] in float32.
+    """Return the attention [T, num_heads * value_dim] in float32.
 
-    ``rows`` are (position of the first token, number of tokens, blocks), their tokens one behind the other in
-    ``query`` [T, num_heads * head_dim]; a table that ends early is a ring. ``sinks`` as `attend` takes them.
+    ``rows`` are (position of the first token, number of tokens, blocks). Their tokens follow each other in
+    ``query`` [T, num_heads * head_dim]. A table with fewer blocks than the row needs is a ring. ``sinks``
+    is as in `attend`.
     """
     found, done = [], 0
     for start, num_tokens, blocks in rows:
@@ -38,6 +39,7 @@ def attend_slowly(
             hidden |= key <= positions - shape.window
         scores = scores.masked_fill(hidden, float("-inf"))
         if sinks is not None:
+            # A sink takes part in the softmax but has no value, so its value here is zero.
             sink = (sinks.float() / LOG2_E)[:, None, None].expand(-1, num_tokens, 1)
             scores = torch.cat((scores, sink), dim=-1)
             values = torch.cat((values, torch.zeros_like(values[:, :1])), dim=1)
@@ -48,7 +50,7 @@ def attend_slowly(
 
 
 def _gather(blocks: torch.Tensor, table: Sequence[int], end: int, shape: DeviceHeadShape) -> torch.Tensor:
-    """[num_heads, end, dim], float32, of the first ``end`` positions."""
+    """Return the first ``end`` positions of a pool as float32 [num_heads, end, dim]."""
     index = [table[i // shape.block_size % len(table)] for i in range(end)]
     offsets = torch.arange(end, device=blocks.device) % shape.block_size
     per_head = blocks[torch.tensor(index, device=blocks.device), :, offsets].float()
@@ -56,13 +58,13 @@ def _gather(blocks: torch.Tensor, table: Sequence[int], end: int, shape: DeviceH
 
 
 def rotate_slowly(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``x`` [T, heads, head_dim] rotated, float32; ``cos`` and ``sin`` are [T, head_dim / 2]."""
+    """Return ``x`` [T, heads, head_dim] rotated, in float32. ``cos`` and ``sin`` are [T, head_dim / 2]."""
     first, second = x.float().chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def norm_slowly(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over the last dimension, float32."""
+    """Return the RMS norm over the last dimension, in float32."""
     x = x.float()
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight.float()

@@ -1,4 +1,4 @@
-"""cos and sin of every position, on the device, in float32."""
+"""Compute cos and sin of every position, on the device, in float32."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from convoy.model.backends.cuda.kernels.pointwise import Rotation
 from convoy.model.checkpoints.source import ModelSource
 from convoy.model.library import FAILURES, LIBRARY, reason
 
-# They change their frequencies with the length of the batch, so a position would not have one value.
+# These kinds change their frequencies with the length of the batch, so a position would not have one value.
 _UNSTEADY = frozenset({"dynamic", "longrope"})
 _DEFAULT_THETA = 10000.0
 
 
 def make_rotation(source: ModelSource, head_dim: int, device: torch.device) -> Rotation:
-    """For all positions of the model's context. Raises ModelError for a kind that is not supported."""
+    """Return the rotation for all positions of the model's context.
+
+    Raises ModelError for a kind of rotation that is not supported.
+    """
     rope = _parameters(source.config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind in _UNSTEADY:
@@ -31,10 +34,11 @@ def make_rotation(source: ModelSource, head_dim: int, device: torch.device) -> R
         frequencies, scaling = 1.0 / (float(theta) ** exponents), 1.0
     else:
         frequencies, scaling = _library_frequencies(source, str(kind))
-    if 2 * len(frequencies) != head_dim:  # the kernels turn heads whole
+    # The kernels rotate whole heads.
+    if 2 * len(frequencies) != head_dim:
         raise ModelError(
-            f"{source.name}: config.json turns {2 * len(frequencies)} dimensions of heads of {head_dim}, and "
-            f"all are turned on {device.type}"
+            f"{source.name}: config.json turns {2 * len(frequencies)} dimensions of heads of {head_dim}, but "
+            f"{device.type} supports only heads that are turned whole"
         )
     positions = torch.arange(source.spec.max_context, device=device, dtype=torch.float32)
     angles = torch.outer(positions, frequencies.to(device=device, dtype=torch.float32))
@@ -48,7 +52,8 @@ def _parameters(config: Mapping[str, object]) -> Mapping[str, object]:
 
 def _library_frequencies(source: ModelSource, kind: str) -> tuple[torch.Tensor, float]:
     with LIBRARY:
-        import transformers  # seconds, and only where the formula is not our own
+        # Imported late: it takes seconds, and only formulas that are not our own need it.
+        import transformers
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         if kind not in ROPE_INIT_FUNCTIONS:

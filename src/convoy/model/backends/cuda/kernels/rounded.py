@@ -1,9 +1,10 @@
-"""Matrices whose weights were rounded to 8 or 4 bits as they were loaded; activations stay in bfloat16.
+"""Round matrices to 8 or 4 bits while they are loaded. Activations stay in bfloat16.
 
-8 bits: symmetric, a float32 scale for each output. 4 bits: groups of 64 inputs of an output have a scale and
-a least value in bfloat16, so a weight takes 4.5 bits; `lm_head`, and matrices whose inputs are no multiple of
-64, are rounded to 8. A byte has two numbers, 32 inputs apart, so that both halves of a group are runs of
-inputs. What a decode gains is that so much less is read: products and sums are those of bfloat16.
+With 8 bits the rounding is symmetric, with a float32 scale for each output. With 4 bits each group of 64
+inputs of an output has a scale and a least value in bfloat16, so a weight takes 4.5 bits. `lm_head`, and
+matrices with a number of inputs that is not a multiple of 64, are rounded to 8 bits. A byte holds two
+numbers, 32 inputs apart, so that both halves of a group are runs of inputs. A decode gains because it
+reads so much less: products and sums are those of bfloat16.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ import torch
 GROUP = 64
 _HALF = GROUP // 2
 _GREATEST = {8: 127, 4: 15}
-_ROUNDED_ROWS = 8192  # at a time: float copies of a whole matrix would be the peak of loading
+# Rows rounded at a time. Float copies of a whole matrix would be the peak of loading.
+_ROUNDED_ROWS = 8192
 
 
 @dataclass(frozen=True)
 class RoundedMatrix:
-    """``numbers`` int8 [outputs, inputs] and ``scales`` float32 [outputs]; or, of 4 bits, uint8 [outputs,
-    inputs / 2] and bfloat16 [outputs, inputs / 64, 2]: a weight is its number times the scale, and the least.
+    """Hold a rounded matrix.
+
+    With 8 bits, ``numbers`` is int8 [outputs, inputs] and ``scales`` float32 [outputs]. With 4 bits they
+    are uint8 [outputs, inputs / 2] and bfloat16 [outputs, inputs / 64, 2]: a weight is its number times
+    the scale, plus the least value.
     """
 
     numbers: torch.Tensor
@@ -31,12 +36,15 @@ class RoundedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[outputs, inputs]."""
+        """Return (outputs, inputs)."""
         outputs, width = self.numbers.shape
         return outputs, width * 8 // self.bits
 
     def words(self) -> torch.Tensor | None:
-        """``numbers`` as int32, four bytes each; None where a row does not end with a word."""
+        """Return ``numbers`` as int32, four bytes each.
+
+        Return None where a row does not end at a whole word.
+        """
         return self.numbers.view(torch.int32) if self.numbers.shape[1] % 4 == 0 else None
 
     @property
@@ -44,12 +52,12 @@ class RoundedMatrix:
         return self.numbers.nbytes + self.scales.nbytes
 
     def numel(self) -> int:
-        """Weights."""
+        """Return the number of weights."""
         outputs, inputs = self.shape
         return outputs * inputs
 
     def dense(self) -> torch.Tensor:
-        """The weights, float32 [outputs, inputs], slowly: what the kernels multiply with."""
+        """Return the weights as float32 [outputs, inputs], slowly. The kernels multiply with these values."""
         if self.bits == 8:
             return self.numbers.float() * self.scales[:, None]
         outputs, inputs = self.shape
@@ -63,7 +71,7 @@ Matrix = torch.Tensor | RoundedMatrix
 
 
 def round_matrix(weight: torch.Tensor, bits: int) -> RoundedMatrix:
-    """Round [outputs, inputs], where it lies. 4 bits take inputs that are a multiple of 64, else 8."""
+    """Round [outputs, inputs] on its device. 4 bits need a multiple of 64 inputs, else 8 bits are used."""
     outputs, inputs = weight.shape
     if bits == 4 and inputs % GROUP:
         bits = 8
@@ -84,7 +92,7 @@ def round_matrix(weight: torch.Tensor, bits: int) -> RoundedMatrix:
 
 def _to_8_bits(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = rows.abs().amax(-1, keepdim=True) / _GREATEST[8]
-    # a row of zeros would be 0 / 0
+    # A row of zeros has scale 0, and 0 / 0 is NaN.
     numbers = (rows / scale).round_().nan_to_num_(0.0, 0.0, 0.0)
     return numbers.to(torch.int8), scale[:, 0]
 
@@ -94,7 +102,7 @@ def _to_4_bits(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     lowest, highest = groups.amin(-1), groups.amax(-1)
     scales = torch.stack(((highest - lowest) / _GREATEST[4], lowest), dim=-1).to(torch.bfloat16)
     scale, least = scales.float().unsqueeze(-1).unbind(2)
-    # a group of equal weights has scale 0, and is its least
+    # A group of equal weights has scale 0: all its numbers become 0, which stands for the least value.
     numbers = ((groups - least) / scale).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(0, _GREATEST[4])
     numbers = numbers.to(torch.uint8)
     packed = numbers[..., :_HALF] | numbers[..., _HALF:] << 4

@@ -1,12 +1,14 @@
-"""Sums over ranks whose devices reach each other's memory: one kernel, in which ranks wait for each other.
+"""Sum over ranks with devices that reach each other's memory: one kernel, in which ranks wait for each other.
 
-A rank writes its part into a mailbox on every other device, each word beside the number of the operation, so
-that data and flag come in one store (as NCCL's low-latency protocol has it), and then adds all parts in the
-order of ranks, in float32. Nothing is asked of the host, so a captured decode holds them.
+A rank writes its part into a mailbox on every other device. Each word lies beside the number of the
+operation, so that data and flag arrive in one store (as in NCCL's low-latency protocol). The rank then
+adds all parts in the order of ranks, in float32. The host takes no part, so a captured decode can contain
+sums.
 
-A mailbox has two slots in turn: who begins operation n + 2 has seen that the others began n + 1, and so were
-done with n. Steps that are not captured meet on the host before each operation: a kernel that waits must not
-meet one that cannot start, because its thread waits for memory, which needs the waiting device.
+A mailbox has two slots that alternate. A rank that begins operation n+2 has seen that the others began
+n+1, so they were done with n. Steps that are not captured meet on the host before each operation.
+Otherwise a waiting kernel could meet one that cannot start, because its thread waits for memory, which
+needs the waiting device.
 """
 
 from __future__ import annotations
@@ -22,24 +24,30 @@ import triton.language as tl
 from convoy.errors import CollectiveError, ConvoyError, PlanError
 from convoy.model.backends.cuda.kernels.language import kernel, kernel_of_any
 
-_ROOM = 1 << 20  # words of a mailbox for each rank and slot; longer sums are made in pieces
-_BLOCK = 512  # words of a program
-# looks into a mailbox, tens of seconds; then the sum is no number: see `DeviceGroup.check_sums`
+# Words of a mailbox for each rank and slot. Longer sums are made in pieces.
+_ROOM = 1 << 20
+# Words of one program.
+_BLOCK = 512
+# How often a kernel looks into a mailbox before it gives up: tens of seconds. The sum is then NaN, see
+# `DeviceGroup.check_sums`.
 _PATIENCE = 1 << 24
 
-Gathered = tuple[torch.Tensor, torch.cuda.Event]  # and when it is there
+# A part, and the event after which it is complete.
+Gathered = tuple[torch.Tensor, torch.cuda.Event]
 
 
 class DeviceGroup:
-    """What ranks on ``devices``, one thread for each, have in common; ``ends`` has one `DeviceSums` for each.
+    """Hold the state that ranks on ``devices`` share, one thread for each rank.
 
-    Raises PlanError where devices do not reach each other's memory.
+    ``ends`` has one `DeviceSums` for each rank. Raises PlanError where devices do not reach each other's
+    memory.
     """
 
     def __init__(self, devices: Sequence[torch.device], deadline_s: float = 60.0) -> None:
         self.deadline_s = deadline_s
         self.error: CollectiveError | None = None
-        self.capturing = threading.Lock()  # one rank at a time: the libraries' memory is all threads'
+        # One rank captures at a time, because all threads share the libraries' memory.
+        self.capturing = threading.Lock()
         self._meeting = threading.Barrier(len(devices))
         self._lock = threading.Lock()
         check_peers(devices)
@@ -52,7 +60,10 @@ class DeviceGroup:
             torch.cuda.synchronize(device)
 
     def abort(self, error: ConvoyError) -> CollectiveError:
-        """It is over: who waits on the host raises. The first call counts; what everybody gets."""
+        """End the sums of all ranks, so that every rank waiting on the host raises.
+
+        The first call's error counts. Returns the error that all ranks get.
+        """
         with self._lock:
             if self.error is None:
                 if not isinstance(error, CollectiveError):
@@ -64,12 +75,15 @@ class DeviceGroup:
         return self.error
 
     def check_sums(self) -> None:
-        """Raises CollectiveError, for all from here on, where a kernel gave up; waits for the devices."""
+        """Raise CollectiveError, for all ranks from here on, where a kernel gave up.
+
+        Waits for the devices.
+        """
         if any(end.gave_up for end in self.ends):
             raise self.abort(CollectiveError("a rank did not come to a sum on its device"))
 
     def meet(self) -> None:
-        """Wait for all ranks. Raises CollectiveError where one does not come in time."""
+        """Wait for all ranks. Raise CollectiveError where one does not arrive within the deadline."""
         try:
             self._meeting.wait(self.deadline_s)
         except threading.BrokenBarrierError:
@@ -78,37 +92,39 @@ class DeviceGroup:
 
 
 class DeviceSums:
-    """One rank's end, for one thread; the face of `Collective`."""
+    """Sum for one rank, on one thread. This class implements `Collective`."""
 
     def __init__(
         self, group: DeviceGroup, rank: int, device: torch.device, mailboxes: Sequence[torch.Tensor]
     ) -> None:
         self.rank = rank
         self.world_size = len(mailboxes)
-        self.parts: queue.SimpleQueue[Gathered | None] = queue.SimpleQueue()  # for rank 0
+        # Parts for rank 0's gathers.
+        self.parts: queue.SimpleQueue[Gathered | None] = queue.SimpleQueue()
         self._group = group
-        self._mailboxes = tuple(mailboxes)  # kept, as the table has but their addresses
+        # Kept alive here: the table holds their addresses only.
+        self._mailboxes = tuple(mailboxes)
         self._table = torch.tensor([box.data_ptr() for box in mailboxes], device=device)
-        # operations so far; those of the steps under way are counted on the host, and added at their ends
-        # and behind them, whether a kernel here gave up; then the next ones wait for nobody
+        # Two numbers. First the operations so far: those of the running step are counted on the host and
+        # added at its end. Second a flag that a kernel here gave up, after which later kernels do not wait.
         self._count = torch.tensor([1, 0], dtype=torch.int32, device=device)
         self._begun = 0
         self.leaving = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def gave_up(self) -> bool:
-        """Whether a kernel here waited in vain; nothing waits for anybody since. Waits for the device."""
+        """Return whether a kernel here waited in vain; no later kernel waits since. Waits for the device."""
         return bool(self._count[1].item())
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in new memory. Raises CollectiveError."""
+        """Return the sum over all ranks, in new memory. Raises CollectiveError."""
         x = x.contiguous()
         return self.add(x, torch.empty_like(x))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """On rank 0 what all ranks gave, on its device; None on the others, which do not wait for it.
+        """Return all ranks' parts on rank 0, on its device. Raises CollectiveError.
 
-        Raises CollectiveError.
+        Other ranks return None, and do not wait for rank 0.
         """
         if self.rank:
             done = torch.cuda.current_stream(x.device).record_event()
@@ -117,8 +133,9 @@ class DeviceSums:
         return [x, *(self._take(end, x.device) for end in self._group.ends[1:])]
 
     def add(self, part: torch.Tensor, out: torch.Tensor, *, adds: bool = False) -> torch.Tensor:
-        """Into ``out`` the sum of all ranks' ``part``, float32 or bfloat16; ``adds``: to what is there."""
+        """Write the sum of all ranks' ``part`` (float32 or bfloat16) into ``out``. ``adds`` adds it there."""
         flat, into = part.contiguous().view(-1), out.view(-1)
+        # Two bfloat16 share one word of the mailbox, which halves the traffic.
         packed = part.dtype == torch.bfloat16 == out.dtype and part.numel() % 2 == 0
         if packed:
             flat, into = flat.view(torch.int32), into.view(torch.int32)
@@ -127,21 +144,22 @@ class DeviceSums:
         return out
 
     def finish(self) -> None:
-        """A step is over: what comes next is numbered behind it, also where a captured one runs again."""
+        """End a step, so that later operations get higher numbers, also where a captured step runs again."""
         if self._begun:
+            # Added on the device, because a captured graph bakes host numbers in.
             self._count[:1].add_(self._begun)
             self._begun = 0
 
     @contextmanager
     def captures(self) -> Iterator[None]:
-        """One rank captures at a time, once all have run what is captured."""
+        """Let one rank capture at a time, after all ranks have run the operations of the capture."""
         self._group.meet()
         with self._group.capturing:
             yield
         self._group.meet()
 
     def meet(self) -> None:
-        """Before what is captured runs. Raises CollectiveError."""
+        """Wait for the other ranks before a captured step runs. Raises CollectiveError."""
         self._group.meet()
 
     def _one(self, words: torch.Tensor, out: torch.Tensor, *, packed: bool, adds: bool) -> None:
@@ -155,13 +173,15 @@ class DeviceSums:
             )  # fmt: skip
 
         if not torch.cuda.is_current_stream_capturing():
-            launch(0)  # compiles and loads, where that is left to do
+            # An empty grid only compiles and loads the kernel. That may need the device, so it happens before
+            # the ranks meet: afterwards another rank's kernel may be waiting for this one.
+            launch(0)
             self._group.meet()
         launch(-(-size // _BLOCK))
         self._begun += 1
 
     def _take(self, end: DeviceSums, device: torch.device) -> torch.Tensor:
-        """For the current stream of ``device``; beside whatever else the other one does."""
+        """Return another rank's part for the current stream of ``device``, copied beside other work."""
         try:
             found = end.parts.get(timeout=self._group.deadline_s)
         except queue.Empty:
@@ -178,7 +198,7 @@ class DeviceSums:
 
 
 def check_peers(devices: Sequence[torch.device]) -> None:
-    """Raises PlanError for devices of which one does not reach another's memory."""
+    """Raise PlanError where one of ``devices`` does not reach another's memory."""
     for one in devices:
         for other in devices:
             if one != other and not torch.cuda.can_device_access_peer(one, other):
@@ -189,7 +209,7 @@ def check_peers(devices: Sequence[torch.device]) -> None:
 
 
 def _open_peers(devices: Sequence[torch.device]) -> None:
-    """torch opens the way from a device to another with the first copy between them."""
+    """Make one copy between each two devices: torch enables their peer access with the first copy."""
     for one in devices:
         for other in devices:
             if one != other:
@@ -204,7 +224,7 @@ def sum_kernel(out: tl.tensor, words: tl.tensor, table: tl.tensor, count: tl.ten
                size: tl.tensor, ROOM: tl.constexpr, RANK: tl.constexpr, WORLD: tl.constexpr,
                BLOCK: tl.constexpr, PACKED: tl.constexpr, ADDS: tl.constexpr,
                PATIENCE: tl.constexpr) -> None:
-    """Grid (size / BLOCK,); words are float32, or PACKED two bfloat16 in an int32."""
+    """Sum over ranks. Grid (size / BLOCK,). Words are float32, or PACKED: two bfloat16 in an int32."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     known = at < size
     number = tl.load(count) + begun
@@ -213,6 +233,7 @@ def sum_kernel(out: tl.tensor, words: tl.tensor, table: tl.tensor, count: tl.ten
     own = tl.load(words + at, mask=known, other=0)
     if not PACKED:
         own = own.to(tl.float32).to(tl.int32, bitcast=True)
+    # The number in the upper half tells the reader that the lower half is this operation's data.
     sealed = stamp | (own.to(tl.int64) & 0xFFFFFFFF)
     for step in tl.static_range(1, WORLD):
         peer: tl.constexpr = (RANK + step) % WORLD
@@ -221,6 +242,7 @@ def sum_kernel(out: tl.tensor, words: tl.tensor, table: tl.tensor, count: tl.ten
     mine = tl.load(table + RANK).to(tl.pointer_type(tl.int64))
     low = tl.zeros([BLOCK], dtype=tl.float32)
     high = tl.zeros([BLOCK], dtype=tl.float32)
+    # The order of ranks, the same on every device, so that all ranks get the same bits.
     for rank in tl.static_range(WORLD):
         word = own
         if rank != RANK:
@@ -241,7 +263,8 @@ def sum_kernel(out: tl.tensor, words: tl.tensor, table: tl.tensor, count: tl.ten
 @kernel
 def _wait(places: tl.tensor, known: tl.tensor, number: tl.tensor, count: tl.tensor,
           PATIENCE: tl.constexpr) -> tl.tensor:
-    """The words of operation ``number``, once they are there; after all patience, no numbers."""
+    """Return the words of operation ``number`` once they have arrived, or NaN after all patience is used up.
+    """
     patience = tl.where(tl.load(count + 1) == 0, PATIENCE, 0)
     stamp = number.to(tl.int64)
     came = tl.load(places, mask=known, other=0, volatile=True)
@@ -252,14 +275,14 @@ def _wait(places: tl.tensor, known: tl.tensor, number: tl.tensor, count: tl.tens
         missing = tl.sum((known & ((came >> 32) != stamp)).to(tl.int32), 0)
         looks += 1
     tl.store(count + 1, 1, mask=missing > 0)
-    # which is said in every token that follows
+    # This word is NaN in both formats, so sampling reports an error for every token that follows.
     return tl.where(missing > 0, 0x7FC07FC0, came.to(tl.int32))
 
 
 @kernel
 def _store_pairs(places: tl.tensor, known: tl.tensor, low: tl.tensor, high: tl.tensor,
                  ADDS: tl.constexpr) -> None:
-    """Of each int32 the lower and the upper bfloat16."""
+    """Store two bfloat16 in each int32, the first in the lower half."""
     if ADDS:
         before = tl.load(places, mask=known, other=0)
         low += (before << 16).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""The K/V of a CUDA stage: block tables on the host, and a pool on the device for each layer."""
+"""Keep the K/V of a CUDA stage: block tables on the host, and a pool on the device for each layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from convoy.plan.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class LayerPool:
-    """One layer's pool, the cache group whose tables it follows, and what its attention looks like."""
+    """Hold one layer's pool, the cache group with its block tables, and the shape of its attention."""
 
     pool: Pool
     group: int
@@ -23,7 +23,7 @@ class LayerPool:
 
 
 class DevicePools(KvStore):
-    """On a device, in its dtype."""
+    """Keep K/V on a device, in the stage's dtype."""
 
     failures = (torch.cuda.OutOfMemoryError,)
 
@@ -49,11 +49,11 @@ class DevicePools(KvStore):
 
     @property
     def shapes(self) -> tuple[DeviceHeadShape, ...]:
-        """What the attention of each cache group looks like."""
+        """Return the head shape of each cache group."""
         return tuple(head_shape(group, self._block_size) for group in self._spec.cache_groups)
 
     def max_blocks(self, num_blocks: Sequence[int]) -> int:
-        """Of the tables of one sequence, of all groups together, in pools of so many blocks."""
+        """Return the most blocks of one sequence over all groups, in pools of ``num_blocks`` blocks."""
         most = -(-self._spec.max_context // self._block_size)
         return sum(min(count, most) for count in num_blocks)
 
@@ -68,23 +68,25 @@ class DevicePools(KvStore):
                 self.layers[layer] = LayerPool(pool, index, shape)
 
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
-        """As `Stage.read_blocks`."""
+        """Return the K/V of ``blocks``, as `Stage.read_blocks` does."""
         shape = self._check_reading(start, end, blocks)
         index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
         found = []
         for pool in (self.layers[layer].pool for layer in range(start, end)):
             both = torch.stack((pool.keys.index_select(0, index), pool.values.index_select(0, index)))
+            # The pool keeps heads before positions, and the carried form has positions before heads.
             found.append(both.transpose(2, 3).float())
         return torch.stack(found).reshape(shape).to("cpu")
 
     def write_blocks(
         self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
     ) -> None:
-        """As `Stage.write_blocks`."""
+        """Fill ``blocks`` with ``kv``, as `Stage.write_blocks` does."""
         end = self._begin_writing(start, blocks, tags, kv)
         index = torch.tensor(blocks, dtype=torch.int64, device=self._device)
         for layer in range(start, end):
             pool = self.layers[layer].pool
+            # Bytes from another member: a NaN would spread through attention to later tokens.
             runs = kv[layer - start].to(self._device, self._dtype).nan_to_num()
             runs = runs.view(2, len(blocks), self._block_size, *kv.shape[3:]).transpose(2, 3)
             pool.keys.index_copy_(0, index, runs[0])
@@ -92,15 +94,16 @@ class DevicePools(KvStore):
 
 
 class CarriesKv:
-    """A stage whose K/V is read and written."""
+    """Read and write the K/V of a stage."""
 
     _kv: DevicePools
 
     @torch.inference_mode()
     def read_blocks(self, start: int, end: int, blocks: Sequence[int]) -> torch.Tensor:
-        """The K/V of ``blocks`` in layers [start, end): float32 [layers, 2, positions, kv_heads, head_dim].
+        """Return the K/V of ``blocks`` in layers [start, end).
 
-        Raises StepError for what this stage does not have, and for more than `span_kv.MAX_CARRIED_BYTES`.
+        The result is float32 [layers, 2, positions, kv_heads, head_dim]. Raises StepError for layers or
+        blocks that this stage does not have, and above `span_kv.MAX_CARRIED_BYTES`.
         """
         return self._kv.read_blocks(start, end, blocks)
 
@@ -108,20 +111,24 @@ class CarriesKv:
     def write_blocks(
         self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
     ) -> None:
-        """Fill ``blocks``, which no sequence has, in layers from ``start`` on; ``kv`` as `read_blocks` gives.
+        """Fill ``blocks``, which no sequence holds, in layers from ``start`` on.
 
-        They hold the prefixes of ``tags`` once the last layer here is among them, and no prefix before: so
-        layers come in order. Raises StepError; nothing is changed then.
+        ``kv`` is as from `read_blocks`. The blocks hold the prefixes of ``tags`` once the stage's last
+        layer is filled, and no prefix before. Layers must therefore come in order. Raises StepError;
+        nothing is changed then.
         """
         self._kv.write_blocks(start, blocks, tags, kv)
 
     def kv_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """Of what `read_blocks` gives. Raises StepError for more than `span_kv.MAX_CARRIED_BYTES`."""
+        """Return the shape of a `read_blocks` result. Raises StepError above `span_kv.MAX_CARRIED_BYTES`."""
         return self._kv.carried_shape(num_layers, num_blocks)
 
 
 def head_shape(group: CacheGroup, block_size: int) -> DeviceHeadShape:
-    """With the usual scale, and no cap: where a layer has others, it says so to `attend`."""
+    """Return the shape of a cache group's attention, with the usual scale and no cap.
+
+    A layer with another scale or a cap passes it to `attend`.
+    """
     return DeviceHeadShape(
         group.num_heads,
         group.num_kv_heads,
@@ -134,7 +141,7 @@ def head_shape(group: CacheGroup, block_size: int) -> DeviceHeadShape:
 
 
 def make_pool(num_blocks: int, shape: DeviceHeadShape, device: torch.device, dtype: torch.dtype) -> Pool:
-    """Zeroed, so that what was never written is a number."""
+    """Return a zeroed pool, so that slots never written hold finite numbers."""
     size = (num_blocks, shape.num_kv_heads, shape.block_size)
     keys = torch.zeros(*size, shape.head_dim, dtype=dtype, device=device)
     return Pool(keys, torch.zeros(*size, shape.value_dim, dtype=dtype, device=device))

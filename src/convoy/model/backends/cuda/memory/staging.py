@@ -1,7 +1,7 @@
-"""Pinned memory through which a step's inputs reach the device, used again and again.
+"""Reuse pinned memory through which a step's inputs reach the device.
 
-Memory of torch's own pinned allocator, filled by its own copy, took a step of 64 rows several milliseconds,
-as long as the device takes for its layers (two H200, torch 2.11).
+Memory of torch's own pinned allocator, filled by torch's own copy, took a step of 64 rows several
+milliseconds. That is as long as the device takes for its layers (two H200, torch 2.11).
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ _LEAST_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class StagingSlot:
-    """Bytes on the host; ``done`` is over once the device has read them."""
+    """Hold pinned bytes on the host. ``done`` completes once the device has read them."""
 
     memory: torch.Tensor  # uint8, pinned
-    array: npt.NDArray[np.uint8]  # the same
+    # A view of ``memory``.
+    array: npt.NDArray[np.uint8]
     done: torch.cuda.Event
 
 
 class Staging:
-    """Slots of one stage, as many as there are copies under way. Not thread-safe."""
+    """Hold the slots of one stage, as many as there are copies in flight. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._slots: list[StagingSlot] = []
-        # hidden states are copied while what was begun before still runs
+        # A stream of their own: hidden states are copied while earlier work still runs.
         self._uploads = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def take(self, num_bytes: int) -> StagingSlot:
-        """One with room, for the caller to fill, to copy from, and to record ``done`` behind the copy."""
+        """Return a free slot with room for ``num_bytes``.
+
+        The caller fills it, copies from it, and records ``done`` behind the copy.
+        """
         for slot in self._slots:
             if len(slot.array) >= num_bytes and slot.done.query():  # type: ignore[no-untyped-call]
                 return slot
@@ -45,11 +49,11 @@ class Staging:
         return slot
 
     def on_card(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` on the device, for what the current stream does next; nobody waits."""
+        """Return ``tensor`` on the device, ready for the current stream. The calling thread does not wait."""
         if tensor.is_cuda or not tensor.numel():
             return tensor.to(self._device, non_blocking=True)
         slot, num_bytes = self.take(tensor.nbytes), tensor.nbytes
-        # by NumPy on this thread: torch would share so little out among all its threads
+        # NumPy copies on this thread. Torch would spread so small a copy over all its threads.
         np.copyto(slot.array[:num_bytes], tensor.contiguous().view(-1).view(torch.uint8).numpy())
         pinned = slot.memory[:num_bytes].view(tensor.dtype).view(tensor.shape)
         with torch.cuda.stream(self._uploads):

@@ -1,7 +1,8 @@
-"""Synthetic weights drawn on the device: the very numbers of `synthetic.draw_tensor`, rounded.
+"""Generate synthetic weights on the device: the same numbers as `synthetic.draw_tensor`, rounded.
 
-NumPy's Philox is Philox4x64-10 (Salmon et al. 2011): a counter from 1 and the key give four 64-bit draws,
-each of them two numbers here, the lower half first. So a CPU member and a CUDA member hold the same model.
+NumPy's Philox is Philox4x64-10 (Salmon et al. 2011). A counter from 1 and the key give four 64-bit draws.
+Each draw gives two numbers here, the lower half first. So a CPU member and a CUDA member hold the same
+model.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import triton.language as tl
 
 from convoy.model.backends.cuda.kernels.language import kernel
 
-_BLOCK = 256  # counters of one program, eight numbers each
+# Counters of one program, with eight numbers each.
+_BLOCK = 256
 
 
 def draw_into(out: torch.Tensor, key: int, scale: float) -> None:
-    """Fill contiguous ``out`` with the 32-bit numbers that the 128-bit ``key`` gives, times ``scale``."""
+    """Fill contiguous ``out`` with the 32-bit numbers of the 128-bit ``key``, times ``scale``."""
     keys = [_signed(key & (2**64 - 1)), _signed(key >> 64)]
     halves = torch.tensor(keys, dtype=torch.int64, device=out.device)
     count = out.numel()
@@ -32,14 +34,16 @@ def _signed(number: int) -> int:
 @kernel
 def draw_kernel(out: tl.tensor, key: tl.tensor, count: tl.tensor, scale: tl.tensor,
                 BLOCK: tl.constexpr) -> None:
-    """Grid (count / (8 * BLOCK),)"""
+    """Generate eight numbers for each counter. Grid (count / (8 * BLOCK),)."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     low, high = tl.load(key).to(tl.uint64, bitcast=True), tl.load(key + 1).to(tl.uint64, bitcast=True)
     a = (index + 1).to(tl.uint64)
     b, c, d = a * 0, a * 0, a * 0
+    # Broadcast the two key words to vectors.
     low, high = low + b, high + b
     times_a = tl.full([BLOCK], 0xD2E7470EE14C6C93, dtype=tl.uint64)
     times_c = tl.full([BLOCK], 0xCA5A826395121157, dtype=tl.uint64)
+    # Ten rounds of Philox4x64; the multipliers and key increments are the paper's constants.
     for _ in tl.static_range(10):
         upper_a, upper_c = tl.umulhi(times_a, a), tl.umulhi(times_c, c)
         lower_a, lower_c = times_a * a, times_c * c
@@ -56,7 +60,7 @@ def draw_kernel(out: tl.tensor, key: tl.tensor, count: tl.tensor, scale: tl.tens
 @kernel
 def _store_pair(out: tl.tensor, place: tl.tensor, draw: tl.tensor, count: tl.tensor,
                 scale: tl.tensor) -> None:
-    """The two numbers of each 64-bit draw."""
+    """Store the two numbers of each 64-bit draw, the lower half first."""
     lower = draw.to(tl.int32).to(tl.float32) * scale
     upper = (draw >> 32).to(tl.int32).to(tl.float32) * scale
     tl.store(out + place, lower.to(out.dtype.element_ty), mask=place < count)

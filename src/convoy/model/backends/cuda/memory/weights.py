@@ -1,4 +1,4 @@
-"""A stage's weights on the device, bfloat16: each layer's tensors as few matrices as its kernels want."""
+"""Hold a stage's weights on the device in bfloat16, with each layer's tensors joined into few matrices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LoadProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class DeviceLayerWeights:
-    """One decoder layer. ``qkv`` is q, k and v over each other, ``gate_up`` gate and up."""
+    """Hold one decoder layer. ``qkv`` stacks q, k and v, ``gate_up`` stacks gate and up."""
 
     input_norm: torch.Tensor
     qkv: Matrix
@@ -48,36 +48,38 @@ class DeviceLayerWeights:
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """Its linears."""
+        """Return the layer's linears."""
         return self.qkv, self.out, self.gate_up, self.down
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it holds."""
+        """Return all tensors of the layer."""
         found = [getattr(self, field.name) for field in fields(self)]
         return [tensor for part in found for tensor in tensors_of(part)]
 
 
 @dataclass
 class StageWeights:
-    """What a stage owns; what it does not own is None."""
+    """Hold a stage's weights. Parts that the stage does not own are None."""
 
-    layers: dict[int, DeviceLayerWeights]  # by their number in the whole model
+    # By their number in the whole model.
+    layers: dict[int, DeviceLayerWeights]
     embedding: torch.Tensor | None
     norm: torch.Tensor | None
-    head: Matrix | None  # lm_head; the embedding itself where they are tied and it is not rounded
+    # `lm_head`. With tied embeddings that are not rounded it is the embedding itself.
+    head: Matrix | None
     eps: float
     bytes_read: int
 
     @property
     def weight_bytes(self) -> int:
-        """Resident bytes; a tied matrix counts once."""
+        """Return the resident bytes. A tied matrix counts once."""
         ends = [tensor for part in (self.embedding, self.norm, self.head) for tensor in tensors_of(part)]
         held = [tensor for layer in self.layers.values() for tensor in layer.tensors()] + ends
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
 
 
 def tensors_of(part: Matrix | None) -> list[torch.Tensor]:
-    """Those that it is held in."""
+    """Return the tensors that hold ``part``: two for a rounded matrix, none for None."""
     if isinstance(part, RoundedMatrix):
         return [part.numbers, part.scales]
     return [] if part is None else [part]
@@ -92,13 +94,13 @@ def load_weights(
     bits: int = 0,
     slices: Slices | None = None,
 ) -> StageWeights:
-    """Read or draw just the tensors of the assignment; layers in ``kept`` are used again.
+    """Read or draw only the tensors of the assignment. Layers in ``kept`` are used again.
 
-    ``bits``: 8 or 4, to which linears are rounded; 0: they stay in bfloat16. `lm_head` gets 8 in any case.
-    ``slices``: what one rank has of each tensor; None: all.
+    ``bits`` is 8 or 4 for rounded linears, and 0 leaves them in bfloat16. With either, `lm_head` is
+    rounded to 8. ``slices`` selects one rank's part of each tensor; None takes all of it.
 
-    For a model that `why_not_ours` says nothing of. Raises ModelError for a span outside the model, and for
-    missing, misshapen or unreadable tensors.
+    The model must be one for which `why_not_ours` returns None. Raises ModelError for a span outside the
+    model, and for missing, misshapen or unreadable tensors.
     """
     spec = source.spec
     if not 0 <= assignment.start <= assignment.end <= spec.num_layers:
@@ -129,7 +131,10 @@ def load_weights(
 
 
 def why_not_ours(source: ModelSource) -> str | None:
-    """Why `gpu.decoder` does not run this model, whose layers are the library's then; None where it does."""
+    """Return why `cuda.decoder` does not run this model, or None where it does.
+
+    The library's layers run the other models.
+    """
     spec = source.spec
     if spec.family not in FAMILIES:
         return f"model type {spec.family!r} has other layers"
@@ -141,7 +146,7 @@ def why_not_ours(source: ModelSource) -> str | None:
 
 
 class _Loader:
-    """Fills tensors on the device, and says how far it is."""
+    """Fill tensors on the device and report progress."""
 
     def __init__(
         self,
@@ -188,7 +193,7 @@ class _Loader:
         return self._joined([name])
 
     def head(self, embedding: torch.Tensor | None, *, tied: bool) -> Matrix:
-        """`lm_head`, which may be the ``embedding``."""
+        """Return `lm_head`, which may be the ``embedding``."""
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
         whole = self.whole(name) if embedding is None else embedding
         return round_matrix(whole, 8) if self._bits else whole
@@ -202,7 +207,7 @@ class _Loader:
         return self._joined(names) if names[0] in self._source.tensors else None
 
     def _joined(self, names: list[str]) -> torch.Tensor:
-        """The tensors over each other."""
+        """Return the named tensors, stacked along the first dimension."""
         shapes = [self._shape(name) for name in names]
         if len({shape[1:] for shape in shapes}) > 1:
             listed = ", ".join(str(list(shape)) for shape in shapes)
@@ -231,7 +236,7 @@ class _Loader:
             self._fill_whole(target, name)
             return
         stored = self._source.layout.made.get(name) or self._source.tensors[name]
-        # drawn, or unpacked, a tensor is whole for a moment
+        # Drawing and unpacking give a whole tensor, so it exists in full until its slice is copied.
         whole = torch.empty(stored.shape, dtype=DTYPE, device=self._device)
         self._fill_whole(whole, name)
         target.copy_(self._slices.take(name, whole))

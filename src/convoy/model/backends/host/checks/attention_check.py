@@ -1,4 +1,4 @@
-"""Compare compiled attention with torch's, bit for bit, on the machine at hand."""
+"""Compare compiled attention with torch's, bit for bit, on this machine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from convoy.model.kv.pools import BlockTable
 from convoy.model.layers.attention import LayerBatch, attend
 from convoy.wire.messages.control import Row
 
-# Positions of lone rows: in the first block of keys, at both sides of an edge, and in the third
+# Positions of lone rows: in the first block of keys, on both sides of an edge, and in the third block.
 _POSITIONS = (0, KEY_BLOCK - 1, KEY_BLOCK, 2 * KEY_BLOCK + 17)
-_BIG = 6.0  # of a score's spread: shares from nearly one to nearly none
+# The spread of a score, so that softmax shares range from nearly one to nearly none.
+_BIG = 6.0
 
 
 def attention_holds(shape: HeadShape) -> bool:
-    """Whether heads of this shape have torch's bits in compiled code, where there is any."""
+    """Return whether compiled attention has torch's bits for heads of this shape.
+
+    False without compiled code.
+    """
     if native_library() is None or not fits_native(shape):
         return False
-    few = min(shape.num_kv_heads, 2)  # groups of heads show as much as many
+    # Two groups of heads show as much as many.
+    few = min(shape.num_kv_heads, 2)
     return _holds(
         replace(shape, num_heads=shape.group * few, num_kv_heads=few, num_blocks=_num_blocks(shape))
     )
@@ -48,6 +53,7 @@ def _holds(shape: HeadShape) -> bool:
         num_rows = shape.num_blocks * shape.block_size * 2 * shape.num_kv_heads
         filled = torch.randn(num_rows, shape.head_dim, generator=generator)
         for rows in ((0, 1, 2, 3), (0,), (3,)):
+            # Reversed tables, so that code which ignored the block table would be found out.
             tables = [BlockTable([list(range(row * per_row, (row + 1) * per_row))[::-1]]) for row in rows]
             group = describe_group(
                 [(Row(row, _POSITIONS[row], 1, 0), table) for row, table in zip(rows, tables, strict=True)],

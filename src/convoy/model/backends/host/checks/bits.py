@@ -1,9 +1,9 @@
-"""Which bits this machine computes: a digest to be compared with other machines'.
+"""Compute a digest of this machine's arithmetic, for comparison with other machines.
 
-Exact mode proves on each machine that a row's bits depend on nothing beside it. Two machines may still
-differ: their processors have other vector instructions, and their libraries then add in another order. This
-digest covers what an exact stage is made of, on fixed numbers: linears, norms, rotary positions, attention
-with its softmax.
+Exact mode proves on each machine that a row's bits do not depend on the rows beside it. Two machines may
+still differ: their processors have other vector instructions, and their libraries then add in another
+order. This digest covers the parts of an exact stage, on fixed numbers: linears, norms, rotary positions,
+and attention with its softmax.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from convoy.model.kv.pools import BlockTable
 from convoy.model.layers.attention import LayerBatch, attend
 from convoy.wire.messages.control import Row
 
-_LABEL = b"convoy bits v2"  # another computation gets another label
+# Another computation gets another label.
+_LABEL = b"convoy bits v2"
 _LINEARS = ((256, 704, None), (704, 256, None), (1024, 96, None), (40, 105, "silu"), (256, 64, "gelu_new"))
 _ROW_COUNTS = (1, 7, 64)
 _HEADS = ((4, 2, 64), (2, 1, 128))
-_CHUNKS = (150, 1, 20)  # a prefill, a decode, and a chunk behind them
+# A prefill, a decode, and a chunk behind them.
+_CHUNKS = (150, 1, 20)
 _BLOCK = 16
 
 
 def bits_digest() -> str:
-    """Hex SHA-256: the same on two machines whose exact kernels agree on this sample.
+    """Return a hex SHA-256, equal on two machines with exact kernels that agree on this sample.
 
-    Takes 0.04 s of a 2.5 GHz core; on one thread, since the number of threads changes no bit in exact mode.
+    Takes 0.04 s of a 2.5 GHz core. It runs on one thread, since the number of threads changes no bit in
+    exact mode.
     """
     digest = hashlib.sha256(_LABEL)
     with torch.inference_mode(), _one_thread():
@@ -46,7 +49,7 @@ def bits_digest() -> str:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Restores the number of threads behind it."""
+    """Run the body on one thread, and restore the number of threads afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -56,7 +59,10 @@ def _one_thread() -> Iterator[None]:
 
 
 def _numbers(name: str, *shape: int) -> torch.Tensor:
-    """The same everywhere, which a generator of random numbers is not: 24 bits of a hash, in [-1, 1)."""
+    """Return 24 bits of a hash for each number, in [-1, 1).
+
+    They are the same on every machine, unlike the numbers of a random generator.
+    """
     size = int(np.prod(shape))
     drawn = np.frombuffer(hashlib.shake_128(name.encode()).digest(4 * size), dtype="<i4")
     return torch.from_numpy(((drawn >> 8).astype(np.float32) * np.float32(2.0**-23)).reshape(shape))

@@ -1,4 +1,4 @@
-"""Compare whole layers in compiled code with their parts, bit for bit, on the machine at hand."""
+"""Compare whole layers in compiled code with their parts, bit for bit, on this machine."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from convoy.wire.messages.control import Row
 _BLOCK = 16  # tokens
 _POSITIONS = (2 * KEY_BLOCK, 5, KEY_BLOCK - 1, KEY_BLOCK + 9, 0)
 _ROW_BLOCKS = 2 * KEY_BLOCK // _BLOCK + 1
-_PADDING = 1  # rows behind the batch's, as a stage may have them
+# Padding rows behind the batch's rows, as a stage may have them.
+_PADDING = 1
 
 
 def checked_layers(
     layers: Mapping[int, nn.Module], ropes: Mapping[int, RopeUse], groups: Iterable[CacheGroup]
 ) -> NativeLayers | None:
-    """Compiled code for these layers, if the first one of each cache group has its own bits there.
+    """Return compiled code for these layers, if the first layer of each cache group has the same bits there.
 
-    None where it cannot run them. Takes some milliseconds, and steps of one layer.
+    Returns None where compiled code cannot run them. Takes some milliseconds, and steps of one layer.
     """
     native = native_layers(layers)
     if native is None:
@@ -44,6 +45,7 @@ def checked_layers(
         heads = (group.num_heads, group.num_kv_heads, group.head_dim)
         num_blocks = _ROW_BLOCKS * len(_POSITIONS)
         shape = HeadShape(*heads, _BLOCK, num_blocks, group.window, value_dim=group.value_dim)
+        # A lone row and five rows together, since both occur in decodes.
         if not attention_holds(shape) or not all(_agree(number, layers[number], shape, n) for n in (1, 5)):
             return None
     return native

@@ -1,4 +1,4 @@
-"""Prove on this machine, at start-up, that a row's bits do not depend on what runs beside it."""
+"""Prove on this machine, at start-up, that a row's bits do not depend on the rows beside it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ from convoy.plan.spec.cache import CacheGroup
 from convoy.wire.messages.control import Row
 
 EXACT, PLAIN = "exact-f32", "plain-f32"
-W8A8 = "w8a8"  # exact mode's layers with 8-bit linears, see `model.layers.quantized`
-W4A16 = "w4a16"  # with 4-bit ones, see `model.layers.int4`
-ROUNDED = {W8A8: 8, W4A16: 4}  # bits of a weight
+# Exact mode's layers with 8-bit linears, see `model.layers.quantized`.
+W8A8 = "w8a8"
+# Exact mode's layers with 4-bit linears, see `model.layers.int4`.
+W4A16 = "w4a16"
+# Bits of a weight.
+ROUNDED = {W8A8: 8, W4A16: 4}
 KERNELS = (EXACT, PLAIN, W8A8, W4A16)
-# (in, out): wide, narrow, odd and tiny; a stage checks its own shapes besides, when it is loaded
+# (in, out): wide, narrow, odd and tiny. A stage also checks its own shapes when it is loaded.
 _SHAPES = ((40, 105), (44, 40), (256, 704), (704, 256), (256, 2048))
-_ROW_COUNTS = (LEAST_ROWS, LEAST_ROWS + 1, 17, 64)  # fewer are padded, see `linear.padded_count`
-_CHECK_TOKENS = 281  # enough for every size of tile
+# Fewer rows are padded, see `linear.padded_count`.
+_ROW_COUNTS = (LEAST_ROWS, LEAST_ROWS + 1, 17, 64)
+# Enough for every size of tile.
+_CHECK_TOKENS = 281
 _FEWEST_ROWS = 4
-CHECK_ROWS = 70  # that a stage's layers are run on
+# Rows on which a stage's layers are checked.
+CHECK_ROWS = 70
 
 
 def check_options(kernel: str, block_size: int) -> None:
-    """Raises ModelError for a kernel that is not known here, and for blocks that no key block is made of."""
+    """Raise ModelError for an unknown kernel, and for a block size that does not divide a key block."""
     if kernel not in KERNELS:
         raise ModelError(
             f"kernel {kernel!r} is not known, expected {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
@@ -43,9 +49,9 @@ def check_options(kernel: str, block_size: int) -> None:
 
 
 def check_exact(num_threads: int | None = None) -> None:
-    """Raises SelfCheckError naming what differed, unless exact mode holds on 1 and ``num_threads`` threads.
+    """Raise SelfCheckError naming the difference, unless exact mode holds on 1 and ``num_threads`` threads.
 
-    Takes about a third of a second. It covers a sample of shapes; `check_linears` covers those of a stage.
+    Takes about a third of a second. It covers a sample of shapes. `check_linears` covers those of a stage.
     """
     if not packed_available():
         raise SelfCheckError("this build of torch has no packed oneDNN linears")
@@ -65,7 +71,7 @@ def check_exact(num_threads: int | None = None) -> None:
 def check_linears(parts: Iterable[nn.Module]) -> None:
     """Check one packed linear of each shape in ``parts``, on 1 and the current number of threads.
 
-    Where they do not hold with compiled code, none of them uses it.
+    Where one does not hold with compiled code, none of them uses compiled code.
     """
     linears = [m for part in parts for m in part.modules() if isinstance(m, PackedLinear)]
     threads = sorted({1, torch.get_num_threads()})
@@ -77,7 +83,8 @@ def check_linears(parts: Iterable[nn.Module]) -> None:
         except SelfCheckError:
             if not any(linear.takes_lone_rows for linear in linears):
                 raise
-            for linear in linears:  # compiled code is no condition of exact mode
+            # Compiled code is no condition of exact mode: without it, torch's operators may still hold.
+            for linear in linears:
                 linear.leave_native()
             for linear in shapes:
                 _check_linear(linear, threads)
@@ -88,7 +95,7 @@ def check_heads(groups: Iterable[CacheGroup]) -> None:
     threads = sorted({1, torch.get_num_threads()})
     known = list(groups)
     shapes = {_head_shape(group) for group in known if group.attends}
-    # second keys, by which entries are chosen
+    # Compressed groups have second keys, by which a query chooses its entries; their width is checked too.
     dims = {group.row_elements - group.head_dim for group in known if group.kind == "entries"} - {0}
     with torch.inference_mode(), _threads_restored():
         for shape in shapes | {_shape(2, 1, dim) for dim in dims}:
@@ -100,8 +107,9 @@ def check_rows(
 ) -> None:
     """Check the layers of a stage as a whole, on 1 and the current number of threads.
 
-    ``run`` takes hidden states [n, hidden_size], token ids [n] and the chunks in which to run them, and gives
-    hidden states. For layers that have parts besides linears and heads, such as routers.
+    ``run`` takes hidden states [n, hidden_size], token ids [n] and the chunks in which to run them, and
+    returns hidden states. This check is for layers that have parts besides linears and heads, such as
+    routers.
     """
     threads = sorted({1, torch.get_num_threads()})
     hidden, tokens = _numbers(CHECK_ROWS, hidden_size), torch.arange(CHECK_ROWS) * 7 % vocab_size
@@ -116,7 +124,7 @@ def check_rows(
 
 
 def least_tile_rows(head_dim: int) -> int:
-    """The fewest rows, 4, 8 or 16, of attention's matmuls that give the bits of more rows on this machine.
+    """Return the fewest rows (4, 8 or 16) of attention's matmuls that have the bits of more rows here.
 
     A decode has few rows for each K/V head, and padding them to 16 would be most of its work.
     """
@@ -131,9 +139,10 @@ def least_tile_rows(head_dim: int) -> int:
 
 
 def choose_kernel(requested: str, num_threads: int | None = None) -> str:
-    """The kernel to run; "auto" is exact mode where it holds; `why_not_exact` says why where it does not.
+    """Return the kernel to run. "auto" gives exact mode where it holds, else the plain kernel.
 
-    Raises SelfCheckError if exact mode was asked for by name and does not hold, UsageError for a wrong name.
+    `why_not_exact` tells why exact mode does not hold. Raises SelfCheckError if exact mode or rounded
+    linears were requested by name and do not work here, UsageError for an unknown name.
     """
     if requested not in {"auto", *KERNELS}:
         known = f"auto, {', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
@@ -149,7 +158,7 @@ def choose_kernel(requested: str, num_threads: int | None = None) -> str:
 
 
 def why_not_exact(num_threads: int | None = None) -> str:
-    """Why exact mode is refused on this machine, or "" if it holds."""
+    """Return why exact mode is refused on this machine, or "" if it holds."""
     try:
         check_exact(num_threads)
     except SelfCheckError as error:
@@ -158,9 +167,10 @@ def why_not_exact(num_threads: int | None = None) -> str:
 
 
 def available_kernels(requested: str, num_threads: int | None = None) -> list[str]:
-    """What this machine can run under the wish ``requested``, best first. Raises as `choose_kernel`.
+    """Return the kernels that this machine can run under the setting ``requested``, best first.
 
-    Rounded linears come last: they are used where the head asks for them by name.
+    Rounded linears come last: they are used where the head requests them by name. Raises as
+    `choose_kernel` does.
     """
     kernel = choose_kernel(requested, num_threads)
     if requested != "auto" or kernel != EXACT:
@@ -169,7 +179,7 @@ def available_kernels(requested: str, num_threads: int | None = None) -> list[st
 
 
 def _rounded_here() -> list[str]:
-    """4-bit linears have 8-bit ones beside them."""
+    """Return the kernels with rounded linears. 4-bit linears need 8-bit ones beside them."""
     if not w8a8_available():
         return []
     return [W8A8, W4A16] if int4_available() else [W8A8]
@@ -207,6 +217,7 @@ def _check_linear(linear: PackedLinear, threads: list[int]) -> None:
         name = f"a linear of {linear.in_features} to {linear.out_features} on {count} threads"
         _same(name, expected, whole)
         for rows in _ROW_COUNTS:
+            # Varying offsets, so that a row's place in the batch is covered as well as the number of rows.
             start = 1 + rows % 5
             _same(f"{name} with {rows} rows", expected[start : start + rows], linear(x[start : start + rows]))
         _same(f"{name} with a lone row", expected[7:8], linear(pad_rows(x[7:8]))[:1])
@@ -235,7 +246,7 @@ def _check_elementwise(threads: list[int]) -> None:
 
 
 def _rows_agree(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: int) -> bool:
-    """Whether batched matmuls of ``rows`` rows have the bits of those of twice `SAFE_ROWS`."""
+    """Return whether batched matmuls of ``rows`` rows have the bits of those of twice `SAFE_ROWS`."""
     shares = torch.bmm(queries, keys.transpose(1, 2))
     outs = torch.bmm(shares, values)
     for num in (1, 2, len(queries)):
@@ -250,7 +261,8 @@ def _rows_agree(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
 
 
 def _head_shape(group: CacheGroup) -> HeadShape:
-    few = min(group.num_kv_heads, 2)  # groups of heads show as much as many
+    # Two groups of heads show as much as many.
+    few = min(group.num_kv_heads, 2)
     shape = _shape(group.num_heads // group.num_kv_heads * few, few, group.head_dim)
     least = max(shape.least_rows, least_tile_rows(group.value_dim))
     return replace(shape, value_dim=group.value_dim, latent=group.kind == "latent", least_rows=least)

@@ -1,7 +1,8 @@
-"""A stage's layers are tried on made-up rows when they are loaded, before anybody asks for a token.
+"""Try a stage's layers on made-up rows when they are loaded, before the first request.
 
-A config.json may make layers that fit their weights and still cannot run: a router with more groups than
-experts divide into, for one. That is seen here, and not in somebody's first request.
+A config.json may describe layers that fit their weights and still cannot run, for example a router with
+more groups than its experts divide into. The trial finds this at load time, and not in a user's first
+request.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from convoy.wire.messages.control import Row
 
 @dataclass(frozen=True)
 class Trial:
-    """Of layers that ``run`` runs, in pools of ``make_pools``, which ``forget`` frees: both are a stage's.
+    """Try layers with ``run``, in pools that ``make_pools`` makes and ``forget`` frees.
 
-    ``run`` takes hidden states [n, hidden_size], a step of n rows and token ids [n], and gives n hidden
-    states or more; ``output`` makes logits of them, and is None where the stage has no output.
+    All three are methods of a stage. ``run`` takes hidden states [n, hidden_size], a step of n rows and
+    token ids [n], and returns n hidden states or more. ``output`` makes logits of them, and is None where
+    the stage has no output.
     """
 
     spec: ModelSpec
@@ -37,7 +39,7 @@ class Trial:
     output: Callable[[torch.Tensor], torch.Tensor] | None
 
     def once(self) -> None:
-        """A single token, which takes what a decode takes. Raises ModelError where it does not run."""
+        """Run a single token, which takes the path of a decode. Raises ModelError where it does not run."""
         hidden = torch.ones(1, self.hidden_size)
         with torch.inference_mode():
             found = self._attempt(hidden, torch.zeros(1, dtype=torch.int64), [1])
@@ -45,7 +47,7 @@ class Trial:
             self._explained(self.output, found)
 
     def prove(self) -> None:
-        """Many rows, whole and in pieces, which are to have the same bits.
+        """Run many rows, whole and in pieces, and check that their bits agree.
 
         Raises SelfCheckError where they differ, ModelError where they do not run.
         """
