@@ -276,6 +276,6 @@ def test_a_file_whose_size_the_hub_does_not_say_is_not_taken_for_an_empty_one(
     hub: FakeHub, tmp_path: Path, file: str
 ) -> None:
     hub.unsized = file
-    with pytest.raises(ModelError, match=f"the hub says no size of {file} of somebody/odd@main"):
+    with pytest.raises(ModelError, match=f"the hub lists no size for {file} of somebody/odd@main"):
         Hub(tmp_path / "cache", hub.url).download(NAME)
     assert not list(tmp_path.glob(f"cache/**/{file}"))
