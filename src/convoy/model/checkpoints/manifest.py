@@ -146,7 +146,7 @@ class Manifest:
 
 
 def start_tensor_digest(dtype: str, shape: Iterable[int]) -> bytes:
-    """Return the bytes that are hashed before a tensor's own: label, dtype and shape, each after its length."""
+    """Return the bytes hashed before a tensor's own: label, dtype and shape, each after its length."""
     sizes = b"".join(struct.pack(">Q", size) for size in shape)
     parts = (_LABEL, dtype.encode(), sizes)
     return b"".join(struct.pack(">I", len(part)) + part for part in parts)

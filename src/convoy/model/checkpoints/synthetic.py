@@ -109,7 +109,7 @@ class Synthetic:
 
     @property
     def path(self) -> Path:
-        """Return the text that `parse` takes again from any folder of this machine; it is not a file's path."""
+        """Return the text that `parse` takes again from any folder of this machine; it names no file."""
         of = self.of if self.has_name else str(Path(self.of).expanduser().resolve())
         return Path(self._spelled(of))
 
