@@ -1,4 +1,4 @@
-"""Whole layers in compiled code: the bits of their parts beside any rows, and what is left to torch."""
+"""Test whole layers in compiled code: equal bits beside any rows, and the parts left to torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ NUM_TOKENS = 256
 
 
 def most_bytes(stage: Stage) -> int:
-    """In use at once while the second of two chunks runs, beyond what was before."""
+    """Return the peak of bytes in use while the second of two chunks runs, beyond those in use before."""
     blocks = list(range(2 * NUM_TOKENS // 16))
     stage.make_pools(len(blocks))
     grants = [BlockGrant(0, group, blocks) for group in range(len(stage.block_bytes))]

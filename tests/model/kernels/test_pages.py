@@ -47,7 +47,8 @@ def test_what_is_mapped_into_a_room_lies_side_by_side_whatever_gaps_there_are() 
         places.append(ctypes.addressof(ctypes.c_char.from_buffer(held[-1])))
         room.close(places[-1] + 16)
     assert places == [places[0] - number * size for number in range(4)]
-    assert not room.open()  # what is left is too small
+    # the rest is too small
+    assert not room.open()
     room.leave()
 
 

@@ -1,4 +1,4 @@
-"""A rank of a stage: what it reads and holds, what it does with the others, and what is refused."""
+"""Test a rank of a stage: the tensors it reads and holds, its work with the others, and refusals."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _weight_files(directory: Path) -> list[Path]:
         for name, tensor in sorted(lacking.items()):
             raise ModelError(
                 f"{directory} lacks the shard {name}, which its index names for {tensor}",
-                hint="fetch that file again; a download that was cut off goes on where it was",
+                hint="fetch that file again; an interrupted download resumes",
             )
         return [directory / name for name in sorted(set(shards.values()))]
     if (directory / SINGLE).is_file():

@@ -126,7 +126,7 @@ class Manifest:
             why = str(error)[:_MAX_REASON]
             raise ModelError(f"the manifest {digest[:12]} describes no model: {why}") from error
         if manifest.digest != digest:
-            raise ModelError(f"the manifest {digest[:12]} is not in the one form that there is")
+            raise ModelError(f"the manifest {digest[:12]} is not in its canonical form")
         return manifest
 
     def first_difference(self, own: Mapping[str, str]) -> str | None:
@@ -187,7 +187,7 @@ def _tensor_entry(name: str, entry: Any) -> TensorEntry:
 
 def _file_entry(name: str, entry: Any) -> FileEntry:
     if name not in FILES:
-        raise ValueError("a file by a name that no model has")
+        raise ValueError("a file with a name that no manifest may hold")
     num_bytes, digest = entry
     if not _is_size(num_bytes, MAX_FILE_BYTES):
         raise ValueError(f"{name} has no size up to {MAX_FILE_BYTES} bytes")

@@ -160,7 +160,7 @@ def describe_tensors(config: Mapping[str, object], spec: ModelSpec) -> dict[str,
         )
     if spec.num_streams > 1:
         raise ModelError(
-            f"{spec.name}: {spec.family} has tables of experts by token id, which cannot be drawn",
+            f"{spec.name}: {spec.family} has tables of experts by token id, which cannot be generated",
             hint="use a directory with its weights",
         )
     width = spec.hidden_size

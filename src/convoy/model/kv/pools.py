@@ -154,7 +154,9 @@ class BlockTables:
     def check_carried(self, blocks: Sequence[int]) -> None:
         """Raise StepError for a block that does not exist, is named twice, or cannot be carried."""
         if not self._one_full:
-            raise StepError("K/V is carried where all layers keep all of it alike, and here they do not")
+            raise StepError(
+                "K/V can be carried only if all layers keep all of it, and in this model they do not"
+            )
         num_blocks = self._groups[0].num_blocks
         for block in blocks:
             if not 0 <= block < num_blocks:
@@ -173,7 +175,7 @@ class BlockTables:
             raise StepError(f"{len(blocks)} blocks come with {len(tags)} tags")
         for block in blocks:
             if self._holders[0, block]:
-                raise StepError(f"block {block} is filled, which a sequence holds")
+                raise StepError(f"block {block} cannot be filled: a sequence holds it")
         for block, tag in zip(blocks, tags, strict=True):
             self._full.pop((0, block), None)
             if whole:
@@ -219,7 +221,7 @@ class BlockTables:
                 raise StepError(f"a grant names block {block}, but the pool has {num_blocks}")
         blocks = table.blocks[grant.group]
         if table.written > len(blocks) * self._span(grant.group) and grant.blocks:
-            raise StepError(f"sequence {grant.sequence} went round its ring, which cannot grow any more")
+            raise StepError(f"sequence {grant.sequence} wrapped around its ring, which cannot grow any more")
         num_shared = self._adopt(grant, table, staged)
         blocks.extend(grant.blocks)
         if len(set(blocks)) != len(blocks):
@@ -252,7 +254,9 @@ class BlockTables:
         if table.length or any(table.blocks):
             raise StepError(f"sequence {grant.sequence} has blocks, and only a new one may share a prefix")
         if not self._one_full:
-            raise StepError("a prefix is shared where all layers keep all of it, and here they do not")
+            raise StepError(
+                "a prefix can be shared only if all layers keep all of it, and in this model they do not"
+            )
         tags = [grant.shared[i * PREFIX_TAG_BYTES :][:PREFIX_TAG_BYTES] for i in range(num_shared)]
         for block, tag in zip(grant.blocks, tags, strict=False):
             found = (grant.group, block)
@@ -297,7 +301,7 @@ class BlockTables:
             # a recurrent state cannot be rewound: it can only be extended at its end
             if row.start != table.written:
                 raise StepError(
-                    f"a row of sequence {row.sequence} starts at {row.start}, but its state is that behind "
+                    f"a row of sequence {row.sequence} starts at {row.start}, but its state covers "
                     f"{table.written} positions"
                 )
         elif group.window is None and end > capacity:
@@ -315,7 +319,7 @@ class BlockTables:
 
     def _check_tags(self, row: Row, table: BlockTable) -> None:
         if self._require_tags and not row.tag:
-            raise StepError(f"a row of sequence {row.sequence} does not say which prefix it stands behind")
+            raise StepError(f"a row of sequence {row.sequence} does not name the prefix before it")
         end = row.start + row.num_tokens
         num_ends = end // self._block_size - row.start // self._block_size
         expected = PREFIX_TAG_BYTES * (num_ends + max(1, row.num_outputs)) if row.tag else 0
@@ -330,7 +334,8 @@ class BlockTables:
         untagged = not row.tag and not table.ends
         if known != row.tag and not begins and not untagged:
             raise StepError(
-                f"a row of sequence {row.sequence} starts at {row.start} behind another prefix than is known"
+                f"a row of sequence {row.sequence} starts at {row.start} "
+                "after another prefix than the known one"
             )
 
     def _check_unshared(self, row: Row, table: BlockTable, staged: StagedStep) -> None:

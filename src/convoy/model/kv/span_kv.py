@@ -94,7 +94,9 @@ class KvStore(ABC):
         """Return the shape of carried K/V. Raises StepError if it has more than MAX_CARRIED_BYTES."""
         group = self._spec.cache_groups[0]
         if not group.is_carried:
-            raise StepError("K/V is carried where a block is K and V of one width, and here it is not")
+            raise StepError(
+                "K/V can be carried only if K and V of a block have one width, and here they do not"
+            )
         shape = (num_layers, 2, num_blocks * self._block_size, group.num_kv_heads, group.head_dim)
         if 4 * math.prod(shape) > MAX_CARRIED_BYTES:
             raise StepError(f"{num_blocks} blocks of {num_layers} layers are over {MAX_CARRIED_BYTES} bytes")

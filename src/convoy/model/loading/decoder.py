@@ -173,7 +173,7 @@ def _check_biases(source: ModelSource, model: nn.Module, state: Mapping[str, tor
         if isinstance(linear, nn.Linear) and linear.bias is None:
             stored = next((t for t in source.tensors.values() if decoder_name(t.name) == name), None)
             raise ModelError(
-                f"{source.name if stored is None else stored.path}: {name} is a bias, and by config.json "
-                f"{module} has none",
+                f"{source.name if stored is None else stored.path}: {name} is a bias, but "
+                f"config.json says that {module} has none",
                 hint=FOREIGN,
             )

@@ -26,7 +26,7 @@ def join_parts(modules: LoadedModules, ranks: Ranks) -> None:
     """
     for number, layer in modules.layers.items():
         if _join_layer(layer, ranks) < 2:
-            raise ModelError(f"layer {number} has no attention and MLP whose sums ranks could share")
+            raise ModelError(f"layer {number} has no attention and MLP with sums that ranks could join")
     if isinstance(modules.embedding, nn.Embedding):
         modules.embedding = VocabularyPart(modules.embedding, ranks)
     if modules.layer_inputs is not None:

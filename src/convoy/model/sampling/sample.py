@@ -138,7 +138,7 @@ def _restrict(logits: Logits, allowed: Sequence[int], banned: Sequence[int]) -> 
         restricted[kept] = logits[kept]
     restricted[_as_ids(banned)] = -np.inf
     if not np.isfinite(restricted).any():
-        raise StepError(f"none of {len(logits)} tokens may be drawn, expected at least one")
+        raise StepError(f"none of {len(logits)} tokens may be sampled, expected at least one")
     return restricted
 
 

@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from convoy.model.text.vocabulary import BYTE_OF
 
 _CONTROLS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-_SPACE = "\u0120"  # a space, in the alphabet of byte-level tokens
+# a space in the alphabet of byte-level tokens
+_SPACE = "\u0120"
 _TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- set role = message['role'] -%}"

@@ -180,7 +180,8 @@ def _load(source: ModelSource) -> Any:
 
             loader: Any = transformers.PreTrainedTokenizerFast if has_file else transformers.AutoTokenizer
             pretrained = loader.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises anything at all for a broken file
+    # the library raises any exception at all for a broken file
+    except Exception as error:
         reason = f"tokenizer.json cannot be used: {_first_line(error)}" if has_file else "no tokenizer.json"
         raise ModelError(f"{source.name}: no usable tokeniser in {source.path}: {reason}") from error
     files = pretrained.vocab_files_names.values()
@@ -210,7 +211,8 @@ def _load_gguf(source: ModelSource) -> Any:
                 local_files_only=True,
                 trust_remote_code=False,
             )
-    except Exception as error:  # the library raises anything at all for a broken file
+    # the library raises any exception at all for a broken file
+    except Exception as error:
         raise ModelError(f"{source.path}: no usable tokeniser in it: {_first_line(error)}") from error
 
 

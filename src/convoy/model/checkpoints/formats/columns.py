@@ -105,7 +105,8 @@ class _Packing:
     """Hold the settings that are the same for all matrices of a checkpoint."""
 
     bits: int
-    group_size: int | None  # None: all inputs are one group
+    # None means that all inputs are one group
+    group_size: int | None
     packs_inputs: bool
     order: tuple[int, ...] = _IN_ORDER
     zero_offset: int = 0

@@ -153,7 +153,7 @@ def _translated(
         return _ENDS[stored.name], None
     match = _LAYER.fullmatch(stored.name)
     if match is None or match[2] not in _PARTS:
-        raise ModelError(f"{stored.path}: {stored.name} is no tensor that a {architecture} has here")
+        raise ModelError(f"{stored.path}: {stored.name} is not a tensor that Convoy knows in {architecture}")
     turned = _TURNED.get(architecture, {}).get(match[2])
     heads = config.get(turned) if turned else None
     return f"model.layers.{match[1]}.{_PARTS[match[2]]}.{match[3]}", heads if isinstance(heads, int) else None

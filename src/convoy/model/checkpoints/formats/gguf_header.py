@@ -107,7 +107,8 @@ class _Reading:
         dtype, block, block_bytes = TYPES[kind]
         if not shape or 0 in shape or shape[-1] % block:
             raise ModelError(
-                f"{self._path}: {name} is {dtype} of shape {list(shape)}, expected rows of whole {block}"
+                f"{self._path}: {name} is {dtype} of shape {list(shape)}, "
+                f"expected rows of whole blocks of {block}"
             )
         return StoredTensor(name, self._path, dtype, shape, offset, math.prod(shape) // block * block_bytes)
 
@@ -161,7 +162,7 @@ class _Reading:
     def _take(self, num_bytes: int) -> bytes:
         end = self._at + num_bytes
         if end > len(self._data):
-            raise ModelError(f"{self._path} is truncated: its header goes on behind its end")
+            raise ModelError(f"{self._path} is truncated: its header continues past its end")
         found = self._data[self._at : end]
         self._at = end
         return found

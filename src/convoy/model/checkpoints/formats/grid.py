@@ -22,7 +22,8 @@ class GridScaled(Unpacking):
     not runs.
     """
 
-    tile: tuple[int, int]  # rows and inputs that share a scale
+    # rows and inputs that share a scale
+    tile: tuple[int, int]
     # width of packed numbers, from each of which half their range is subtracted
     bits: int | None = None
 

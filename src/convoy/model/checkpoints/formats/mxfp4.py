@@ -52,7 +52,7 @@ class TurnedFloats(Unpacking):
                 packed, exponents = blocks[expert, rows], scales[expert, rows]
                 if bool((exponents == _NOT_A_NUMBER).any()):
                     stored = self.parts["scales"]
-                    raise ModelError(f"{stored.path}: {stored.name} holds a scale that is no number")
+                    raise ModelError(f"{stored.path}: {stored.name} holds a scale that is not a number")
                 codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
                 found = values[codes.to(torch.int64)]
                 found = torch.ldexp(found, exponents.to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS)

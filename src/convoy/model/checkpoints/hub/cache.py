@@ -81,7 +81,8 @@ def remove(cached: Cached) -> None:
     with _nobody_in(cached.folder) as is_free:
         if not is_free:
             raise ModelError(
-                f"{cached.name} is in use, and stays", hint="end the member that runs it, and try again"
+                f"{cached.name} is in use and is not removed",
+                hint="end the member that runs it, and try again",
             )
         with explained(cached.folder, "removed"):
             shutil.rmtree(cached.folder)

@@ -131,13 +131,17 @@ class Hub:
                     f"the model {error.message}",
                     hint="give a directory, or try again; a peer needs no --model if its head has the files",
                 ) from error
-            self.offline = f"the hub cannot be reached; {name} was {known.commit[:12]} the last time"
+            self.offline = (
+                f"the hub cannot be reached; using {known.commit[:12]}, the last known commit of {name}"
+            )
             return known
         except json.JSONDecodeError as error:
-            raise ModelError(f"what answers for {name} is no hub: it speaks no JSON") from error
+            raise ModelError(f"the server that answers for {name} is not a hub: it sent no JSON") from error
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
             # the library does not validate the answer, and fails in many ways on unexpected data
-            raise ModelError(f"what answers for {name} is no hub: it describes no model") from error
+            raise ModelError(
+                f"the server that answers for {name} is not a hub: it described no model"
+            ) from error
         if not isinstance(info.sha, str) or _COMMIT.fullmatch(info.sha) is None:
             raise ModelError(f"the hub names no commit for {name}")
         pinned = Pinned(info.sha, _listed(info.siblings or ()))

@@ -140,7 +140,7 @@ def hub_errors(what: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         raise _refused(what, error) from error
     except HFValidationError as error:
-        raise ModelError(f"the hub can have no {what}: {_line(error)}") from error
+        raise ModelError(f"the hub cannot have {what}: {_line(error)}") from error
     except OfflineModeIsEnabled as error:
         raise HubUnreachable(
             f"{what} cannot be fetched: HF_HUB_OFFLINE is set", hint="unset it, or give a directory"
@@ -148,7 +148,7 @@ def hub_errors(what: str) -> Iterator[None]:
     except (_connection_error(), ConnectionError, TimeoutError) as error:
         raise HubUnreachable(
             f"{what} cannot be fetched, the hub cannot be reached: {_line(error)}",
-            hint="what came so far stays: start again to go on",
+            hint="received bytes are kept: start again to resume",
         ) from error
 
 
@@ -166,7 +166,7 @@ def _refused(what: str, error: Any) -> ModelError:
     if status in _DENIED:
         return ModelError(
             f"the hub has no {what} for you (HTTP {status})",
-            hint="look at the name; for a gated model `hf auth login` first",
+            hint="check the name; for a gated model `hf auth login` first",
         )
     if status in _LATER:
         return HubUnreachable(

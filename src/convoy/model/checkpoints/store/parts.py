@@ -194,7 +194,7 @@ def explained(path: Path, what: str) -> Iterator[None]:
         reason = (error.strerror or "unusable").lower()
         raise ModelError(
             f"{path} cannot be {what}: {reason}",
-            hint="what came so far stays: mend it and start again, or name another folder with --cache",
+            hint="received bytes are kept: fix it and start again, or name another folder with --cache",
         ) from error
 
 

@@ -60,7 +60,7 @@ class VerifiedParts:
 
         for part in unsure:
             if not verify(part, count):
-                _log.warning("%s was changed on disk, and is fetched anew", part.name)
+                _log.warning("%s was changed on disk and is fetched again", part.name)
         return [part for part in parts if not is_whole(part)]
 
     def add(self, parts: Iterable[ModelPart]) -> None:
