@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused_from_the_headers_alone(
         (
             "mxfp4",
             lambda state, _: state[f"{EXPERTS}_scales"].fill_(255),
-            f"model.safetensors: {EXPERTS}_scales holds a scale that is no number",
+            f"model.safetensors: {EXPERTS}_scales holds a scale that is not a number",
         ),
     ],
 )

@@ -162,9 +162,13 @@ def test_what_is_wrong_with_a_file_is_said(written: Get, tmp_path: Path) -> None
     cases = [
         (b"GGUF", b"GGML", "is no GGUF file of version 2 or 3"),
         (struct.pack("<Q", 5) + b"llama", struct.pack("<Q", 5) + b"mamba", "the architecture 'mamba' is not"),
-        (name, name.replace(b"ffn_up", b"ffn_ip"), "blk.1.ffn_ip.weight is no tensor that a llama has"),
+        (
+            name,
+            name.replace(b"ffn_up", b"ffn_ip"),
+            "blk.1.ffn_ip.weight is not a tensor that Convoy knows in llama",
+        ),
         (name + dims + struct.pack("<I", 8), name + dims + struct.pack("<I", 99), "has ggml's type 99"),
-        (name + dims, name + struct.pack("<IQQ", 2, 100, 192), "expected rows of whole 32"),
+        (name + dims, name + struct.pack("<IQQ", 2, 100, 192), "expected rows of whole blocks of 32"),
         (name + dims, name + struct.pack("<IQQ", 2, 128, 0), "of shape [0, 128], expected rows"),
         (name + dims, name + struct.pack("<IQQ", 2, 128, 1 << 40), "is truncated"),
         (base + struct.pack("<I", 6), base + struct.pack("<I", 4), "llama.rope.freq_base is 1"),

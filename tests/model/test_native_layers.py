@@ -1,4 +1,4 @@
-"""Test whole layers in compiled code: their bits beside any rows, and the cases left to torch."""
+"""Test whole layers in compiled code: equal bits beside any rows, and the parts left to torch."""
 
 from __future__ import annotations
 

@@ -114,12 +114,12 @@ REFUSED: dict[str, tuple[list[BlockGrant], list[Row], str]] = {
         [Row(1, 22, 8, 0)],
         "a ring for 16 positions, its row looks back from 30 on 13, and 22 were written",
     ),
-    "a ring that grows after it went round": ([BlockGrant(1, 1, [3])], [], "went round its ring"),
-    "a rewind behind a state": ([], [Row(1, 20, 2, 0)], "its state is that behind 22 positions"),
+    "a ring that grows after it went round": ([BlockGrant(1, 1, [3])], [], "wrapped around its ring"),
+    "a rewind behind a state": ([], [Row(1, 20, 2, 0)], "its state covers 22 positions"),
     "a prefix that is shared": (
         [BlockGrant(2, 0, [9], bytes(16))],
         [],
-        "a prefix is shared where all layers keep all of it",
+        "a prefix can be shared only if all layers keep all of it",
     ),
     "a sequence without a ring": (
         [BlockGrant(2, 0, [9]), BlockGrant(2, 2, [0])],
@@ -163,9 +163,9 @@ def test_a_rewind_within_what_a_ring_retains_is_taken_and_behind_it_refused() ->
 def test_blocks_of_a_ring_or_of_several_groups_are_not_carried() -> None:
     ring = BlockTables([GroupBlocks(8, window=10)], block_size=4, max_context=64)
     for made in (ring, tables()):
-        with pytest.raises(StepError, match="carried where all layers keep all of it alike"):
+        with pytest.raises(StepError, match="carried only if all layers keep all of it"):
             made.check_carried([0])
-        with pytest.raises(StepError, match="carried where all layers keep all of it alike"):
+        with pytest.raises(StepError, match="carried only if all layers keep all of it"):
             made.fill([0], [bytes(16)])
 
 

@@ -126,7 +126,7 @@ def test_a_block_that_a_sequence_holds_is_not_given_away(stage: Stage) -> None:
 def test_a_row_that_names_no_prefix_is_refused(models: Models) -> None:
     stage = Stage.load(models.source("odd"), StageAssignment("a", 0, 1, True, False), StageOptions())
     stage.make_pools(NUM_BLOCKS)
-    with pytest.raises(StepError, match="sequence 1 does not say which prefix it stands behind"):
+    with pytest.raises(StepError, match="sequence 1 does not name the prefix before it"):
         stage.apply(step(rows=[Row(1, 0, 3, 0)], grants=[BlockGrant(1, 0, [0])]))
 
 

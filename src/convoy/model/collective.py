@@ -1,7 +1,7 @@
-"""What the ranks of a stage do together: add up what each has computed of a whole, and gather parts.
+"""Define the operations that the ranks of a stage do together: sum partial results and gather parts.
 
-A collective's own matter, how partial sums travel, lies in `engine.collective`; a stage only calls it, at the
-same places in the same order on every rank.
+`engine.ranks.sums` implements how partial sums travel. A stage only calls these operations, at the same
+places and in the same order on every rank.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import torch
 
 
 class Collective(Protocol):
-    """The ranks of one stage. After an error it is over."""
+    """Join the ranks of one stage. After an error it cannot be used again."""
 
     @property
     def rank(self) -> int:
-        """This one's place, from 0."""
+        """Return this rank's place, from 0."""
         ...
 
     @property
     def world_size(self) -> int:
-        """How many there are."""
+        """Return the number of ranks."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, of the shape of ``x``, the same bits on each of them.
+        """Return the sum over all ranks, of the shape of ``x``, with the same bits on each of them.
 
-        Added in the order of ranks, ((p0 + p1) + p2) + ..., so that it does not depend on timing. ``x`` is
-        contiguous, and may be written over. Raises CollectiveError.
+        Terms are added in the order of ranks, ((p0 + p1) + p2) + ..., so the result does not depend on
+        timing. ``x`` is contiguous and may be overwritten. Raises CollectiveError.
         """
         ...
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """On rank 0 every rank's ``x``, all of one shape, in the order of ranks; None on the others.
+        """Return every rank's ``x``, all of one shape, in the order of ranks; None on all ranks but 0.
 
         Raises CollectiveError.
         """
@@ -41,15 +41,15 @@ class Collective(Protocol):
 
 
 class Alone:
-    """The only rank there is; or one whose sums are taken for the whole, to try a stage out by itself."""
+    """Represent the only rank, or one rank that runs alone for a trial, with its partial sums as totals."""
 
     rank = 0
     world_size = 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``"""
+        """Return ``x``."""
         return x
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
-        """``x`` alone."""
+        """Return ``x`` alone."""
         return [x]

@@ -1,4 +1,4 @@
-"""On what a member computes: this host, or CUDA devices of it; what is there, and how much memory it has."""
+"""Choose the devices on which a member computes: this host, or its CUDA devices, with their free memory."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from convoy.errors import ModelError, UsageError
 
 HOST = "cpu"
 AUTO = "auto"
-RANKS = "+"  # between the devices of ranks of one member, which share every layer
-# what stages on CUDA run: weights and K/V in bfloat16, our own attention (`model.gpu`)
+# separates the devices of one member's ranks, which share every layer
+RANKS = "+"
+# the kernel of stages on CUDA: weights and K/V in bfloat16, Convoy's own attention (`model.backends.cuda`)
 CUDA_KERNEL = "cuda-bf16"
-# the same with rounded weights; `gpu.rounded`
+# the same with rounded weights; see `model.backends.cuda.kernels.rounded`
 CUDA_INT8, CUDA_INT4 = "cuda-int8", "cuda-int4"
 CUDA_BITS = {CUDA_INT8: 8, CUDA_INT4: 4}
 CUDA_KERNELS = (CUDA_KERNEL, CUDA_INT8, CUDA_INT4)
-# what a kernel that may be asked for is on CUDA; those of the host that are missing run there alone
+# the CUDA kernel for each kernel that may be requested; kernels that are missing run on the host alone
 _ON_CUDA = {AUTO: CUDA_KERNEL, "w8a8": CUDA_INT8, "w4a16": CUDA_INT4} | {name: name for name in CUDA_KERNELS}
 _MAX_DEVICES = 16
-# left to the driver, to kernels that are compiled later, and to whatever else uses the device
+# the rest is left to the driver, to kernels that are compiled later, and to other users of the device
 _MEMORY_SHARE = 0.92
 _DEVICE = re.compile(r"(?:cpu|cuda(?::[0-9]{1,3})?)\Z", re.ASCII)
 
 
 def runs_on_cuda(kernel: str) -> bool:
-    """Whether ``kernel`` may be asked of a stage on CUDA."""
+    """Tell whether ``kernel`` may be requested of a stage on CUDA."""
     return kernel in _ON_CUDA
 
 
 def kernel_on_cuda(kernel: str) -> str:
-    """What a stage on CUDA runs where ``kernel`` is asked for. Raises UsageError for one of hosts alone."""
+    """Return the CUDA kernel for the requested ``kernel``. Raises UsageError for one of hosts alone."""
     if not runs_on_cuda(kernel):
         raise UsageError(
             f"kernel {kernel} does not run on cuda", hint='set device = "cpu", or kernel = "auto"'
@@ -42,12 +43,12 @@ def kernel_on_cuda(kernel: str) -> str:
 
 
 def kernels_on_cuda(kernel: str) -> list[str]:
-    """What a member on CUDA offers where ``kernel`` is asked of it, best first: all, where none is."""
+    """Return the kernels that a member on CUDA offers for the requested ``kernel``, best first."""
     return list(CUDA_KERNELS) if kernel == AUTO else [kernel_on_cuda(kernel)]
 
 
 def stage_device(wish: str, kernel: str = AUTO) -> str:
-    """What a stage is told: as `choose_devices`, and every rank's device where ``wish`` joins some."""
+    """Return a stage's device text, as `choose_devices`; joined devices give one device per rank."""
     chosen = choose_devices(wish, kernel)
     if RANKS not in wish:
         return ",".join(chosen)
@@ -55,7 +56,7 @@ def stage_device(wish: str, kernel: str = AUTO) -> str:
 
 
 def _joined(wish: str) -> list[str]:
-    """The devices of one member's ranks. Raises UsageError for what cannot be joined."""
+    """Return the devices of one member's ranks. Raises UsageError for devices that cannot be joined."""
     names = [name.strip() for name in wish.split(RANKS)]
     known = all(_DEVICE.match(name) for name in names)
     if not known or len(names) > _MAX_DEVICES or (HOST in names and set(names) != {HOST}):
@@ -67,11 +68,12 @@ def _joined(wish: str) -> list[str]:
 
 
 def choose_devices(wish: str, kernel: str = AUTO) -> tuple[str, ...]:
-    """The devices for ``wish``: auto, cpu, cuda, cuda:N, several cuda:N behind commas, or cpu+cpu or
-    cuda:0+cuda:1 for ranks.
+    """Return the devices for ``wish``.
 
-    auto is the first CUDA device where there is one and no kernel that only hosts run is asked for. Raises
-    UsageError for what is no device, what this machine lacks, and a ``kernel`` that does not run there.
+    ``wish`` is auto, cpu, cuda, cuda:N, several cuda:N separated by commas, or cpu+cpu or cuda:0+cuda:1 for
+    ranks. auto means the first CUDA device, if there is one and the requested kernel does not run on hosts
+    alone. Raises UsageError for an invalid device, a device that this machine lacks, and a ``kernel`` that
+    does not run there.
     """
     if wish == AUTO:
         on_host = kernel not in _ON_CUDA or bool(why_no_cuda())
@@ -91,10 +93,11 @@ def choose_devices(wish: str, kernel: str = AUTO) -> tuple[str, ...]:
 
 
 def deal_devices(wish: str, num_members: int, kernel: str = AUTO) -> list[str]:
-    """The device of each of several members on this machine.
+    """Return the device of each of several members on this machine.
 
-    More devices than members: several for each, side by side; fewer: they take them in turn. auto deals out
-    all that `choose_devices` might choose. Raises UsageError as that does.
+    If there are more devices than members, each member gets several adjacent ones. If there are fewer,
+    members share them in turn. auto deals all devices that `choose_devices` might choose. Raises UsageError
+    as it does.
     """
     if RANKS in wish:
         return [stage_device(wish, kernel)] * num_members
@@ -108,14 +111,15 @@ def deal_devices(wish: str, num_members: int, kernel: str = AUTO) -> list[str]:
     else:
         cuts = [len(names) * member // num_members for member in range(num_members + 1)]
         dealt = [",".join(names[a:b]) for a, b in itertools.pairwise(cuts)]
-    mixed = HOST in dealt  # then the kernel is that of those on the host
+    # with members on the host and on CUDA, the kernel is that of the members on the host
+    mixed = HOST in dealt
     return [
         ",".join(choose_devices(device, AUTO if mixed and device != HOST else kernel)) for device in dealt
     ]
 
 
 def split_devices(text: str) -> list[str]:
-    """The names behind commas, whether or not they are here. Raises UsageError for what names no device."""
+    """Return the names between commas, whether or not they exist here. Raises UsageError."""
     names = [name.strip() for name in text.split(",")]
     if len(names) > _MAX_DEVICES or not all(_DEVICE.match(name) for name in names):
         raise UsageError(
@@ -125,7 +129,7 @@ def split_devices(text: str) -> list[str]:
 
 
 def why_no_cuda() -> str:
-    """Why no stage runs on CUDA here, or ""."""
+    """Return the reason why no stage runs on CUDA here, or ""."""
     if not torch.cuda.is_available():
         built = "" if torch.version.cuda else " (this build of torch has no CUDA)"
         return f"this machine has no CUDA device{built}"
@@ -135,12 +139,12 @@ def why_no_cuda() -> str:
 
 
 def device_memory_bytes(devices: tuple[str, ...]) -> int:
-    """What CUDA devices have free together for a member, most of it."""
+    """Return the bytes that CUDA devices together have free for a member: most of their free memory."""
     return int(sum(torch.cuda.mem_get_info(torch.device(name))[0] for name in devices) * _MEMORY_SHARE)
 
 
 def describe_devices(devices: tuple[str, ...]) -> str:
-    """As in the picture of a cluster: ``cpu``, or ``cuda:0 (NVIDIA H200)``."""
+    """Describe devices as the picture of a cluster shows them: ``cpu``, or ``cuda:0 (NVIDIA H200)``."""
     if devices == (HOST,):
         return HOST
     kinds = [torch.cuda.get_device_name(torch.device(name)) for name in devices]
@@ -150,7 +154,7 @@ def describe_devices(devices: tuple[str, ...]) -> str:
 
 
 def check_device(name: str) -> torch.device:
-    """``cuda`` or ``cuda:N`` with its number. Raises ModelError for a device that this machine lacks."""
+    """Return ``cuda`` or ``cuda:N`` with its number. Raises ModelError if this machine lacks it."""
     try:
         device = torch.device(name)
     except RuntimeError as error:

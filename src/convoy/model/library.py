@@ -1,7 +1,7 @@
-"""One thread at a time in `transformers`: where it imports, and while it loads.
+"""Allow one thread at a time in `transformers` while it imports or loads.
 
-Its modules import each other in rings, on first use; two threads at that see each other's half-made ones. And
-a load patches its own modules meanwhile.
+Its modules import each other in cycles, on first use, so two threads would see each other's half-imported
+modules. A load also patches the library's own modules while it runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 LIBRARY = threading.RLock()
-# What it raises for a value that it did not foresee: it takes most of a config.json for what it should be
+# exceptions that the library raises for unforeseen values: it does not validate most of a config.json
 FAILURES = (
     ArithmeticError,
     AssertionError,
@@ -25,22 +25,23 @@ FAILURES = (
     ValueError,
 )
 FOREIGN = "config.json is of another model, or was changed"
-_DESCRIBED = (OSError, RuntimeError, ValueError)  # others' texts say little without their type
+# other exceptions' texts say little without the type
+_DESCRIBED = (OSError, RuntimeError, ValueError)
 _MAX_REASON = 300
 
 
 def reason(error: Exception) -> str:
-    """What the library raised, as part of one line."""
+    """Describe a library's exception as part of one line."""
     text = " ".join(str(error).split())[:_MAX_REASON]
     return text if isinstance(error, _DESCRIBED) and text else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 @contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Around large imports: no garbage is looked for meanwhile, nor ever again among what is there then.
+    """Disable the garbage collector around large imports, and freeze all objects that exist afterwards.
 
-    The former is a fifth of their time; the latter keeps a full collection, a third of a second, from between
-    two tokens.
+    The former saves a fifth of the imports' time. The latter keeps a full collection, which takes a third of
+    a second, from occurring between two tokens.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -54,7 +55,7 @@ def collector_at_rest() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """`LIBRARY` around an import of modules that bring `transformers`' own, which take seconds once."""
+    """Hold `LIBRARY` around imports that bring in `transformers`' own modules, which take seconds once."""
     with LIBRARY:
         if "transformers.modeling_utils" in sys.modules:
             yield
@@ -65,7 +66,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No output of the library's: what is wrong comes as an error."""
+    """Suppress the library's output, as its errors arrive as exceptions."""
     import transformers
 
     log = transformers.utils.logging

@@ -1,4 +1,4 @@
-"""Between torch tensors and what crosses the wire."""
+"""Convert between torch tensors and their form on the wire."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from convoy.wire.messages.control import Step
 from convoy.wire.tensor import WireTensor
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-HIDDEN_DTYPES = frozenset({torch.float32, torch.bfloat16})  # in which a stage takes hidden states
+# dtypes in which a stage takes hidden states
+HIDDEN_DTYPES = frozenset({torch.float32, torch.bfloat16})
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def to_wire(tensor: torch.Tensor, dtype: str | None = None) -> WireTensor:
-    """Describe a tensor for the wire, converted to ``dtype`` where given; no copy where none is needed.
+    """Describe a tensor for the wire, converted to ``dtype`` if given; it is copied only where needed.
 
-    Little-endian machines only, as are all that torch runs on here.
+    Raises StepError on a big-endian machine; torch runs on none here.
     """
     if sys.byteorder != "little":
         raise StepError("activations are sent little-endian, but this machine is not")
@@ -31,7 +32,7 @@ def to_wire(tensor: torch.Tensor, dtype: str | None = None) -> WireTensor:
 
 
 def from_wire(tensor: WireTensor, *, hidden_size: int, dtype: str) -> torch.Tensor:
-    """A received hidden state [T, hidden_size] in ``dtype``; shares the received memory where that allows it.
+    """Return a received hidden state [T, hidden_size] in ``dtype``, sharing the received memory if possible.
 
     Raises StepError if the dtype, rank, width or byte count is not the expected one.
     """
@@ -46,26 +47,26 @@ def from_wire(tensor: WireTensor, *, hidden_size: int, dtype: str) -> torch.Tens
         raise StepError(f"a hidden state came with {data.nbytes} bytes, expected {expected}")
     if not expected:
         return torch.empty(tensor.shape[0], hidden_size, dtype=torch_dtype)
-    # torch warns about memory it may not write to; such bytes are copied once
+    # torch warns about read-only memory, so such bytes are copied once
     array = np.frombuffer(data, dtype=np.uint8)
     flat = torch.from_numpy(array if not data.readonly else array.copy()).view(torch_dtype)
     return flat.view(tensor.shape[0], hidden_size)
 
 
 def tokens_from_bytes(data: bytes) -> torch.Tensor:
-    """Token ids of a step, int64 [T], from little-endian uint32. Raises StepError for a broken length."""
+    """Return a step's token ids, int64 [T], from little-endian uint32. Raises StepError."""
     if len(data) % 4:
         raise StepError(f"token ids came as {len(data)} bytes, expected a multiple of 4")
     return torch.from_numpy(np.frombuffer(data, dtype="<u4").astype(np.int64))
 
 
 def take_hidden(hidden: torch.Tensor | None, num_tokens: int, hidden_size: int) -> torch.Tensor:
-    """A hidden state as float32 [num_tokens, hidden_size]. Raises HiddenError for what is none."""
+    """Return a hidden state as float32 [num_tokens, hidden_size]. Raises HiddenError."""
     return check_hidden(hidden, num_tokens, hidden_size).float()
 
 
 def check_hidden(hidden: torch.Tensor | None, num_tokens: int, hidden_size: int) -> torch.Tensor:
-    """``hidden``, where it is a hidden state [num_tokens, hidden_size]. Raises HiddenError."""
+    """Return ``hidden`` if it is a hidden state [num_tokens, hidden_size]. Raises HiddenError if not."""
     wanted = (num_tokens, hidden_size)
     if hidden is None or hidden.shape != wanted or hidden.dtype not in HIDDEN_DTYPES:
         found = "nothing" if hidden is None else f"{hidden.dtype} of shape {list(hidden.shape)}"
@@ -74,7 +75,7 @@ def check_hidden(hidden: torch.Tensor | None, num_tokens: int, hidden_size: int)
 
 
 def check_tokens(tokens: torch.Tensor | None, num_tokens: int, vocab_size: int) -> None:
-    """Raises StepError unless there are so many token ids, all of the vocabulary."""
+    """Raise StepError unless there are exactly ``num_tokens`` ids, all of them in the vocabulary."""
     if tokens is None or tokens.shape != (num_tokens,):
         found = "no tokens" if tokens is None else f"tokens of shape {list(tokens.shape)}"
         raise StepError(f"a step of {num_tokens} tokens came with {found}")
@@ -83,14 +84,15 @@ def check_tokens(tokens: torch.Tensor | None, num_tokens: int, vocab_size: int) 
 
 
 def select_rows(step: Step, hidden: torch.Tensor) -> torch.Tensor:
-    """The trailing ``num_outputs`` of each row of a step, of a hidden state for all of it."""
+    """Return the trailing ``num_outputs`` rows of each row of a step, from the whole step's hidden state."""
     wanted = output_rows(step, hidden.shape[0])
     return hidden if wanted is None else hidden.index_select(0, wanted)
 
 
 def output_rows(step: Step, num_rows: int) -> torch.Tensor | None:
-    """Which rows of a hidden state of ``num_rows`` go on to the output, int64; None for all. Raises StepError
-    for a hidden state of another step.
+    """Return which of ``num_rows`` rows of a hidden state go to the output, int64; None means all.
+
+    Raises StepError for a hidden state of another step.
     """
     wanted: list[int] = []
     end = 0

@@ -208,12 +208,12 @@ def test_a_stage_refuses_a_shared_block_of_another_prefix(bit: int) -> None:
 
 def test_a_stage_refuses_a_row_behind_another_prefix_than_it_holds() -> None:
     tables, step, _ = _two_steps()
-    for tag, text in ((bytes(16), "behind another prefix"), (b"", "does not say which prefix")):
+    for tag, text in ((bytes(16), "after another prefix"), (b"", "does not name the prefix")):
         row = msgspec.structs.replace(step.rows[0], tag=tag)
         with pytest.raises(StepError, match=text):
             tables.stage(msgspec.structs.replace(step, rows=[row]))
     bare = msgspec.structs.replace(step.rows[0], tag=b"", tags=b"")
-    with pytest.raises(StepError, match="does not say which prefix"):
+    with pytest.raises(StepError, match="does not name the prefix"):
         tables.stage(msgspec.structs.replace(step, rows=[bare]))
 
 

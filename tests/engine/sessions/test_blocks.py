@@ -186,7 +186,7 @@ def test_a_block_that_a_sequence_holds_is_not_written(
     stage.apply(Step(0, [], [BlockGrant(0, 0, [1])], [], b""))
     keeper.accept(write_blocks(stage.model_digest), GENERATION)
     keeper.accept_tensor(tensor_of(kv_of(2)))
-    assert "block 1 is filled, which a sequence holds" in answer(said).error
+    assert "block 1 cannot be filled: a sequence holds it" in answer(said).error
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (1, 3), (3, 5), (3, 3), (4, 3), (-1, 3)])
@@ -260,7 +260,7 @@ def test_a_head_writes_and_reads_over_all_stages(pair: Pair) -> None:
 
 def test_what_a_peer_refuses_is_an_error_of_that_exchange_alone(pair: Pair) -> None:
     pair.peer.apply(Step(0, [], [BlockGrant(0, 0, [5])], [], b""))
-    with pytest.raises(StepError, match="beta refused K/V of a session: block 5 is filled"):
+    with pytest.raises(StepError, match="beta refused K/V of a session: block 5 cannot be filled"):
         pair.carrier.write(0, [5, 0], TAGS, kv_of(2, LAYERS).numpy())
     assert pair.carrier.read(0, LAYERS, [5]).shape == (LAYERS, 2, 16, 2, 8)
 

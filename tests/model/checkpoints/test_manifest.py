@@ -41,7 +41,7 @@ def manifest_of(path: Path) -> Manifest:
 
 
 def later_ns() -> int:
-    """A minute from now, when what was just written has settled."""
+    """Return a time one minute from now, when a file just written has settled."""
     return time.time_ns() + 60 * 10**9
 
 
@@ -143,7 +143,7 @@ def test_garbage_with_the_right_digest_is_refused(data: bytes) -> None:
 
 def test_a_manifest_in_another_form_is_refused() -> None:
     data = json.dumps(GOOD, indent=1).encode()
-    with pytest.raises(ModelError, match="not in the one form"):
+    with pytest.raises(ModelError, match="not in its canonical form"):
         Manifest.decode(data, hashlib.sha256(data).hexdigest())
 
 

@@ -216,5 +216,5 @@ def test_the_configuration_s_own_end_of_text_counts(tmp_path: Path) -> None:
 def test_a_model_that_needs_tables_by_token_id_cannot_be_drawn(tmp_path: Path) -> None:
     config = {**build_config("deepseek_v4").to_dict(), "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="tables of experts by token id, which cannot be drawn"):
+    with pytest.raises(ModelError, match="tables of experts by token id, which cannot be generated"):
         ModelSource.resolve(f"synthetic:{tmp_path / 'config.json'}")

@@ -1,4 +1,4 @@
-"""Loading: just a stage's own tensors, and an error that names what is wrong."""
+"""Test loading: a stage reads its own tensors alone, and errors name the faulty tensor."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def test_a_bias_that_the_configuration_denies_is_named(models: Models, tmp_path:
     edit_weights(path, lambda tensors: tensors.update({name: torch.zeros(44)}))
     load(path)  # of nothing it is no bias
     edit_weights(path, lambda tensors: tensors.update({name: torch.ones(44)}))
-    with pytest.raises(ModelError, match=r"safetensors: model\.layers\.1\.mlp\.up_proj\.bias is a bias, and"):
+    with pytest.raises(ModelError, match=r"safetensors: model\.layers\.1\.mlp\.up_proj\.bias is a bias, but"):
         load(path)
 
 

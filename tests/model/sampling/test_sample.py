@@ -193,7 +193,7 @@ def test_log_probabilities_are_of_all_tokens_whatever_is_banned() -> None:
 
 def test_where_no_token_is_left_the_draw_fails() -> None:
     logits = some_logits(8)
-    with pytest.raises(StepError, match="none of 105 tokens may be drawn"):
+    with pytest.raises(StepError, match="none of 105 tokens may be sampled"):
         draw(logits, allowed=[3], banned=[3])
     with pytest.raises(StepError, match="none of 105 tokens"):
         draw(logits, banned=range(105))

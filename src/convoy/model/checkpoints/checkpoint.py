@@ -1,8 +1,8 @@
-"""The tensors of a safetensors checkpoint: names, shapes and places from the headers; data only on demand.
+"""Read the headers of a safetensors checkpoint, and map a tensor's data only on demand.
 
 Only safetensors files are opened, never a pickled one. The headers are parsed here, because the digest, the
-shapes and the byte counts must be known before any weight is touched. Until then torch is not imported: a
-plan, or an error about flags, does not wait for it.
+shapes and the byte counts must be known before any weight is touched. Torch is not imported until a tensor is
+mapped, so a plan or an error about flags does not wait for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20
 MAX_INDEX_BYTES = 256 << 20
-_DTYPES = {  # torch's name and the bytes of one number
+# torch's name of the dtype, and the bytes of one number
+_DTYPES = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
@@ -44,21 +45,23 @@ _DTYPES = {  # torch's name and the bytes of one number
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a checkpoint, as its file's header describes it."""
+    """Describe one tensor of a checkpoint, as its file's header does."""
 
     name: str
     path: Path
-    dtype: str  # the header's word: "F32", "BF16"
+    # the name in the header, such as "F32" or "BF16"
+    dtype: str
     shape: tuple[int, ...]
-    offset: int  # of the first byte in the file
+    # of the first byte, in the file
+    offset: int
     num_bytes: int
 
 
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the checkpoint in ``directory``, by name.
+    """Return every tensor of the checkpoint in ``directory``, by name.
 
-    Raises ModelError for a directory without safetensors weights, a missing shard, and a truncated or
-    malformed file.
+    Raises ModelError if the directory has no safetensors weights, a shard is missing, or a file is truncated
+    or malformed.
     """
     tensors: dict[str, StoredTensor] = {}
     for path in _weight_files(directory):
@@ -68,7 +71,7 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
 
 
 def map_tensor(stored: StoredTensor) -> torch.Tensor:
-    """The tensor, mapped from its file: pages come in as they are touched, and no other tensor's do.
+    """Map a tensor from its file. Pages are read as they are touched, and no other tensor's pages are.
 
     One mapping per tensor, not one per file: a private mapping of a whole shard is charged against memory, so
     a small machine could not open a large shard. Raises ModelError naming file and tensor.
@@ -83,7 +86,7 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
     if not stored.num_bytes:
         return torch.empty(stored.shape, dtype=dtype)
     try:
-        # copy on write: torch wants memory that it may write to, and the file stays as it is
+        # map copy on write: torch needs writable memory, and the file must not change
         data = np.memmap(stored.path, np.uint8, "c", stored.offset, (stored.num_bytes,))
     except (OSError, ValueError) as error:
         raise ModelError(f"{stored.path} cannot be read: {error}") from error
@@ -98,7 +101,7 @@ def _weight_files(directory: Path) -> list[Path]:
         for name, tensor in sorted(lacking.items()):
             raise ModelError(
                 f"{directory} lacks the shard {name}, which its index names for {tensor}",
-                hint="fetch that file again; a download that was cut off goes on where it was",
+                hint="fetch that file again; an interrupted download resumes",
             )
         return [directory / name for name in sorted(set(shards.values()))]
     if (directory / SINGLE).is_file():
@@ -111,18 +114,22 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def index_files(index: Path) -> list[str]:
-    """The names of the shards, all beside the index. Raises ModelError for one that is not."""
+    """Return the names of the shards that an index lists. Raises ModelError if a shard does not lie beside
+    it.
+    """
     return sorted(set(parse_index(str(index), file_bytes(index, MAX_INDEX_BYTES)).values()))
 
 
 def parse_index(place: str, data: bytes) -> dict[str, str]:
-    """The shard of each tensor, by name. Raises ModelError naming ``place`` for what is no such index."""
+    """Return the shard of each tensor, by tensor name. Raises ModelError naming ``place`` for a malformed
+    index.
+    """
     try:
         shards = dict(json.loads(data)["weight_map"])
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ModelError(f"{place} is not an index of safetensors shards") from error
     for name in shards.values():
-        # a shard lies beside its index: an index must not make us open files elsewhere
+        # accept shards beside the index only: an index must not make us open files elsewhere
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{place} names the shard {name!r}, expected a .safetensors file beside it")
     return shards
@@ -147,7 +154,7 @@ def _read_header(path: Path) -> Iterator[StoredTensor]:
 
 
 def header_bytes(place: str, prefix: bytes, size: int | None = None) -> int:
-    """How long the header of a safetensors file is, by its first 8 bytes. Raises ModelError."""
+    """Return a safetensors header's length in bytes, from the file's first 8 bytes. Raises ModelError."""
     length = int.from_bytes(prefix, "little")
     most = _MAX_HEADER_BYTES if size is None else min(_MAX_HEADER_BYTES, size - 8)
     if len(prefix) < 8 or length > most:
@@ -157,7 +164,7 @@ def header_bytes(place: str, prefix: bytes, size: int | None = None) -> int:
 
 
 def parse_header(path: Path, raw: bytes) -> list[StoredTensor]:
-    """The tensors that a header describes, at their places in the file ``path``. Raises ModelError."""
+    """Return the tensors that a header describes, at their places in the file ``path``. Raises ModelError."""
     try:
         header: dict[str, dict[str, object]] = json.loads(raw)
         header.pop("__metadata__", None)
@@ -179,7 +186,7 @@ def _stored(path: Path, name: str, entry: dict[str, object], base: int) -> Store
 
 
 def check_described(place: str, tensor: StoredTensor) -> StoredTensor:
-    """``tensor``, if its bytes are those of its dtype and shape. Raises ModelError naming ``place``."""
+    """Return ``tensor`` if its size fits its dtype and shape. Raises ModelError naming ``place``."""
     dtype, shape, num_bytes = tensor.dtype, tensor.shape, tensor.num_bytes
     known = _DTYPES.get(dtype)
     if num_bytes < 0 or (known is not None and math.prod(shape) * known[1] != num_bytes):
@@ -190,7 +197,7 @@ def check_described(place: str, tensor: StoredTensor) -> StoredTensor:
 
 
 def file_bytes(path: Path, limit: int) -> bytes:
-    """A small file whole; ModelError if it is missing, unreadable or longer than ``limit``."""
+    """Read a whole small file. Raises ModelError if it is missing, unreadable or over ``limit`` bytes."""
     try:
         if path.stat().st_size > limit:
             raise ModelError(f"{path} has {path.stat().st_size} bytes, expected at most {limit}")

@@ -1,6 +1,6 @@
-"""Whether a checkpoint's headers and its config.json speak of one model, before a weight is read.
+"""Check that a checkpoint's headers and its config.json describe the same model, before a weight is read.
 
-What a stage reads is compared once more when it is built: every tensor that it needs, and its shape.
+A stage compares every tensor that it needs, and its shape, once more when it is built.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _LAYER = re.compile(
 def check_tensors(
     config: Mapping[str, object], num_layers: int, tensors: Mapping[str, StoredTensor], layout: StoredLayout
 ) -> None:
-    """Raises ModelError, naming file and tensor, for weights that are no numbers, and for layers too many."""
+    """Raise ModelError, naming file and tensor, for weights of a non-float dtype and for surplus layers."""
     most = num_layers + _num_beside(config)
     for name, tensor in tensors.items():
         is_packed = name in layout.made or layout.whole(name) != name or name in layout.unused
         if not is_packed and name.endswith((".weight", ".bias")) and tensor.dtype not in _FLOATS:
             raise ModelError(
                 f"{tensor.path}: {name} has the dtype {tensor.dtype}, expected one of {', '.join(_FLOATS)}",
-                hint="config.json says of no quantisation that it could be of",
+                hint="config.json names no quantisation that would explain this dtype",
             )
         layer = _LAYER.match(name)
         if layer is not None and int(layer[1]) >= most:
@@ -40,7 +40,7 @@ def check_tensors(
 
 
 def _num_beside(config: Mapping[str, object]) -> int:
-    """Layers behind the last that guess further tokens, which nobody runs here."""
+    """Return the number of layers behind the last that predict further tokens; Convoy does not run them."""
     text = config.get("text_config")
     for settings in (config, text if isinstance(text, Mapping) else {}):
         number = settings.get("num_nextn_predict_layers")

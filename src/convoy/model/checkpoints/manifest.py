@@ -1,7 +1,7 @@
-"""The manifest of a model: a SHA-256 of each tensor and of each file beside the weights, one digest over all.
+"""Define a model's manifest: a SHA-256 of each tensor and of each file beside the weights.
 
-Two members with the same manifest have the same model, to the bit. Its encoding is canonical, so that its
-digest is the SHA-256 of its bytes, and a part of a model is named by its own digest alone.
+Two members with the same manifest have the same model, to the bit. The encoding is canonical, so the
+manifest's digest is the SHA-256 of its bytes, and each part of a model is named by its own digest alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from convoy.model.checkpoints.checkpoint import StoredTensor, check_described
 from convoy.wire.text import require_plain
 
 MAX_MANIFEST_BYTES = 64 << 20
-MAX_FILE_BYTES = 256 << 20  # of a tokeniser; the largest known has some tens of megabytes
+# of a tokeniser; the largest known has some tens of megabytes
+MAX_FILE_BYTES = 256 << 20
 MAX_TENSOR_BYTES = 1 << 40
-# What is read of a model beside its weights. Nothing that holds code, and nothing by any other name.
+# the only files read beside the weights; none of them holds code
 FILES = (
     "config.json",
     "generation_config.json",
@@ -50,7 +51,11 @@ _NOWHERE = Path()
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """``digest`` is hex SHA-256 over dtype, shape and bytes; of a drawn one, over what it is drawn from."""
+    """Describe one tensor of a manifest.
+
+    ``digest`` is the hex SHA-256 over dtype, shape and bytes. For a synthetic tensor it covers the inputs
+    from which the values are generated.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -60,7 +65,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """A file beside the weights; ``digest`` is the hex SHA-256 of its bytes."""
+    """Describe a file beside the weights; ``digest`` is the hex SHA-256 of its bytes."""
 
     num_bytes: int
     digest: str
@@ -68,14 +73,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of a whole model, whoever owns what of it."""
+    """List the tensors and files of a whole model, independent of the members that own them."""
 
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileEntry]
 
     @cached_property
     def encoded(self) -> bytes:
-        """The same for all members that have the same model."""
+        """Return the canonical JSON encoding, which is the same on all members that have the same model."""
         described = {
             "version": _VERSION,
             "files": {name: [one.num_bytes, one.digest] for name, one in self.files.items()},
@@ -88,12 +93,15 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """Hex SHA-256 of the encoding."""
+        """Return the hex SHA-256 of the encoding."""
         return hashlib.sha256(self.encoded).hexdigest()
 
     @classmethod
     def decode(cls, data: bytes, digest: str) -> Manifest:
-        """What somebody sent. Raises ModelError if its digest is another, or it describes no model."""
+        """Decode a manifest that another member sent.
+
+        Raises ModelError if the digest of ``data`` is not ``digest``, or if it does not describe a model.
+        """
         found = hashlib.sha256(data).hexdigest()
         if found != digest:
             raise ModelError(f"a manifest came with the digest {found[:12]}, expected {digest[:12]}")
@@ -114,16 +122,18 @@ class Manifest:
             FrameError,
             ModelError,
         ) as error:
-            why = str(error)[:_MAX_REASON]  # it may quote what came
+            # limit the length: the error may quote the received bytes
+            why = str(error)[:_MAX_REASON]
             raise ModelError(f"the manifest {digest[:12]} describes no model: {why}") from error
         if manifest.digest != digest:
-            raise ModelError(f"the manifest {digest[:12]} is not in the one form that there is")
+            raise ModelError(f"the manifest {digest[:12]} is not in its canonical form")
         return manifest
 
     def first_difference(self, own: Mapping[str, str]) -> str | None:
-        """Where tensors with the digests ``own``, by name, are not those of this manifest: in words.
+        """Describe the first tensor with a digest in ``own`` that differs from this manifest's; None if none
+        does.
 
-        The lowest layer first; None where all are the same.
+        ``own`` maps tensor names to digests. The lowest layer is compared first.
         """
         for name in sorted(own, key=layer_order):
             listed = self.tensors.get(name)
@@ -136,20 +146,20 @@ class Manifest:
 
 
 def start_tensor_digest(dtype: str, shape: Iterable[int]) -> bytes:
-    """What is hashed in front of a tensor's bytes: label, dtype and shape, each behind its length."""
+    """Return the bytes hashed before a tensor's own: label, dtype and shape, each after its length."""
     sizes = b"".join(struct.pack(">Q", size) for size in shape)
     parts = (_LABEL, dtype.encode(), sizes)
     return b"".join(struct.pack(">I", len(part)) + part for part in parts)
 
 
 def layer_of(name: str) -> int | None:
-    """The layer that a tensor belongs to; None for embedding, last norm and output."""
+    """Return the layer that a tensor belongs to; None for embedding, last norm and output."""
     match = _LAYER.search(name)
     return None if match is None else int(match[1])
 
 
 def layer_order(name: str) -> tuple[int, str]:
-    """For sorting: embedding, then the layers, then what follows them."""
+    """Return a sort key: the embedding comes first, then the layers, then the tensors after them."""
     layer = layer_of(name)
     if layer is not None:
         return layer, name
@@ -177,7 +187,7 @@ def _tensor_entry(name: str, entry: Any) -> TensorEntry:
 
 def _file_entry(name: str, entry: Any) -> FileEntry:
     if name not in FILES:
-        raise ValueError("a file by a name that no model has")
+        raise ValueError("a file with a name that no manifest may hold")
     num_bytes, digest = entry
     if not _is_size(num_bytes, MAX_FILE_BYTES):
         raise ValueError(f"{name} has no size up to {MAX_FILE_BYTES} bytes")

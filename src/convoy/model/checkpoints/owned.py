@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a stage owns: what is read, hashed and fetched for it, and nothing else."""
+"""Select the tensors of a checkpoint that a stage owns; only these are read, hashed and fetched for it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from collections.abc import Collection
 from convoy.model.checkpoints.checkpoint import StoredTensor
 from convoy.model.checkpoints.source import ModelSource
 
-# What layers that take token ids share, Gemma 4's per-layer embeddings
+# modules that all layers with token ids as input share: Gemma 4's per-layer embeddings
 LAYER_INPUT_NAMES = (
     "model.embed_tokens_per_layer",
     "model.per_layer_model_projection",
     "model.per_layer_projection_norm",
 )
-_KV_PARTS = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")  # a checkpoint may have them and nobody use them
+# a layer that reuses another layer's K/V may store these tensors all the same, and they stay unused
+_KV_PARTS = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
 
 
 def owned_tensors(
     source: ModelSource, layers: Collection[int], *, embed: bool, output: bool
 ) -> list[StoredTensor]:
-    """Those of ``layers``, and of embedding and output where owned, in the order of the checkpoint.
+    """Return the tensors of ``layers``, and of embedding and output where owned, in the checkpoint's order.
 
-    Whoever owns the output of a model with tied embeddings needs the embedding's matrix too, and so does who
-    has layers that look token ids up.
+    The stage that owns the output of a model with tied embeddings also needs the embedding's matrix. So does
+    a stage with layers that look token ids up.
     """
     spec = source.spec
     prefixes = [f"model.layers.{layer}." for layer in layers]
@@ -48,7 +49,7 @@ def owned_tensors(
     ]
 
 
-# DeepSeek V4's files have names of their own; those within a layer are the library's to understand
+# DeepSeek V4's files use other prefixes; the library itself translates the names within a layer
 _OTHER_NAMES = {
     "embed.": "model.embed_tokens.",
     "head.": "lm_head.",
@@ -59,7 +60,7 @@ _OTHER_NAMES = {
 
 
 def decoder_name(name: str) -> str:
-    """The name that a tensor has in the decoder by itself, where it lies in a model of more than text."""
+    """Return a tensor's name in the text decoder alone, also where its model holds more than text."""
     for prefix, known in _OTHER_NAMES.items():
         if name.startswith(prefix):
             return known + name.removeprefix(prefix)

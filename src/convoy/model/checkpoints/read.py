@@ -1,4 +1,4 @@
-"""A tensor of the model, from whatever its checkpoint stores: as it is, drawn, or unpacked piece by piece."""
+"""Read a tensor of a model, however its checkpoint stores it: plain, synthetic, or quantised."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from convoy.model.checkpoints.synthetic import draw_tensor
 
 
 def read_tensor(source: ModelSource, name: str) -> torch.Tensor:
-    """Tensor ``name`` of the model: mapped where it is stored as it is, else in memory of its own.
+    """Return tensor ``name`` of the model: mapped if it is stored plainly, else in newly allocated memory.
 
     Raises ModelError naming file and tensor.
     """
@@ -25,7 +25,9 @@ def read_tensor(source: ModelSource, name: str) -> torch.Tensor:
 
 
 def unpack_into(out: torch.Tensor, source: ModelSource, name: str) -> None:
-    """Unpack a quantised tensor into memory of its shape, on the device where that is."""
+    """Unpack a quantised tensor into ``out``, on the device of ``out``. Raises ModelError if the shapes
+    differ.
+    """
     whole = source.layout.made[name]
     if tuple(out.shape) != whole.shape:
         raise ModelError(f"{source.name}: {name} has shape {list(whole.shape)}, expected {list(out.shape)}")

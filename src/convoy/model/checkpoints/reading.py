@@ -1,4 +1,4 @@
-"""Reading what a stage owns of a model, a portion at a time: each tensor once, and no other."""
+"""Read the tensors that a stage owns, a portion at a time, each tensor once and no others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LoadProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What is to be read: all that a stage owns, what it lacks of that, or a portion of either."""
+    """Name the tensors to read: all that a stage owns, those it still lacks, or a portion of either."""
 
     layers: frozenset[int]
     embed: bool
@@ -29,7 +29,7 @@ class TensorPart:
 
 
 class Reading:
-    """Reads what a stage owns, a portion at a time, and says how far it is."""
+    """Read the tensors of a stage, a portion at a time, and report the progress."""
 
     def __init__(
         self,
@@ -38,7 +38,8 @@ class Reading:
         progress: LoadProgress | None,
         shard: Shard = WHOLE,
     ) -> None:
-        self.num_bytes = 0  # read so far that the stage needs
+        # bytes read so far, counting only the stage's own shares
+        self.num_bytes = 0
         self.shard = shard
         self._slices = None if shard == WHOLE else Slices(source.spec, shard)
         self._source = source
@@ -47,7 +48,7 @@ class Reading:
         self._total = sum(map(self._share, self._owned(part)))
 
     def read(self, part: TensorPart) -> dict[str, torch.Tensor]:
-        """The portion's tensors by their names in the decoder, unpacked."""
+        """Return the portion's tensors, unpacked, by their names in the decoder."""
         state: dict[str, torch.Tensor] = {}
         for stored in self._owned(part):
             name = self._source.layout.whole(stored.name)
@@ -64,7 +65,7 @@ class Reading:
         return known if self._slices is None else self._slices.name(known)
 
     def _slice(self, stored: StoredTensor, name: str) -> torch.Tensor:
-        """Of what is mapped from a file, only the slice's pages are ever looked at."""
+        """Return this rank's slice of a tensor. Of a mapped file only the slice's pages are touched."""
         whole = read_tensor(self._source, name)
         if self._slices is None:
             return whole
@@ -75,7 +76,11 @@ class Reading:
         return owned_tensors(self._source, part.layers, embed=part.embed, output=part.output)
 
     def _share(self, stored: StoredTensor) -> int:
-        """Of what all layers share, each has its part; a rank its slice of what is stored as it is."""
+        """Return how many of a stored tensor's bytes count for this stage.
+
+        Of a module that all layers share, each layer counts its part. Of a plain tensor, a rank counts its
+        slice.
+        """
         whole = self._source.layout.whole(stored.name)
         if self._slices is not None:
             if self._own_name(whole) is None:
@@ -95,7 +100,7 @@ class Reading:
 
 @contextlib.contextmanager
 def named(stored: StoredTensor) -> Iterator[None]:
-    """What is wrong with a slice of a tensor is wrong in its file."""
+    """Prefix a ModelError about a tensor's slice with the path of the tensor's file."""
     try:
         yield
     except ModelError as error:

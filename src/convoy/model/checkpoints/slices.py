@@ -1,8 +1,9 @@
-"""Which slice of each tensor a rank has, and the configuration of a model that is made of such slices.
+"""Slice each tensor for one rank, and narrow a model's configuration to such slices.
 
 The library's own plan for its layers says which linears are split by outputs ("colwise") and which by inputs
-("rowwise"). It says nothing for some, GPT-OSS among them, and gathers where q, k and v are one matrix; there
-our own table speaks. A slice that does not fit the narrowed model is refused when that is built.
+("rowwise"). It lacks some models, GPT-OSS among them, and it gathers where q, k and v are one matrix. The
+table `_OWN` covers these cases. A slice that does not fit the narrowed model is refused when that model is
+built.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from convoy.plan.spec.sharding import Shard, first_kv_head, kv_heads_of
 _SPLIT = ("colwise", "rowwise", "packed_colwise")
 _OWN = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "w1", "w3", "sinks"), "colwise"),
-    **dict.fromkeys(("q_b_proj", "kv_b_proj"), "colwise"),  # of latents
+    # projections out of the latents of multi-head latent attention
+    **dict.fromkeys(("q_b_proj", "kv_b_proj"), "colwise"),
     **dict.fromkeys(("o_proj", "down_proj", "w2"), "rowwise"),
     "gate_up_proj": "packed_colwise",
     "qkv_proj": "joined",
 }
 _BY_TOKEN = ("model.embed_tokens.", "model.embed_tokens_per_layer.", "lm_head.")
 _KEYS = ("k_proj", "v_proj")
-_WIDE_EXPERTS = {"gpt_oss", "mixtral", "olmoe"}  # whose intermediate_size is that of their experts
-_TRANSPOSED = {"gpt_oss"}  # stacks of experts [experts, inputs, outputs], gate and up in turn
+# families in which intermediate_size is the width of an expert
+_WIDE_EXPERTS = {"gpt_oss", "mixtral", "olmoe"}
+# families with stacks of experts [experts, inputs, outputs], where gate and up columns alternate
+_TRANSPOSED = {"gpt_oss"}
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.", re.ASCII)
 _EXPERT = re.compile(r"\.experts\.([0-9]+)\.", re.ASCII)
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -37,13 +41,15 @@ _KV_HEADS = ("num_key_value_heads", "num_global_key_value_heads")
 
 
 def narrow_config(config: Any, spec: ModelSpec, shard: Shard) -> None:
-    """Make a configuration of the library's that of one rank's slices; heads keep their size."""
+    """Change a `transformers` configuration to that of one rank's slices. Heads keep their size."""
     size = shard.world_size
-    of_layers = config.to_dict().get("per_layer_config")  # Gemma 4's full layers have other K/V heads
+    # Gemma 4's full-attention layers have another number of K/V heads
+    of_layers = config.to_dict().get("per_layer_config")
     if of_layers:
         config.per_layer_config = None
     if getattr(config, "head_dim", None) is None:
-        config.head_dim = spec.head_dim  # which it would take from the number of heads
+        # set it now: the library would derive it from the narrowed number of heads
+        config.head_dim = spec.head_dim
     of_experts = {"intermediate_size" if spec.family in _WIDE_EXPERTS else "moe_intermediate_size"}
     widths = set(_WIDTHS) - (of_experts if shard.experts == "whole" else set())
     for name in ("num_attention_heads", *widths):
@@ -53,9 +59,11 @@ def narrow_config(config: Any, spec: ModelSpec, shard: Shard) -> None:
         if isinstance(getattr(config, name, None), int):
             setattr(config, name, kv_heads_of(getattr(config, name), size))
     config.vocab_size = -(-spec.vocab_size // size)
-    config.pad_token_id = None  # which may lie outside of the part
+    # the padding id may lie outside of this rank's part of the vocabulary
+    config.pad_token_id = None
     if any(getattr(config, name, None) and getattr(config, name) % 4 for name in widths):
-        config._experts_implementation = "eager"  # grouped matmuls want rows of 16 bytes
+        # grouped matmuls need rows that are a multiple of 16 bytes
+        config._experts_implementation = "eager"
     if of_layers:
         config.per_layer_config = {
             layer: {
@@ -67,7 +75,7 @@ def narrow_config(config: Any, spec: ModelSpec, shard: Shard) -> None:
 
 
 class Slices:
-    """What a rank has of each tensor of a model, by its name in the decoder."""
+    """Compute one rank's slice of each tensor, by the tensor's name in the decoder."""
 
     def __init__(self, spec: ModelSpec, shard: Shard) -> None:
         self.shard = shard
@@ -76,7 +84,7 @@ class Slices:
         self._plan = plan
 
     def name(self, name: str) -> str | None:
-        """What the tensor is called in the narrowed model; None: it is another rank's."""
+        """Return the tensor's name in the narrowed model, or None if it is an expert of another rank."""
         expert = _EXPERT.search(name)
         if self.shard.experts == "split" or expert is None:
             return name
@@ -86,7 +94,11 @@ class Slices:
         return f"{name[: expert.start(1)]}{number}{name[expert.end(1) :]}"
 
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The rank's slice of ``tensor``, a view where that is one. Raises ModelError for what has none."""
+        """Return the rank's slice of ``tensor``, a view where possible. Raises ModelError if it cannot be
+        split.
+
+        A bias added after a row-wise product is summed over the ranks, so all ranks but the first hold zeros.
+        """
         if name.startswith(_BY_TOKEN):
             return self._rows_of_vocabulary(tensor)
         style, leaf = self._style(name)
@@ -136,7 +148,7 @@ class Slices:
         return group.num_heads, group.num_kv_heads
 
     def _joined(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Of queries, keys and values, one behind the other."""
+        """Return the rank's slice of a matrix that holds queries, keys and values one behind the other."""
         queries, keys = self._heads(name)
         if tensor.shape[0] % (queries + 2 * keys):
             raise self._no_slice(name, tensor)
@@ -146,7 +158,9 @@ class Slices:
         return torch.cat([self._share(name, query, 0), *parts])
 
     def _of_keys(self, name: str, tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Of K or V, which several ranks may have where there are fewer heads than ranks."""
+        """Return the rank's slice of K or V. Several ranks share a head if there are fewer K/V heads than
+        ranks.
+        """
         if tensor.shape[0] % num_heads:
             raise self._no_slice(name, tensor)
         size = tensor.shape[0] // num_heads
@@ -160,7 +174,7 @@ class Slices:
         return tensor.narrow(dim, self.shard.rank * size, size)
 
     def _rows_of_vocabulary(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts have as many rows, the last ones of the last rank zeros."""
+        """Return the rank's rows. All ranks hold the same number; the last rank's are padded with zeros."""
         count = -(-tensor.shape[0] // self.shard.world_size)
         own = tensor[self.shard.rank * count : (self.shard.rank + 1) * count]
         missing = count - own.shape[0]

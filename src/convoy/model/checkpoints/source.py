@@ -1,4 +1,4 @@
-"""Where a model comes from: a bundled one by name, a Hugging Face directory, or a seed and no file at all."""
+"""Resolve where a model comes from: a bundled name, a Hugging Face directory, a GGUF file, or a seed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model on this machine, described but not loaded.
+    """Describe a model on this machine that is not loaded.
 
-    ``digest`` is the hex SHA-256 over the configuration and the names, dtypes and shapes of all tensors:
-    members that differ in it have different models. It does not cover the weights' values, unless these come
-    from a ``seed``; a `Manifest` does. ``path`` is then what `resolve` takes again, and no file's.
-    ``tensors`` are as they are stored; ``layout`` says what quantised ones make.
+    ``digest`` is the hex SHA-256 over the configuration and the names, dtypes and shapes of all tensors.
+    Members with different digests have different models. It does not cover the weights' values, unless these
+    come from a ``seed``; a `Manifest` does. With a seed, ``path`` is the text that `resolve` takes again, not
+    a file's path. ``tensors`` are the tensors as stored; ``layout`` says how quantised ones are unpacked.
     """
 
     name: str
@@ -40,15 +40,17 @@ class ModelSource:
     spec: ModelSpec
     digest: str
     tensors: Mapping[str, StoredTensor]
-    seed: int | None = None  # where the weights are drawn, not read
+    # set for synthetic weights, which are generated instead of read
+    seed: int | None = None
     layout: StoredLayout = field(default_factory=StoredLayout)
 
     @classmethod
     def resolve(cls, name_or_path: str) -> ModelSource:
-        """Find a bundled model by name, a directory by path, or what ``synthetic:`` stands before.
+        """Find a bundled model by name, a directory or GGUF file by path, or a synthetic model by
+        ``synthetic:...``.
 
-        Raises ModelError for a directory that is not there, has no config.json or no weights, or holds a type
-        of model that is not supported.
+        Raises ModelError if a directory does not exist, has no config.json or no weights, or holds a model
+        type that is not supported.
         """
         synthetic = Synthetic.parse(name_or_path)
         if synthetic is not None:
@@ -66,14 +68,15 @@ class ModelSource:
                 f" (for measurements {PREFIX}{next(iter(CONFIGS))})",
             )
         config = read_config(directory / "config.json")
-        read_family(ConfigReader(config, name))  # a type that is not supported, before missing weights
+        # report an unsupported model type before missing weights
+        read_family(ConfigReader(config, name))
         return cls.described(name, directory.resolve(), config, read_headers(directory))
 
     @classmethod
     def described(
         cls, name: str, path: Path, config: Mapping[str, object], tensors: Mapping[str, StoredTensor]
     ) -> ModelSource:
-        """A model whose stored tensors are known, wherever they lie. Raises ModelError as `resolve` does."""
+        """Describe a model by its stored tensors, wherever these lie. Raises ModelError as `resolve` does."""
         layout = describe_stored(config, tensors, name)
         spec = ModelSpec.from_config(config, name, layout.shapes(tensors))
         check_tensors(config, spec.num_layers, tensors, layout)
@@ -88,7 +91,7 @@ class ModelSource:
 
     @property
     def is_one_file(self) -> bool:
-        """Whether ``path`` is a file that holds all there is, its configuration too."""
+        """Tell whether ``path`` is one file that holds everything, including the configuration."""
         return self.path.suffix == ".gguf" and self.seed is None
 
     @classmethod
@@ -100,7 +103,7 @@ class ModelSource:
 
 
 def _name_of(directory: Path) -> str:
-    """A directory's own name; of a commit in a cache of the hub's, that which the hub has for it."""
+    """Return a directory's own name, or ``org/name`` for a commit in the hub's cache."""
     kind, _, repo = directory.parent.parent.name.partition("--")
     if kind == "models" and repo and directory.parent.name == "snapshots":
         return repo.replace("--", "/", 1)
@@ -108,12 +111,14 @@ def _name_of(directory: Path) -> str:
 
 
 def needs_no_files(name: str) -> bool:
-    """Whether a name alone is enough on any machine, so that a head may say it to its peers."""
+    """Tell whether the name alone identifies the model on any machine, so that a head may send it to its
+    peers.
+    """
     return name in BUNDLED or is_synthetic_name(name)
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """A config.json. Raises ModelError for one that is not there, too long or no object."""
+    """Read a config.json. Raises ModelError if the file is missing, too long, or not a JSON object."""
     if not path.exists():
         raise ModelError(
             f"{path.parent} has no config.json",
@@ -130,7 +135,9 @@ def read_config(path: Path) -> dict[str, object]:
 
 
 def digest_of(config: Mapping[str, object], tensors: Mapping[str, StoredTensor]) -> str:
-    """Hex SHA-256 over the configuration and what the tensors are, without their values."""
+    """Return the hex SHA-256 over the configuration and the tensors' names, dtypes and shapes, not their
+    values.
+    """
     described = [[t.name, t.dtype, list(t.shape)] for t in sorted(tensors.values(), key=lambda t: t.name)]
     text = json.dumps([dict(config), described], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,9 +1,10 @@
-"""Models without files: real dimensions, and weights drawn from a seed.
+"""Define synthetic models: real dimensions, and weights generated from a seed instead of read from files.
 
-A tensor's values depend on its name, its shape and the seed alone, so every member draws the same ones for
-whatever it owns. Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) gives integers
-that are the same on every machine and in every release of NumPy; they become numbers by one rounding and one
-multiplication, which are too. A normal distribution would need a logarithm, which is not.
+A tensor's values depend on its name, its shape and the seed alone, so every member generates the same values
+for the tensors that it owns. Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
+gives integers that are the same on every machine and in every release of NumPy. One rounding and one
+multiplication turn them into floats, and both are reproducible. A normal distribution would need a logarithm,
+which is not.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
     import torch
 
 PREFIX = "synthetic:"
-MIN_VOCABULARY = 260  # each byte, and the four control tokens of `model.text.synthetic_text`
+# one token for each byte, and the four control tokens of `model.text.synthetic_text`
+MIN_VOCABULARY = 260
 _FORM = re.compile(r"synthetic:(?P<of>.+?)(@(?P<seed>[0-9]{1,18}))?", re.ASCII | re.DOTALL)
 _MAX_CONFIG_BYTES = 16 << 20
-_METHOD = "convoy-synthetic-1"  # changes whenever the values do
-_BLOCK = 1 << 20  # 64-bit draws at once, two numbers each
-_VARIED = 0.1  # biases, and norms around 1: enough that one left out is seen
+# this name changes whenever the generated values do
+_METHOD = "convoy-synthetic-1"
+# 64-bit integers generated at once, each of which gives two numbers
+_BLOCK = 1 << 20
+# spread of biases, and of norms around 1: large enough that a missing one shows in the results
+_VARIED = 0.1
 
 CONFIGS: Mapping[str, Mapping[str, object]] = {
     "llama-250m": {
@@ -45,13 +50,14 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
         "vocab_size": 32000,
-        "max_position_embeddings": 8704,  # 8,192 and room for an answer
+        # 8,192 tokens of prompt, and room for an answer
+        "max_position_embeddings": 8704,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,
         "dtype": "float32",
     },
-    # for CUDA: 16 GB in bfloat16, which only a device draws in a reasonable time
+    # for CUDA: 16 GB in bfloat16, which only a device generates in a reasonable time
     "llama-3-8b": {
         "model_type": "llama",
         "hidden_size": 4096,
@@ -71,14 +77,19 @@ CONFIGS: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True)
 class Synthetic:
-    """What ``synthetic:NAME`` or ``synthetic:CONFIG.json`` says, either with ``@SEED`` behind it."""
+    """Hold a parsed name of a synthetic model, ``synthetic:NAME`` or ``synthetic:CONFIG.json``, and its seed.
+
+    The seed follows as ``@SEED``; without it the seed is 0.
+    """
 
     of: str
     seed: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Synthetic | None:
-        """None for what is no synthetic model at all. Raises ModelError where nothing follows the colon."""
+        """Parse a name; None if it is not a synthetic model's. Raises ModelError if nothing follows the
+        colon.
+        """
         if not text.startswith(PREFIX):
             return None
         match = _FORM.fullmatch(text)
@@ -88,22 +99,22 @@ class Synthetic:
 
     @property
     def has_name(self) -> bool:
-        """Whether it is in the table here, so that no file is needed for it."""
+        """Tell whether the name is in `CONFIGS`, so that no file is needed."""
         return self.of in CONFIGS
 
     @property
     def name(self) -> str:
-        """What others call it: a file without its folder."""
+        """Return the name to show and send: a configuration file appears without its folder."""
         return self._spelled(self.of if self.has_name else Path(self.of).name)
 
     @property
     def path(self) -> Path:
-        """What finds it again from any folder of this machine; not a file's path."""
+        """Return the text that `parse` takes again from any folder of this machine; it names no file."""
         of = self.of if self.has_name else str(Path(self.of).expanduser().resolve())
         return Path(self._spelled(of))
 
     def config(self) -> dict[str, object]:
-        """Raises ModelError for a name that is neither known nor a readable JSON object."""
+        """Return the configuration. Raises ModelError for an unknown name or a file without a JSON object."""
         if self.has_name:
             return dict(CONFIGS[self.of])
         path = Path(self.of).expanduser()
@@ -118,7 +129,7 @@ class Synthetic:
         return config
 
     def digest(self, config: Mapping[str, object]) -> str:
-        """Hex SHA-256 over all that the weights come from."""
+        """Return the hex SHA-256 over all inputs of the weights: method, seed and configuration."""
         text = json.dumps([_METHOD, self.seed, dict(config)], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -127,15 +138,18 @@ class Synthetic:
 
 
 def is_synthetic_name(text: str) -> bool:
-    """Whether it is a known synthetic model, with any seed: all that another member may name to us."""
+    """Tell whether ``text`` names a known synthetic model, with any seed.
+
+    Another member may name only these to us: a path is never taken from a peer.
+    """
     match = _FORM.fullmatch(text)
     return match is not None and match["of"] in CONFIGS
 
 
 def describe_tensors(config: Mapping[str, object], spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Every tensor that a checkpoint of this configuration would have, float32.
+    """Return every tensor that a checkpoint of this configuration would have, as float32.
 
-    Raises ModelError for a configuration that cannot be drawn.
+    Raises ModelError for a configuration that this module cannot generate weights for.
     """
     if config.get("text_config") is not None:
         raise ModelError(f"{spec.name}: config.json has a text_config, expected a plain decoder's")
@@ -146,7 +160,7 @@ def describe_tensors(config: Mapping[str, object], spec: ModelSpec) -> dict[str,
         )
     if spec.num_streams > 1:
         raise ModelError(
-            f"{spec.name}: {spec.family} has tables of experts by token id, which cannot be drawn",
+            f"{spec.name}: {spec.family} has tables of experts by token id, which cannot be generated",
             hint="use a directory with its weights",
         )
     width = spec.hidden_size
@@ -167,15 +181,21 @@ def describe_tensors(config: Mapping[str, object], spec: ModelSpec) -> dict[str,
 
 
 def drawn_key(described: StoredTensor, seed: int) -> int:
-    """The 128 bits that the tensor's numbers come from."""
+    """Return the 128-bit Philox key of a tensor's numbers."""
     material = hashlib.sha256(f"{_METHOD}/{seed}/{described.name}".encode()).digest()
     return int.from_bytes(material[:16], "little")
 
 
 def draw_tensor(described: StoredTensor, seed: int) -> torch.Tensor:
-    """The tensor's values, float32: uniform, of variance 1 / inputs for a matrix, so that no layer fades."""
+    """Generate a tensor's values, float32.
+
+    They are uniform. A matrix has variance 1 / inputs, so that activations neither fade nor grow from layer
+    to layer.
+    """
     import numpy as np
-    import torch  # not before weights are drawn, as in `model.checkpoints.checkpoint`
+
+    # import late, as in `model.checkpoints.checkpoint`: only generating weights needs torch
+    import torch
 
     source = np.random.Philox(key=drawn_key(described, seed))
     shape, count = described.shape, math.prod(described.shape)
@@ -192,7 +212,10 @@ def draw_tensor(described: StoredTensor, seed: int) -> torch.Tensor:
 
 
 def describe_values(described: StoredTensor, seed: int) -> str:
-    """Hex SHA-256 over all that the tensor's values come from: as good as one over them, and no work."""
+    """Return the hex SHA-256 over all inputs of a tensor's values.
+
+    It identifies the values as well as a digest of their bytes would, without generating them.
+    """
     text = json.dumps([_METHOD, seed, described.name, described.dtype, list(described.shape)])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,7 +1,7 @@
-"""Tied embeddings: whether the output that a checkpoint stores all the same is the embedding.
+"""Check that the output matrix of a checkpoint with tied embeddings, where stored, equals the embedding.
 
-config.json says that one matrix is both. A file may have a second one: it is not read where the flag is set,
-so that one with other values would never be heard, and every logit would be another.
+config.json says that one matrix serves as both. A file may hold a second one all the same, and it is not read
+while the flag is set. If that matrix had other values, every logit would be wrong without an error.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.", "lm_head."
 
 
 def check_tied(source: ModelSource) -> None:
-    """For who loads the output: compares the bytes of both in their files.
+    """Compare the bytes of output and embedding in their files, before a stage loads the output.
 
-    Raises ModelError naming file, tensor and key where they differ, and for a file that cannot be read.
+    Raises ModelError naming file, tensor and key if they differ, and for a file that cannot be read.
     """
     _check(source, _same_bytes)
 
 
 def check_tied_digests(source: ModelSource, digests: Mapping[str, str]) -> None:
-    """For who knows the ``digests`` of all tensors, by name, and may have no bytes of these two.
+    """Compare output and embedding by the ``digests`` of all tensors, without needing the bytes of either.
 
-    Raises ModelError as `check_tied`.
+    Raises ModelError as `check_tied` does.
     """
     _check(source, lambda one, other: digests[one.name] == digests[other.name])
 
@@ -37,7 +37,8 @@ def _check(source: ModelSource, is_same: Callable[[StoredTensor, StoredTensor], 
         return
     stored = {decoder_name(tensor.name): tensor for tensor in source.tensors.values()}
     for name, output in stored.items():
-        # by part, as quantised matrices have several; what the embedding has not is another form of it
+        # compare part by part, as quantised matrices have several; a part that the embedding lacks belongs
+        # to another format of the output, and is not compared
         embedding = stored.get(_EMBEDDING + name.removeprefix(_OUTPUT)) if name.startswith(_OUTPUT) else None
         if embedding is None:
             continue
@@ -56,7 +57,7 @@ def _check(source: ModelSource, is_same: Callable[[StoredTensor, StoredTensor], 
 
 
 def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
-    # what came from a peer lies under its digest, and of these two only the embedding came
+    # a tensor from a peer lies under its digest: equal ones share a file, and only the embedding was sent
     if (one.path, one.offset) == (other.path, other.offset):
         return True
     import torch

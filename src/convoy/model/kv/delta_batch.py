@@ -1,9 +1,9 @@
-"""What a layer with recurrent state keeps of each sequence, and a batch described for it.
+"""Hold the state that a recurrent layer keeps of each sequence, and describe a batch for it.
 
-A slot is a block of the "recurrent" cache group: one for a sequence. It holds the inputs over which the next
-tokens' convolution still goes, the state at the start of the tile that the sequence is in, and what that
-tile's tokens so far will add to it. Tiles begin at multiples of `STATE_TILE`, wherever a chunk begins or
-ends: so a token's sums are always cut at the same places.
+A slot is a block of the "recurrent" cache group, one for each sequence. It holds three things: the inputs
+that the next tokens' convolution still covers, the state at the start of the sequence's current tile, and the
+additions of that tile's tokens so far. Tiles begin at multiples of `STATE_TILE`, wherever a chunk begins or
+ends. A token's sums are therefore always cut at the same places, and their bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -24,42 +24,44 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DeltaShape:
-    """A gated delta net's heads."""
+    """Describe the heads of a gated delta net."""
 
-    num_heads: int  # of values, each with a state [key_dim, value_dim]
+    # value heads, each with a state [key_dim, value_dim]
+    num_heads: int
     num_key_heads: int
     key_dim: int
     value_dim: int
-    num_taps: int  # tokens over which the convolution goes, its own included
+    # tokens that the convolution covers, including the current one
+    num_taps: int
 
     @classmethod
     def of(cls, group: CacheGroup) -> DeltaShape:
-        """Those of a recurrent cache group."""
+        """Return the shape of a recurrent cache group."""
         return cls(group.num_heads, group.num_kv_heads, group.head_dim, group.value_dim, group.num_taps)
 
     @property
     def key_width(self) -> int:
-        """Of all heads' keys; queries have the same."""
+        """Return the width of all heads' keys; queries have the same."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
-        """Of all heads' values."""
+        """Return the width of all heads' values."""
         return self.num_heads * self.value_dim
 
     @property
     def mixed_width(self) -> int:
-        """Of what the convolution goes over: queries, keys and values."""
+        """Return the width of the convolution's input: queries, keys and values."""
         return 2 * self.key_width + self.value_width
 
     @property
     def kept_width(self) -> int:
-        """Of what a token adds to the state: its key and value, and for each head its share and decay."""
+        """Return the width of a token's addition to the state: key, value, each head's share and decay."""
         return self.key_width + self.value_width + 2 * self.num_heads
 
 
 class DeltaPool:
-    """The slots of one layer, float32."""
+    """Hold the slots of one layer, float32."""
 
     def __init__(self, shape: DeltaShape, num_slots: int) -> None:
         self.past = _zeros(num_slots * (shape.num_taps - 1), shape.mixed_width)
@@ -69,7 +71,7 @@ class DeltaPool:
 
 @dataclass(frozen=True)
 class Scan:
-    """A tile of each of the rows that have so many, and of them those that fill it, first."""
+    """Describe the n-th tile of each row that has one; rows that fill it come first."""
 
     first_tile: int
     num_rows: int
@@ -78,42 +80,56 @@ class Scan:
 
 @dataclass(frozen=True)
 class DeltaBatch:
-    """One step's batch as all layers of a recurrent group see it.
+    """Describe one step's batch for all layers of a recurrent group.
 
-    ``wide`` is each row's past and then its tokens, one row behind the other. Tiles are in the order of
-    `scans`: the first tile of each row, then the second of those that have one; rows with more come first.
+    ``wide`` holds each row's past and then its tokens, row after row. Tiles are in the order of `scans`: the
+    first tile of each row, then the second of the rows that have one. Rows with more tiles come first. The
+    comments give each index tensor's shape, and the axis that it points into.
     """
 
     shape: DeltaShape
     num_tokens: int
     num_wide: int
-    token_wide: torch.Tensor  # [T] of wide
-    past_wide: torch.Tensor  # [rows * (taps - 1)] of wide: the past of each row
-    past_slots: torch.Tensor  # the same, of `DeltaPool.past`
-    no_past: torch.Tensor  # of wide: the past of rows that begin a sequence
-    next_wide: torch.Tensor  # [rows * (taps - 1)] of wide: what is past for the next row
+    # [T] into wide
+    token_wide: torch.Tensor
+    # [rows * (taps - 1)] into wide: the past of each row
+    past_wide: torch.Tensor
+    # the same rows, into `DeltaPool.past`
+    past_slots: torch.Tensor
+    # into wide: the past of rows that begin a sequence, which has no inputs and is zero
+    no_past: torch.Tensor
+    # [rows * (taps - 1)] into wide: the inputs that the sequence's next row needs as its past
+    next_wide: torch.Tensor
     num_tiles: int
-    num_filled: int  # the most tokens of a tile, earlier rows' included
-    token_places: torch.Tensor  # [T] of [num_tiles * STATE_TILE]
-    old_places: torch.Tensor  # of the same: a row's first tile holds what earlier rows brought
-    old_slots: torch.Tensor  # the same, of `DeltaPool.kept`
-    kept_tokens: torch.Tensor  # of [T]: those of tiles that are not full yet
-    kept_slots: torch.Tensor  # the same, of `DeltaPool.kept`
-    slots: tuple[int, ...]  # of each row, in the order of the scans
-    begins: tuple[bool, ...]  # the same: whether the row's first tile is the sequence's first
+    # the largest number of tokens in a tile, those of earlier steps included
+    num_filled: int
+    # [T] into [num_tiles * STATE_TILE]
+    token_places: torch.Tensor
+    # into the same: places of tokens of earlier steps in the rows' first tiles
+    old_places: torch.Tensor
+    # the same tokens, into `DeltaPool.kept`
+    old_slots: torch.Tensor
+    # into [T]: tokens of tiles that are not full yet
+    kept_tokens: torch.Tensor
+    # the same tokens, into `DeltaPool.kept`
+    kept_slots: torch.Tensor
+    # the slot of each row, in the order of the scans
+    slots: tuple[int, ...]
+    # in the same order: whether the row's first tile is the sequence's first
+    begins: tuple[bool, ...]
     scans: tuple[Scan, ...]
 
 
 @dataclass(frozen=True)
 class DeltaLayer:
-    """What one layer needs in a step."""
+    """Hold the inputs of one layer in a step."""
 
     batch: DeltaBatch
     pool: DeltaPool
 
 
 class DeltaSlots:
-    """All slots of a stage, of every recurrent group that has layers among ``layers``."""
+    """Hold all slots of a stage, for every recurrent group that has layers among ``layers``."""
 
     def __init__(self, groups: Sequence[CacheGroup], layers: range) -> None:
         self._layers = {
@@ -125,7 +141,7 @@ class DeltaSlots:
         self._pools: dict[int, DeltaPool] = {}
 
     def make(self, num_blocks: Sequence[int]) -> None:
-        """New ones, so many for each cache group."""
+        """Make new slots, ``num_blocks`` for each cache group."""
         self._pools = {
             layer: DeltaPool(self._shapes[index], num_blocks[index])
             for index, layers in self._layers.items()
@@ -133,11 +149,11 @@ class DeltaSlots:
         }
 
     def forget(self) -> None:
-        """Free them."""
+        """Free the slots."""
         self._pools = {}
 
     def describe(self, rows: Sequence[tuple[Row, BlockTable]]) -> dict[int, DeltaLayer]:
-        """What each layer with a state needs for checked, non-empty ``rows``."""
+        """Return the inputs of each layer with a state, for checked, non-empty ``rows``."""
         found = {}
         for index, layers in self._layers.items():
             batch = describe_delta(rows, index, self._shapes[index])
@@ -147,10 +163,11 @@ class DeltaSlots:
 
 @dataclass(frozen=True)
 class _Span:
-    """A row by its tiles."""
+    """Describe a row by its slot, positions and tiles."""
 
     slot: int
-    offset: int  # of the first token in the batch
+    # the place of the first token in the batch
+    offset: int
     start: int
     end: int
 
@@ -170,6 +187,7 @@ class _Span:
 def describe_delta(rows: Sequence[tuple[Row, BlockTable]], group: int, shape: DeltaShape) -> DeltaBatch:
     """Describe checked, non-empty ``rows`` for one recurrent cache group."""
     spans = list(_spans(rows, group))
+    # rows with more tiles come first, so the rows of every scan are the first ones of this order
     order = sorted(spans, key=lambda span: (-span.num_tiles, -span.num_whole))
     scans = tuple(_scans(order))
     taps, num_past = shape.num_taps - 1, len(spans) * (shape.num_taps - 1)
@@ -217,7 +235,7 @@ def _scans(order: Sequence[_Span]) -> Iterator[Scan]:
 
 
 def _places(span: _Span, rank: int, scans: Sequence[Scan]) -> Ints:
-    """Where the positions from the start of the row's first tile to the row's end stand among all tiles."""
+    """Return the places among all tiles for positions from the row's first tile's start to the row's end."""
     starts = np.array([scan.first_tile + rank for scan in scans[: span.num_tiles]], dtype=np.int64)
     places: Ints = (starts[:, None] * STATE_TILE + np.arange(STATE_TILE)).reshape(-1)
     return places[: span.end - span.first_tile * STATE_TILE]
@@ -238,5 +256,5 @@ def _tensor(values: Ints | list[int]) -> torch.Tensor:
 
 
 def _zeros(*shape: int) -> torch.Tensor:
-    # as the pools of K/V: pages are given as they are touched
+    # as in the K/V pools: the system maps zeroed pages on first touch
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))

@@ -1,10 +1,10 @@
-"""A batch described for attention: which tile of queries meets which block of keys.
+"""Describe a batch for attention: which tile of queries meets which block of keys.
 
-A tile is some consecutive tokens of one row, of all query heads that share one K/V head. Keys are cut at
-fixed places into blocks of 64, wherever a chunk begins or ends, so a query meets its keys in the same order
-always. All (tile, block) pairs go through a few batched matmuls, of one shape for tiles of one size. How
-many rows a matmul has, and at which of them a query stands, does not show in the query's bits; `selfcheck`
-proves it.
+A tile is some consecutive tokens of one row, for all query heads that share one K/V head. Keys are cut at
+fixed places into blocks of 64, wherever a chunk begins or ends, so a query always meets its keys in the same
+order. All (tile, block) pairs go through a few batched matmuls, of one shape for tiles of one size. The
+number of rows of a matmul, and a query's place among them, must not change the query's bits; `selfcheck`
+proves that they do not.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ import torch
 from convoy.model.kv.pools import BlockTable
 from convoy.wire.messages.control import Row
 
-KEY_BLOCK = 64  # keys of one matmul; a multiple of the K/V block size
-SAFE_ROWS = 16  # with fewer rows some machines' matmuls take another path, see `selfcheck.least_tile_rows`
-_TILE_ROWS = (1, 16, 64, 256)  # about so many rows have the tiles to choose from
-_PAIR_ROWS = 40  # what it costs to copy a pair's K and V, in rows of its matmuls
-# Bytes that the pairs of one call touch: bounds the copies, and keeps them in a cache
+# keys of one matmul; a multiple of the K/V block size
+KEY_BLOCK = 64
+# with fewer rows some machines' matmuls take another code path, see `selfcheck.least_tile_rows`
+SAFE_ROWS = 16
+# approximate rows of the tile sizes to choose from
+_TILE_ROWS = (1, 16, 64, 256)
+# the cost of copying a pair's K and V, in rows of its matmuls
+_PAIR_ROWS = 40
+# bytes that the pairs of one call touch: this bounds the copies, and keeps them in a processor's cache
 _MAX_CHUNK_BYTES = 4 << 20
 
 Ints = npt.NDArray[np.int64]
@@ -31,7 +35,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What a cache group's attention looks like, and the tiles that follow from it."""
+    """Describe the attention of a cache group, and the tiles that follow from it."""
 
     num_heads: int
     num_kv_heads: int
@@ -39,107 +43,134 @@ class HeadShape:
     block_size: int
     num_blocks: int
     window: int | None = None
-    least_rows: int = SAFE_ROWS  # of a matmul
-    value_dim: int = 0  # 0: as ``head_dim``
-    latent: bool = False  # a value is the beginning of its key
+    # the smallest number of rows in a matmul
+    least_rows: int = SAFE_ROWS
+    # 0 means the same as ``head_dim``
+    value_dim: int = 0
+    # True if a value is the first part of its key
+    latent: bool = False
 
     @property
     def is_joined(self) -> bool:
-        """Whether K and V of a layer lie in one pool, V behind all of K."""
+        """Tell whether K and V of a layer lie in one pool, V behind all of K."""
         return not self.latent and self.value_dim in (0, self.head_dim)
 
     @property
     def out_dim(self) -> int:
-        """Width of a head's result."""
+        """Return the width of a head's result."""
         return self.value_dim or self.head_dim
 
     @property
     def kv_rows(self) -> tuple[int, int]:
-        """Of one token's K and V: rows and their width. Joined, V's behind K's; else each behind its key."""
+        """Return rows and width of one token's K and V.
+
+        If they are joined, the rows of V follow those of K. Otherwise each value follows its key within a
+        row.
+        """
         if self.is_joined:
             return 2 * self.num_kv_heads, self.head_dim
         return self.num_kv_heads, self.head_dim + (0 if self.latent else self.out_dim)
 
     @property
     def group(self) -> int:
-        """Query heads that share a K/V head."""
+        """Return the number of query heads that share a K/V head."""
         return self.num_heads // self.num_kv_heads
 
     def tile_rows(self, num_tokens: int) -> int:
-        """Rows of the matmuls of tiles of ``num_tokens``: padded, beyond 16 to a multiple of 16."""
+        """Return the rows of the matmuls for tiles of ``num_tokens``: over 16, a multiple of 16."""
         used, rows = num_tokens * self.group, self.least_rows
         while rows < min(used, SAFE_ROWS):
             rows *= 2
         return rows if used <= rows else -(-used // SAFE_ROWS) * SAFE_ROWS
 
     def tile_tokens(self, lengths: Ints) -> Ints:
-        """The cheapest tile, in tokens, for each row of so many tokens."""
+        """Return the cheapest tile size, in tokens, for rows of the given lengths."""
         sizes = np.array(sorted({max(1, rows // self.group) for rows in _TILE_ROWS}))
         costs = np.array([_PAIR_ROWS + self.tile_rows(int(size)) for size in sizes])
         best: Ints = sizes[np.argmin(-(-lengths[:, None] // sizes) * costs, axis=1)]
         return best
 
     def pair_bytes(self, num_rows: int) -> int:
-        """Of K, V, queries, scores and its part of the result, for a (tile, key block) pair."""
+        """Return the bytes of K, V, queries, scores and results for one (tile, key block) pair."""
         width = self.head_dim + self.out_dim
         return 4 * (KEY_BLOCK * width + num_rows * (KEY_BLOCK + width))
 
 
 @dataclass(frozen=True)
 class TileChunk:
-    """Index tensors for some consecutive tiles of one size; pairs go masked ones first.
+    """Hold index tensors for some consecutive tiles of one size; masked pairs come first.
 
-    Where K and V are not joined in one pool, ``kv_runs`` and `GroupBatch.write_rows` have no second half.
+    If K and V are not joined in one pool, ``kv_runs`` and `GroupBatch.write_rows` have no second half. The
+    comments give each tensor's shape, and the axis that it points into.
     """
 
     tile_tokens: int
-    query_rows: torch.Tensor  # [tiles * tile_tokens] of [T * kv_heads]
-    kv_runs: torch.Tensor  # [2 * pairs * KEY_BLOCK / block_size] of [2 * num_blocks * kv_heads]
-    hidden: torch.Tensor  # bool [masked pairs, tile_tokens, 1, KEY_BLOCK]: keys that a query must not see
+    # [tiles * tile_tokens] into [T * kv_heads]
+    query_rows: torch.Tensor
+    # [2 * pairs * KEY_BLOCK / block_size] into [2 * num_blocks * kv_heads]
+    kv_runs: torch.Tensor
+    # bool [masked pairs, tile_tokens, 1, KEY_BLOCK]: keys that a query must not see
+    hidden: torch.Tensor
     pair_tile: torch.Tensor  # [pairs]
-    tile_pairs: torch.Tensor  # [tiles, most blocks]: each tile's pairs, the first repeated as padding
-    bag_pairs: torch.Tensor  # [pairs]: the pairs of each tile, in order of key blocks
+    # [tiles, most blocks]: each tile's pairs, with the first pair repeated as padding
+    tile_pairs: torch.Tensor
+    # [pairs]: the pairs of each tile, in the order of key blocks
+    bag_pairs: torch.Tensor
     bag_starts: torch.Tensor  # [tiles]
 
 
 @dataclass(frozen=True)
 class GroupBatch:
-    """One step's batch as the attention of one cache group sees it; shared by all its layers."""
+    """Describe one step's batch for the attention of one cache group; all its layers share it."""
 
     shape: HeadShape
     num_tokens: int
-    write_rows: torch.Tensor  # [T * 2 * kv_heads] of [2 * num_blocks * kv_heads * block_size]
+    # [T * 2 * kv_heads] into [2 * num_blocks * kv_heads * block_size]
+    write_rows: torch.Tensor
     chunks: tuple[TileChunk, ...]
-    output_rows: torch.Tensor | None  # [T * kv_heads] of all tiles' tokens; None where they are in order
+    # [T * kv_heads] into all tiles' tokens; None if these are in the batch's order
+    output_rows: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a batch, as columns."""
+    """Hold the rows of a batch, as columns."""
 
-    start: Ints  # position of the first token
+    # the position of the first token
+    start: Ints
     length: Ints
-    offset: Ints  # of the first token in the batch
-    table: Ints  # where the row's block table begins in the flat tables
+    # the place of the first token in the batch
+    offset: Ints
+    # where the row's block table begins in the flat tables
+    table: Ints
     num_blocks: Ints
 
 
 @dataclass(frozen=True)
 class _Tiles:
-    """All tiles of one size of a batch, as columns."""
+    """Hold all tiles of one size in a batch, as columns."""
 
-    num_tokens: int  # of each, real or not
-    head: Ints  # of K/V
-    first_token: Ints  # of the batch
-    last_token: Ints  # the last real one
-    position: Ints  # of the first token
-    first_block: Ints  # key blocks [first_block, end_block)
+    # tokens of each tile, padding included
+    num_tokens: int
+    # the K/V head
+    head: Ints
+    # the place of the first token in the batch
+    first_token: Ints
+    # the place of the last token that is not padding
+    last_token: Ints
+    # the position of the first token
+    position: Ints
+    # key blocks [first_block, end_block)
+    first_block: Ints
     end_block: Ints
-    table: Ints  # where the row's block table begins in the flat tables
+    # where the row's block table begins in the flat tables
+    table: Ints
     table_size: Ints
 
     def tokens(self, part: slice) -> Ints:
-        """[tiles, num_tokens] of the batch; slots behind a row's end repeat its last: nobody reads them."""
+        """Return places in the batch [tiles, num_tokens]. Padding repeats a row's last token, and is never
+        read.
+        """
         tokens: Ints = np.minimum(
             self.first_token[part, None] + np.arange(self.num_tokens), self.last_token[part, None]
         )
@@ -152,6 +183,7 @@ def describe_group(rows: Sequence[tuple[Row, BlockTable]], group: int, shape: He
     tables = np.array([block for _, table in rows for block in table.blocks[group]], dtype=np.int64)
     num_tokens = int(columns.length.sum())
     positions = np.arange(num_tokens) + np.repeat(columns.start - columns.offset, columns.length)
+    # the remainder makes a table of a windowed group a ring; for others it changes nothing
     entries = positions // shape.block_size % np.repeat(columns.num_blocks, columns.length)
     blocks = tables[np.repeat(columns.table, columns.length) + entries]
     runs = _both_halves(shape, blocks[:, None] * shape.num_kv_heads + np.arange(shape.num_kv_heads), axis=1)
@@ -161,7 +193,7 @@ def describe_group(rows: Sequence[tuple[Row, BlockTable]], group: int, shape: He
     chunks = [
         _chunk(shape, tiles, tables, part) for tiles in all_tiles for part in _chunk_parts(shape, tiles)
     ]
-    # one token a tile: the tiles stand in the order of the batch
+    # with one token a tile, the tiles are already in the batch's order
     ordered = len(all_tiles) == 1 and all_tiles[0].num_tokens == 1
     output_rows = None if ordered else _tensor(_output_rows(shape, all_tiles, num_tokens))
     return GroupBatch(shape, num_tokens, _tensor(write_rows), tuple(chunks), output_rows)
@@ -180,7 +212,7 @@ def _columns(rows: Sequence[tuple[Row, BlockTable]], group: int) -> _Rows:
 
 
 def _cut_tiles(shape: HeadShape, rows: _Rows, chosen: npt.NDArray[np.bool_], num_tokens: int) -> _Tiles:
-    """Tiles of ``num_tokens`` for the ``chosen`` rows, by token, then by head."""
+    """Cut the ``chosen`` rows into tiles of ``num_tokens``, ordered by token, then by head."""
     heads = shape.num_kv_heads
     per_row = -(-rows.length[chosen] // num_tokens)
     before = np.cumsum(per_row) - per_row
@@ -206,7 +238,7 @@ def _cut_tiles(shape: HeadShape, rows: _Rows, chosen: npt.NDArray[np.bool_], num
 
 
 def _chunk_parts(shape: HeadShape, tiles: _Tiles) -> list[slice]:
-    """Runs of tiles whose pairs stay within the limit; a tile by itself may exceed it."""
+    """Return runs of tiles with pairs within the byte limit; a single tile may exceed it."""
     max_pairs = _MAX_CHUNK_BYTES // shape.pair_bytes(shape.tile_rows(tiles.num_tokens))
     ends = np.cumsum(tiles.end_block - tiles.first_block)
     parts, start, done = [], 0, 0
@@ -248,9 +280,9 @@ def _chunk(shape: HeadShape, tiles: _Tiles, tables: Ints, part: slice) -> TileCh
 
 
 def _kv_runs(shape: HeadShape, tiles: _Tiles, tables: Ints, pair_tile: Ints, key_block: Ints) -> Ints:
-    """Where K and V of each (tile, key block) pair stand in a pool; past a table's end, from its start on.
+    """Return the places in a pool of K and V for each (tile, key block) pair.
 
-    Nobody sees what is past the end, unless the table is a ring.
+    Past a table's end, places continue at its start. These keys are masked, unless the table is a ring.
     """
     runs_per_block = KEY_BLOCK // shape.block_size
     entries = key_block[:, None] * runs_per_block + np.arange(runs_per_block)
@@ -260,7 +292,7 @@ def _kv_runs(shape: HeadShape, tiles: _Tiles, tables: Ints, pair_tile: Ints, key
 
 
 def _has_hidden(shape: HeadShape, first: Ints, last: Ints, key_block: Ints) -> npt.NDArray[np.bool_]:
-    """Whether any query of positions ``first`` to ``last`` must not see some key of the block."""
+    """Tell whether any query of positions ``first`` to ``last`` must not see some key of the block."""
     masked: npt.NDArray[np.bool_] = key_block * KEY_BLOCK + KEY_BLOCK - 1 > first
     if shape.window is not None:
         masked |= key_block * KEY_BLOCK <= last - shape.window
@@ -277,14 +309,14 @@ def _hidden_keys(shape: HeadShape, query_position: Ints, key_block: Ints) -> npt
 
 
 def _both_halves(shape: HeadShape, key_runs: Ints, axis: int) -> Ints:
-    """The runs of K, and the same runs of V, which lies behind all of K in a joined pool."""
+    """Return the runs of K followed by those of V, which lies behind all of K in a joined pool."""
     if not shape.is_joined:
         return key_runs
     return np.concatenate([key_runs, key_runs + shape.num_blocks * shape.num_kv_heads], axis=axis)
 
 
 def _masked_first(masked: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
-    """The order that puts masked pairs first, and the place of each pair in it."""
+    """Return the order that puts masked pairs first, and the place of each pair in it."""
     order = np.argsort(~masked, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -292,12 +324,12 @@ def _masked_first(masked: npt.NDArray[np.bool_]) -> tuple[Ints, Ints]:
 
 
 def _output_rows(shape: HeadShape, all_tiles: Sequence[_Tiles], num_tokens: int) -> Ints:
-    """Where each token of each K/V head stands among the tokens of all tiles."""
+    """Return the place of each token of each K/V head among the tokens of all tiles."""
     rows = np.empty(num_tokens * shape.num_kv_heads, dtype=np.int64)
     done = 0
     for tiles in all_tiles:
         tokens = tiles.tokens(slice(None))
-        # backwards: of a row's last token, its real place is the first
+        # write backwards: padding repeats a row's last token, and the first, real place must win
         places = np.arange(done, done + tokens.size)[::-1]
         rows[(tokens * shape.num_kv_heads + tiles.head[:, None]).reshape(-1)[::-1]] = places
         done += tokens.size

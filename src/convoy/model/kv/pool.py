@@ -1,7 +1,7 @@
-"""The pools of a stage: where the K and V of each layer stand, by block.
+"""Hold the pools of a stage: the K and V of each layer, by block.
 
-What a pool holds is finite always: a masked key gets probability 0, and 0 * inf is NaN, so what one broken
-sequence leaves in a block must not reach the next owner of the block.
+All numbers in a pool are finite. A masked key gets probability 0, and 0 * inf is NaN, so values that one
+broken sequence leaves in a block must not reach the next owner of the block.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from convoy.model.kv.packed import HeadShape
 
 
 class KvPool:
-    """K and V of one layer: [2, num_blocks, kv_heads, block_size, head_dim], float32.
+    """Hold K and V of one layer: [2, num_blocks, kv_heads, block_size, head_dim], float32.
 
-    One head of one block is one contiguous run, so a gather of blocks by (block, head) is copies of whole
+    One head of one block is one contiguous run. A gather of blocks by (block, head) therefore copies whole
     runs into the layout that batched matmuls need. Memory that was never written reads as zero.
     """
 
@@ -27,38 +27,39 @@ class KvPool:
 
     @property
     def address(self) -> int:
-        """Of the first number."""
+        """Return the address of the first number."""
         return self._runs.data_ptr()
 
     @property
     def all_rows(self) -> torch.Tensor:
-        """[2 * num_blocks * kv_heads * block_size, head_dim]"""
+        """Return the pool as rows [2 * num_blocks * kv_heads * block_size, head_dim]."""
         return self._rows
 
     def read_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[2, positions, kv_heads, head_dim] of ``blocks``, int64, in their order."""
+        """Return K/V [2, positions, kv_heads, head_dim] of ``blocks``, int64, in their order."""
         found = self._blocks.index_select(1, blocks).transpose(2, 3)
         return found.reshape(2, -1, *found.shape[3:])
 
     def write_blocks(self, blocks: torch.Tensor, kv: torch.Tensor) -> None:
-        """The reverse."""
+        """Write ``kv``, shaped as `read_blocks` returns it, to ``blocks``."""
         runs = kv.view(2, len(blocks), -1, *kv.shape[2:]).transpose(2, 3)
         self._blocks.index_copy_(1, blocks, torch.nan_to_num(runs))
 
     def write(self, rows: torch.Tensor, kv: torch.Tensor) -> None:
-        """Put ``kv`` [N, head_dim] at ``rows`` [N] of [2 * num_blocks * kv_heads * block_size]."""
+        """Write ``kv`` [N, head_dim] at ``rows`` [N] of [2 * num_blocks * kv_heads * block_size]."""
         self._rows.index_copy_(0, rows, torch.nan_to_num(kv))
 
     def gather(self, runs: torch.Tensor, run_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ``runs``, of [2 * num_blocks * kv_heads], K first, joined: K, V [.., run_rows, head_dim]."""
+        """Gather ``runs`` of [2 * num_blocks * kv_heads], K first; return K, V [.., run_rows, head_dim]."""
         found = self._runs.index_select(0, runs).view(2, -1, run_rows, self._head_dim)
         return found[0], found[1]
 
 
 class ApartPool:
-    """Of one layer whose K and V differ in width: [num_blocks, kv_heads, block_size, dim] of each, float32.
+    """Hold K and V of one layer apart, as they differ in width: [num_blocks, kv_heads, block_size, dim] each.
 
-    That of a latent has K alone: the first ``value_dim`` of a key are its value.
+    The numbers are float32. The pool of a latent holds K alone: the first ``value_dim`` numbers of a key are
+    its value.
     """
 
     def __init__(self, shape: HeadShape) -> None:
@@ -68,14 +69,17 @@ class ApartPool:
         self._values = None if shape.latent else _zeros(num_runs, shape.block_size * shape.out_dim)
 
     def write(self, rows: torch.Tensor, kv: torch.Tensor) -> None:
-        """Put ``kv`` [N, head_dim + value_dim] at ``rows`` [N] of [num_blocks * kv_heads * block_size]."""
+        """Write ``kv`` [N, head_dim + value_dim] at ``rows`` [N] of [num_blocks * kv_heads * block_size]."""
         kv = torch.nan_to_num(kv)
         self._keys.view(-1, self._head_dim).index_copy_(0, rows, kv[:, : self._head_dim])
         if self._values is not None:
             self._values.view(-1, self._value_dim).index_copy_(0, rows, kv[:, self._head_dim :])
 
     def gather(self, runs: torch.Tensor, run_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ``runs``, of [num_blocks * kv_heads], joined: K [.., run_rows, head_dim], V [.., value_dim]."""
+        """Gather ``runs`` of [num_blocks * kv_heads].
+
+        Returns K [.., run_rows, head_dim] and V [.., run_rows, value_dim].
+        """
         keys = self._keys.index_select(0, runs).view(-1, run_rows, self._head_dim)
         if self._values is None:
             return keys, keys[..., : self._value_dim]
@@ -83,27 +87,27 @@ class ApartPool:
 
 
 class RowPool:
-    """Rows of one layer that are no keys: [num_rows, width], float32."""
+    """Hold rows of one layer that are not keys: [num_rows, width], float32."""
 
     def __init__(self, num_rows: int, width: int) -> None:
         self._rows = _zeros(num_rows, width)
 
     def write(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Put ``values`` [N, width] at ``rows`` [N]."""
+        """Write ``values`` [N, width] at ``rows`` [N]."""
         self._rows.index_copy_(0, rows, torch.nan_to_num(values))
 
     def read(self, rows: torch.Tensor) -> torch.Tensor:
-        """[.., width] of ``rows`` [..]."""
+        """Return the values [.., width] of ``rows`` [..]."""
         return self._rows.index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
 
 
 def make_pool(shape: HeadShape) -> KvPool | ApartPool:
-    """The pool of one layer with these heads."""
+    """Return a new pool for one layer with heads of ``shape``."""
     if shape.is_joined:
         return KvPool(shape.num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
     return ApartPool(shape)
 
 
 def _zeros(num_runs: int, run_elements: int) -> torch.Tensor:
-    # the system gives zeroed pages as they are touched; torch would write all the zeros at once
+    # NumPy gets zeroed pages that the system maps on first touch; torch would write all zeros at once
     return torch.from_numpy(np.zeros((num_runs, run_elements), dtype=np.float32))

@@ -1,6 +1,6 @@
-"""What the K/V of a stage is wherever it lies: tables of every cache group, and checks of what is carried.
+"""Define a stage's K/V, independent of the device: tables of every cache group, and checks of carried K/V.
 
-`stage_kv.HostKvStore` keeps its pools on the host, `gpu.pools.DevicePools` on a device.
+`model.backends.host.stage_kv` keeps its pools on the host, `model.backends.cuda.memory.pools` on a device.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from convoy.errors import PlanError, StepError
 from convoy.model.kv.pools import BlockTables, GroupBlocks
 from convoy.plan.spec.model import ModelSpec
 
-MAX_CARRIED_BYTES = 64 * 1024 * 1024  # of K/V that is read or written at once
+# K/V bytes that one call may read or write
+MAX_CARRIED_BYTES = 64 * 1024 * 1024
 
 
 class KvStore(ABC):
-    """Of ``layers``. Tables are kept of all groups alike: a step says the same to every stage.
+    """Hold the K/V of ``layers``. Tables exist for all cache groups, as every stage receives the same step.
 
-    ``failures`` are what making pools raises where there is no room for them ``where``.
+    ``failures`` are the exceptions raised when the memory ``where`` has no room for the pools.
     """
 
     failures: tuple[type[Exception], ...] = ()
@@ -41,26 +42,26 @@ class KvStore(ABC):
 
     @abstractmethod
     def _make_pools(self, num_blocks: Sequence[int]) -> None:
-        """Zeroed pools of so many blocks for each group that has layers here."""
+        """Create zeroed pools, with the given number of blocks for each group that has layers here."""
 
     @abstractmethod
     def _forget_pools(self) -> None:
-        """Free them."""
+        """Free the pools."""
 
     @property
     def tables(self) -> BlockTables:
-        """Raises StepError where there are no pools."""
+        """Return the block tables. Raises StepError if there are no pools."""
         if self._tables is None:
             raise StepError("a step came before the pools were made")
         return self._tables
 
     def forget(self) -> None:
-        """Free the pools; steps are refused until there are new ones."""
+        """Free the pools; steps are refused until new pools are made."""
         self._tables = None
         self._forget_pools()
 
     def make(self, num_blocks: Sequence[int]) -> None:
-        """Forget all sequences; pools of so many blocks for each group. Raises StepError, PlanError."""
+        """Forget all sequences and make pools of so many blocks per group. Raises StepError, PlanError."""
         groups = self._spec.cache_groups
         if len(num_blocks) != len(groups):
             raise StepError(f"{len(num_blocks)} counts of blocks came for {len(groups)} cache groups")
@@ -87,20 +88,22 @@ class KvStore(ABC):
             ) from error
         self._tables = tables
 
-    # Blocks of a session, which are carried only where one block is all there is of some positions.
+    # The rest carries blocks of a session. It requires that one block holds all K/V of its positions.
 
     def carried_shape(self, num_layers: int, num_blocks: int) -> tuple[int, ...]:
-        """Of K/V that is carried. Raises StepError for more than MAX_CARRIED_BYTES."""
+        """Return the shape of carried K/V. Raises StepError if it has more than MAX_CARRIED_BYTES."""
         group = self._spec.cache_groups[0]
         if not group.is_carried:
-            raise StepError("K/V is carried where a block is K and V of one width, and here it is not")
+            raise StepError(
+                "K/V can be carried only if K and V of a block have one width, and here they do not"
+            )
         shape = (num_layers, 2, num_blocks * self._block_size, group.num_kv_heads, group.head_dim)
         if 4 * math.prod(shape) > MAX_CARRIED_BYTES:
             raise StepError(f"{num_blocks} blocks of {num_layers} layers are over {MAX_CARRIED_BYTES} bytes")
         return shape
 
     def _check_reading(self, start: int, end: int, blocks: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what is read."""
+        """Check a read of layers [start, end) and return the shape of its result. Raises StepError."""
         self.tables.check_carried(blocks)
         self._check_layers(start, end, f"layers [{start}, {end}) are asked for")
         return self.carried_shape(end - start, len(blocks))
@@ -108,7 +111,10 @@ class KvStore(ABC):
     def _begin_writing(
         self, start: int, blocks: Sequence[int], tags: Sequence[bytes], kv: torch.Tensor
     ) -> int:
-        """The end of the layers that ``kv`` is of; the tables know of it then."""
+        """Check a write and enter its blocks in the tables; return the end of its layers.
+
+        Raises StepError.
+        """
         end = start + (kv.shape[0] if kv.dim() else 0)
         tables = self.tables
         self._check_layers(start, end, f"K/V of layers [{start}, {end}) came")

@@ -1,7 +1,7 @@
-"""The model's own class from `transformers`, made of a config.json that may say anything.
+"""Build the model's own class from `transformers`, from an untrusted config.json.
 
-The library checks little of what it reads: a value that it did not foresee ends in whatever Python raises.
-All of that is the model's fault and says so.
+The library checks little of its input: an unforeseen value ends in any Python exception. All of these are the
+model's fault, and become a ModelError that says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from convoy.model.loading.withheld import Withheld
 from convoy.model.parallel.experts import keep_own_experts
 from convoy.plan.spec.sharding import Shard
 
-_State = dict[str, torch.Tensor]  # by the names that a model's own tensors have
+# tensors by their names in the model
+_State = dict[str, torch.Tensor]
 _AS_READ: dict[str, Any] = {
     "dtype": torch.float32,
     "attn_implementation": ATTENTION_NAME,
@@ -47,14 +48,15 @@ def _read_config(source: ModelSource) -> Any:
 
 
 def decoder_config(source: ModelSource, part: TensorPart, shard: Shard) -> Any:
-    """The library's configuration of a rank's slice of ``part``. Raises ModelError for what it cannot be."""
+    """Return the library's configuration of a rank's slice of ``part``. Raises ModelError if invalid."""
     try:
         with LIBRARY:
             config = _read_config(source).get_text_config()
     except (*FAILURES, StrictDataclassError) as error:
         raise ModelError(f"{source.name}: config.json is not accepted: {reason(error)}") from error
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # what is read is unpacked
+        # the tensors are unpacked when they are read
+        del config.quantization_config
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(f"{source.name}: model type {source.spec.family!r} has no decoder in transformers")
     _check_rope(source, getattr(config, "rope_parameters", None) or {})
@@ -62,17 +64,17 @@ def decoder_config(source: ModelSource, part: TensorPart, shard: Shard) -> Any:
     if shard.world_size > 1:
         narrow_config(config, source.spec, shard)
     if not part.output:
-        # the library would look for an lm_head to tie
+        # otherwise the library looks for an lm_head to tie, and this stage has none
         config.tie_word_embeddings = False
     return config
 
 
 def _check_rope(source: ModelSource, parameters: dict[str, Any]) -> None:
-    """Refuse frequencies that change with the length of the batch: a position would not have one value."""
+    """Refuse frequencies that change with the batch's length: a position would not have one fixed value."""
     of_types = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in of_types or [parameters]:
         kind = rope.get("rope_type")
-        # this one changes once, beyond the context for which the model was made
+        # longrope changes once, beyond the context for which the model was trained
         original = rope.get("original_max_position_embeddings") or 0
         steady = kind == "longrope" and source.spec.max_context <= original
         if kind in ("dynamic", "longrope") and not steady:
@@ -80,7 +82,10 @@ def _check_rope(source: ModelSource, parameters: dict[str, Any]) -> None:
 
 
 def _check_padding(source: ModelSource, config: Any) -> None:
-    """Most families' embeddings mark this row: nobody looks it up here, and yet it has to be there."""
+    """Refuse a padding id outside the vocabulary.
+
+    Most families' embeddings mark this row. Convoy never looks it up, but the library needs it to exist.
+    """
     padding, rows = getattr(config, "pad_token_id", None), source.spec.vocab_size
     if isinstance(padding, int) and not -rows <= padding < rows:
         raise ModelError(
@@ -92,11 +97,10 @@ def _check_padding(source: ModelSource, config: Any) -> None:
 def build_decoder(
     source: ModelSource, part: TensorPart, config: Any, state: _State, shard: Shard, *, withheld: Withheld
 ) -> nn.Module:
-    """The model of ``config`` with the tensors of ``state`` in it, and no more of it than ``part``; what is
-    ``withheld`` stands in it as it is stored.
+    """Build the model of ``config`` from the tensors of ``state``, limited to ``part``.
 
-    Raises ModelError for tensors that are missing, misshapen or too many, and for a configuration that the
-    library can make no model of.
+    Tensors that are ``withheld`` keep the form in which they are stored. Raises ModelError for tensors that
+    are missing, misshapen or surplus, and for a configuration that the library cannot build a model of.
     """
     model = _build(source, part, config, state, shard, withheld=withheld)
     withheld.give_back(model, state)
@@ -111,7 +115,7 @@ def _build(
     keep_embedding = part.embed or looks_up or (part.output and source.spec.tied_embeddings)
 
     class OwnedPart(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]):  # type: ignore[misc]
-        """The model's own class without what this stage does not own: those modules never get memory."""
+        """Omit from the model's own class the modules that this stage does not own: they never get memory."""
 
         _keys_to_ignore_on_load_unexpected = [".*"]  # noqa: RUF012 - the library's own form
 
@@ -155,20 +159,21 @@ def _check_report(source: ModelSource, report: dict[str, Any]) -> None:
 
 
 def _check_biases(source: ModelSource, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a bias that config.json denies: without it the model would run, and say something else."""
+    """Refuse a bias that config.json denies: without it the model would run and give other results."""
     for name, tensor in state.items():
         module = name.removesuffix(".bias")
-        # GPTQ's writers store zeros for linears that have none
+        # tools that write GPTQ store zero biases for linears without one
         if module == name or not tensor.any():
             continue
         try:
             linear = model.get_submodule(module)
         except AttributeError:
-            continue  # nothing of the decoder's
+            # the tensor does not belong to the decoder
+            continue
         if isinstance(linear, nn.Linear) and linear.bias is None:
             stored = next((t for t in source.tensors.values() if decoder_name(t.name) == name), None)
             raise ModelError(
-                f"{source.name if stored is None else stored.path}: {name} is a bias, and by config.json "
-                f"{module} has none",
+                f"{source.name if stored is None else stored.path}: {name} is a bias, but "
+                f"config.json says that {module} has none",
                 hint=FOREIGN,
             )

@@ -29,7 +29,8 @@ from convoy.model.parallel.ranks import Ranks
 from convoy.plan.spec.sharding import WHOLE, Shard, rank_spec
 from convoy.wire.messages.control import StageAssignment
 
-_PORTION_BYTES = 128 << 20  # of float32; less than a layer of most models, so that one is built at a time
+# float32 bytes; less than a layer of most models has, so that layers are built one at a time
+_PORTION_BYTES = 128 << 20
 
 
 def load_modules(
@@ -44,11 +45,11 @@ def load_modules(
 ) -> LoadedModules:
     """Read just the tensors of the assignment and build its modules in float32.
 
-    ``packed`` gives exact mode's layers, which ``finish`` may turn into others: a few layers at a time, so
-    that what was read stands beside what stays for those few alone. Of ``kept``, loaded earlier from the
-    same source in the same form, what is owned still is used again, and the rest freed first. Of a
-    ``shard`` there is one rank's slice. Raises ModelError for a span outside the model, and for missing,
-    misshapen or unreadable tensors, naming them.
+    ``packed`` gives exact mode's layers, which ``finish`` may convert further. Layers are built a few at a
+    time, so that the original weights of only these few are in memory beside the converted ones. Modules of
+    ``kept``, which were loaded earlier from the same source in the same form, are reused where still owned;
+    the others are freed first. With a ``shard``, only one rank's slice is loaded. Raises ModelError for a
+    span outside the model, and for missing, misshapen or unreadable tensors, naming them.
     """
     if not 0 <= assignment.start <= assignment.end <= source.spec.num_layers:
         raise ModelError(
@@ -82,18 +83,20 @@ def load_modules(
 
 def _usable(kept: LoadedModules | None, assignment: StageAssignment) -> LoadedModules | None:
     if kept is None or kept.layer_inputs is not None:
-        return None  # these inputs are made for all layers of a stage at once
+        # inputs by layer are made for all layers of a stage at once, so they cannot be reused
+        return None
     kept.narrow(assignment)
     return kept
 
 
 def _portions(source: ModelSource, part: TensorPart) -> Iterator[TensorPart]:
-    """What is built at a time: the ends, then as few layers as are worth it."""
+    """Yield the parts to build at a time: first embedding and output, then runs of a few layers."""
     if source.spec.layer_input_size and part.layers:
-        yield part  # what these layers take beside is made for all of them at once
+        # the inputs by layer are made for all layers at once
+        yield part
         return
     if part.output and part.embed and not source.spec.tied_embeddings:
-        # what stays of it may be a quarter of what is read, so it comes while nothing else is there
+        # the output may shrink to a quarter of its stored size: load it first, while memory is empty
         yield TensorPart(frozenset(), embed=False, output=True)
         yield TensorPart(frozenset(), embed=True, output=False)
     elif part.embed or part.output or not part.layers:
@@ -112,7 +115,7 @@ def _load_portion(source: ModelSource, part: TensorPart, reading: Reading, *, pa
     config = decoder_config(source, part, reading.shard)
     state = reading.read(part)
     beside = {name: state.pop(name) for name in list(state) if name.startswith(LAYER_INPUT_NAMES)}
-    # rounding and packing want what is stored; nothing else of a portion is as large
+    # rounding and packing `lm_head` need it as stored, and it is the largest tensor of its portion
     withheld = Withheld(state if packed and part.output else {})
     model = build_decoder(source, part, config, state, reading.shard, withheld=withheld)
     del state
@@ -155,7 +158,8 @@ def _take_modules(
     if isinstance(output, nn.Identity):
         norm = output = None
     elif packed:
-        norm = make_norm_exact(norm)  # `lm_head` follows once it is known whether it is rounded
+        # `lm_head` is converted later, once it is known whether it is rounded
+        norm = make_norm_exact(norm)
     lookup = _lookup(embedding) if embed or beside else None
     return LoadedModules(
         embedding=lookup if embed else None,
@@ -173,27 +177,27 @@ def _take_modules(
 
 
 def _final_norm(decoder: Any, *, packed: bool) -> Any:
-    """With what makes one hidden state of several, where there are several."""
+    """Return the final norm, combined with the module that joins several hidden states if there is one."""
     norm = decoder.norm
     head = getattr(decoder, "hc_head", None)
     return norm if head is None or isinstance(norm, nn.Identity) else StreamJoin(head, norm, packed=packed)
 
 
 def _embed_scale(decoder: Any, config: Any) -> float | None:
-    """Gemma's embedding has it, Granite's configuration."""
+    """Return the scale of embeddings: Gemma's embedding module has it, Granite's configuration does."""
     scale: float | None = getattr(decoder.embed_tokens, "scalar_embed_scale", None)
     return getattr(config, "embedding_multiplier", None) if scale is None else scale
 
 
 def _logit_scale(config: Any) -> float | None:
-    """Cohere multiplies its logits, Granite divides them."""
+    """Return the factor of the logits: Cohere multiplies them, Granite divides them."""
     scaling = getattr(config, "logits_scaling", None)
     scale: float | None = getattr(config, "logit_scale", None)
     return scale if scaling is None else 1 / float(scaling)
 
 
 def _check_heads(source: ModelSource, layers: Mapping[int, nn.Module]) -> None:
-    """Refuse a model whose layers have other heads than were planned: its K/V would not fit its pools."""
+    """Refuse a model with other heads than planned: its K/V would not fit the pools."""
     for group in source.spec.cache_groups:
         for number in set(group.layers) & layers.keys():
             attention: Any = getattr(layers[number], "self_attn", None)
@@ -211,7 +215,7 @@ def _check_heads(source: ModelSource, layers: Mapping[int, nn.Module]) -> None:
 def _make_layer(
     layers: dict[int, nn.Module], number: int, rotary: Any, config: Any, *, packed: bool
 ) -> RopeUse:
-    """Which rotation layer ``number`` takes; it is made exact if ``packed``."""
+    """Return the rotation that layer ``number`` uses; make the layer exact if ``packed``."""
     layer: Any = layers[number]
     if type(layer).__name__ in STREAMS:
         layers[number] = StreamLayer(layer, packed=packed)

@@ -1,4 +1,4 @@
-"""Modules that were made of a rank's slices, joined with the other ranks' at the places where it counts."""
+"""Wrap modules made of a rank's slices, so that sums and embeddings are joined with the other ranks'."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from convoy.model.parallel.vocabulary import RankInputs, VocabularyPart
 if TYPE_CHECKING:
     from convoy.model.loading.loaded import LoadedModules
 
-# Linears whose inputs are shared out, in the library's layers and in ours
+# linears with inputs split over the ranks, in the library's layers and in Convoy's
 _LAST = {"o_proj", "out", "down_proj", "down"}
 
 
 def join_parts(modules: LoadedModules, ranks: Ranks) -> None:
-    """Make the sums of freshly loaded layers whole, and the embedding's rows; ``ranks`` is kept with them."""
+    """Wrap freshly loaded layers so that their sums, and embedding rows, cover all ranks; store ``ranks``.
+
+    Raises ModelError for a layer without two sums to join, one of attention and one of the MLP.
+    """
     for number, layer in modules.layers.items():
         if _join_layer(layer, ranks) < 2:
-            raise ModelError(f"layer {number} has no attention and MLP whose sums ranks could share")
+            raise ModelError(f"layer {number} has no attention and MLP with sums that ranks could join")
     if isinstance(modules.embedding, nn.Embedding):
         modules.embedding = VocabularyPart(modules.embedding, ranks)
     if modules.layer_inputs is not None:
@@ -33,11 +36,12 @@ def join_parts(modules: LoadedModules, ranks: Ranks) -> None:
 
 
 def _join_layer(layer: nn.Module, ranks: Ranks) -> int:
-    """How many sums were joined."""
+    """Wrap a layer's partial sums and return their number."""
     joined: list[str] = []
     for name, part in list(layer.named_modules()):
         if any(name.startswith(f"{above}.") for above in joined):
-            continue  # what an expert gives is part of a sum already
+            # an expert's result is already part of a joined sum
+            continue
         if is_experts(part) or isinstance(part, ExactExperts):
             layer.set_submodule(name, PartialSum(_own(part, ranks), ranks))
         elif name.rpartition(".")[2] in _LAST:

@@ -1,8 +1,8 @@
-"""The matrix of the output as it is stored, kept from the library while that makes float32 of a model.
+"""Keep the output's matrix as it is stored, while the library converts a model to float32.
 
-In exact mode `lm_head` is packed or rounded, slice by slice. A float32 copy of the whole matrix would stand
-beside that: of a large vocabulary as much as what stays. A tied embedding stays as it is stored, too, beside
-the packed one, which nobody can look up by row.
+In exact mode `lm_head` is packed or rounded, slice by slice. A float32 copy of the whole matrix would be in
+memory at the same time; with a large vocabulary, it is as large as the final weights. A tied embedding also
+stays as it is stored, beside the packed matrix, because packed rows cannot be looked up.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ _HEAD, _EMBEDDING = "lm_head", "model.embed_tokens"
 
 
 class Withheld:
-    """`lm_head`, and the embedding where they are tied, without the numbers.
+    """Withhold the numbers of `lm_head`, and of the embedding if they are tied, from the library.
 
-    What was not read, or has another shape than the model's, is left to the library, which says so. Keeps no
-    tensor: the library's classes live until they are collected, and this with them.
+    A tensor that was not read, or has another shape than the model's, is left to the library, which reports
+    it. This object keeps no tensor, because the library's classes live until the garbage collector frees
+    them, and this object with them.
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
-        """``state``: what was read, by its names in the decoder; of nothing, nothing is withheld."""
+        """Store the shapes of ``state``, the tensors read, by name in the decoder; if empty, nothing is
+        withheld.
+        """
         self._shapes = {name: tensor.shape for name, tensor in state.items()}
         self._taken: dict[str, Any] = {}
         self._tied = False
 
     def take(self, model: Any) -> None:
-        """Take them out of ``model``, which is the library's, with an output and without memory yet."""
+        """Take the modules out of ``model``, a library model with an output that has no memory yet."""
         head = model.lm_head
         if not isinstance(head, nn.Linear):
             return
@@ -41,12 +44,12 @@ class Withheld:
             self._tied = True
             self._take(model, _HEAD)
             self._take(model, _EMBEDDING)
-            # there is nothing left to tie
+            # both modules are gone, so the library must not try to tie them
             model.config.tie_word_embeddings = False
             model.all_tied_weights_keys.pop(f"{_HEAD}.weight", None)
 
     def give_back(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-        """Put them back with what was read, of the dtype that it has; what is tied is one parameter."""
+        """Restore the modules with the tensors read, in their stored dtype; tied ones are one parameter."""
         stored: dict[str, nn.Parameter] = {}
         for name, module in self._taken.items():
             for kind, _ in list(module.named_parameters()):

@@ -1,1 +1,1 @@
-"""Sampling: parameters of a request, the sampler, and the rows that the output's owner draws from."""
+"""Define sampling: a request's parameters, the sampler, and the jobs of the output's owner."""

@@ -1,7 +1,7 @@
-"""What the owner of the output does with each row of logits: draw a token, score one, or hand the logits out.
+"""Process each row of logits for the output's owner: sample a token, score one, or return the logits.
 
-The head says it for every output of a step when it submits the step, so that it does not matter where the
-output is.
+The head sends these jobs for every output of a step when it submits the step. It therefore does not matter
+which stage owns the output.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class SampleJob:
-    """Draw the token at ``position``; with ``score``, score that token there instead.
+    """Sample the token at ``position``; with ``score``, score that token there instead.
 
-    ``prompt_ids`` and ``generated_ids`` are every token before ``position``; they are read only where
-    ``params`` has a penalty that looks back. None counts those of the prompt: each once is enough, see
-    `distinct`. Only ``allowed`` tokens are drawn, all if it is empty, and no ``banned`` one.
+    ``prompt_ids`` and ``generated_ids`` are all tokens before ``position``. They are read only if ``params``
+    has a penalty on earlier tokens. No penalty counts repetitions in the prompt, so each prompt token is
+    needed only once; see `distinct`. Only ``allowed`` tokens are sampled, or any if it is empty, and never a
+    ``banned`` one.
     """
 
     params: SamplingParams
@@ -42,7 +43,9 @@ class SampleJob:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """The result of a `SampleJob`. With an ``error``, no token is drawn, and ``sampled`` means nothing."""
+    """Hold the result of a `SampleJob`. With an ``error``, no token is sampled and ``sampled`` is
+    meaningless.
+    """
 
     sampled: Sampled
     logits: Logits | None = None
@@ -51,12 +54,15 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True)
 class SampleTask:
-    """Draws that are done; those that a device still works on have the same face (`gpu.drawing`)."""
+    """Hold finished samples. The task for samples that a device still computes has the same interface.
+
+    The latter is in `model.backends.cuda.sampling`.
+    """
 
     done: tuple[SampleResult, ...]
 
     def outcomes(self) -> tuple[SampleResult, ...]:
-        """One for each draw, in their order."""
+        """Return one result for each job, in order."""
         return self.done
 
 
@@ -64,19 +70,24 @@ GREEDY = SampleJob(SamplingParams(temperature=0.0), choice=0, position=0)
 
 
 def distinct(tokens: Sequence[int]) -> Sequence[int]:
-    """Each of ``tokens`` once, ascending: made once for a prompt, it is cheap to draw with and to encode."""
+    """Return each of ``tokens`` once, ascending. Made once for a prompt, it is cheap to sample with and to
+    encode.
+    """
     return array("I", sorted(set(tokens)))
 
 
 def draw_all(logits: Logits, draws: Sequence[SampleJob]) -> tuple[SampleResult, ...]:
-    """One outcome per row of ``logits``, [num_outputs, vocabulary]. Raises StepError for another number."""
+    """Return one result per row of ``logits`` [num_outputs, vocabulary].
+
+    Raises StepError if the counts of rows and jobs differ.
+    """
     if len(logits) != len(draws):
         raise StepError(f"a step has {len(logits)} outputs and {len(draws)} draws")
     return tuple(draw(row, one) for row, one in zip(logits, draws, strict=True))
 
 
 def draw(logits: Logits, one: SampleJob) -> SampleResult:
-    """The outcome of one row, [vocabulary]. What cannot be drawn is that row's misfortune, not the step's."""
+    """Return the result of one row [vocabulary]. An error belongs to this row, and does not fail the step."""
     try:
         sampled = _draw(logits, one)
     except ConvoyError as error:

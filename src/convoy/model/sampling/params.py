@@ -1,4 +1,7 @@
-"""How a request wants its tokens drawn. No torch here: the engine's deciding half and `serve` read it too."""
+"""Define how a request's tokens are sampled.
+
+The module does not import torch, because the engine's scheduling side and `api` read it too.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,27 @@ from types import MappingProxyType
 from convoy.errors import RequestError
 
 MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 1024  # entries
-MAX_TOKEN_IDS = 1024  # of stop_token_ids, and of allowed_token_ids
-MAX_BANNED_IDS = 1024  # in one draw
+# entries of a logit_bias
+MAX_LOGIT_BIAS = 1024
+# ids in stop_token_ids, and in allowed_token_ids
+MAX_TOKEN_IDS = 1024
+# banned ids in one sample
+MAX_BANNED_IDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Checked when made; RequestError names OpenAI's parameter, the value and the allowed range.
+    """Hold checked parameters. A RequestError names OpenAI's parameter, the value and the allowed range.
 
-    ``seed`` with the choice's index and the token's position fixes its random number (see `sampling.sample`).
-    ``logprobs`` is how many alternatives to report beside the chosen token; None reports nothing.
+    ``seed``, the choice's index and the token's position fix the token's random number (see
+    `sampling.sample`). ``logprobs`` is the number of alternatives to report beside the chosen token; None
+    reports nothing.
     """
 
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # 0 (or -1): all
+    # 0 means greedy
+    temperature: float = 1.0
+    # 0 or -1 means all tokens
+    top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -45,23 +54,23 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_logit_bias(self.logit_bias)
-        # a caller's dict could change while the request runs
+        # copy it: a caller's dict could change while the request runs
         object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
 
     @property
     def greedy(self) -> bool:
-        """Whether no random number is drawn."""
+        """Tell whether sampling uses no random number."""
         return self.temperature == 0
 
     @property
     def reshapes(self) -> bool:
-        """Whether logits are changed before the choice, greedy or not."""
+        """Tell whether logits are changed before the choice, greedy or not."""
         return (
             self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
         ) or bool(self.logit_bias)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """RequestError if a biased token is not among the model's ``vocab_size``."""
+        """Raise RequestError if a biased token is not among the model's ``vocab_size``."""
         if self.logit_bias and max(self.logit_bias) >= vocab_size:
             raise RequestError(
                 f"logit_bias names a token outside the vocabulary, expected ids below {vocab_size}",
@@ -70,7 +79,7 @@ class SamplingParams:
 
 
 def _check_number(name: str, value: object, least: float, most: float) -> None:
-    # compared, not converted: a whole number may be too large for a float
+    # compare without converting: an integer may be too large for a float
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= most:
         raise RequestError(f"{name} is {value!r}, expected a number from {least:g} to {most:g}", param=name)
 

@@ -1,12 +1,12 @@
-"""Drawing a token from logits: the same logits, parameters, choice and position give the same token, always.
+"""Sample a token from logits: the same logits, parameters, choice and position always give the same token.
 
-The random number of a token is a hash of (seed, choice index, position), so neither the batch around a row,
-nor the plan, nor a replay after a loss can change a text. It picks by inverse CDF in float64 over the
+The random number of a token is a hash of (seed, choice index, position). The batch around a row, the plan, or
+a replay after a loss therefore cannot change a text. The number picks by inverse CDF in float64 over the
 candidates in ascending id order.
 
-The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; tokens that may
-not be drawn; temperature; min-p; top-k; top-p. Log-probabilities are of the raw distribution, before all of
-these, as vLLM's by default.
+The order of operations is vLLM's: repetition, frequency and presence penalties; logit bias; banned tokens;
+temperature; min-p; top-k; top-p. Log-probabilities are of the raw distribution, before all of these, as
+vLLM's are by default.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from convoy.model.sampling.params import SamplingParams
 Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.intp]
 
-_CUTS = (1024, 16384)  # candidates that top-p sorts before it resorts to the whole vocabulary
+# numbers of candidates that top-p sorts, before it sorts the whole vocabulary
+_CUTS = (1024, 16384)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token; ``logprob`` and ``top`` (best first, ties to the lower id) are of the raw distribution.
+    """Hold a token; ``logprob`` and ``top`` (best first, ties to the lower id) are of the raw distribution.
 
-    ``logprob`` is nan where none was asked for: it costs a pass over the vocabulary. ``rank`` of a prompt's
-    token counts from 1, the best; 0 for a token that was drawn.
+    ``logprob`` is NaN if it was not requested, as it costs a pass over the vocabulary. The ``rank`` of a
+    prompt's token counts from 1, the best; it is 0 for a sampled token.
     """
 
     token_id: int
@@ -54,10 +55,11 @@ def sample(
     allowed: Sequence[int] = (),
     banned: Sequence[int] = (),
 ) -> Sampled:
-    """Draw the token at ``position`` of choice ``choice`` from ``logits``, [vocab] float32 (never changed).
+    """Sample the token at ``position`` of choice ``choice`` from ``logits``, [vocab] float32 (never changed).
 
-    Only an ``allowed`` token is drawn, any if there are none, and no ``banned`` one. Raises StepError where a
-    logit is not finite or no token is left, RequestError where a biased token is not in the vocabulary.
+    Only an ``allowed`` token is sampled, or any if there are none, and never a ``banned`` one. Raises
+    StepError if a logit is not finite or no token is left, and RequestError if a biased token is not in the
+    vocabulary.
     """
     check_finite(logits)
     shaped = _reshape(logits, params, prompt_ids, generated_ids) if params.reshapes else logits
@@ -73,28 +75,28 @@ def sample(
 
 
 def prompt_logprob(logits: Logits, token_id: int, num_top: int) -> Sampled:
-    """Score a prompt's token by the ``logits``, [vocab], that foretell it; StepError as in `sample`."""
+    """Score a prompt's token by the ``logits`` [vocab] that predict it. Raises StepError as `sample` does."""
     check_finite(logits)
     scored = _score(logits, token_id, num_top)
     return replace(scored, rank=_rank(logits, token_id))
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """The random number in (0, 1) of one token.
+    """Return the random number in (0, 1) of one token.
 
-    52 bits of SHA-256 over a label and the three numbers as little-endian 64-bit words, centred in their
-    interval: a counter-based generator (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
-    whose output no library version can change.
+    It consists of 52 bits of SHA-256 over a label and the three numbers as little-endian 64-bit words,
+    centred in their interval. This is a counter-based generator (Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3", 2011) with an output that no library version can change.
     """
-    # one bit more and the half would round away, the greatest number to 1 itself
+    # with one more bit, adding 0.5 would be rounded, and the greatest number would become 1 itself
     words = struct.pack("<QQQ", seed % 2**64, choice, position)
     digest = hashlib.sha256(b"convoy sampling v1" + words).digest()
     return ((int.from_bytes(digest[:8], "little") >> 12) + 0.5) * 2.0**-52
 
 
 def check_finite(logits: Logits) -> None:
-    """StepError if any logit is NaN or infinite: there is no honest way to draw from those."""
-    # a sum meets every NaN and infinity in one cheap pass; only a suspicious one is looked into
+    """Raise StepError if any logit is NaN or infinite, because no valid sample exists then."""
+    # a sum meets every NaN and infinity in one cheap pass; count them only if the sum is not finite
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(logits.sum())
     if math.isfinite(total):
@@ -114,6 +116,7 @@ def _reshape(
         penalty = np.float32(params.repetition_penalty)
         shaped[seen] = np.where(values > 0, values / penalty, values * penalty)
     if generated_ids and (params.frequency_penalty or params.presence_penalty):
+        # these two penalties look at generated tokens only, as OpenAI defines them
         said, counts = np.unique(_as_ids(generated_ids), return_counts=True)
         shaped[said] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
     if params.logit_bias:
@@ -135,7 +138,7 @@ def _restrict(logits: Logits, allowed: Sequence[int], banned: Sequence[int]) -> 
         restricted[kept] = logits[kept]
     restricted[_as_ids(banned)] = -np.inf
     if not np.isfinite(restricted).any():
-        raise StepError(f"none of {len(logits)} tokens may be drawn, expected at least one")
+        raise StepError(f"none of {len(logits)} tokens may be sampled, expected at least one")
     return restricted
 
 
@@ -153,7 +156,7 @@ def _as_ids(ids: Sequence[int]) -> Ids:
 def _draw(logits: Logits, params: SamplingParams, random: float) -> int:
     candidates = None if params.top_k < 1 else best_ids(logits, params.top_k)
     kept = logits if candidates is None else logits[candidates]
-    # at the smallest temperatures a quotient may overflow to -inf, whose weight is 0 as it should be
+    # at the smallest temperatures a quotient may overflow to -inf, which correctly gets the weight 0
     with np.errstate(over="ignore", under="ignore"):
         scaled = (kept.astype(np.float64) - float(kept.max())) / params.temperature
         weights = np.exp(scaled)
@@ -167,7 +170,7 @@ def _draw(logits: Logits, params: SamplingParams, random: float) -> int:
 
 
 def best_ids(values: Logits, count: int) -> Ids:
-    """The ``count`` ids with the greatest values, ascending by id; of equal values the lowest ids."""
+    """Return the ``count`` ids with the greatest values, ascending by id; of equal values the lowest ids."""
     if count >= len(values):
         return np.arange(len(values), dtype=np.intp)
     threshold = np.partition(values, len(values) - count)[len(values) - count]
@@ -177,12 +180,16 @@ def best_ids(values: Logits, count: int) -> Ids:
 
 
 def _nucleus(logits: Logits, weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.bool_]:
-    """Mask of the fewest best tokens that hold ``top_p`` of the weight, the one that crosses included."""
+    """Return a mask of the fewest best tokens that hold ``top_p`` of the weight.
+
+    It includes the token that crosses ``top_p``.
+    """
     needed = top_p * float(weights.sum())
     mask = np.zeros(len(weights), dtype=np.bool_)
     for count in (*_CUTS, len(logits)):
         ids = best_ids(logits, count)
-        order = ids[np.argsort(-logits[ids], kind="stable")]  # stable over ascending ids: ties to the lowest
+        # the sort is stable over ascending ids, so ties go to the lowest
+        order = ids[np.argsort(-logits[ids], kind="stable")]
         cumulative = weights[order].cumsum()
         if cumulative[-1] >= needed or len(ids) == len(logits):
             break

@@ -1,8 +1,8 @@
-"""Chat messages to token ids through the model's own template, so that no message can forge a turn.
+"""Encode chat messages through the model's own template, so that no message can forge a turn.
 
-The template sees each message with its control strings fenced by characters that occur in no message;
-after rendering, what lies between fences is encoded as letters and the rest normally. For messages
-without control strings the ids are those of the template rendered and encoded as a whole.
+The template sees each message with its control strings enclosed in fence characters that occur in no message.
+After rendering, text between fences is encoded as letters and the rest normally. For messages without control
+strings, the ids are those of the template rendered and encoded as a whole.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from convoy.model.text.vocabulary import Vocabulary, check_bytes, check_length
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Unicode's noncharacters: they never stand for text, templates do not write them, and there are 32 to
-# choose from
+# Unicode's noncharacters: they never stand for text, templates do not write them, and there are 32 of them
 _FENCES = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 class ChatTemplate:
-    """A model's chat template over its vocabulary.
+    """Apply a model's chat template over its vocabulary.
 
-    ``render`` maps messages to text, in a sandbox; it raises RequestError where the template refuses them.
+    ``render`` maps messages to text in a sandbox. It raises RequestError if the template refuses them.
     """
 
     def __init__(self, render: Callable[[list[dict[str, str]]], str], vocabulary: Vocabulary) -> None:
@@ -36,26 +35,28 @@ class ChatTemplate:
         self._vocabulary = vocabulary
 
     def encode(self, messages: object, *, max_tokens: int | None = None) -> list[int]:
-        """Ids of a conversation up to where the assistant is to speak.
+        """Return the ids of a conversation, up to the start of the assistant's turn.
 
-        ``messages``: a list of objects with ``role`` and ``content`` (text, or a list of text parts).
-        Raises RequestError naming the message and what was expected, where the template itself refuses
-        the order, and for more than ``max_tokens``.
+        ``messages`` is a list of objects with ``role`` and ``content`` (text, or a list of text parts).
+        Raises RequestError, naming the message and the expected form, for invalid messages. It is also raised
+        if the template refuses their order, and for more than ``max_tokens``.
         """
         chat = read_messages(messages)
         if max_tokens is not None:
             max_bytes = most_message_bytes(max_tokens, self._vocabulary.longest_token_bytes)
             check_bytes((message["content"] for message in chat), max_tokens, max_bytes, "messages")
         opening, closing = self._choose_fences(chat)
+        # render once with the messages' control strings removed: all control strings left are the template's
+        # own
         hollow = self._rendered(chat, lambda role, text: _hollow(opening, text, self._strings(role)))
         trusted = self._count(hollow)
         for at_edges in (False, True):
             fence = partial(self._fence, opening=opening, closing=closing, at_edges=at_edges)
             rendered = self._rendered(chat, fence)
             pieces = _split(rendered, opening, closing)
-            # A count above the trusted one means that a message's text became control text after all:
-            # joined with its neighbours', or unfenced by the template. Fences at each message's edges
-            # cure the first.
+            # A count above the trusted one means that a message's text became control text after all. It was
+            # either joined with its neighbours' text or unfenced by the template. Fences at each message's
+            # edges prevent the former.
             if self._count("\0".join(text for text, fenced in pieces if not fenced)) == trusted:
                 return self._encode(pieces, max_tokens)
         raise RequestError(
@@ -71,7 +72,7 @@ class ChatTemplate:
         return free[0], free[1]
 
     def _strings(self, role: str) -> ControlStrings:
-        # what the assistant said may hold its own markup (<think>, <tool_call>), but never an end of turn
+        # an assistant message may hold its own markup (<think>, <tool_call>), but never an end of turn
         vocabulary = self._vocabulary
         return vocabulary.special_strings if role == "assistant" else vocabulary.control_strings
 
@@ -100,7 +101,7 @@ class ChatTemplate:
 
 
 def read_messages(messages: object) -> list[dict[str, str]]:
-    """Check messages and flatten their content to text; RequestError names the place of a fault."""
+    """Check messages and flatten their content to text. Raises RequestError naming the place of a fault."""
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError("messages is not a list of at least one message", param="messages")
     return [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
@@ -116,9 +117,10 @@ def _read_message(message: object, place: str) -> dict[str, str]:
             f"{place}.role is {shown}, expected one of {', '.join(ROLES)}", param=f"{place}.role"
         )
     content = message.get("content")
-    if content is None and role == "assistant":  # OpenAI's form of a turn that only calls tools
+    # OpenAI's form of a turn that only calls tools has no content
+    if content is None and role == "assistant":
         content = ""
-    # developer is OpenAI's newer word for system; templates know the older one
+    # "developer" is OpenAI's newer name for "system"; templates know only the older one
     return {"role": "system" if role == "developer" else role, "content": _read_content(content, place)}
 
 
@@ -141,7 +143,7 @@ def _read_content(content: Any, place: str) -> str:
 
 
 def _around_core(text: str, fence: str) -> str:
-    """``text`` with a fence before and behind, inside its outer white space: templates may strip that."""
+    """Put a fence before and behind ``text``, inside its outer white space, which templates may strip."""
     core = text.strip()
     if not core:
         return text
@@ -150,12 +152,15 @@ def _around_core(text: str, fence: str) -> str:
 
 
 def _hollow(fence: str, text: str, strings: ControlStrings) -> str:
-    """``text`` without its control strings and with fenced edges: what remains of them the template wrote."""
+    """Return ``text`` with fences in place of its control strings and at its edges.
+
+    Control strings in the rendered result are then the template's own.
+    """
     return _around_core(strings.sub(lambda _: fence, text), fence)
 
 
 def _split(rendered: str, opening: str, closing: str) -> list[tuple[str, bool]]:
-    """Cut at fences: (text, whether it stood between two that belong together). A lone fence only cuts."""
+    """Split at fences into (text, whether it lies between a matching pair). A lone fence only splits."""
     fenced = re.compile(f"{opening}([^{opening}{closing}]*){closing}|[{opening}{closing}]")
     pieces: list[tuple[str, bool]] = []
     position = 0

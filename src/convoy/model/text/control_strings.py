@@ -19,7 +19,7 @@ _END = ""
 
 
 class ControlStrings:
-    """The members that begin first, and of those the longest, as an alternation of all of them finds them."""
+    """Find control strings as an alternation of all would: the earliest match, and of those the longest."""
 
     def __init__(self, strings: Iterable[str]) -> None:
         members = sorted({text for text in strings if text}, key=len, reverse=True)
@@ -46,7 +46,7 @@ class ControlStrings:
         return [match[0] for match in self.finditer(text)]
 
     def sub(self, change: Callable[[str], str], text: str) -> str:
-        """Return ``text`` with ``change`` of each match in its place."""
+        """Return ``text`` with each match replaced by ``change`` of it."""
         pieces = []
         position = 0
         for match in self.finditer(text):
@@ -57,7 +57,7 @@ class ControlStrings:
 
 
 def _expression(longest_first: list[str]) -> str:
-    """Return a pattern whose cost per character does not grow with the number of strings."""
+    """Return a pattern with a cost per character that does not grow with the number of strings."""
     long = [re.escape(text) for text in longest_first if len(text) > _MAX_NESTED]
     trie: _Trie = {}
     for text in longest_first:

@@ -1,4 +1,7 @@
-"""Stop strings: found across token boundaries, never shown, nor any part of one that may still come true."""
+"""Find stop strings across token boundaries.
+
+Neither a stop string is shown, nor any suffix of the text that may still become one.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,10 @@ from convoy.errors import RequestError
 
 
 class StopFilter:
-    """Passes text on, up to the first stop string.
+    """Pass text on, up to the first stop string.
 
-    The match that is complete first wins; of those complete at the same character, the longest. So how
-    the text was cut into deltas never changes what is shown.
+    The match that is complete first wins; of matches complete at the same character, the longest. The way the
+    text was cut into deltas therefore never changes the text shown.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -23,9 +26,9 @@ class StopFilter:
         self.matched: str | None = None
 
     def push(self, delta: str, *, may_stop: bool = True) -> str:
-        """Take more text and return what may be shown now. Empty once a stop string matched.
+        """Take more text and return the text that may be shown now. Returns "" once a stop string matched.
 
-        Where it may not stop, a stop string that ends in ``delta`` does not count.
+        If not ``may_stop``, a stop string that ends in ``delta`` does not count.
         """
         if self.matched is not None:
             return ""
@@ -40,7 +43,7 @@ class StopFilter:
         return text[: len(text) - kept]
 
     def finish(self) -> str:
-        """No more text comes: returns what was held back."""
+        """Return the text still held back, as no more text follows."""
         held, self._held = self._held, ""
         return held
 
@@ -55,7 +58,7 @@ class StopFilter:
         return None if best is None else (best[1], best[2])
 
     def _open_suffix(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
+        """Return the length of the longest suffix of ``text`` that begins a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             suffix = text[len(text) - length :]
             if any(stop.startswith(suffix) for stop in self._stop):

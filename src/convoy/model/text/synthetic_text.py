@@ -1,4 +1,4 @@
-"""The tokeniser of a model without files: one token for each byte, and numbers for the rest."""
+"""Build the tokeniser of a synthetic model: one token for each byte, and numbers for the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from convoy.model.text.vocabulary import BYTE_OF
 
 _CONTROLS = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-_SPACE = "\u0120"  # a space, in the alphabet of byte-level tokens
+# a space in the alphabet of byte-level tokens
+_SPACE = "\u0120"
 _TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- set role = message['role'] -%}"
@@ -25,9 +26,9 @@ _TEMPLATE = (
 
 
 def byte_tokenizer(vocab_size: int) -> Any:
-    """A tokeniser of `transformers`: id 0 to 255 are the bytes, then the control tokens.
+    """Return a `transformers` tokeniser: ids 0 to 255 are the bytes, and the control tokens follow.
 
-    What a model with random weights says is mostly ids above those: each reads as its own number.
+    A model with random weights mostly produces ids above those; each reads as its own number.
     """
     from transformers import PreTrainedTokenizerFast
 

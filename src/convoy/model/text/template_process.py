@@ -1,12 +1,12 @@
-"""The process in which a model's chat template is rendered: a program of its own, started by `templates`.
+"""Render a model's chat template in a process of its own, which `templates` starts.
 
-A template comes with a model, so it is not to be trusted with time or memory. This process imports neither
-torch nor transformers, limits its own memory and processor time, and is killed by its parent when it takes
-too long. It ends when its standard input does, and so with its parent.
+A template comes with a model, so it must not be trusted with time or memory. This process imports neither
+torch nor transformers and limits its own memory and processor time. Its parent kills it if it takes too long.
+It ends when its standard input ends, and therefore with its parent.
 
-Frames on both pipes are four bytes of length, big-endian, and that many bytes. In: JSON. The first frame has
-the template, its variables and the limits; every further one is a list of messages. Out: one byte of status
-and UTF-8 text, once after the first frame, then once for each list.
+Frames on both pipes are four bytes of length, big-endian, and that many bytes. Input frames are JSON: the
+first holds the template, its variables and the limits, and each further one a list of messages. Output frames
+are one byte of status and UTF-8 text: one after the first input frame, then one for each list.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jinja2.sandbox
 
 DONE, REFUSED, FAILED, TOO_LONG, NO_MEMORY = range(5)
 LENGTH = struct.Struct(">I")
-# Beyond what the parent waits for: this limit is for a parent that was killed meanwhile.
+# Processor time beyond the parent's own limit: this one acts only if the parent was killed meanwhile.
 _SPARE_CPU_S = 2
 _MAX_REASON = 200
 _INPUT, _OUTPUT, _ERRORS = range(3)
@@ -35,7 +35,7 @@ def main() -> None:
     """Render until standard input ends."""
     frames = os.fdopen(os.dup(_INPUT), "rb")
     answers = os.fdopen(os.dup(_OUTPUT), "wb")
-    # What a library prints must not come between frames.
+    # Send everything that a library prints to standard error, so that it cannot corrupt the frames.
     os.dup2(_ERRORS, _OUTPUT)
     first = _read(frames)
     if first is None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 class Renderer:
-    """One template, compiled when it is first rendered."""
+    """Render one template, compiled at its first use."""
 
     def __init__(self, template: str, variables: dict[str, Any], max_output_bytes: int) -> None:
         self._source = template
@@ -62,7 +62,7 @@ class Renderer:
         self._template: jinja2.Template | None = None
 
     def render(self, frame: bytes) -> tuple[int, str]:
-        """Return a status and the text that belongs to it."""
+        """Return a status and its text."""
         try:
             text = self._text(json.loads(frame.decode("utf-8", "surrogatepass")))
         except jinja2.exceptions.TemplateError as error:
@@ -75,7 +75,7 @@ class Renderer:
         return (TOO_LONG, "") if text is None else (DONE, text)
 
     def _text(self, messages: list[dict[str, str]]) -> str | None:
-        """Return the rendered text, or None where there is too much of it."""
+        """Return the rendered text, or None if it is too long."""
         if self._template is None:
             self._template = environment().from_string(self._source)
         given = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
@@ -103,7 +103,7 @@ def environment() -> jinja2.Environment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``: marks what the assistant wrote, for training; here it shows what is inside."""
+    """Accept ``{% generation %}``, which marks the assistant's text for training, and show its contents."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
 
@@ -117,7 +117,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """``dict`` without its attributes, which lead out of the sandbox."""
+    """Provide ``dict`` without its attributes, which lead out of the sandbox."""
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         return dict(*args, **named)
@@ -127,7 +127,7 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """``namespace`` without names that begin with an underscore."""
+    """Provide ``namespace`` without names that begin with an underscore."""
 
     def __init__(*args: Any, **named: Any) -> None:
         self, rest = args[0], args[1:]

@@ -1,4 +1,4 @@
-"""Chat templates, rendered in processes of their own: bounded in time, memory and output, and reused."""
+"""Render chat templates in separate, reused processes, with bounded time, memory and output."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _MAX_READ = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What one rendering may take.
+    """Limit the resources of one rendering.
 
-    ``seconds`` are of the process's own processor time, so that a busy machine fails no honest template;
+    ``seconds`` count the process's own processor time, so that no honest template fails on a busy machine.
     ``starved_factor`` times as many may pass on the clock.
     """
 
@@ -42,7 +42,7 @@ class RenderLimits:
 
 
 class TemplateRenderer:
-    """A template and the processes that render it. Thread-safe; a process is made on first need."""
+    """Manage a template and the processes that render it. Thread-safe; processes start when first needed."""
 
     def __init__(
         self, template: str, variables: Mapping[str, str], limits: RenderLimits | None = None
@@ -63,8 +63,8 @@ class TemplateRenderer:
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the text of ``messages``.
 
-        Raises RequestError where the template refuses them, fails or exceeds a limit, and Unavailable where
-        no process can be started.
+        Raises RequestError if the template refuses them, fails or exceeds a limit, and Unavailable if no
+        process can be started.
         """
         frame = _frame(list(messages))
         with self._places:
@@ -83,7 +83,7 @@ class TemplateRenderer:
         raise _refusal(status, text, self.limits)
 
     def close(self) -> None:
-        """End the processes; a later rendering makes new ones."""
+        """End the processes; a later rendering starts new ones."""
         _end_all(self._idle)
 
     def _take(self) -> _Process:
@@ -96,7 +96,7 @@ class TemplateRenderer:
         return _Process.started(self._opening, self.limits)
 
     def _is_late(self, process: _Process) -> Callable[[], bool]:
-        """Return what says whether the rendering that begins now has had its time."""
+        """Return a function that tells whether the rendering that begins now has used up its time."""
         began_s, cpu_s, limits = time.monotonic(), process.cpu_s(), self.limits
 
         def is_late() -> bool:
@@ -110,7 +110,7 @@ class TemplateRenderer:
 
 
 class _Process:
-    """One process and its two pipes."""
+    """Hold one process and its two pipes."""
 
     def __init__(self, process: subprocess.Popen[bytes], max_answer_bytes: int) -> None:
         assert process.stdin is not None
@@ -165,7 +165,7 @@ class _Process:
     def ask(self, frame: bytes, is_late: Callable[[], bool]) -> tuple[int, str]:
         """Return the status and the text of the answer.
 
-        Raises RequestError; then the process is of no use.
+        Raises RequestError; the process cannot be used again then.
         """
         unsent, answer = memoryview(frame), bytearray()
         with selectors.DefaultSelector() as ready:
@@ -191,7 +191,7 @@ class _Process:
         return answer[LENGTH.size], answer[LENGTH.size + 1 :].decode("utf-8", "surrogatepass")
 
     def end(self) -> None:
-        """Kill it. May be called twice."""
+        """Kill the process. May be called twice."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -199,7 +199,7 @@ class _Process:
             pipe.close()
 
     def _size(self, answer: bytearray) -> int | None:
-        """Return the bytes of the whole answer, once its length has come."""
+        """Return the size in bytes of the whole answer, once its length has been received."""
         if len(answer) < LENGTH.size:
             return None
         size: int = LENGTH.unpack_from(answer)[0]

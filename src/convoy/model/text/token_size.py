@@ -1,4 +1,4 @@
-"""How much text one token can stand for: a bound by which a prompt is refused before it is tokenised."""
+"""Bound the text that one token can stand for, to refuse a long prompt before it is tokenised."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def most_message_bytes(max_tokens: int, longest: int | None) -> int:
 def longest_token_bytes(tokenizer: Mapping[str, Any], letters: Collection[str]) -> int | None:
     """Return the most UTF-8 bytes of text that one token stands for, by the tokenizer's own description.
 
-    ``letters`` is the alphabet in which a byte-level vocabulary writes the 256 bytes.
-    None where no bound holds: a part of the tokenizer deletes text, or merges any run of it into one token.
+    ``letters`` is the alphabet in which a byte-level vocabulary writes the 256 bytes. Returns None if no
+    bound holds: a part of the tokenizer deletes text, or merges any run of it into one token.
     """
     normalizer = _shrinks_by(tokenizer.get("normalizer"))
     stages = _flat(tokenizer.get("pre_tokenizer"), "pretokenizers")

@@ -1,4 +1,4 @@
-"""A model's text: its tokeniser, its chat template, its end-of-text ids, and tokens to text as they come."""
+"""Handle a model's text: tokeniser, chat template, end-of-text ids, and text from tokens as they arrive."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from convoy.model.text.templates import TemplateRenderer
 from convoy.model.text.vocabulary import Vocabulary
 
 _REPLACEMENT = "\ufffd"
-_MAX_PARTIAL = 3  # bytes of a character that lacks its last
-_MAX_HELD = 64  # tokens without a whole character, after which they are garbage and shown as such
+# bytes of an incomplete character, which lacks at least its last byte
+_MAX_PARTIAL = 3
+# tokens without a whole character, after which they are taken for garbage and shown as such
+_MAX_HELD = 64
 
 
 class Tokenizer:
-    """Text to token ids and back for one model. Thread-safe; local files only, and no code of theirs.
+    """Convert text to token ids and back for one model. Thread-safe.
 
-    Raises ModelError when the directory has no usable tokeniser, or names end-of-text ids outside the
-    vocabulary.
+    It reads local files only, and runs no code from them. Raises ModelError if the directory has no usable
+    tokeniser, or names end-of-text ids outside the vocabulary.
     """
 
     def __init__(self, source: ModelSource) -> None:
-        self.vocab_size = source.spec.vocab_size  # the model's: ids from here on have no embedding
+        # the model's number of tokens: ids from here on have no embedding
+        self.vocab_size = source.spec.vocab_size
         pretrained = _load(source)
         self.eos_ids = frozenset(_eos_ids(source, pretrained.eos_token_id))
         template = pretrained.chat_template
@@ -42,36 +45,38 @@ class Tokenizer:
             self._chat = ChatTemplate(self._renderer.render, self._vocabulary)
 
     def close(self) -> None:
-        """End the processes that render its chat template; they are made anew where they are needed."""
+        """End the processes that render its chat template; they start again when needed."""
         if self._renderer is not None:
             self._renderer.close()
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can work at all."""
+        """Tell whether the model has a chat template, so that `encode_chat` can work."""
         return self._chat is not None
 
     @property
     def longest_token_bytes(self) -> int | None:
-        """The most bytes of text that one token stands for, or None where no bound is known."""
+        """Return the most bytes of text that one token stands for, or None if no bound is known."""
         return self._vocabulary.longest_token_bytes
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """Ids of raw text, after the tokeniser's begin-of-sequence token if any; special tokens stay text.
+        """Return the ids of raw text, after the begin-of-sequence token if the tokeniser has one.
 
-        Raises RequestError for text with half of a surrogate pair, and for more than ``max_tokens``.
+        Special tokens in the text are encoded as plain text. Raises RequestError for text with half of a
+        surrogate pair, and for more than ``max_tokens``.
         """
         return self._vocabulary.encode(text, max_tokens=max_tokens)
 
     def encode_word(self, text: str) -> list[int]:
-        """Return the ids of ``text`` without the begin-of-sequence token. Raises as `encode`."""
+        """Return the ids of ``text`` without the begin-of-sequence token. Raises as `encode` does."""
         return self._vocabulary.encode_word(text)
 
     def encode_chat(self, messages: object, *, max_tokens: int | None = None) -> list[int]:
-        """Ids of a conversation, ready for the assistant's turn; see `text.chat` for what messages may be.
+        """Return the ids of a conversation, ready for the assistant's turn; `text.chat` describes
+        ``messages``.
 
-        Raises RequestError for messages that are wrong, for more than ``max_tokens``, and for a model
-        without a chat template.
+        Raises RequestError for invalid messages, for more than ``max_tokens``, and for a model without a chat
+        template.
         """
         if self._chat is None:
             raise RequestError(
@@ -80,55 +85,59 @@ class Tokenizer:
         return self._chat.encode(messages, max_tokens=max_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
         return self._vocabulary.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token (OpenAI's ``bytes`` of a logprob), which need not be a whole character."""
+        """Return the bytes of one token (OpenAI's ``bytes`` of a logprob); they may end mid-character."""
         return self._vocabulary.token_bytes(token_id)
 
 
 class Decoder(Protocol):
-    """What `TextStream` needs of a tokeniser."""
+    """Specify the part of a tokeniser that `TextStream` needs."""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids."""
+        """Return the text of ``ids``."""
 
 
 class TextStream:
-    """Text of one choice as its tokens come: whole characters only, and nothing of a stop string.
+    """Convert one choice's tokens to text as they arrive: whole characters only, and no part of a stop
+    string.
 
-    Incremental by two offsets, as in vLLM and TGI: tokens since the last whole character are decoded with
-    those just before, and what these alone give is cut off, so that a tokeniser may treat the first token
-    of a text differently.
+    Decoding is incremental by two offsets, as in vLLM and TGI. Tokens since the last whole character are
+    decoded together with those just before them, and the text of the latter is cut off. A tokeniser may
+    therefore treat the first token of a text differently.
     """
 
     def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._filter = StopFilter(stop)
-        self._ids: list[int] = []  # the tokens of the last delta, then those after it
-        self._num_context = 0  # how many of them are only there as context
-        self._shown = 0  # characters of their text that were passed on
+        # the tokens of the last delta, then those after it
+        self._ids: list[int] = []
+        # the number of leading tokens that serve only as context
+        self._num_context = 0
+        # characters of the tokens' text that were already passed on
+        self._shown = 0
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string matched; no text follows."""
+        """Tell whether a stop string matched; no text follows then."""
         return self._filter.matched is not None
 
     @property
     def matched_stop(self) -> str | None:
-        """The stop string that matched."""
+        """Return the stop string that matched, or None."""
         return self._filter.matched
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Take the next token and return the text that may be shown now, often empty.
+        """Take the next token and return the text that may be shown now, often "".
 
-        Where it may not stop, a stop string that is complete with this token does not count.
+        If not ``may_stop``, a stop string that this token completes does not count.
         """
         self._ids.append(token_id)
         text = self._tokenizer.decode(self._ids)
         whole = text.rstrip(_REPLACEMENT)
-        # trailing U+FFFD may be the start of a character, which the next tokens complete
+        # a trailing U+FFFD may be the start of a character that the next tokens complete
         stable = len(whole)
         if len(self._ids) > _MAX_HELD:
             stable = max(stable, len(text) - _MAX_PARTIAL)
@@ -141,7 +150,7 @@ class TextStream:
         return self._filter.push(delta, may_stop=may_stop)
 
     def finish(self) -> str:
-        """No more tokens come: returns what was held back, bytes of half a character as U+FFFD."""
+        """Return the text still held back, as no tokens follow; an incomplete character becomes U+FFFD."""
         rest = self._tokenizer.decode(self._ids)[self._shown :]
         self._ids.clear()
         self._num_context = self._shown = 0
@@ -161,20 +170,23 @@ def _load(source: ModelSource) -> Any:
             return byte_tokenizer(source.spec.vocab_size)
     if source.is_one_file:
         return _load_gguf(source)
-    # tokenizer.json says all there is to say; AutoTokenizer would rebuild it by the model's type, which
-    # may lie
+    # tokenizer.json is complete; AutoTokenizer would rebuild it by the model type in config.json, which may
+    # be wrong
     has_file = (source.path / "tokenizer.json").is_file()
     try:
         with LIBRARY:
-            import transformers  # and of it only what is used: AutoTokenizer brings torch, and seconds
+            # use as little of it as possible: AutoTokenizer imports torch, which takes seconds
+            import transformers
 
             loader: Any = transformers.PreTrainedTokenizerFast if has_file else transformers.AutoTokenizer
             pretrained = loader.from_pretrained(source.path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises anything at all for a broken file
+    # the library raises any exception at all for a broken file
+    except Exception as error:
         reason = f"tokenizer.json cannot be used: {_first_line(error)}" if has_file else "no tokenizer.json"
         raise ModelError(f"{source.name}: no usable tokeniser in {source.path}: {reason}") from error
     files = pretrained.vocab_files_names.values()
-    if not any((source.path / name).is_file() for name in files):  # the library made an empty one
+    # without any file the library makes an empty tokeniser, and no error
+    if not any((source.path / name).is_file() for name in files):
         raise ModelError(
             f"{source.name}: no usable tokeniser in {source.path}: none of {', '.join(sorted(files))}"
         )
@@ -186,7 +198,7 @@ def _load(source: ModelSource) -> Any:
 
 
 def _load_gguf(source: ModelSource) -> Any:
-    """The tokeniser that a GGUF file describes, built anew by the library."""
+    """Return the tokeniser that a GGUF file describes, rebuilt by the library."""
     gguf_package()
     try:
         with LIBRARY:
@@ -199,7 +211,8 @@ def _load_gguf(source: ModelSource) -> Any:
                 local_files_only=True,
                 trust_remote_code=False,
             )
-    except Exception as error:  # the library raises anything at all for a broken file
+    # the library raises any exception at all for a broken file
+    except Exception as error:
         raise ModelError(f"{source.path}: no usable tokeniser in it: {_first_line(error)}") from error
 
 

@@ -1,8 +1,8 @@
-"""Text to token ids and back, where only Convoy's own callers may write control tokens.
+"""Convert text to token ids and back, so that only Convoy's own callers can write control tokens.
 
 A control token (end of turn, begin of sequence, ``<tool_call>`` where the chat template writes it) has a
-power that text must not have: a user who types its name must get its letters. So text is cut at control
-strings, and those pieces are encoded by a second backend that knows no added tokens at all.
+power that text must not have. If users type its name, they must get its letters. Text is therefore split at
+control strings, and a second backend without any added tokens encodes these.
 """
 
 from __future__ import annotations
@@ -19,18 +19,26 @@ from convoy.errors import RequestError
 from convoy.model.text.control_strings import ControlStrings
 from convoy.model.text.token_size import longest_token_bytes, most_text_bytes
 
-_SHORT = 4096  # characters: tokenised within a millisecond or two
-_PIECE = 65_536  # characters
-_USUAL_CHARACTERS = 4  # of a token; a text with more for each token that it may have is probably too long
-_MARGIN_TOKENS = 64  # what is cut off again, or added, around one text
+# characters that are tokenised within a millisecond or two
+_SHORT = 4096
+# characters tokenised at once, when a long text is checked piece by piece
+_PIECE = 65_536
+# usual characters of a token; a text with more per allowed token is probably too long
+_USUAL_CHARACTERS = 4
+# tokens that may be removed from, or added to, one text
+_MARGIN_TOKENS = 64
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Vocabulary:
-    """A tokeniser's backend, thread-safe; ids are those of the tokeniser, not all need be in the model."""
+    """Wrap a tokeniser's backend, thread-safe. Ids are the tokeniser's; the model may lack some of them."""
 
     def __init__(self, backend_json: str, special: Iterable[str], template: str) -> None:
-        """``special``: tokens that are special though not so marked; ``template``: the chat template."""
+        """Read the backend's description.
+
+        ``special`` lists tokens that are special although the description does not mark them. ``template`` is
+        the chat template.
+        """
         self._json: dict[str, Any] = json.loads(backend_json)
         self._full = _backend(self._json)
         self._bare: tokenizers.Tokenizer | None = None
@@ -38,7 +46,7 @@ class Vocabulary:
         added = {token["content"]: token["id"] for token in self._json["added_tokens"]}
         marked = {token["content"] for token in self._json["added_tokens"] if token["special"]}
         special_tokens = {text: added[text] for text in added.keys() & (marked | set(special))}
-        # another added token (a run of spaces, say) is control only where the template writes it
+        # another added token (such as a run of spaces) is a control token only if the template writes it
         written = {text: number for text, number in added.items() if text.strip() and text in template}
         controls = special_tokens | written
         self._added = {number: text for text, number in added.items()}
@@ -54,10 +62,10 @@ class Vocabulary:
         self._decoders = _decoder_types(self._json.get("decoder"))
 
     def encode(self, text: str, *, max_tokens: int | None = None) -> list[int]:
-        """Ids of raw text, begin-of-sequence included where the tokeniser adds one; special tokens stay text.
+        """Return the ids of raw text, after the begin-of-sequence token if the tokeniser adds one.
 
-        Raises RequestError for text that is not Unicode (a lone surrogate), and, as soon as it is certain,
-        for text of more than ``max_tokens``.
+        Special tokens in the text are encoded as plain text. Raises RequestError for text that is not Unicode
+        (a lone surrogate), and, as soon as it is certain, for text of more than ``max_tokens``.
         """
         self.check_size([text], max_tokens)
         ids = list(self._prefix)
@@ -76,15 +84,15 @@ class Vocabulary:
         return self.encode(text)[len(self._prefix) :]
 
     def check_size(self, texts: Iterable[str], max_tokens: int | None) -> None:
-        """Raise RequestError where ``texts`` have more bytes together than ``max_tokens`` stand for."""
+        """Raise RequestError if ``texts`` together have more bytes than ``max_tokens`` tokens stand for."""
         if max_tokens is not None:
             check_bytes(texts, max_tokens, most_text_bytes(max_tokens, self.longest_token_bytes))
 
     def encode_template(self, text: str, *, first: bool, max_tokens: int | None = None) -> list[int]:
-        """Ids of a piece that the chat template wrote: control tokens in it are control tokens.
+        """Return the ids of a piece that the chat template wrote, in which control tokens keep their meaning.
 
-        Raises RequestError where the tokeniser sees one that is not there literally (a normaliser made it
-        of text), and for a piece of more than ``max_tokens``.
+        Raises RequestError if the tokeniser sees a control token that is not there literally, because a
+        normaliser made it from text. Also raises it for a piece of more than ``max_tokens``.
         """
         ids = self._encode_piece(text, first=first, max_tokens=max_tokens)
         literal = sum(1 for _ in self.control_strings.finditer(text))
@@ -95,7 +103,7 @@ class Vocabulary:
         return ids
 
     def encode_letters(self, text: str) -> list[int]:
-        """Ids that spell a control string's letters, and never its token."""
+        """Return ids that spell a control string's letters, and never its token."""
         ids = self._spelled.get(text)
         if ids is None:
             ids = self._spell(text)
@@ -107,17 +115,16 @@ class Vocabulary:
         ids = self._encode_bare(text)
         if self._control_ids.isdisjoint(ids):
             return ids
-        # a unigram or word vocabulary may hold the whole string as a plain piece; a single letter cannot
-        # be one
+        # a unigram or word vocabulary may hold the whole string as a plain piece: encode it letter by letter
         ids = [number for letter in text for number in self._encode_bare(letter)]
         return [number for number in ids if number not in self._control_ids]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD, ids that nobody knows become nothing."""
+        """Return the text of ``ids``; bytes that are not UTF-8 become U+FFFD, and unknown ids become ""."""
         return str(self._full.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, wherever it stands; empty for an id that nobody knows."""
+        """Return the bytes that one token stands for, at any place in a text; empty for an unknown id."""
         token = self._full.id_to_token(token_id)
         if token is None or token_id in self._added:
             return (token or "").encode()
@@ -139,7 +146,7 @@ class Vocabulary:
     def _encode_piece(self, text: str, *, first: bool, max_tokens: int | None = None) -> list[int]:
         if first:
             return self._encode_full(text, max_tokens)
-        # SentencePiece puts a space before the first word of every call: behind a newline no word is first
+        # SentencePiece puts a space before the first word of every call: after a newline no word is first
         ids = self._encode_full("\n" + text, max_tokens)
         if ids[: len(self._anchor)] == self._anchor:
             return ids[len(self._anchor) :]
@@ -149,7 +156,8 @@ class Vocabulary:
         return _encode(self._full, text, max_tokens)
 
     def _encode_bare(self, text: str, max_tokens: int | None = None) -> list[int]:
-        with self._lock:  # made on first need: few prompts ever spell a control token
+        # build the backend when first needed: few prompts ever spell a control token
+        with self._lock:
             if self._bare is None:
                 self._bare = _backend({**self._json, "added_tokens": [], "post_processor": None})
         ids = _encode(self._bare, "\n" + text, max_tokens)
@@ -159,8 +167,8 @@ class Vocabulary:
         return _encode(self._bare, text, max_tokens)
 
     def _find_prefix(self) -> list[int]:
-        # what the post-processor puts before a text; what it puts behind (an end of text) would end the
-        # prompt
+        # keep only the ids that the post-processor puts before a text: an end of text behind it would end
+        # the prompt
         whole = list(self._full.encode("a", add_special_tokens=True).ids)
         bare = self._encode_full("a")
         for start in range(len(whole) - len(bare) + 1):
@@ -171,13 +179,14 @@ class Vocabulary:
 
 def _backend(description: dict[str, Any]) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer.from_str(json.dumps(description))
-    backend.no_truncation()  # a tokeniser saved from training may cut or pad every text
+    # a tokeniser saved from training may truncate or pad every text
+    backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def check_length(num_tokens: int, max_tokens: int | None) -> None:
-    """Raise RequestError where a prompt has more tokens than a request may use."""
+    """Raise RequestError if a prompt has more tokens than a request may use."""
     if max_tokens is not None and num_tokens > max_tokens:
         raise RequestError(
             f"the prompt has more than {max_tokens} tokens, "
@@ -189,7 +198,7 @@ def check_length(num_tokens: int, max_tokens: int | None) -> None:
 
 
 def check_bytes(texts: Iterable[str], max_tokens: int, max_bytes: int, param: str = "prompt") -> None:
-    """Raise RequestError where ``texts`` have more than ``max_bytes`` together.
+    """Raise RequestError if ``texts`` together have more than ``max_bytes``.
 
     ``max_bytes`` is more than ``max_tokens`` tokens can stand for.
     """
@@ -214,7 +223,8 @@ def _encode(backend: tokenizers.Tokenizer, text: str, max_tokens: int | None = N
     if max_tokens is not None and len(text) > max_tokens * _USUAL_CHARACTERS:
         _check_pieces(backend, text, max_tokens)
     encoding = _encode_unlocked(backend, text)
-    # Before the ids become a list: that takes the lock again. An error's traceback would keep the encoding.
+    # Check the length before the ids become a list, which takes the interpreter lock again. Delete the
+    # encoding before an error is raised, as the error's traceback would keep it.
     num_tokens, ids = len(encoding), None
     if max_tokens is None or num_tokens - _MARGIN_TOKENS <= max_tokens:
         ids = list(encoding.ids)
@@ -225,10 +235,10 @@ def _encode(backend: tokenizers.Tokenizer, text: str, max_tokens: int | None = N
 
 
 def _check_pieces(backend: tokenizers.Tokenizer, text: str, max_tokens: int) -> None:
-    """Raise RequestError where ``text``, tokenised piece by piece, has far more than ``max_tokens``.
+    """Raise RequestError if ``text``, tokenised piece by piece, has far more than ``max_tokens`` tokens.
 
-    A cut between two pieces changes a few tokens beside it, so twice as many are certainly too many. The
-    whole text at once would take a hundred bytes of memory for each token.
+    A cut between two pieces changes a few tokens beside it, so twice as many are certainly too many.
+    Tokenising the whole text at once would take a hundred bytes of memory for each token.
     """
     num_tokens = 0
     for start in range(0, len(text), _PIECE):
@@ -237,7 +247,8 @@ def _check_pieces(backend: tokenizers.Tokenizer, text: str, max_tokens: int) -> 
 
 
 def _encode_unlocked(backend: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
-    # `encode` holds the interpreter lock until it ends: seconds for megabytes. The batch call does not.
+    # `encode` holds the interpreter lock until it ends, which is seconds for megabytes of text. The batch
+    # call releases it.
     (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
     return encoding
 
@@ -252,7 +263,7 @@ def _decoder_types(decoder: object) -> set[str]:
 
 
 def _letters_of_bytes() -> dict[str, bytes]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for letters from U+0100 on."""
+    """Return GPT-2's alphabet: printable Latin-1 is itself, other bytes are letters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): bytes([byte]) for byte in printable}

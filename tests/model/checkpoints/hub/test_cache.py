@@ -1,4 +1,4 @@
-"""What is kept of models: listed with its size, removed, but never what a process uses."""
+"""Test the cache of models: listed with sizes and removed, except for models in use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_a_process_uses_stays(cache: Path) -> None:
     first, second = InUse(whole.folder), InUse(whole.folder)
     first.close()
     assert list_cache(cache)[0].in_use
-    with pytest.raises(ModelError, match=f"somebody/odd@{COMMIT} is in use, and stays"):
+    with pytest.raises(ModelError, match=f"somebody/odd@{COMMIT} is in use and is not removed"):
         remove(whole)
     second.close()
     remove(whole)

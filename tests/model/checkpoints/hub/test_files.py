@@ -120,7 +120,7 @@ def test_a_download_that_fails_is_named_and_what_came_stays(
     lost = r"model\.safetensors of somebody/odd@5f5f5f5f5f5f cannot be fetched, the hub cannot be reached: "
     with pytest.raises(HubUnreachable, match=lost) as broken:
         Hub(tmp_path / "cache", hub.url).download(NAME)
-    assert "start again to go on" in (broken.value.hint or "")
+    assert "start again to resume" in (broken.value.hint or "")
     hub.asked.clear()
     Hub(tmp_path / "cache", hub.url).download(NAME)
     assert hub.asked == [("model.safetensors", 700)]
@@ -157,7 +157,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named_with_the_file_and_what_came_sta
     full = r"model\.safetensors\.part cannot be written for model\.safetensors: no space left on device"
     with pytest.raises(ModelError, match=full) as error:
         Hub(small_disk / "cache", hub.url).download(NAME)
-    assert "what came so far stays" in (error.value.hint or "")
+    assert "received bytes are kept" in (error.value.hint or "")
     assert next(small_disk.rglob("model.safetensors.part")).stat().st_size > 50_000
 
 
@@ -224,7 +224,7 @@ def test_no_address_is_in_what_is_said_of_a_hub_that_refuses(hub: FakeHub, tmp_p
 
 def test_what_is_no_hub_is_said(hub: FakeHub, tmp_path: Path) -> None:
     hub.status = 200
-    with pytest.raises(ModelError, match="what answers for somebody/odd@main is no hub"):
+    with pytest.raises(ModelError, match="the server that answers for somebody/odd@main is not a hub"):
         Hub(tmp_path / "cache", hub.url).download(NAME)
 
 
@@ -233,7 +233,7 @@ def test_a_hub_whose_answer_describes_no_model_is_said(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: object
 ) -> None:
     monkeypatch.setattr(hub, "_info", lambda: json.dumps(said).encode())
-    with pytest.raises(ModelError, match="what answers for somebody/odd@main is no hub: it describes no"):
+    with pytest.raises(ModelError, match="answers for somebody/odd@main is not a hub: it described no"):
         Hub(tmp_path / "cache", hub.url).download(NAME)
 
 
@@ -276,6 +276,6 @@ def test_a_file_whose_size_the_hub_does_not_say_is_not_taken_for_an_empty_one(
     hub: FakeHub, tmp_path: Path, file: str
 ) -> None:
     hub.unsized = file
-    with pytest.raises(ModelError, match=f"the hub says no size of {file} of somebody/odd@main"):
+    with pytest.raises(ModelError, match=f"the hub lists no size for {file} of somebody/odd@main"):
         Hub(tmp_path / "cache", hub.url).download(NAME)
     assert not list(tmp_path.glob(f"cache/**/{file}"))

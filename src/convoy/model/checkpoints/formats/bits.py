@@ -1,4 +1,4 @@
-"""Small whole numbers out of the words that they are packed in; vectorised, on the device of the words."""
+"""Unpack small integers from the words that they are packed in, vectorised, on the device of the words."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 
 
 def stream_codes(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers of ``bits`` that follow each other from the lowest bit on, along the last dimension.
+    """Unpack numbers of ``bits`` bits that follow each other from the lowest bit on, along the last
+    dimension.
 
-    Whole words of any type, little-endian, [..., n] to uint8 [..., n * bits of a word / bits]. Numbers of
-    3, 5 and 6 bits reach over bytes; eight of them fill as many bytes as each has bits.
+    ``words`` [..., n] are little-endian integers of any type; the result is uint8 [..., n * bits of a word /
+    bits]. Numbers of 3, 5 and 6 bits cross byte borders; eight of them fill as many bytes as each has bits.
     """
     packed = words.contiguous().view(torch.uint8)
     if bits == 8:
@@ -18,6 +19,7 @@ def stream_codes(words: torch.Tensor, bits: int) -> torch.Tensor:
         mask = (1 << bits) - 1
         parts = [(packed >> shift).bitwise_and_(mask) for shift in range(0, 8, bits)]
         return torch.stack(parts, -1).flatten(-2)
+    # eight numbers of `bits` bits fill `bits` bytes, which an int64 holds: shift each number out of it
     groups = packed.view(*packed.shape[:-1], -1, bits).to(torch.int64)
     joined = groups[..., 0].clone()
     for byte in range(1, bits):

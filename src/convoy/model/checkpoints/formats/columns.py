@@ -1,7 +1,8 @@
-"""GPTQ and AWQ: matrices stored [inputs, outputs], in groups of inputs, with a scale and a zero per output.
+"""Unpack GPTQ and AWQ: matrices stored [inputs, outputs], with a scale and a zero per group and output.
 
-GPTQ packs eight inputs in a word (of four bits) and its zeros, less one, along the outputs; AWQ packs both
-along the outputs, in an order of its own. ``(number - zero) * scale``, turned into [outputs, inputs].
+Groups are runs of inputs. GPTQ packs eight inputs in a word (of four bits), and along the outputs its zeros,
+less one. AWQ packs both along the outputs, in an order of its own. A value is ``(number - zero) * scale``,
+and the matrix is transposed to [outputs, inputs].
 """
 
 from __future__ import annotations
@@ -31,28 +32,33 @@ if TYPE_CHECKING:
 _WORD = 32
 _MAX_GROUP = 1 << 16
 _IN_ORDER = tuple(range(8))
-# at which of the word's eight places an output stands
+# the place in its word, of eight, at which each output is stored
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclass(frozen=True)
 class TurnedColumns(Unpacking):
-    """[outputs, inputs] from ``weight``, ``zeros``, ``scales`` and, where groups are no runs, ``places``."""
+    """Unpack a matrix [outputs, inputs] from ``weight``, ``zeros``, ``scales`` and optional ``places``.
+
+    ``places`` gives each input's group where groups are not runs of inputs.
+    """
 
     bits: int
     group_size: int
-    packs_inputs: bool  # in ``weight``; zeros are packed along the outputs in any case
+    # how ``weight`` is packed; zeros are always packed along the outputs
+    packs_inputs: bool
     order: tuple[int, ...] = _IN_ORDER
-    zero_offset: int = 0  # to add to what is stored
+    # added to each stored zero
+    zero_offset: int = 0
 
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Some inputs at a time, of all outputs."""
+        """Yield some inputs at a time, of all outputs."""
         import torch
 
         num_outputs, num_inputs = self.shape
         scales = parts["scales"].to(torch.float32)
         zeros = self._along_outputs(parts["zeros"]) + self.zero_offset
-        # an eight-bit zero of 255 that stands for 256, and a four-bit 15 for 16, come out as 0
+        # a zero of 256 (8 bits, stored as 255) or 16 (4 bits, stored as 15) wraps around to 0
         zeros = zeros.bitwise_and((1 << self.bits) - 1).to(torch.float32)
         groups = self._groups(parts, scales.shape[0])
         per_word = _WORD // self.bits
@@ -67,7 +73,7 @@ class TurnedColumns(Unpacking):
             yield (slice(None), inputs), values.T
 
     def _along_outputs(self, words: torch.Tensor) -> torch.Tensor:
-        """[n, words] to [n, outputs]."""
+        """Unpack [n, words] to [n, outputs]."""
         return self._shifted(words.unsqueeze(-1), (1, 1, _WORD // self.bits)).flatten(1)
 
     def _shifted(self, words: torch.Tensor, shape: tuple[int, int, int]) -> torch.Tensor:
@@ -78,7 +84,7 @@ class TurnedColumns(Unpacking):
         return (words >> shifts.view(shape)).bitwise_and((1 << self.bits) - 1)
 
     def _groups(self, parts: Parts, num_groups: int) -> torch.Tensor:
-        """The group of each input."""
+        """Return the group of each input, int64 [inputs]. Raises ModelError for an invalid group."""
         import torch
 
         places = parts.get("places")
@@ -96,17 +102,18 @@ class TurnedColumns(Unpacking):
 
 @dataclass(frozen=True)
 class _Packing:
-    """What is the same for all matrices of a checkpoint."""
+    """Hold the settings that are the same for all matrices of a checkpoint."""
 
     bits: int
-    group_size: int | None  # None: all inputs are one group
+    # None means that all inputs are one group
+    group_size: int | None
     packs_inputs: bool
     order: tuple[int, ...] = _IN_ORDER
     zero_offset: int = 0
 
 
 def describe_gptq(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
-    """Raises ModelError for settings or tensors that do not fit together, naming them."""
+    """Describe a GPTQ checkpoint. Raises ModelError naming settings or tensors that do not fit together."""
     settings = quantization.settings
     version = settings.get("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
@@ -114,12 +121,13 @@ def describe_gptq(quantization: Quantization, tensors: Mapping[str, StoredTensor
     if settings.get("dynamic"):
         raise quantization.wrong("dynamic", "the same for all modules")
     bits, group_size = _bits(quantization, (2, 4, 8)), _group_size(quantization)
-    offset = 1 if version == "gptq" else 0  # the first version stores every zero less one
+    # the first version stores each zero minus one
+    offset = 1 if version == "gptq" else 0
     return _layout(tensors, _Packing(bits, group_size, packs_inputs=True, zero_offset=offset))
 
 
 def describe_awq(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
-    """Raises ModelError for settings or tensors that do not fit together, naming them."""
+    """Describe an AWQ checkpoint. Raises ModelError naming settings or tensors that do not fit together."""
     if str(quantization.settings.get("version", "gemm")).lower() != "gemm":
         raise quantization.wrong("version", "gemm")
     bits, group_size = _bits(quantization, (4,)), _group_size(quantization)
@@ -181,7 +189,7 @@ def _bits(quantization: Quantization, known: tuple[int, ...]) -> int:
 
 
 def _group_size(quantization: Quantization) -> int | None:
-    """None: all inputs are one group."""
+    """Return the group size; None means that all inputs are one group."""
     key = "group_size" if "group_size" in quantization.settings else "q_group_size"
     if quantization.settings.get(key) == -1:
         return None

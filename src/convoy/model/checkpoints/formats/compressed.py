@@ -1,7 +1,8 @@
-"""What llm-compressor writes (`compressed-tensors`): packed whole numbers, bytes, or eight-bit floats.
+"""Unpack `compressed-tensors`, as llm-compressor writes them: packed integers, bytes, or 8-bit floats.
 
-``X.weight_packed`` holds numbers from 0 on, which stand for themselves less half their range, in int32 words
-along a row; ``X.weight_zero_point`` the same down the columns. Unpacked ones keep the name ``X.weight``.
+``X.weight_packed`` holds unsigned numbers in int32 words along a row; half their range is subtracted from
+each. ``X.weight_zero_point`` is packed the same way down the columns. Unpacked weights keep the name
+``X.weight``.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _PACKED = "_packed"
 
 @dataclass(frozen=True)
 class _Weights:
-    """The settings of a group of modules."""
+    """Hold the settings of a group of modules."""
 
     kind: str  # "int" or "float"
     bits: int
@@ -48,7 +49,7 @@ class _Weights:
     block: tuple[int, int] | None
 
     def tile(self, num_rows: int, width: int) -> tuple[int, int]:
-        """Rows and inputs that share a scale."""
+        """Return how many rows and inputs share a scale."""
         if self.strategy == "block" and self.block is not None:
             return self.block
         if self.strategy == "group" and self.group_size is not None:
@@ -57,7 +58,7 @@ class _Weights:
 
 
 def describe_compressed(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
-    """Raises ModelError for settings or tensors that do not fit together, naming them."""
+    """Describe a checkpoint. Raises ModelError naming the settings or tensors that do not fit together."""
     if quantization.settings.get("format", "dense") not in _FORMATS:
         raise quantization.wrong("format", f"one of {', '.join(_FORMATS)}")
     sparsity = quantization.settings.get("sparsity_config")
@@ -73,7 +74,8 @@ def describe_compressed(quantization: Quantization, tensors: Mapping[str, Stored
         weights = _weights_of(quantization, groups, module)
         if f"{module}.weight{_PACKED}" in tensors:
             made[f"{module}.weight"] = _packed(module, tensors, weights)
-            shapes.add(f"{module}.weight_shape")  # what it says follows from the others
+            # the stored shape follows from the other tensors
+            shapes.add(f"{module}.weight_shape")
         elif part_of(tensors, f"{module}.weight", name).dtype == "I8":
             made[f"{module}.weight"] = _bytes(module, tensors, weights)
         else:
@@ -128,12 +130,12 @@ def _scales(scales: StoredTensor, grid: tuple[int, int]) -> StoredTensor:
 
 
 def _flat(grid: tuple[int, int]) -> list[tuple[int, ...]]:
-    """How else a grid of one column may be stored."""
+    """Return the other shapes in which a grid of one column may be stored."""
     return [*([(grid[0],)] if grid[1] == 1 else []), *([()] if grid == (1, 1) else [])]
 
 
 def _groups(quantization: Quantization) -> dict[tuple[str, ...], _Weights]:
-    """Settings by the targets that they are for."""
+    """Return the settings of each group, by the group's targets."""
     listed = quantization.settings.get("config_groups")
     if not isinstance(listed, Mapping) or not listed:
         raise quantization.wrong("config_groups", "an object with a group")
@@ -172,7 +174,7 @@ def _read_weights(quantization: Quantization, settings: Mapping[str, object]) ->
 def _weights_of(
     quantization: Quantization, groups: Mapping[tuple[str, ...], _Weights], module: str
 ) -> _Weights:
-    """The one setting that there is, or that of the group which names the module."""
+    """Return the only settings there are, or those of the group that names the module."""
     if len(set(groups.values())) == 1:
         return next(iter(groups.values()))
     for targets, weights in groups.items():

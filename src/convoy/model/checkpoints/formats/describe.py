@@ -1,4 +1,4 @@
-"""Which stored tensors of a checkpoint make which of the model's."""
+"""Describe, by quantisation method, which stored tensors of a checkpoint make which tensors of the model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _DESCRIBE: dict[str, Callable[[Quantization, Mapping[str, StoredTensor]], Stored
 def describe_stored(
     config: Mapping[str, object], tensors: Mapping[str, StoredTensor], model: str
 ) -> StoredLayout:
-    """From the headers alone. Raises ModelError for what is unknown or does not fit, by file and tensor."""
+    """Describe the layout from the headers alone. Raises ModelError, by file and tensor, where it does not
+    fit.
+    """
     quantization = read_quantization(ConfigReader(config, model))
     if quantization is None:
         return StoredLayout()

@@ -1,7 +1,7 @@
-"""Eight-bit floats: with a scale for each square (DeepSeek, Qwen), for each row, or for the whole matrix.
+"""Unpack 8-bit floats with a scale per square (DeepSeek, Qwen), per row, or per matrix.
 
-``NAME`` in float8_e4m3fn beside ``NAME_scale_inv``, which in spite of its name is what to multiply by, or
-``NAME_scale``. What belongs to activations is not used: these stay as they are here.
+``NAME`` in float8_e4m3fn lies beside ``NAME_scale`` or ``NAME_scale_inv``. Values are multiplied by either
+one, in spite of the second name. Scales of activations are not used: activations are not quantised here.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _OF_ACTIVATIONS = (
 
 
 def describe_fp8(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
-    """Raises ModelError for settings or tensors that do not fit together, naming them."""
+    """Describe a checkpoint. Raises ModelError naming the settings or tensors that do not fit together."""
     block = _block(quantization)
     made = {name: scaled_floats(name, tensors, block) for name, t in tensors.items() if t.dtype in _FLOAT8}
     return StoredLayout(made, of_activations(tensors))
 
 
 def of_activations(tensors: Mapping[str, StoredTensor]) -> frozenset[str]:
-    """What is stored for activations."""
+    """Return the names of the tensors that are stored for activations."""
     return frozenset(name for name in tensors if name.endswith(_OF_ACTIVATIONS))
 
 
 def scaled_floats(name: str, tensors: Mapping[str, StoredTensor], block: tuple[int, int] | None) -> Unpacking:
-    """Raises ModelError where scales are missing, or of another shape than ``block`` makes them."""
+    """Describe one matrix and its scales. Raises ModelError if scales are missing or do not fit ``block``."""
     weight = require_rank(tensors[name], 2, 3)
     inverse = f"{name}_scale_inv"
     scales = tensors[inverse] if inverse in tensors else part_of(tensors, f"{name}_scale", name)

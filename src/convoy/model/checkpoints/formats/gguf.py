@@ -1,7 +1,8 @@
-"""GGUF: one file with settings, tokeniser and weights, as llama.cpp has them, read as the library's model.
+"""Read GGUF, llama.cpp's single file with settings, tokeniser and weights, as the library's model.
 
-Names and settings are translated for the architectures below. llama.cpp rotates neighbours where the library
-rotates halves, so rows of Llama's q and k stand in another order. Values are unpacked by the `gguf` package.
+Names and settings are translated for the architectures below. llama.cpp rotates neighbouring elements, while
+the library rotates halves, so the rows of Llama's q and k are stored in another order. The `gguf` package
+unpacks the values.
 """
 
 from __future__ import annotations
@@ -50,24 +51,29 @@ _PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-ARCHITECTURES = ("llama", "qwen2", "qwen3")  # the library has the same words
+# the library uses the same names
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _TURNED = {"llama": {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}}
 _LAYER = re.compile(r"blk\.([0-9]{1,6})\.([a-z_]+)\.(weight|bias)", re.ASCII)
 _FACTORS = "rope_freqs.weight"
 _PLAIN = {"F32", "F16", "BF16"}
-# What Llama 3.1 to 3.3 have; a file says of it only the factors that follow
+# the RoPE scaling of Llama 3.1 to 3.3; a file holds only the factors computed from it
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 @dataclass(frozen=True)
 class GgufRows(Unpacking):
-    """``stored`` as bytes [rows, bytes of a row]; ``turned_heads`` have their halves' rows in turn."""
+    """Unpack ``stored``, bytes [rows, bytes of a row].
 
-    kind: int  # ggml's number of the type
+    With ``turned_heads`` heads, the rows of each head's halves are interleaved, and are sorted here.
+    """
+
+    # ggml's number of the quantised type
+    kind: int
     turned_heads: int | None = None
 
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Rows, of whole heads where these are turned."""
+        """Yield rows; whole heads at a time if their rows are reordered."""
         import torch
 
         package = gguf_package()
@@ -84,7 +90,7 @@ class GgufRows(Unpacking):
 
 @dataclass(frozen=True)
 class GgufModel:
-    """A file's model in the library's words."""
+    """Hold a file's model in the library's names and settings."""
 
     config: dict[str, object]
     tensors: dict[str, StoredTensor]
@@ -92,7 +98,10 @@ class GgufModel:
 
 
 def open_gguf(path: Path) -> GgufModel:
-    """From the header alone. Raises ModelError for an architecture or a tensor that is not supported."""
+    """Read a model's description from the header alone.
+
+    Raises ModelError for an architecture or a tensor that is not supported.
+    """
     header = read_gguf(path)
     architecture = header.settings.get("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -114,7 +123,7 @@ def open_gguf(path: Path) -> GgufModel:
 
 
 def gguf_package() -> Any:
-    """The package that unpacks. Raises ModelError where it is not installed."""
+    """Return the package that unpacks GGUF types. Raises ModelError if it is not installed."""
     try:
         import gguf
     except ImportError as error:
@@ -139,12 +148,12 @@ def _rows(stored: StoredTensor, heads: int | None) -> GgufRows:
 def _translated(
     stored: StoredTensor, architecture: str, config: Mapping[str, object]
 ) -> tuple[str, int | None]:
-    """The library's name, and the heads whose rows are turned."""
+    """Return the library's name of a tensor, and the number of its heads if their rows are reordered."""
     if stored.name in _ENDS:
         return _ENDS[stored.name], None
     match = _LAYER.fullmatch(stored.name)
     if match is None or match[2] not in _PARTS:
-        raise ModelError(f"{stored.path}: {stored.name} is no tensor that a {architecture} has here")
+        raise ModelError(f"{stored.path}: {stored.name} is not a tensor that Convoy knows in {architecture}")
     turned = _TURNED.get(architecture, {}).get(match[2])
     heads = config.get(turned) if turned else None
     return f"model.layers.{match[1]}.{_PARTS[match[2]]}.{match[3]}", heads if isinstance(heads, int) else None
@@ -174,7 +183,7 @@ def _config(path: Path, header: GgufHeader, architecture: str) -> dict[str, obje
 def _rope(path: Path, header: GgufHeader, architecture: str) -> dict[str, object]:
     settings = header.settings
     theta = settings.get(f"{architecture}.rope.freq_base", 10_000.0)
-    # powers of 1 are all alike
+    # a base of 1 gives every frequency the same value, as all powers of 1 are equal
     if not isinstance(theta, float) or not is_above_0(theta) or theta == 1:
         raise ModelError(
             f"{path}: {architecture}.rope.freq_base is {theta!r}, expected a float above 0 other than 1"
@@ -198,7 +207,7 @@ def _rope(path: Path, header: GgufHeader, architecture: str) -> dict[str, object
 def _require_whole_turns(
     path: Path, settings: Mapping[str, object], architecture: str, config: Mapping[str, object]
 ) -> None:
-    """Raises ModelError where part of a head is turned, or by frequencies in words that are not read here."""
+    """Raise ModelError if only part of a head is rotated, or if an outdated key scales the frequencies."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     head = config.get("head_dim") or (
         hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
@@ -217,7 +226,7 @@ def _require_whole_turns(
 
 
 def _llama_3(stored: StoredTensor, theta: float) -> dict[str, object]:
-    """The setting that the factors of the frequencies come from. Raises ModelError if none of Llama 3's."""
+    """Return the RoPE settings that give the stored frequency factors. Raises ModelError if not Llama 3's."""
     import numpy as np
 
     from convoy.model.checkpoints.checkpoint import map_tensor

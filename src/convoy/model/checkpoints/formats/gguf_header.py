@@ -1,6 +1,7 @@
-"""The header of a GGUF file: its settings and where its tensors lie, every length checked against the file.
+"""Read the header of a GGUF file: its settings and the places of its tensors.
 
-The format is described in ggml's docs/gguf.md. Tokens of a vocabulary are passed over, not read.
+Every length is checked against the file. ggml's docs/gguf.md describes the format. The vocabulary's tokens
+are skipped, not read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from convoy.errors import ModelError
 from convoy.model.checkpoints.checkpoint import StoredTensor
 
-# ggml's number of a type: its name, how many numbers stand together, and in how many bytes
+# ggml's number of a type: its name, the numbers in a block, and the bytes of a block
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -38,20 +39,26 @@ _STRING, _ARRAY = 8, 9
 _MAX_KEY_BYTES = 1 << 16
 _MAX_ENTRIES = 1 << 20
 _MAX_DIMENSIONS = 4
-_MAX_READ = 1 << 10  # longer arrays are passed over
+# longer arrays are skipped
+_MAX_READ = 1 << 10
 _ALIGNMENT = 32
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """``settings``: numbers, words and short lists; of a long list its length stands under ``#KEY``."""
+    """Hold the settings and tensors of a header.
+
+    ``settings`` are numbers, strings and short lists. A long list is skipped; its length is stored under
+    ``#KEY``.
+    """
 
     settings: dict[str, object]
-    tensors: dict[str, StoredTensor]  # by GGUF's names, shapes with the longest stride first
+    # by their names in the file; shapes begin with the longest stride
+    tensors: dict[str, StoredTensor]
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Raises ModelError for a file that is truncated, no GGUF, or has a type of tensor that is not known."""
+    """Read a header. Raises ModelError if it is truncated, not GGUF, or has an unknown tensor type."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reading(path, data).header()
@@ -61,7 +68,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 class _Reading:
-    """Values one after the other."""
+    """Read values of the header in order."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -100,7 +107,8 @@ class _Reading:
         dtype, block, block_bytes = TYPES[kind]
         if not shape or 0 in shape or shape[-1] % block:
             raise ModelError(
-                f"{self._path}: {name} is {dtype} of shape {list(shape)}, expected rows of whole {block}"
+                f"{self._path}: {name} is {dtype} of shape {list(shape)}, "
+                f"expected rows of whole blocks of {block}"
             )
         return StoredTensor(name, self._path, dtype, shape, offset, math.prod(shape) // block * block_bytes)
 
@@ -154,7 +162,7 @@ class _Reading:
     def _take(self, num_bytes: int) -> bytes:
         end = self._at + num_bytes
         if end > len(self._data):
-            raise ModelError(f"{self._path} is truncated: its header goes on behind its end")
+            raise ModelError(f"{self._path} is truncated: its header continues past its end")
         found = self._data[self._at : end]
         self._at = end
         return found
@@ -162,6 +170,6 @@ class _Reading:
 
 @dataclass(frozen=True)
 class _Passed:
-    """A list that was passed over."""
+    """Represent a list that was skipped."""
 
     length: int

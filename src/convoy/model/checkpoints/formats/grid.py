@@ -1,4 +1,4 @@
-"""Small numbers under a grid of scales: one for a matrix, a row, a group of a row, or a rectangle."""
+"""Unpack small numbers under a grid of scales: one per matrix, row, group of a row, or rectangle."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GridScaled(Unpacking):
-    """``(number - zero) * scale``; [..., rows, inputs], leading dimensions being experts.
+    """Unpack ``(number - zero) * scale`` to [..., rows, inputs]; leading dimensions are experts.
 
-    Parts: ``weight``, as it is or, with ``bits``, packed in words along a row; ``scales``, each of a tile;
-    ``zeros``, one for each scale, packed down the columns; ``places``, the group of each input where groups
-    are no runs.
+    Parts: ``weight``, plain or, with ``bits``, packed in words along a row; ``scales``, one per tile;
+    ``zeros``, one per scale, packed down the columns; ``places``, the group of each input where groups are
+    not runs.
     """
 
-    tile: tuple[int, int]  # rows and inputs that share a scale
-    bits: int | None = None  # of packed numbers, which stand for themselves less half their range
+    # rows and inputs that share a scale
+    tile: tuple[int, int]
+    # width of packed numbers, from each of which half their range is subtracted
+    bits: int | None = None
 
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Rows, expert by expert."""
+        """Yield rows, expert by expert."""
         import torch
 
         num_rows, width = self.shape[-2:]
@@ -55,7 +57,7 @@ class GridScaled(Unpacking):
         return codes.sub_(1 << (self.bits - 1))
 
     def _zeros(self, parts: Parts) -> torch.Tensor | None:
-        """[rows, groups], less half their range as the numbers are."""
+        """Return the zeros [rows, groups], less half their range as the numbers are, or None."""
         import torch
 
         from convoy.model.checkpoints.formats.bits import stream_codes
@@ -67,12 +69,13 @@ class GridScaled(Unpacking):
         return codes.to(torch.float32) - (1 << (self.bits - 1))
 
     def _spread(self, of_group: torch.Tensor, parts: Parts) -> torch.Tensor:
-        """[rows, groups] to [rows, inputs]."""
+        """Spread [rows, groups] to [rows, inputs]. Raises ModelError for a group that does not exist."""
         import torch
 
         places = parts.get("places")
         if places is None:
-            width = self.shape[-1]  # a tile may be said to be far wider than the matrix
+            # limit the tile: settings may declare it far wider than the matrix
+            width = self.shape[-1]
             return of_group.repeat_interleave(min(self.tile[1], width), 1)[:, :width]
         places = places.to(torch.int64)
         if int(places.min()) < 0 or int(places.max()) >= of_group.shape[1]:

@@ -1,7 +1,8 @@
-"""MLX's affine quantisation: groups along a row, each with a scale and a bias: ``scale * code + bias``.
+"""Unpack MLX's affine quantisation: groups along a row, each of which is ``scale * code + bias``.
 
-As `mlx.core.quantize` packs it and `mlx_lm.convert` names it: ``weight`` in uint32 words beside ``scales``
-and ``biases``; settings for all layers in config.json, and others for single ones under their names.
+The layout is that of `mlx.core.quantize`, the names are those of `mlx_lm.convert`: ``weight`` in uint32 words
+beside ``scales`` and ``biases``. config.json holds the settings of all layers, and those of single layers
+under their names.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ if TYPE_CHECKING:
 _BITS = (2, 3, 4, 5, 6, 8)
 _MAX_GROUP = 1 << 16
 _LOOKED_UP = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-# `mlx_lm` stacks experts under this name, where checkpoints for transformers have them one by one
+# `mlx_lm` stacks experts under this name; checkpoints for transformers store them one by one
 _STACKS = ".switch_mlp."
 
 
 @dataclass(frozen=True)
 class AffineRows(Unpacking):
-    """Rows of codes; leading dimensions are experts."""
+    """Unpack rows of codes; leading dimensions are experts."""
 
     bits: int
     group_size: int
 
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Rows, expert by expert."""
+        """Yield rows, expert by expert."""
         import torch
 
         from convoy.model.checkpoints.formats.bits import stream_codes
@@ -62,12 +63,12 @@ class AffineRows(Unpacking):
 
 @dataclass(frozen=True)
 class JoinedRows(Unpacking):
-    """Several tensors over each other, along the rows."""
+    """Join several tensors along their rows."""
 
     wholes: tuple[Unpacking, ...]
 
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Those of each, in turn."""
+        """Yield the pieces of each tensor in turn."""
         start = 0
         for number, whole in enumerate(self.wholes):
             own = {role: parts[f"{number}.{role}"] for role in whole.parts}
@@ -79,7 +80,7 @@ class JoinedRows(Unpacking):
 
 
 def describe_mlx(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
-    """Raises ModelError for settings or tensors that do not fit together, naming them."""
+    """Describe a checkpoint. Raises ModelError naming the settings or tensors that do not fit together."""
     made = [
         _affine(quantization, tensors, name.removesuffix(".scales"))
         for name in tensors
@@ -106,13 +107,13 @@ def _affine(quantization: Quantization, tensors: Mapping[str, StoredTensor], mod
         {"weight": weight, "scales": scales, "biases": biases},
         bits,
         group_size,
-        # what is looked up is rounded as MLX rounds it; matrices are multiplied as they are
+        # round embeddings as MLX does, as rows are looked up; matrices are multiplied unrounded
         dtype=_LOOKED_UP[scales.dtype] if module.endswith("embed_tokens") else "float32",
     )
 
 
 def _settings(quantization: Quantization, module: str) -> tuple[int, int]:
-    """Bits and group size of one module."""
+    """Return bits and group size of one module."""
     own = quantization.settings.get(module)
     if isinstance(own, Mapping):
         quantization = replace(quantization, settings=own, key=f"{quantization.key}.{module}")
@@ -126,7 +127,7 @@ def _settings(quantization: Quantization, module: str) -> tuple[int, int]:
 
 
 def _with_stacks(made: list[AffineRows]) -> Iterator[Unpacking]:
-    """Stacked experts by the names that the library has for them."""
+    """Rename stacked experts to the library's names, with gate and up projections joined."""
     stacks = {whole.name: whole for whole in made if _STACKS in whole.name}
     yield from (whole for whole in made if whole.name not in stacks)
     for name, whole in stacks.items():

@@ -1,7 +1,8 @@
-"""MXFP4: blocks of 32 four-bit floats along a row, each with a power of two (OCP Microscaling Formats 1.0).
+"""Unpack MXFP4: blocks of 32 4-bit floats along a row, each with a power-of-two scale.
 
-As GPT-OSS stores its experts: ``NAME_blocks`` [experts, rows, blocks, 16 bytes] beside ``NAME_scales``; the
-library's ``NAME`` is [experts, inputs, rows], so what is unpacked is turned.
+The format is in OCP Microscaling Formats 1.0. GPT-OSS stores its experts as ``NAME_blocks`` [experts, rows,
+blocks, 16 bytes] beside ``NAME_scales``. The library's ``NAME`` is [experts, inputs, rows], so the unpacked
+tensor is transposed.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCK = 32
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1; the highest bit is the sign
+# the magnitudes of E2M1; the highest bit is the sign
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _EXPONENT_BIAS = 127
-_NOT_A_NUMBER = 255  # as an exponent
+# the exponent that marks a NaN
+_NOT_A_NUMBER = 255
 
 
 @dataclass(frozen=True)
 class TurnedFloats(Unpacking):
-    """[experts, inputs, rows] from blocks along the inputs."""
+    """Unpack [experts, inputs, rows] from blocks along the inputs."""
 
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Some rows of an expert at a time."""
+        """Yield some rows of an expert at a time. Raises ModelError for a scale that is NaN."""
         import torch
 
         blocks, scales = parts["blocks"], parts["scales"]
@@ -49,7 +52,7 @@ class TurnedFloats(Unpacking):
                 packed, exponents = blocks[expert, rows], scales[expert, rows]
                 if bool((exponents == _NOT_A_NUMBER).any()):
                     stored = self.parts["scales"]
-                    raise ModelError(f"{stored.path}: {stored.name} holds a scale that is no number")
+                    raise ModelError(f"{stored.path}: {stored.name} holds a scale that is not a number")
                 codes = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
                 found = values[codes.to(torch.int64)]
                 found = torch.ldexp(found, exponents.to(torch.int32).unsqueeze(-1) - _EXPONENT_BIAS)
@@ -57,8 +60,9 @@ class TurnedFloats(Unpacking):
 
 
 def describe_mxfp4(quantization: Quantization, tensors: Mapping[str, StoredTensor]) -> StoredLayout:
-    """Raises ModelError for tensors that do not fit together, naming them."""
-    del quantization  # which modules it was not done to shows in what is stored
+    """Describe a checkpoint. Raises ModelError naming the tensors that do not fit together."""
+    # the stored tensors show which modules are quantised
+    del quantization
     made = {}
     for name, blocks in tensors.items():
         if not name.endswith("_blocks"):

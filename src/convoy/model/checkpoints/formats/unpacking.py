@@ -1,7 +1,7 @@
-"""A tensor of the model that several stored tensors make.
+"""Define how several stored tensors make one tensor of the model.
 
-Described from the headers and the configuration alone, so that what does not fit together is refused, by file
-and tensor, before a weight is read. Torch comes with `pieces`, when there is something to unpack.
+The description needs the headers and the configuration alone. Tensors that do not fit together are refused,
+by file and name, before a weight is read. Torch is imported only by `pieces`.
 """
 
 from __future__ import annotations
@@ -20,32 +20,39 @@ if TYPE_CHECKING:
 Index = tuple[slice | int, ...]
 Parts = Mapping[str, "torch.Tensor"]
 FLOATS = ("F32", "BF16", "F16")
-_PIECE_ELEMENTS = 1 << 22  # unpacked at a time: 16 MiB of float32, and a few times that beside it
+# numbers unpacked at a time: 16 MiB of float32, and a few times that for intermediate values
+_PIECE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Unpacking:
-    """``parts`` by their role; ``dtype`` is torch's name of what the whole is rounded to."""
+    """Describe one tensor and its stored ``parts``, by role.
 
-    name: str  # as a checkpoint that is not quantised has it
+    ``dtype`` is torch's name of the dtype to which the values are rounded.
+    """
+
+    # the name in a checkpoint that is not quantised
+    name: str
     shape: tuple[int, ...]
     parts: Mapping[str, StoredTensor]
     dtype: str = field(default="float32", kw_only=True)
 
     @abstractmethod
     def pieces(self, parts: Parts) -> Iterator[tuple[Index, torch.Tensor]]:
-        """Float values, with their place in the whole, from the stored ``parts`` on any device.
+        """Yield float values and their place in the whole tensor, from the stored ``parts`` on any device.
 
-        Raises ModelError for values that cannot be.
+        Raises ModelError for invalid values.
         """
 
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """What the stored tensors of a checkpoint make; those in neither field are the model's as they are."""
+    """Describe how stored tensors make the model's. Tensors in neither field are used as they are stored."""
 
-    made: Mapping[str, Unpacking] = field(default_factory=dict)  # by the name in the model
-    unused: frozenset[str] = frozenset()  # stored, and of no use here: scales of activations
+    # unpacked tensors, by their name in the model
+    made: Mapping[str, Unpacking] = field(default_factory=dict)
+    # names of stored tensors that are not used, such as scales of activations
+    unused: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         wholes = {part.name: whole.name for whole in self.made.values() for part in whole.parts.values()}
@@ -54,11 +61,11 @@ class StoredLayout:
     _wholes: Mapping[str, str] = field(init=False, repr=False, compare=False)
 
     def whole(self, stored: str) -> str:
-        """The tensor of the model that a stored one is, or is part of."""
+        """Return the tensor of the model that a stored one is, or is part of."""
         return self._wholes.get(stored, stored)
 
     def shapes(self, tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-        """Of the model's tensors, unpacked."""
+        """Return the shapes of the model's tensors, unpacked."""
         plain = {n: t.shape for n, t in tensors.items() if n not in self._wholes and n not in self.unused}
         return plain | {name: whole.shape for name, whole in self.made.items()}
 
@@ -67,14 +74,17 @@ Describe = Callable[[Mapping[str, StoredTensor]], StoredLayout]
 
 
 def row_slices(num_rows: int, width: int, step: int = 1) -> Iterator[slice]:
-    """Consecutive rows of ``width`` to unpack at a time, always a multiple of ``step`` but for the last."""
+    """Yield consecutive slices of rows of ``width`` to unpack at a time.
+
+    Each has a multiple of ``step`` rows, except the last.
+    """
     at_once = max(1, _PIECE_ELEMENTS // max(1, width * step)) * step
     for start in range(0, num_rows, at_once):
         yield slice(start, min(start + at_once, num_rows))
 
 
 def part_of(tensors: Mapping[str, StoredTensor], name: str, beside: str) -> StoredTensor:
-    """A tensor that ``beside`` needs. Raises ModelError if it is not there."""
+    """Return a tensor that ``beside`` needs. Raises ModelError if it is missing."""
     found = tensors.get(name)
     if found is None:
         raise ModelError(
@@ -85,7 +95,9 @@ def part_of(tensors: Mapping[str, StoredTensor], name: str, beside: str) -> Stor
 
 
 def require(tensor: StoredTensor, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> StoredTensor:
-    """``tensor``, if it has one of these. Raises ModelError naming file and tensor, and what was expected."""
+    """Return ``tensor`` if its dtype and shape are among those given. Raises ModelError naming file and
+    tensor.
+    """
     if tensor.dtype not in dtypes:
         raise ModelError(
             f"{tensor.path}: {tensor.name} has the dtype {tensor.dtype}, expected {' or '.join(dtypes)}"
@@ -99,7 +111,7 @@ def require(tensor: StoredTensor, dtypes: tuple[str, ...], *shapes: tuple[int, .
 
 
 def require_rank(tensor: StoredTensor, *ranks: int) -> StoredTensor:
-    """``tensor``, if it has one of so many dimensions, none of them 0. Raises ModelError naming both."""
+    """Return ``tensor`` if it has one of ``ranks`` dimensions, and none is 0. Raises ModelError if not."""
     if len(tensor.shape) not in ranks or 0 in tensor.shape:
         expected = " or ".join(map(str, ranks))
         raise ModelError(

@@ -1,10 +1,10 @@
-"""What this machine keeps of models beside their directories: how much it is, and who uses it.
+"""List and remove the models that this machine caches, and keep folders that a process uses.
 
-    CACHE/models/<digest of a manifest>                              layers that a member got
-    CACHE/hub/models--org--name/snapshots/<commit>                   a model of a hub, whole
+    CACHE/models/<digest of a manifest>                              layers that a member received
+    CACHE/hub/models--org--name/snapshots/<commit>                   a whole model of a hub
     CACHE/digests                                                    digests of files, by path
 
-A process that may read a folder again holds it (`InUse`), and nobody removes it meanwhile.
+A process that may read a folder again holds it (`InUse`), and no process removes it meanwhile.
 """
 
 from __future__ import annotations
@@ -33,25 +33,28 @@ _MAX_CONFIG_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """One folder. ``name``: the digest of a manifest, ``org/name@commit``, or "digests"."""
+    """Describe one cached folder. ``name`` is the digest of a manifest, ``org/name@commit``, or "digests"."""
 
     name: str
     folder: Path
-    what: str  # for people
+    # a description for the user
+    what: str
     num_bytes: int
     in_use: bool
 
 
 class InUse:
-    """This process reads ``folder``, and may again: until `close`, or its end, nobody removes it."""
+    """Hold ``folder`` for this process, so that no process removes it until `close` or the process's end."""
 
     def __init__(self, folder: Path) -> None:
-        """A folder that cannot be written is nobody's cache, and is not held."""
+        """Lock the folder, shared. A folder that this user cannot write is no cache of theirs: it is not
+        locked.
+        """
         self.folder = folder
         self._descriptor: int | None = None
         with contextlib.suppress(OSError):
             self._descriptor = os.open(folder / _USE, os.O_RDWR | os.O_CREAT, 0o600)
-            # it waits: whoever lists the cache has all of these for a moment
+            # wait for the lock: a process that lists the cache holds each of these locks for a moment
             fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def close(self) -> None:
@@ -61,7 +64,7 @@ class InUse:
 
 
 def list_cache(cache: Path) -> list[Cached]:
-    """The largest first. Raises ModelError for a folder that cannot be read."""
+    """Return all cached folders, the largest first. Raises ModelError for a folder that cannot be read."""
     found = []
     with explained(cache, "read"):
         for folder in sorted((cache / RECEIVED).glob("*")):
@@ -74,11 +77,12 @@ def list_cache(cache: Path) -> list[Cached]:
 
 
 def remove(cached: Cached) -> None:
-    """Raises ModelError for what is in use, or cannot be removed."""
+    """Remove a cached folder. Raises ModelError if it is in use or cannot be removed."""
     with _nobody_in(cached.folder) as is_free:
         if not is_free:
             raise ModelError(
-                f"{cached.name} is in use, and stays", hint="end the member that runs it, and try again"
+                f"{cached.name} is in use and is not removed",
+                hint="end the member that runs it, and try again",
             )
         with explained(cached.folder, "removed"):
             shutil.rmtree(cached.folder)
@@ -86,7 +90,8 @@ def remove(cached: Cached) -> None:
 
 def _cached(name: str, folder: Path, what: str) -> Cached:
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    size = sum(path.stat().st_blocks * 512 for path in files)  # as the disk counts: half a file too
+    # count blocks as the disk does, including those of partial files
+    size = sum(path.stat().st_blocks * 512 for path in files)
     with _nobody_in(folder) as is_free:
         return Cached(name, folder, what, size, not is_free)
 
@@ -101,12 +106,13 @@ def _kind_of(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _nobody_in(folder: Path) -> Iterator[bool]:
-    """Whether no process holds or writes ``folder``; as long as the block runs, none begins to."""
+    """Yield whether no process holds or writes ``folder``; none can begin to while the block runs."""
     with contextlib.ExitStack() as stack:
         for name in _LOCKS:
             try:
                 descriptor = os.open(folder / name, os.O_RDWR)
-            except OSError:  # nobody ever did
+            # the lock file does not exist: no process ever used the folder
+            except OSError:
                 continue
             stack.callback(os.close, descriptor)
             try:

@@ -1,9 +1,9 @@
-"""A model by its name on the Hugging Face hub: one commit of it on this disk, weights and text files alone.
+"""Download one commit of a model from the Hugging Face hub: its weights and text files alone.
 
     FOLDER/models--org--name/snapshots/<commit>/config.json, model-00001-of-00002.safetensors, ...
-                                                *.part       on its way: a later run goes on from its end
+                                                *.part       incomplete: a later run resumes at its end
 
-Which files are had is decided here: those of `FILES`, and the safetensors that the index
+This module decides which files are downloaded: those of `FILES`, and the safetensors files that the index
 names.
 """
 
@@ -25,9 +25,11 @@ from convoy.model.checkpoints.manifest import FILES, MAX_FILE_BYTES
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile, alone_in, is_whole, require_room
 from convoy.model.library import LIBRARY
 
-HubProgress = Callable[[str, int, int], None]  # file, bytes that are here, bytes in all
+# file name, bytes received so far, total bytes
+HubProgress = Callable[[str, int, int], None]
 
-FOLDER = "hub"  # of a cache
+# the folder's name inside a cache
+FOLDER = "hub"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _REVISION = r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}"
 _FORM = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>{_REVISION}))?", re.ASCII)
@@ -39,14 +41,14 @@ _UNSAID = -1
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """``org/name[@revision]``; a revision is a branch, a tag or a commit."""
+    """Hold a name ``org/name[@revision]``; a revision is a branch, a tag or a commit."""
 
     repo: str
     revision: str = "main"
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """None for what can be no name on the hub, and for a directory that is here."""
+        """Parse a name on the hub; None if the text cannot be one, and for an existing local directory."""
         match = _FORM.fullmatch(text)
         if match is None or ".." in text or Path(text).exists():
             return None
@@ -58,9 +60,10 @@ class HubName:
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """A file as the hub lists it; ``digest`` is its SHA-256, or empty: the hub knows that of large files.
+    """Describe a file as the hub lists it.
 
-    ``num_bytes`` is -1 where the hub does not say it.
+    ``digest`` is its SHA-256, or empty: the hub knows it for large files only. ``num_bytes`` is -1 if the hub
+    does not list the size.
     """
 
     num_bytes: int
@@ -69,25 +72,30 @@ class HubFile:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """What a revision was when somebody last looked: a commit, and the files that could be read of it."""
+    """Hold the commit to which a revision resolved at the last query, and that commit's readable files."""
 
     commit: str
     files: Mapping[str, HubFile] = field(default_factory=dict)
 
 
 class Hub:
-    """``folder`` is private to this user; ``endpoint`` None is the hub that `huggingface_hub` is set to."""
+    """Download models into ``folder``, which is private to this user.
+
+    ``endpoint`` None means the hub that `huggingface_hub` is configured for.
+    """
 
     def __init__(self, folder: Path, endpoint: str | None = None) -> None:
         self._folder = folder
         self._endpoint = endpoint
-        self.offline: str | None = None  # why a commit that was pinned earlier is used unasked
+        # the reason why a commit pinned earlier is used without asking the hub
+        self.offline: str | None = None
 
     def download(self, name: HubName, progress: HubProgress | None = None) -> tuple[str, Path]:
-        """The commit, and the directory that holds it whole. What is here already is not fetched again.
+        """Download a model, and return its commit and the directory that holds it whole.
 
-        Raises ModelError naming the repository, and the file where one cannot be had or is not what the hub
-        lists. What ``progress`` raises ends it; a later call goes on where this one was.
+        Files that are already complete are not fetched again. An exception of ``progress`` ends the download;
+        a later call resumes it. Raises ModelError naming the repository, and the file if one cannot be
+        fetched or differs from the hub's list.
         """
         pinned = self._pin(name)
         directory = self.directory(name, pinned.commit)
@@ -100,14 +108,15 @@ class Hub:
         return pinned.commit, directory
 
     def directory(self, name: HubName, commit: str) -> Path:
-        """Where that commit's files lie, or would."""
+        """Return the directory for that commit's files, whether or not they exist."""
         return self._folder / f"models--{name.repo.replace('/', '--')}" / "snapshots" / commit
 
     def _pin(self, name: HubName) -> Pinned:
-        """The commit that a revision is now; where nobody can say, what it was the last time."""
+        """Return the current commit of a revision, or the remembered one if the hub cannot be reached."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with LIBRARY:
-            from huggingface_hub import HfApi  # a second, and nothing of it before a name asks for it
+            # the import takes about a second, so it waits until a name needs it
+            from huggingface_hub import HfApi
 
         remembered = self._folder / f"{hashlib.sha256(str(name).encode()).hexdigest()[:32]}.json"
         try:
@@ -122,13 +131,17 @@ class Hub:
                     f"the model {error.message}",
                     hint="give a directory, or try again; a peer needs no --model if its head has the files",
                 ) from error
-            self.offline = f"the hub cannot be reached; {name} was {known.commit[:12]} the last time"
+            self.offline = (
+                f"the hub cannot be reached; using {known.commit[:12]}, the last known commit of {name}"
+            )
             return known
         except json.JSONDecodeError as error:
-            raise ModelError(f"what answers for {name} is no hub: it speaks no JSON") from error
+            raise ModelError(f"the server that answers for {name} is not a hub: it sent no JSON") from error
         except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
-            # the library takes what came for what a hub says
-            raise ModelError(f"what answers for {name} is no hub: it describes no model") from error
+            # the library does not validate the answer, and fails in many ways on unexpected data
+            raise ModelError(
+                f"the server that answers for {name} is not a hub: it described no model"
+            ) from error
         if not isinstance(info.sha, str) or _COMMIT.fullmatch(info.sha) is None:
             raise ModelError(f"the hub names no commit for {name}")
         pinned = Pinned(info.sha, _listed(info.siblings or ()))
@@ -147,7 +160,7 @@ class Hub:
 
 
 def commit_of(directory: Path) -> str:
-    """``org/name@commit``, where that is what lies in a hub's cache there; empty for any other directory."""
+    """Return ``org/name@commit`` for a directory in a hub's cache, and "" for any other directory."""
     kind, _, repo = directory.parent.parent.name.partition("--")
     name = f"{repo.replace('--', '/', 1)}@{directory.name}"
     is_commit = (
@@ -158,7 +171,7 @@ def commit_of(directory: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Download:
-    """Of files of one commit into ``directory``."""
+    """Download files of one commit into ``directory``."""
 
     name: HubName
     commit: HubCommit
@@ -181,7 +194,8 @@ class _Download:
             found = file.found
             if file.finish():
                 return
-        if resumed:  # what was left of an earlier run may have been another's, or of a machine that crashed
+        # the bytes of an earlier run may have been another version's, or damaged by a crash: start over once
+        if resumed:
             self._file(part)
             return
         raise ModelError(
@@ -198,8 +212,9 @@ def _parts(name: HubName, pinned: Pinned, directory: Path, files: Iterable[str])
     parts = []
     for file in files:
         listed = pinned.files[file]
-        if listed.num_bytes < 0:  # as much as came would pass for all of it
-            raise ModelError(f"the hub says no size of {file} of {name}, so nobody can tell when it is whole")
+        # without a size, a truncated file would be accepted as complete
+        if listed.num_bytes < 0:
+            raise ModelError(f"the hub lists no size for {file} of {name}, so a download cannot be verified")
         if listed.num_bytes > MAX_FILE_BYTES and not file.endswith(".safetensors"):
             raise ModelError(
                 f"{file} of {name} has {listed.num_bytes} bytes, expected at most {MAX_FILE_BYTES}"
@@ -209,7 +224,7 @@ def _parts(name: HubName, pinned: Pinned, directory: Path, files: Iterable[str])
 
 
 def _listed(siblings: Iterable[Any]) -> dict[str, HubFile]:
-    """The files that could be read, by names that lie in no folder."""
+    """Return the files that Convoy reads, if they lie in no sub-folder."""
     found = {}
     for sibling in siblings:
         file = str(sibling.rfilename)

@@ -1,8 +1,9 @@
-"""Bytes of a file on the Hugging Face hub, from any one on.
+"""Stream byte ranges of a file on the Hugging Face hub.
 
-`huggingface_hub` finds the address and the user's token, and makes the connection. Its own download begins a
-file anew with each process (2.4: a temporary file of its own, gone with it), and fetches files whole; a run
-that goes on where the last one broke off, and a member that needs some tensors of a shard, ask for ranges.
+`huggingface_hub` finds the address and the user's token, and makes the connection. Its own download (2.4)
+starts a file over in each process, because its temporary file ends with the process, and it fetches files
+whole. Convoy asks for ranges instead: to resume an interrupted download, and to fetch single tensors of a
+shard.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from convoy.errors import HubUnreachable, ModelError
 from convoy.model.library import LIBRARY
 
 _TIMEOUT_S = 10.0
-_TRIES = 5  # in a row without a byte
-_WAIT_S = 0.5  # then twice that, and so on
+# attempts in a row without a byte
+_TRIES = 5
+# the first wait between attempts; each further one is twice as long
+_WAIT_S = 0.5
 _LOOK_UP_S = 0.2
 _MAX_REASON = 200
 _LATER = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -36,7 +39,9 @@ def _nobody_watches() -> None:
 
 @dataclass(frozen=True, slots=True)
 class HubCommit:
-    """One commit of a repository; ``endpoint`` None is the hub that `huggingface_hub` is set to."""
+    """Name one commit of a repository; ``endpoint`` None means the hub that `huggingface_hub` is configured
+    for.
+    """
 
     repo: str
     commit: str
@@ -48,17 +53,17 @@ class HubCommit:
     def read(
         self, file: str, start: int, end: int, *, tries: int = _TRIES, watch: Watch = _nobody_watches
     ) -> bytes:
-        """Bytes [start, end), or as far as the file goes. Raises as `stream` does."""
+        """Return bytes [start, end), or up to the file's end. Raises as `stream` does."""
         return b"".join(self.stream(file, start, end, tries=tries, watch=watch))
 
     def stream(
         self, file: str, start: int, end: int, *, tries: int = _TRIES, watch: Watch = _nobody_watches
     ) -> Iterator[bytes]:
-        """Bytes [start, end) in order. A connection that breaks is gone on with, as long as bytes come.
+        """Yield bytes [start, end) in order. A broken connection is resumed as long as bytes arrive.
 
-        ``watch`` is called while the next try is waited for; what it raises ends this. Raises HubUnreachable
-        after ``tries`` in a row without one, and ModelError for a file that is not there, or not for this
-        user; both name file and repository.
+        ``watch`` is called between attempts, and its exceptions end the stream. Raises HubUnreachable after
+        ``tries`` attempts in a row without a byte. Raises ModelError for a file that does not exist or that
+        this user may not read. Both name file and repository.
         """
         at, fruitless = start, 0
         while at < end:
@@ -86,7 +91,8 @@ class HubCommit:
         headers = {
             **build_hf_headers(),
             "range": f"bytes={start}-{end - 1}",
-            "accept-encoding": "identity",  # or the range would be one of compressed bytes
+            # otherwise the range would count compressed bytes
+            "accept-encoding": "identity",
         }
         url = hf_hub_url(self.repo, file, revision=self.commit, endpoint=self.endpoint)
         with (
@@ -96,7 +102,8 @@ class HubCommit:
             ) as response,
         ):
             hf_raise_for_status(response)
-            skip = 0 if response.status_code == 206 else start  # who ignores a range sends all
+            # a server that ignores ranges sends the whole file: skip to the start
+            skip = 0 if response.status_code == 206 else start
             left = end - start
             for chunk in response.iter_bytes():
                 wanted = chunk[skip : skip + left]
@@ -109,7 +116,7 @@ class HubCommit:
 
 
 def _wait(seconds: float, watch: Watch) -> None:
-    """Until the time is over, or ``watch`` raises."""
+    """Wait until the time is over or ``watch`` raises."""
     until_s = time.monotonic() + seconds
     while True:
         watch()
@@ -121,9 +128,10 @@ def _wait(seconds: float, watch: Watch) -> None:
 
 @contextmanager
 def hub_errors(what: str) -> Iterator[None]:
-    """What a hub and the network raise becomes HubUnreachable, or ModelError where asking again is no use.
+    """Translate errors of the hub and the network.
 
-    Nothing else does: an error of this program is none of the hub's.
+    They become HubUnreachable, or ModelError if asking again cannot help. Other errors pass unchanged: a
+    defect of this program must not look like the hub's.
     """
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
@@ -132,7 +140,7 @@ def hub_errors(what: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         raise _refused(what, error) from error
     except HFValidationError as error:
-        raise ModelError(f"the hub can have no {what}: {_line(error)}") from error
+        raise ModelError(f"the hub cannot have {what}: {_line(error)}") from error
     except OfflineModeIsEnabled as error:
         raise HubUnreachable(
             f"{what} cannot be fetched: HF_HUB_OFFLINE is set", hint="unset it, or give a directory"
@@ -140,12 +148,14 @@ def hub_errors(what: str) -> Iterator[None]:
     except (_connection_error(), ConnectionError, TimeoutError) as error:
         raise HubUnreachable(
             f"{what} cannot be fetched, the hub cannot be reached: {_line(error)}",
-            hint="what came so far stays: start again to go on",
+            hint="received bytes are kept: start again to resume",
         ) from error
 
 
 def _connection_error() -> Any:
-    """The base of what the HTTP library raises: of httpx or of httpx2, whichever the hub's library is on."""
+    """Return the base class of the HTTP library's errors, of httpx or httpx2, as the hub's library uses
+    either.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     return next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
@@ -156,7 +166,7 @@ def _refused(what: str, error: Any) -> ModelError:
     if status in _DENIED:
         return ModelError(
             f"the hub has no {what} for you (HTTP {status})",
-            hint="look at the name; for a gated model `hf auth login` first",
+            hint="check the name; for a gated model `hf auth login` first",
         )
     if status in _LATER:
         return HubUnreachable(
@@ -167,5 +177,5 @@ def _refused(what: str, error: Any) -> ModelError:
 
 def _line(error: Exception) -> str:
     line = (str(error) or type(error).__name__).splitlines()[0]
-    # where a hub sends on to has a signature in it, and a hub's own address may have a password
+    # hide addresses: a redirect's holds a signature, and a hub's own may hold a password
     return _ADDRESS.sub("(its address)", line)[:_MAX_REASON]

@@ -1,7 +1,7 @@
-"""Single tensors of a model on a hub, without its shards: headers say where each lies, ranges fetch it.
+"""Fetch single tensors of a model on a hub: shard headers give their places, and ranges fetch the bytes.
 
-A member gets the bytes of its own layers alone, also where the whole model is one file, and each tensor is
-compared with a manifest that neither the hub nor the network made. A tensor that broke off is gone on with.
+A member gets the bytes of its own layers alone, even if the whole model is one file. Each tensor is compared
+with a manifest that comes neither from the hub nor from the network. An interrupted tensor is resumed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from convoy.model.checkpoints.checkpoint import (
 from convoy.model.checkpoints.hub.stream import HubCommit, Watch
 from convoy.model.checkpoints.store.parts import ModelPart, PartFile
 
-_TRIES = 3  # in a row without a byte: a member has somebody else to ask
+# attempts in a row without a byte; few, because a member can ask its peers instead
+_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Parts that lie one behind the other in a file, from byte ``offset`` on."""
+    """Hold parts that lie one behind the other in a file, from byte ``offset`` on."""
 
     file: str
     offset: int
@@ -37,21 +38,22 @@ class _Run:
 
 
 class HubWeights:
-    """The safetensors of one commit. What was learnt of them is kept; any thread may ask."""
+    """Fetch tensors of one commit's safetensors files. Thread-safe; the index and headers read are kept."""
 
     def __init__(self, commit: HubCommit) -> None:
         self.commit = commit
         self._lock = threading.Lock()
-        self._shards: dict[str, str] | None = None  # of each tensor; None: not asked yet
+        # the shard of each tensor; None until the index is read
+        self._shards: dict[str, str] | None = None
         self._is_single = False
         self._headers: dict[str, dict[str, StoredTensor]] = {}
 
     def find(self, names: Collection[str], watch: Watch = lambda: None) -> dict[str, StoredTensor]:
-        """Those of ``names`` that the commit has, with the file of each for its path.
+        """Return those of ``names`` that the commit has; each tensor's path is its file's name.
 
-        The first question is asked once: where the hub cannot be reached that is known after seconds. Raises
-        HubUnreachable, and ModelError for a commit or an index that is not there or makes no sense. What
-        ``watch`` raises while a try is waited for ends it.
+        The index is asked for once, without retries, so an unreachable hub is reported within seconds. Raises
+        HubUnreachable. Raises ModelError if the commit or the index does not exist or is malformed.
+        Exceptions of ``watch``, which is called between attempts, end the call.
         """
         with self._lock:
             files = {self._file_of(name) for name in names} - {""}
@@ -63,10 +65,10 @@ class HubWeights:
     def fetch(
         self, parts: Sequence[ModelPart], tell: Callable[[int, int], None], watch: Watch
     ) -> list[ModelPart]:
-        """Get ``parts``, which are tensors; returns those that the hub has not, or not with these bytes.
+        """Fetch ``parts``, which are tensors; return those that the hub lacks or has with other bytes.
 
-        ``tell`` hears of bytes that came, and of how many; ``watch`` is called while an earlier try is
-        hashed. What they raise ends this, and so does HubUnreachable; what came stays.
+        ``tell`` is called with (received, total) bytes. ``watch`` is called while bytes of an earlier attempt
+        are hashed. Exceptions of either, and HubUnreachable, end the call; received bytes are kept.
         """
         watch()
         places = self.find([part.name for part in parts], watch)
@@ -84,7 +86,7 @@ class HubWeights:
         return wrong
 
     def stream(self, name: str, start: int, num_bytes: int) -> Iterator[bytes]:
-        """Bytes of one tensor from ``start`` on, as they come, from whoever has them. Raises as `find`."""
+        """Yield ``num_bytes`` of one tensor from byte ``start`` on, as they arrive. Raises as `find` does."""
         stored = self.find([name]).get(name)
         if stored is None:
             raise ModelError(f"{self.commit} has no tensor {name}")
@@ -92,7 +94,10 @@ class HubWeights:
         return self.commit.stream(stored.path.name, at, at + num_bytes, tries=2)
 
     def _fetch_run(self, run: _Run, count: Callable[[int], None], watch: Watch) -> list[ModelPart]:
-        """One question for all of it; what an earlier try left is of its first part."""
+        """Fetch a run with one request; return the parts that came with wrong bytes.
+
+        Bytes of an earlier attempt can belong to the run's first part only.
+        """
         first = PartFile(run.parts[0], lambda _num_bytes: watch())
         with first:
             resumed = first.resumed
@@ -101,14 +106,15 @@ class HubWeights:
             start = run.offset + resumed
             chunks = self.commit.stream(run.file, start, start + left, tries=_TRIES, watch=watch)
             wrong = _fill(first, run.parts[1:], chunks, count)
-        if resumed and first.part in wrong:  # perhaps the earlier try's half was: now it is gone
+        # the earlier attempt's bytes may be at fault; they are removed now, so fetch the part once more
+        if resumed and first.part in wrong:
             wrong.remove(first.part)
             count(-first.part.num_bytes)
             wrong += self._fetch_run(_Run(run.file, run.offset, [first.part]), count, watch)
         return wrong
 
     def _file_of(self, name: str) -> str:
-        """The shard of a tensor; empty where there is none."""
+        """Return the shard of a tensor, or "" if there is none."""
         if self._shards is None and not self._is_single:
             self._look_up()
         return SINGLE if self._is_single else (self._shards or {}).get(name, "")
@@ -118,7 +124,8 @@ class HubWeights:
             data = self.commit.read(INDEX, 0, MAX_INDEX_BYTES, tries=1)
         except HubUnreachable:
             raise
-        except ModelError:  # a model of one file has no index; where that is not there either, it says so
+        # a model of one file has no index; if that file is missing too, reading its header reports it
+        except ModelError:
             self._is_single = True
             return
         self._shards = parse_index(f"{INDEX} of {self.commit}", data)
@@ -133,7 +140,7 @@ class HubWeights:
 
 
 def _fits(part: ModelPart, stored: StoredTensor | None) -> bool:
-    """Whether it may be that tensor: its digest, which covers dtype and shape, is still to be compared."""
+    """Tell whether sizes agree. The digest, which covers dtype and shape, is compared after the fetch."""
     return stored is not None and stored.num_bytes == part.num_bytes
 
 
@@ -142,6 +149,8 @@ def _runs(parts: Sequence[ModelPart], places: dict[str, StoredTensor]) -> Iterat
     end = 0
     for part in sorted(parts, key=lambda part: (str(places[part.name].path), places[part.name].offset)):
         stored = places[part.name]
+        # a part that an earlier attempt began starts a run of its own: the request begins at its missing
+        # bytes
         begun = part.place.with_name(f"{part.place.name}.part").exists()
         if run is not None and (run.file, end) == (stored.path.name, stored.offset) and not begun:
             run.parts.append(part)
@@ -157,7 +166,7 @@ def _runs(parts: Sequence[ModelPart], places: dict[str, StoredTensor]) -> Iterat
 def _fill(
     first: PartFile, others: Sequence[ModelPart], chunks: Iterator[bytes], count: Callable[[int], None]
 ) -> list[ModelPart]:
-    """Share ``chunks`` out, in order; returns the parts that came to something else."""
+    """Distribute ``chunks`` over the parts in order; return the parts that came with wrong bytes."""
     held = HeldTensors(chunks, count)
     wrong = [] if _fill_one(first, held) else [first.part]
     for part in others:
@@ -169,7 +178,7 @@ def _fill(
 
 
 class HeldTensors:
-    """Chunks of any size, taken in other sizes."""
+    """Split and join chunks of any size into pieces of the sizes asked for."""
 
     def __init__(
         self, chunks: Iterator[bytes], count: Callable[[int], None] = lambda _num_bytes: None
@@ -179,7 +188,7 @@ class HeldTensors:
         self._left = memoryview(b"")
 
     def take(self, most: int) -> memoryview:
-        """Up to ``most`` bytes; none at the end."""
+        """Return up to ``most`` bytes; none at the end."""
         if not self._left:
             self._left = memoryview(next(self._chunks, b""))
         taken, self._left = self._left[:most], self._left[most:]

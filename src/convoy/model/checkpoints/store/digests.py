@@ -1,7 +1,7 @@
-"""The digests of this machine's own files: computed on several threads, and remembered for the next start.
+"""Compute the digests of this machine's own files on several threads, and remember them for the next start.
 
-What is remembered is keyed by a file's path, size, both times of change and inode. It says nothing of bytes
-that another member sent: those are hashed as they come, whatever a file here says.
+Remembered digests are keyed by a file's path, size, both times of change and inode. They never vouch for
+bytes from another member: those are hashed as they arrive.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ HashProgress = Callable[[int, int], None]
 
 _CHUNK_BYTES = 1 << 20
 _LOOK_UP_S = 0.2
-_SETTLED_NS = 2 * 10**9  # a file changed so lately may change again within one tick of its clock
+# a file changed this recently may change again within one tick of its clock
+_SETTLED_NS = 2 * 10**9
 _MAX_REMEMBERED_BYTES = 64 << 20
 _VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Hashing:
-    """How a process hashes. ``cache`` None remembers nothing for the next one; ``num_threads`` 0: all cores.
+    """Hold the settings by which a process hashes files.
 
-    ``known`` is what this process hashed: the key of each file, and its tensors' digests.
+    ``cache`` None remembers nothing for the next process; ``num_threads`` 0 uses all cores. ``known`` holds
+    the key and the tensors' digests of each file that this process has hashed.
     """
 
     cache: Path | None = None
@@ -59,10 +61,11 @@ class Hashing:
 
 
 def make_manifest(source: ModelSource, hashing: Hashing, progress: HashProgress | None = None) -> Manifest:
-    """The manifest of a model that is here whole. ``progress`` is called with (hashed, total) bytes.
+    """Return the manifest of a model that is complete on this machine.
 
-    What ``progress`` raises ends it. Raises ModelError for a file that cannot be read or is truncated, and
-    for an output that is not the embedding, as config.json says.
+    ``progress`` is called with (hashed, total) bytes, and its exceptions end the work. Raises ModelError for
+    a file that cannot be read or is truncated, and for an output matrix that differs from the embedding
+    although config.json ties them.
     """
     tensors = list(source.tensors.values())
     digests = tensor_digests(source, tensors, hashing, progress)
@@ -77,7 +80,7 @@ def tensor_digests(
     hashing: Hashing,
     progress: HashProgress | None = None,
 ) -> dict[str, str]:
-    """Hex SHA-256 of each of these tensors of ``source``, by name; see `make_manifest`."""
+    """Return the hex SHA-256 of each of these tensors of ``source``, by name; see `make_manifest`."""
     if source.seed is not None:
         return {tensor.name: describe_values(tensor, source.seed) for tensor in tensors}
     found: dict[str, str] = {}
@@ -100,9 +103,10 @@ def tensor_digests(
 def hash_tensor(
     tensor: StoredTensor, over: threading.Event | None = None, count: Callable[[int], None] | None = None
 ) -> str:
-    """The digest of one tensor, from its file. ``count`` hears of each chunk; ``over`` ends it early.
+    """Return the digest of one tensor, from its file.
 
-    Raises ModelError naming file and tensor.
+    ``count`` is called with the size of each chunk; ``over`` ends the work early. Raises ModelError naming
+    file and tensor.
     """
     digest = hashlib.sha256(start_tensor_digest(tensor.dtype, tensor.shape))
     buffer = memoryview(bytearray(min(_CHUNK_BYTES, max(1, tensor.num_bytes))))
@@ -134,7 +138,7 @@ def _file_entries(directory: Path) -> dict[str, FileEntry]:
 
 
 class _Pass:
-    """One pass over tensors on several threads; hashing and reading let others run meanwhile."""
+    """Hash tensors on several threads, once. Hashing and reading release the GIL, so other threads go on."""
 
     def __init__(
         self, tensors: Sequence[StoredTensor], num_threads: int, progress: HashProgress | None
@@ -152,7 +156,7 @@ class _Pass:
             return {}
         pool = ThreadPoolExecutor(self._num_threads, "hash")
         try:
-            # The largest first, so that no thread is left alone with it at the end.
+            # hash the largest first, so that no thread is left alone with it at the end
             ordered = sorted(self._tensors, key=lambda tensor: -tensor.num_bytes)
             hashes = {pool.submit(hash_tensor, one, self._over, self._count): one.name for one in ordered}
             self._wait(hashes)
@@ -176,7 +180,7 @@ class _Pass:
 
 
 class _Remembered:
-    """What is known of one file's tensors, as long as the file is the one that was hashed."""
+    """Hold the known digests of one file's tensors, valid while the file is the one that was hashed."""
 
     def __init__(self, path: Path, key: list[int], hashing: Hashing, digests: dict[str, str]) -> None:
         self.digests: Mapping[str, str] = digests
@@ -186,7 +190,10 @@ class _Remembered:
 
     @classmethod
     def load(cls, path: Path, hashing: Hashing) -> _Remembered:
-        """Whatever is wrong with what was remembered: then nothing is. Raises ModelError without the file."""
+        """Load the remembered digests; none if they are unreadable or of another version of the file.
+
+        Raises ModelError if the file itself is missing.
+        """
         whole, key = path.resolve(), _key(path)
         known_key, digests = hashing.known.get(whole, ([], {}))
         if known_key != key:
@@ -194,7 +201,7 @@ class _Remembered:
         return cls(whole, key, hashing, digests)
 
     def save(self, fresh: Mapping[str, str]) -> None:
-        """Best effort: a folder that cannot be written costs the next start its time, and nothing else."""
+        """Save fresh digests as far as possible. An unwritable folder only costs the next start its time."""
         whole = {**self.digests, **fresh}
         self._hashing.known[self._path] = (self._key, whole)
         cache = self._hashing.cache
@@ -205,7 +212,8 @@ class _Remembered:
         ):
             return
         with contextlib.suppress(OSError, ModelError):
-            if _key(self._path) == self._key:  # otherwise it changed while it was hashed
+            # skip the file if it changed while it was hashed
+            if _key(self._path) == self._key:
                 _store_digests(cache, self._path, self._key, whole)
 
 
@@ -243,5 +251,5 @@ def _key(path: Path) -> list[int]:
         status = path.stat()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {(error.strerror or 'unreadable').lower()}") from error
-    # the time of the last change of any kind as well: the other can be set back, by `cp -p` or by hand
+    # include the time of any change (ctime) too: mtime can be set back, by `cp -p` or by hand
     return [status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns]

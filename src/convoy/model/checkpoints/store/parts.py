@@ -1,8 +1,8 @@
-"""Parts of a model on their way to this disk: each has its name once it is whole and verified.
+"""Write parts of a model to this disk: each gets its final name once it is complete and verified.
 
-A part is written under its `.part` name, synced, compared with the digest that was named for it, and then
-renamed. So what has a name is right, a broken connection or a crash loses no verified part, and half a part
-is gone on with from its end.
+A part is written under its `.part` name, synced, compared with its expected digest, and then renamed. A file
+with a final name is therefore correct. A broken connection or a crash loses no verified part, and an
+incomplete part is resumed at its end.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from typing import IO
 
 from convoy.errors import ModelError
 
-Count = Callable[[int], None]  # bytes of a chunk that was looked at; what it raises ends the work
+# called with the bytes of each chunk read; its exceptions end the work
+Count = Callable[[int], None]
 
 _READ_BYTES = 1 << 20
 _LOOK_UP_S = 0.2
-_SPARE_BYTES = 64 << 20  # left free on the disk
+# bytes to leave free on the disk
+_SPARE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """One tensor or file of a model, and where it will lie. ``start`` is hashed in front of its bytes.
+    """Describe one tensor or file of a model and its place on disk.
 
-    ``digest`` is hex SHA-256; empty where nobody named one, and then its size alone is compared.
+    ``digest`` is the hex SHA-256 over ``start`` and the part's bytes. If it is empty, only the size is
+    compared.
     """
 
     name: str
@@ -44,10 +47,11 @@ class ModelPart:
 
 @contextmanager
 def alone_in(folder: Path, watch: Callable[[], None]) -> Iterator[None]:
-    """Nobody else of this machine writes in ``folder``, which is made (0700), as long as the block runs.
+    """Lock ``folder`` against other processes of this machine while the block runs; create it (0700) if
+    needed.
 
-    ``watch`` is called now and then while another process does; what it raises ends the wait. Raises
-    ModelError where the folder cannot be made.
+    ``watch`` is called repeatedly while another process holds the lock; its exceptions end the wait. Raises
+    ModelError if the folder cannot be created.
     """
     with explained(folder, "made"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,11 +62,12 @@ def alone_in(folder: Path, watch: Callable[[], None]) -> Iterator[None]:
             time.sleep(_LOOK_UP_S)
         yield
     finally:
-        os.close(descriptor)  # which gives the lock back, as the end of the process does
+        # closing releases the lock, as the end of the process would
+        os.close(descriptor)
 
 
 def require_room(folder: Path, parts: Iterable[ModelPart]) -> None:
-    """Raises ModelError, with both numbers, where the disk has not the room for ``parts``."""
+    """Raise ModelError, with both numbers, if the disk has no room for ``parts``."""
     needed = sum(part.num_bytes - (_size(_half(part)) or 0) for part in parts)
     with explained(folder, "read"):
         free = shutil.disk_usage(folder).free
@@ -75,12 +80,15 @@ def require_room(folder: Path, parts: Iterable[ModelPart]) -> None:
 
 
 def is_whole(part: ModelPart) -> bool:
-    """Whether it is here, by its size alone: its name came last."""
+    """Tell whether a part is complete, by its size alone: a part gets its name only after verification."""
     return _size(part.place) == part.num_bytes
 
 
 def verify(part: ModelPart, count: Count) -> bool:
-    """Whether the bytes that are here are the part's; others are removed. ``count`` hears of each chunk."""
+    """Tell whether the bytes on disk match the part's digest; remove the file if not.
+
+    ``count`` is called with the size of each chunk.
+    """
     digest = hashlib.sha256(part.start)
     with explained(part.place, "read"), part.place.open("rb", buffering=0) as file:
         _hash_into(digest, file, count)
@@ -92,15 +100,17 @@ def verify(part: ModelPart, count: Count) -> bool:
 
 
 class PartFile:
-    """One part on its way in; `finish` gives it its name. Left before that, what came stays as half of it."""
+    """Write one part; `finish` gives it its name. Closed before that, it stays as an incomplete part."""
 
     def __init__(self, part: ModelPart, count: Count = lambda _num_bytes: None) -> None:
-        """Opens what an earlier try left, and hashes it; ``count`` hears of each chunk of that.
+        """Open an earlier attempt's bytes, if any, and hash them; ``count`` is called with the size of each
+        chunk.
 
         Raises ModelError, as every method does, naming file and part.
         """
         self.part = part
-        self.resumed = 0  # bytes that are here from an earlier try
+        # bytes kept from an earlier attempt
+        self.resumed = 0
         self._digest = hashlib.sha256(part.start)
         with self._explained("opened"):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
@@ -128,7 +138,7 @@ class PartFile:
 
     @property
     def left(self) -> int:
-        """Bytes that are still to come."""
+        """Return the number of bytes still missing."""
         return self.part.num_bytes - self.num_bytes
 
     def close(self) -> None:
@@ -136,7 +146,7 @@ class PartFile:
             self._file.close()
 
     def begin_anew(self) -> None:
-        """Forget what an earlier try left."""
+        """Discard the bytes of an earlier attempt."""
         with self._explained("written"):
             self._file.seek(0)
             self._file.truncate()
@@ -152,9 +162,9 @@ class PartFile:
         self.num_bytes += len(data)
 
     def finish(self) -> bool:
-        """Whether what is here is the part; then it is on disk, under its name, when this returns.
+        """Return True, with the part synced and under its name, if its bytes are the expected ones.
 
-        If it is not, nothing of it stays.
+        Otherwise discard all of its bytes and return False.
         """
         if self.num_bytes != self.part.num_bytes or self.part.digest not in {"", self.found}:
             self.begin_anew()
@@ -168,7 +178,7 @@ class PartFile:
 
     @property
     def found(self) -> str:
-        """The digest of what is here."""
+        """Return the hex digest of the bytes written so far."""
         return self._digest.hexdigest()
 
     def _explained(self, verb: str) -> contextlib.AbstractContextManager[None]:
@@ -177,14 +187,14 @@ class PartFile:
 
 @contextmanager
 def explained(path: Path, what: str) -> Iterator[None]:
-    """An OSError about ``path`` is a ModelError that names it and the reason."""
+    """Turn an OSError about ``path`` into a ModelError that names it and the reason."""
     try:
         yield
     except OSError as error:
         reason = (error.strerror or "unusable").lower()
         raise ModelError(
             f"{path} cannot be {what}: {reason}",
-            hint="what came so far stays: mend it and start again, or name another folder with --cache",
+            hint="received bytes are kept: fix it and start again, or name another folder with --cache",
         ) from error
 
 
@@ -193,7 +203,7 @@ def _half(part: ModelPart) -> Path:
 
 
 def _size(path: Path) -> int | None:
-    """None for what is not there."""
+    """Return the file's size in bytes, or None if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:

@@ -1,11 +1,11 @@
-"""A model that is not here whole: a private folder of the parts that a member got, each verified.
+"""Store a model of which this machine has only some parts: a private folder of received, verified parts.
 
     CACHE/models/<digest of the manifest>/manifest.json
-                                          config.json          as `transformers` wants to find it
+                                          config.json          in the place where `transformers` expects it
                                           tensors/<digest>     the bytes of one tensor
-                                          tensors/<digest>.part   not whole yet, or not verified
+                                          tensors/<digest>.part   incomplete, or not yet verified
 
-How a part gets its name is in `store.parts`. No name in here is one that a peer or a hub chose.
+`store.parts` explains how a part gets its name. No peer or hub chooses a file name in here.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ _TENSORS = "tensors"
 
 
 class VerifiedParts:
-    """The parts that this process has seen to be right: none is hashed twice."""
+    """Remember the parts that this process has verified, so that none is hashed twice."""
 
     def __init__(self) -> None:
         self._digests: set[str] = set()
 
     def missing(self, parts: Iterable[ModelPart], tell: Callable[[int, int], None]) -> list[ModelPart]:
-        """Those that are not here, or no more as they came: then they are removed, and the log says so.
+        """Return the parts that are missing. A part that changed on disk is logged, removed and counted as
+        missing.
 
-        ``tell`` hears of (hashed, total) bytes. Raises ModelError for one that cannot be read.
+        ``tell`` is called with (hashed, total) bytes. Raises ModelError for a part that cannot be read.
         """
         parts = list(parts)
         unsure = [part for part in parts if part.digest not in self._digests and is_whole(part)]
@@ -59,16 +60,16 @@ class VerifiedParts:
 
         for part in unsure:
             if not verify(part, count):
-                _log.warning("%s was changed on disk, and is fetched anew", part.name)
+                _log.warning("%s was changed on disk and is fetched again", part.name)
         return [part for part in parts if not is_whole(part)]
 
     def add(self, parts: Iterable[ModelPart]) -> None:
-        """They have just come, and were compared."""
+        """Mark parts as verified that have just been received and compared."""
         self._digests.update(part.digest for part in parts)
 
 
 class ReceivedModel:
-    """The folder of one model on this member; other processes of this user may use the same one."""
+    """Manage the folder of one model on this member; other processes of this user may share it."""
 
     def __init__(self, cache: Path, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -76,14 +77,16 @@ class ReceivedModel:
 
     @classmethod
     def remembered(cls, cache: Path, digest: str) -> Manifest | None:
-        """The manifest that came here earlier; None if none did, or it is not whole."""
+        """Return the manifest stored earlier; None if there is none, or if it is incomplete."""
         try:
             return Manifest.decode((cache / FOLDER / digest / _MANIFEST).read_bytes(), digest)
         except (OSError, ModelError):
             return None
 
     def file(self, name: str) -> ModelPart:
-        """A file beside the weights. Raises ModelError if the model has none by that name."""
+        """Return the part of a file beside the weights. Raises ModelError if the model has no file of that
+        name.
+        """
         entry = self.manifest.files.get(name)
         if entry is None:
             raise ModelError(
@@ -98,9 +101,9 @@ class ReceivedModel:
         return ModelPart(name, self._place(entry), entry.num_bytes, entry.digest, start)
 
     def source(self, name: str, config: ModelPart) -> ModelSource:
-        """The model as if all its tensors were here; those that are not can be described, and not read.
+        """Describe the model as if all its tensors were here; missing ones can be described but not read.
 
-        Raises ModelError for a configuration that is not of these tensors.
+        Raises ModelError if the configuration does not match these tensors.
         """
         described = {
             tensor: StoredTensor(tensor, self._place(entry), entry.dtype, entry.shape, 0, entry.num_bytes)
@@ -113,7 +116,7 @@ class ReceivedModel:
 
     @contextmanager
     def open(self, watch: Callable[[], None]) -> Iterator[None]:
-        """Make the folder, and write in it alone as long as the block runs; see `parts.alone_in`."""
+        """Create the folder, and lock it for writing while the block runs; see `parts.alone_in`."""
         with explained(self.folder, "made"):
             self.folder.parents[1].parent.mkdir(parents=True, exist_ok=True)
             for folder in (*reversed(self.folder.parents[:2]), self.folder, self.folder / _TENSORS):
@@ -123,7 +126,7 @@ class ReceivedModel:
             yield
 
     def require_room(self, parts: Iterable[ModelPart]) -> None:
-        """Raises ModelError, with both numbers, where the disk has not the room for ``parts``."""
+        """Raise ModelError, with both numbers, if the disk has no room for ``parts``."""
         require_room(self.folder, parts)
 
     def _keep_manifest(self) -> None:
