@@ -1,4 +1,4 @@
-"""``convoy identity``: a member's keys on disk, and the card that its operator puts into the roster."""
+"""``convoy identity``: make and show a member's keys, and the card that its operator puts into the roster."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def new(
     card: Annotated[Path | None, typer.Option(help="Where the card goes.  [default: NAME.card.toml]")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make keys that stay here, and a card for the operator. The card has the public half."""
+    """Make a member's keys, and a card for the operator. The keys stay here; the card has the public half."""
     from convoy.crypto.identity import Identity
     from convoy.trust.roster.card import member_of, write_card
     from convoy.trust.roster.roster import parse_address

@@ -1,4 +1,4 @@
-"""``convoy status``: who holds what in a running cluster, and whether tokens pass."""
+"""``convoy status``: show the stages of a running cluster, and whether tokens pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def status(
     ca: CaFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a running cluster: stages, links, load. Exit 75 when it is not ready."""
+    """Show a running cluster: stages, links, load. Exit 75 if it is not ready."""
     from convoy.cluster.status import ClusterStatus
 
     endpoint = Endpoint.of(url, client_key(api_key_file), ca)
@@ -40,7 +40,8 @@ def status(
         _print(ready, cluster)
     if ready.get("status") != "ready":
         if as_json:
-            raise typer.Exit(EXIT_RETRY)  # the value above says why, and there is only one
+            # The JSON value already gives the reason, and a script expects one value only.
+            raise typer.Exit(EXIT_RETRY)
         raise NotReady(f"the cluster is {ready.get('status')}: {ready.get('reason', 'no reason given')}")
 
 

@@ -1,4 +1,4 @@
-"""Help pages in groups: the verbs by purpose, and the options of verbs that have many."""
+"""Group the help pages: the verbs by purpose, and the options of verbs that have many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SET_UP = "Set up and look after a cluster"
 SHARE = "Serve accounts with many clusters"
 PROVE = "Measure and prove"
 
-# Groups of options in the order of the page. What is in none comes last, as "Options".
+# Groups of options in the order of the page. All other options come last, under "Options".
 _OPTIONS = {
     "Cluster": (
         "config",
@@ -41,7 +41,7 @@ _OTHER = "Options"
 
 
 class GroupedCommand(TyperCommand):
-    """A verb whose options are listed in groups."""
+    """List the options of a verb in groups."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         found: dict[str, list[tuple[str, str]]] = {}
@@ -62,9 +62,10 @@ class GroupedCommand(TyperCommand):
 
 
 class GroupedVerbs(TyperGroup):
-    """The verbs in groups, and no options: the one flag for everybody is known."""
+    """List the verbs in groups. Hide the options, because every command has the one that matters, --help."""
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as the base class has it
+    # The base class's signature has this parameter.
+    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
         found: dict[str, list[tuple[str, str]]] = {}
         verbs = {name: verb for name, verb in self.commands.items() if not verb.hidden}
         limit = formatter.width - 6 - max(map(len, verbs))
