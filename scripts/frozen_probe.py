@@ -248,8 +248,9 @@ def cli(side: Side) -> Facts:
     for error in _error_classes(side):
         try:
             made = error("x")
-        except TypeError:
-            made = error.__new__(error, "x")  # one whose arguments are others: its class is what counts
+        except (TypeError, AttributeError):
+            # It takes other arguments than a text. Its class is what counts.
+            made = error.__new__(error, "x")
         answer = answer_for(made)
         about = [exit_code(made), answer.status, answer.type, answer.code]
         facts[f"error {error.__name__}"] = [*about, [base.__name__ for base in error.__mro__[:-3]]]

@@ -53,6 +53,14 @@ class Tree:
                     return self.resolve(target, original, depth + 1)
         return module, name
 
+    def aliases(self, module: str, moved: Mapping[str, str]) -> dict[str, str]:
+        """Return the module, where it lies now, behind each name under which ``module`` imports one."""
+        found = {}
+        for local, (target, original) in self.meanings(module).items():
+            if not original and target in self.modules:
+                found[local] = moved.get(target, target)
+        return found
+
     def meanings(self, module: str) -> dict[str, tuple[str, str]]:
         """Return what each name that ``module`` imports stands for."""
         found = {}
@@ -112,12 +120,10 @@ def defined_names(tree: ast.Module) -> set[str]:
 class Plain(ast.NodeTransformer):
     """Rewrites a tree to what must stay: no imports, no docstrings, and identifiers by their new names."""
 
-    def __init__(self, rules: Rules, *, is_old: bool) -> None:
+    def __init__(self, rules: Rules, aliases: Mapping[str, str], *, is_old: bool) -> None:
         self._names: Mapping[str, str] = rules.names if is_old else {}
         self._modules: Mapping[str, str] = rules.modules if is_old else {}
-        self._leaves = {
-            old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in self._modules.items() if is_old
-        }
+        self._aliases = aliases
         self._strings = rules.strings
         self.texts: list[str] = []
 
@@ -160,7 +166,8 @@ class Plain(ast.NodeTransformer):
     def _named(self, name: str, *, is_plain: bool = False) -> str:
         renamed = self._names.get(name)
         if renamed is None and is_plain:
-            renamed = self._leaves.get(name)
+            # A module is the same under whatever name an import gives it.
+            renamed = self._aliases.get(name)
         return name if renamed is None else renamed
 
     @staticmethod
@@ -189,10 +196,10 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def plain(tree: ast.Module, rules: Rules, *, is_old: bool) -> tuple[list[str], list[str]]:
-    """Return the dumped top-level statements of ``tree`` and the strings that were left out of them."""
-    rewriter = Plain(rules, is_old=is_old)
-    copy = rewriter.visit(ast.parse(ast.unparse(tree)))
+def plain(tree: Tree, name: str, rules: Rules, *, is_old: bool) -> tuple[list[str], list[str]]:
+    """Return the dumped top-level statements of a module and the strings that were left out of them."""
+    rewriter = Plain(rules, tree.aliases(name, rules.modules if is_old else {}), is_old=is_old)
+    copy = rewriter.visit(ast.parse(ast.unparse(tree.modules[name])))
     # an `__all__` is a kind of import: it says what others may import from here
     exports = {"__all__"}
     kept = [
@@ -211,9 +218,9 @@ def pair(old: Tree, new: Tree, rules: Rules) -> dict[str, str]:
     taken = set(found.values())
     rest = [name for name in old.modules if name not in found]
     free = [name for name in new.modules if name not in taken]
-    by_code = {_code(new.modules[name], rules, is_old=False): name for name in free if rest}
+    by_code = {_code(new, name, rules, is_old=False): name for name in free if rest}
     for name in rest:
-        code = _code(old.modules[name], rules, is_old=True)
+        code = _code(old, name, rules, is_old=True)
         if code.strip() and code in by_code:
             found[name] = by_code[code]
     free = [name for name in free if name not in set(found.values())]
@@ -226,8 +233,8 @@ def pair(old: Tree, new: Tree, rules: Rules) -> dict[str, str]:
     return found
 
 
-def _code(tree: ast.Module, rules: Rules, *, is_old: bool) -> str:
-    return "\n".join(plain(tree, rules, is_old=is_old)[0])
+def _code(tree: Tree, name: str, rules: Rules, *, is_old: bool) -> str:
+    return "\n".join(plain(tree, name, rules, is_old=is_old)[0])
 
 
 def _share(mine: set[str], other: set[str]) -> float:
@@ -248,7 +255,7 @@ def compare(old: Tree, new: Tree, rules: Rules) -> Report:
         if name in pairs and pairs[name] in sources:
             sources[pairs[name]].append(name)
         else:
-            statements = plain(old.modules[name], rules, is_old=True)[0]
+            statements = plain(old, name, rules, is_old=True)[0]
             loose_old += statements
             if statements:
                 problems.append(f"{old.places[name]}: has no module in the new tree")
@@ -256,9 +263,9 @@ def compare(old: Tree, new: Tree, rules: Rules) -> Report:
         was: list[str] = []
         texts: list[str] = []
         for one in olds:
-            statements, said = plain(old.modules[one], rules, is_old=True)
+            statements, said = plain(old, one, rules, is_old=True)
             was, texts = was + statements, texts + said
-        now, new_texts = plain(new.modules[name], rules, is_old=False)
+        now, new_texts = plain(new, name, rules, is_old=False)
         report.strings += _changed_texts(new.places[name], texts, new_texts)
         changes = _changed_imports(old, new, olds, name, rules)
         report.differing += [f"{new.places[name]}: {change}" for change in changes]

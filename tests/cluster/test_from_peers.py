@@ -230,8 +230,8 @@ def test_a_member_whose_files_are_others_is_found_out_where_they_differ(
 def test_a_member_that_goes_in_the_midst_of_a_tensor_is_taken_over_from_there(
     model: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("fetch", "sources"):
-        monkeypatch.setattr(f"convoy.cluster.{module}.PIECE_BYTES", 1000)
+    for module in ("client", "peer_source"):
+        monkeypatch.setattr(f"convoy.cluster.weights.{module}.PIECE_BYTES", 1000)
     starts: dict[str, list[tuple[str, int]]] = {"beta": [], "delta": []}
 
     def note(member: str) -> Bend:
@@ -260,8 +260,8 @@ def test_a_member_that_goes_in_the_midst_of_a_tensor_is_taken_over_from_there(
 def test_after_a_loss_half_a_tensor_is_gone_on_with_from_somebody_else(
     model: Path, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("fetch", "sources"):
-        monkeypatch.setattr(f"convoy.cluster.{module}.PIECE_BYTES", 1000)
+    for module in ("client", "peer_source"):
+        monkeypatch.setattr(f"convoy.cluster.weights.{module}.PIECE_BYTES", 1000)
     lost: list[str] = []
     starts: dict[str, int] = {}
 

@@ -43,9 +43,11 @@ def test_a_definition_is_found_by_its_name_wherever_it_lies() -> None:
     assert side.locate("MESSAGE_TYPES") is not None
     with pytest.raises(LookupError, match=r"map it in frozen_names\.toml"):
         side.locate("NothingOfThatName")
-    mapped = Side(ROOT, {"Nothing": "convoy.wire.frame:cluster_tag", "wire:Hello": "convoy.wire.fleet:Hello"})
+    mapped = Side(
+        ROOT, {"Nothing": "convoy.wire.frame:cluster_tag", "wire:Hello": "convoy.wire.fleet.messages:Hello"}
+    )
     assert mapped.locate("Nothing").__name__ == "cluster_tag"
-    assert mapped.locate("Hello", "wire").__module__ == "convoy.wire.fleet"
+    assert mapped.locate("Hello", "wire").__module__ == "convoy.wire.fleet.messages"
 
 
 def test_the_facts_of_the_wire_are_the_same_each_time_and_hold_tags_limits_and_labels() -> None:

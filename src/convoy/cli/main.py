@@ -1,7 +1,6 @@
-"""The command ``convoy``: the list of its verbs, and the report of their errors.
+"""The command ``convoy``: its options, its exit code, and the report of its errors.
 
-Each verb is a module beside this one. Verbs import other packages inside their functions, so that ``--help``
-is instant.
+Each verb is a file beside this one, imported only if it is used; `cli.verbs` lists them.
 """
 
 from __future__ import annotations
@@ -24,36 +23,11 @@ from typer.exceptions import TyperException
 
 from convoy import __version__
 from convoy.api.ending import end_within
-from convoy.cli import (
-    attest,
-    audit,
-    bench,
-    cache,
-    chat,
-    coordinator,
-    demo,
-    doctor,
-    identity,
-    invite,
-    join,
-    keys,
-    manifest,
-    plan,
-    provide,
-    proxy,
-    roster,
-    serve,
-    session,
-    status,
-    verify,
-)
-from convoy.cli import eval as eval_verb
-from convoy.cli import run as run_verb
 from convoy.cli.running.start import ask_for_huge_pages, switch_threads_soon, wait_briefly_for_threads
 from convoy.cli.show.exit_codes import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, exit_code
-from convoy.cli.show.help import PROVE, RUN, SET_UP, SHARE, GroupedCommand, GroupedVerbs
 from convoy.cli.show.logs import FormatFlag, LevelFlag, set_up_logs
 from convoy.cli.show.output import one_line, print_json, report_convoy_error, report_error
+from convoy.cli.verbs import VerbGroup
 from convoy.errors import ConvoyError
 from convoy.transport.listen.descriptors import raise_descriptor_limit
 
@@ -62,7 +36,7 @@ _NEAR = 0.8
 
 app = typer.Typer(
     name="convoy",
-    cls=GroupedVerbs,
+    cls=VerbGroup,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -87,30 +61,6 @@ def convoy(
         raise typer.Exit
     if context.invoked_subcommand is None:
         print(context.get_help())
-
-
-app.command(rich_help_panel=RUN)(demo.demo)
-for verb in (run_verb.run, serve.serve, join.join):
-    app.command(rich_help_panel=RUN, cls=GroupedCommand)(verb)
-for verb in (chat.chat, session.session, status.status):
-    app.command(rich_help_panel=RUN)(verb)
-for verb in (invite.invite, plan.plan, doctor.doctor, cache.cache):
-    app.command(rich_help_panel=SET_UP)(verb)
-for name, group in {
-    "identity": identity,
-    "roster": roster,
-    "keys": keys,
-    "manifest": manifest,
-    "attest": attest,
-    "audit": audit,
-}.items():
-    app.add_typer(group.app, name=name, rich_help_panel=SET_UP)
-app.add_typer(coordinator.app, name="coordinator", rich_help_panel=SHARE)
-app.command(rich_help_panel=SHARE)(provide.provide)
-app.command(rich_help_panel=SHARE)(proxy.proxy)
-app.add_typer(bench.app, name="bench", rich_help_panel=PROVE)
-app.command("eval", rich_help_panel=PROVE)(eval_verb.evaluate)
-app.command(rich_help_panel=PROVE)(verify.verify)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 RUN = "Run a model"
 SET_UP = "Set up and look after a cluster"
@@ -59,20 +59,3 @@ class GroupedCommand(TyperCommand):
             if group in found:
                 with formatter.section(group):
                     formatter.write_dl(found[group])
-
-
-class GroupedVerbs(TyperGroup):
-    """List the verbs in groups. Hide the options, because every command has the one that matters, --help."""
-
-    # The base class's signature has this parameter.
-    def format_options(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
-        found: dict[str, list[tuple[str, str]]] = {}
-        verbs = {name: verb for name, verb in self.commands.items() if not verb.hidden}
-        limit = formatter.width - 6 - max(map(len, verbs))
-        for name, verb in verbs.items():
-            group = getattr(verb, "rich_help_panel", None)
-            found.setdefault(group or "Commands", []).append((name, verb.get_short_help_str(limit)))
-        width = max(map(len, verbs))
-        for group, rows in found.items():
-            with formatter.section(group):
-                formatter.write_dl([(name.ljust(width), text) for name, text in rows])

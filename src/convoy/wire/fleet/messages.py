@@ -166,7 +166,7 @@ class Heartbeat(FleetMessage, frozen=True, tag="Heartbeat"):
     loads: Annotated[list[ModelLoad], msgspec.Meta(max_length=64)]
 
 
-class DrainNotice(FleetMessage, frozen=True, tag="DrainNotice"):
+class DrainNotice(FleetMessage, frozen=True, tag="Draining"):
     """Provider to coordinator: what runs is finished, nothing new is taken."""
 
 
