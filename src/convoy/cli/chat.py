@@ -132,6 +132,7 @@ def _converse(endpoint: Endpoint, history: list[Message], options: dict[str, Any
             print_note(f"{styled('error:', 'red', sys.stderr)} {one_line(error.message)}")
             continue
         print()
+        # Only a complete turn enters the history.
         history = [*messages, {"role": "assistant", "content": answer.text}]
 
 

@@ -57,6 +57,7 @@ def demo(
     say(f"starting {many} of a cluster, each a process with its own identity ...")
     options = LocalOptions(num_members=members)
     answers, status = _ask_cluster(options, say, show=not as_json)
+    # The reference: the same questions, on the same number of threads, without a split.
     say("asking the same of one process that holds the whole model ...")
     alone, _ = _ask_cluster(LocalOptions(num_members=1, num_threads=options.threads), say, show=False)
     equal = [a.tokens for a in answers] == [a.tokens for a in alone]

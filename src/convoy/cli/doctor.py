@@ -195,6 +195,7 @@ def _each_peer(config: Config, me: Membership, others: list[Member]) -> list[Fin
             Finding("fail", late, f"is {member.address[0]} looked up slowly?"),
         )
 
+    # A peer may bring a newer roster while it is dialled.
     before = me.roster.epoch
     with network_of(config) as found:
         network = found or TcpNetwork()
@@ -208,6 +209,7 @@ def _head_at(config: Config) -> Callable[[], bool]:
     def answers() -> bool:
         from convoy.cli.running.endpoint import Endpoint
 
+        # A wildcard address cannot be dialled, so ask on loopback.
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.serve.host, config.serve.host)  # noqa: S104
         endpoint = Endpoint(f"http://{host}:{config.serve.port}", timeout_s=_LOOK_UP_S)
         try:

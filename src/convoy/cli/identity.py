@@ -40,6 +40,7 @@ def new(
     identity = Identity.generate()
     member = member_of(name, identity, parse_address(address))
     card = card or Path(f"{name}.card.toml")
+    # Check before the keys are written, so that a failure leaves nothing behind.
     if not card.parent.is_dir():
         raise ConfigError(f"there is no directory {card.parent} for the card")
     directory = directory or Path(".convoy") / name

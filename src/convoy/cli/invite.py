@@ -100,6 +100,7 @@ def _invite(
     token, newcomer = _meet(desk, screen, address, port, minutes)
     consumption = desk.consumption(token)
     who = {"id": token.id, "name": newcomer.card.name, "identity": newcomer.card.identity_key.hex()}
+    # From here on the token is used up, whatever the operator answers.
     desk.audit.append("use invitation", who, actor="newcomer", origin=newcomer.host)
     name = one_line(newcomer.card.name)
     with screen.ending(f"{name} was not let in, and the invitation is used up"):
@@ -173,6 +174,7 @@ def _end_with(pipe: int) -> None:
     An open listener and the operator key must not outlive the command that they belong to.
     """
     with contextlib.suppress(OSError):
+        # The read returns when the parent ends, because that closes the other end of the pipe.
         os.read(pipe, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -208,6 +210,7 @@ def _let_in(desk: OperatorFiles, newcomer: Newcomer, consumption: Consumption) -
         consumption.end(GONE)
         raise
     with desk.signing():
+        # Read the roster under the lock: another invitation may have signed one meanwhile.
         before = desk.newest()
         roster = roster_with(before.roster, newcomer.card, datetime.datetime.now(datetime.UTC))
         signed = sign_roster(roster, desk.key, before.handovers)
@@ -352,8 +355,10 @@ class _Typed:
                 return ""
             data = os.read(source, _MAX_LINE_BYTES)
             if not data:
+                # The input is over, and its last line may lack a line end.
                 last, self._ahead = self._ahead, b""
                 return last.decode(errors="replace")
+            # Bound the memory for input without a line end.
             self._ahead = (self._ahead + data)[-2 * _MAX_LINE_BYTES :]
         line, _, self._ahead = self._ahead.partition(b"\n")
         return line.decode(errors="replace")

@@ -103,6 +103,7 @@ def join(
     settings = computing(override(settings, model=asked), None, device)
     me = load_member(settings)
     if token is None:
+        # With a token, the enrolment has used these flags already.
         _check_asked(newcomer, file, me, _teller(as_json))
     with heavy_rooms(lambda text: _teller(as_json)("starting", text)):
         # This import loads the heavy packages, so the errors above come without the wait.
@@ -238,6 +239,7 @@ def _run_until_asked(peer: Peer, bind: tuple[str, int], until_stdin_closes: bool
     if until_stdin_closes:
         threading.Thread(target=read_to_end, daemon=True).start()
     first = _first(ends)
+    # Wait for the peer's thread, so that its links are closed before the command ends.
     peer.stop()
     running.join()
     if isinstance(first, BaseException):

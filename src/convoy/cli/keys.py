@@ -46,6 +46,7 @@ def new(
     limits = KeyLimits(requests_per_minute, tokens_per_minute, concurrent_requests, total_tokens)
     if name is None and (expires is not None or limits != NO_LIMITS or hashed):
         raise UsageError("a bare key has no limits and no expiry", hint="--name NAME makes a named key")
+    # The file would keep a hash only, and the key would be lost.
     if hashed and not show:
         raise UsageError("--hash needs --show: the file does not hold the key itself")
     key = new_key()

@@ -66,6 +66,7 @@ def convoy(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the console script. Exit with 0, with 130 when interrupted, or with a code of `exit_codes`."""
     set_up_logs()
+    # torch reads the environment when it is imported, so these calls come first.
     ask_for_huge_pages()
     wait_briefly_for_threads()
     switch_threads_soon()
@@ -88,10 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; every error has been reported by then."""
+    # Words after -- are arguments, even if they look like options.
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     as_json = "--json" in options
     try:
         code = app(args=arguments, prog_name="convoy", standalone_mode=False)
+        # A reader that has gone must show here, where the error is handled, and not at exit.
         sys.stdout.flush()
         # Typer returns this code for Ctrl-C.
         if code == EXIT_INTERRUPTED:
@@ -108,6 +111,7 @@ def run(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001
         if _debug_wanted(options):
             traceback.print_exc()
+        # The report itself may also meet a closed pipe.
         with contextlib.suppress(BrokenPipeError):
             return _report(error, options, as_json)
         return _nobody_reads()
@@ -119,6 +123,7 @@ def _nobody_reads() -> int:
 
     Without this, the flush at exit would fail once more.
     """
+    # Replace the descriptor, because Python flushes its buffer into it at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_FAILURE
 
@@ -180,6 +185,7 @@ def _usage_error(error: TyperException, options: list[str]) -> tuple[str, str]:
     context = getattr(error, "ctx", None)
     command = _command_at(options) if context is None else context.command_path
     if (
+        # Verbs that take --url have no port option: the URL holds the port.
         asked == "--port"
         and context is not None
         and any("--url" in one.opts for one in context.command.params)

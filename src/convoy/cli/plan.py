@@ -103,6 +103,7 @@ def plan(
     asked = kernel_for(quantize, settings.model.kernel)
     offers = _with_levels(_offers(settings, members), level or [])
     demands.check_members([offer.name for offer in offers])
+    # The policy comes before the placement: memory beyond its cap must not attract layers.
     offers = _capped(offers, demands)
     offers, standbys = _without_standbys(settings, offers, standby or [])
     spans = spans_by_name(layers, [offer.name for offer in offers]) or settings.plan.layers

@@ -163,6 +163,7 @@ def with_layers(settings: Config, layers: list[str] | None, spec: ModelSpec) -> 
     failed: ConvoyError | None = None
     for group in groups:
         try:
+            # The memory of peers is unknown before they answer. This check is for the spans alone.
             place(spec, [MemberOffer(name, 1 << 62, head=name == me.name) for name in group], spans)
             break
         except ConvoyError as error:

@@ -30,6 +30,7 @@ def status(
     health = endpoint.get("/health", accept=frozenset({200, 503}))
     answer = endpoint.get("/status")
     try:
+        # The server may be of another version, or no Convoy at all.
         ready = msgspec.convert(health, dict[str, Any])
         cluster = msgspec.convert(answer, ClusterStatus)
     except msgspec.ValidationError as error:

@@ -230,6 +230,7 @@ def override(struct: S, **flags: object) -> S:
 def decode_public_key(text: str, what: str) -> bytes:
     """Return 32 bytes from hex, as rosters show keys, or from base64. Raises ConfigError naming ``what``."""
     try:
+        # The length tells hex from base64.
         is_hex = len(text) == 2 * _OPERATOR_KEY_BYTES
         key = bytes.fromhex(text) if is_hex else base64.b64decode(text, validate=True)
     except ValueError:
@@ -262,6 +263,7 @@ _TABLES: dict[str, type[msgspec.Struct]] = {
 def _parse(path: Path) -> dict[str, object]:
     try:
         with path.open("rb") as file:
+            # One byte more than the limit shows a longer file without reading all of it.
             data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {_reason(error)}", hint=_how_to_read(error, path)) from None
@@ -293,6 +295,7 @@ def _read_table(kind: type[S], name: str, table: Mapping[str, object], path: Pat
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at `$.")
         key = where.rstrip("`").removesuffix("[...]")
+        # For a closed set of values the message lists them.
         choices = get_args(fields[key]) if get_origin(fields[key]) is Literal else ()
         expected = f"expected {', '.join(choices)}" if choices else reason[:1].lower() + reason[1:]
         raise ConfigError(f"{path}: [{name}] {key} is {_shown(table[key])}: {expected}") from None
@@ -306,6 +309,7 @@ def _decode_path(kind: type, value: object) -> object:
 
 
 def _beside(struct: S, folder: Path) -> S:
+    # Paths in a file are relative to the file's folder, and not to the working folder.
     paths = {name: getattr(struct, name) for name in struct.__struct_fields__}
     return msgspec.structs.replace(
         struct, **{name: folder / value for name, value in paths.items() if isinstance(value, Path)}

@@ -82,6 +82,7 @@ def bench_verb(
         parameters += shared[model is not None :]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         command.__dict__["__signature__"] = inspect.Signature(parameters)
+        # `inspect` would follow __wrapped__ to the verb's own signature.
         del command.__dict__["__wrapped__"]
         return command
 

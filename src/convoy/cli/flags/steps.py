@@ -103,6 +103,7 @@ def with_step_flags(verb: Callable[..., None]) -> Callable[..., None]:
         ]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__dict__["__signature__"] = inspect.Signature(parameters)
+    # `inspect` would follow __wrapped__ to the verb's own signature.
     del command.__dict__["__wrapped__"]
     return command
 

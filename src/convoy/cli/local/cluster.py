@@ -105,6 +105,7 @@ class LocalOptions:
         asked = head_options(Config(engine=override(EngineConfig(), **self.engine), plan=plan))
         asked.check()
         asked.check_context(spec)
+        # Memory does not count here: this check is for the spans and flags alone.
         offers = [MemberOffer(name, 1 << 62, head=name == self.names[0]) for name in self.names]
         choose_way(asked.parallel, find_ways(spec, offers, self.spans, ranks=asked.ranks))
         # Raises UsageError for a device that this machine lacks. Last, because torch takes seconds to load.
@@ -181,10 +182,12 @@ class LocalCluster(Started):
     def _last_error(self, name: str) -> str:
         lines = self.log_file(name).read_text(errors="replace").splitlines()
         errors = [line.removeprefix("error:").strip() for line in lines if line.startswith("error:")]
+        # Without a reported error, the last line is the best explanation.
         return (errors or lines or ["no output"])[-1]
 
     def _stop_all(self) -> None:
         for process in self._processes.values():
+            # Close every pipe first, so that all peers end at the same time.
             if process.stdin is not None:
                 process.stdin.close()
         for process in self._processes.values():

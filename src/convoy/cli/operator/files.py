@@ -106,12 +106,14 @@ class OperatorFiles:
         """Hold the files in use while the block runs. The only user reports the traces of a crash, once."""
         with _lock(self.records, "desk") as descriptor:
             try:
+                # The exclusive lock succeeds only if no other invitation is open.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 # Another invitation is open. Its unfinished work is not the trace of a crash.
                 pass
             else:
                 self._tell_unfinished()
+            # A shared lock lets further invitations run beside this one.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             yield
 

@@ -39,6 +39,7 @@ def make_first_machine(
     host, _ = parse_place(address or local_addresses()[0], None)
     operator, identity = home.open_operator(passphrase_file), home.open_identity()
     member = member_of(name or host_name(), identity, (host, DEFAULT_PEER_PORT), head=True)
+    # An earlier run was interrupted after it wrote the roster.
     if home.roster.exists():
         data = read_bytes(home.roster, max_bytes=MAX_ROSTER_FILE_BYTES)
         roster = open_roster(data, operator_key=operator.public_key).roster

@@ -55,6 +55,7 @@ class NewcomerFiles:
         listen_everywhere(listen_host or "0.0.0.0", self.port or port).close()  # noqa: S104
         identity = self.home.open_identity()
         enrolled = _enrol(token, identity, (name, host, port), tell)
+        # The roster comes first: a convoy.toml must not name a missing file.
         replace_file(self.home.roster, enrolled.signed.raw)
         if not self.home.config.exists():
             self.home.write_config(

@@ -126,9 +126,11 @@ class Endpoint:
                     event = self._json(line.removeprefix(b"data: "))
                     if not isinstance(event, dict):
                         raise self.not_ours("no JSON object")
+                    # Once the status line is sent, the server can only report an error as an event.
                     if "error" in event:
                         raise _refusal(response.status, line.removeprefix(b"data: "))
                     yield event
+            # Without [DONE] the answer is incomplete, even if the connection closed in order.
             raise PeerUnreachable(f"the stream from {self.url} ended before the answer was complete")
 
     def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
@@ -214,6 +216,7 @@ def _trusting(ca: Path | None) -> ssl.SSLContext:
     if ca is None:
         context.load_default_certs()
         return context
+    # This flag lets a server's own certificate be the trust anchor, without its issuer.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     try:
         context.load_verify_locations(ca)

@@ -18,6 +18,7 @@ def read_bytes(path: Path, *, max_bytes: int, hint: str | None = None) -> bytes:
     """
     try:
         with path.open("rb") as file:
+            # One byte more than the limit shows a longer file without reading all of it.
             data = file.read(max_bytes + 1)
     except OSError as error:
         reason = (error.strerror or "unreadable").lower()
@@ -50,6 +51,7 @@ def replace_file(path: Path, data: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             file.write(data)
             file.flush()
+            # The data must be on disk before the new name is.
             os.fsync(file.fileno())
             # These files are public. `crypto` writes keys, with a private mode.
             Path(file.name).chmod(0o644)

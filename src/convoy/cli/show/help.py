@@ -52,6 +52,7 @@ class GroupedCommand(TyperCommand):
             if parameter.param_type_name == "argument":
                 group = "Arguments"
             else:
+                # A name with its verb wins, because --port belongs to different groups in different verbs.
                 own = f"{self.name}.{parameter.name}"
                 group = _GROUP_OF.get(own) or _GROUP_OF.get(parameter.name or "", _OTHER)
             found.setdefault(group, []).append(record)

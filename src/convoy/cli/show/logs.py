@@ -78,10 +78,12 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
     arguments = list(record.args) if isinstance(record.args, tuple) else []
     found: dict[str, object] = {}
     for match in _FIELD.finditer(str(record.msg)):
+        # %% consumes no argument.
         if match["kind"] == "%" or not arguments:
             continue
         value = arguments.pop(0)
         name = match["name"]
+        # A field must not replace one of the fixed keys.
         if name is not None and name not in {"time", "level", "logger", "message", "traceback"}:
             found[name] = value if isinstance(value, bool | int | float | str) else str(value)
     return found
@@ -96,5 +98,6 @@ def set_up_logs(level: Level = "warning", form: Format = "text") -> None:
     out = _Said(sys.stderr)
     out.setFormatter(JsonLines() if form == "json" else TextLines())
     root = logging.getLogger()
+    # Replace only our own handler: tests and libraries may have added others.
     root.handlers = [*(one for one in root.handlers if not isinstance(one, _Said)), out]
     logging.getLogger("convoy").setLevel(level.upper())

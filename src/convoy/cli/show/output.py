@@ -144,6 +144,7 @@ def report_error(
     """
     if as_json:
         print_json({"error": {"type": kind, "message": message, "hint": hint, **(extra or {})}})
+    # Flush the results first, so that the error is the last output on a terminal.
     sys.stdout.flush()
     print(styled("error:", "red", sys.stderr), one_line(message), file=sys.stderr)
     if hint:

@@ -52,6 +52,7 @@ def loading_bars(*, quiet: bool) -> Iterator[LoadProgress | None]:
     if quiet or not sys.stderr.isatty():
         yield None if quiet else LoadLines().on_load
         return
+    # Only a terminal pays for the import of rich.
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 

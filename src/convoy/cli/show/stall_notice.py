@@ -27,6 +27,7 @@ class StallNotice:
         self._came_s = time.monotonic()
         self._told = False
         self._over = threading.Event()
+        # A daemon: a question that blocks must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="patience", daemon=True)
 
     def came(self) -> None:
@@ -55,6 +56,7 @@ class StallNotice:
     def _ask(self) -> None:
         asked_s = time.monotonic()
         reason = self._reason()
+        # The question may block. A part of the answer that arrived meanwhile makes it void.
         if self._over.is_set() or self._came_s > asked_s:
             return
         if reason is not None and not self._told:
